@@ -1,0 +1,5 @@
+"""The configuration tree: `schema` (types, defaults, meaning), `load` (files, environment, flags), `checks` (across keys)."""
+
+from trireme.config.schema import Config
+
+__all__ = ["Config"]

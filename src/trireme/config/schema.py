@@ -1,0 +1,217 @@
+"""Every option of a run: its type, default and meaning. Each value lives once; what follows from others is a property.
+
+`docs/configuration.md` is generated from this file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+from trireme.types import AdamParams, LossFnType, LossNormalization, SamplingParams
+
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, values never change after parsing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+
+
+class RunConfig(Section):
+    name: str | None = Field(None, description="Name of the run; none = `<env>-<model>-<8 hex>`.")
+    output_dir: str = Field("outputs", description="The run directory is `output_dir/name`.")
+
+
+class ModelConfig(Section):
+    name: str = Field(description="A Hugging Face model: a local directory or a name on the hub.")
+    tokenizer: str | None = Field(None, description="Directory or hub name of the tokenizer; none = `model.name`.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Dtype of inference; auto = bfloat16 on GPUs, float32 on CPUs."
+    )
+    max_seq_len: PositiveInt | None = Field(
+        None, description="Longest sequence (prompt and answer) in tokens; none = the model's own limit."
+    )
+    attn: Literal["auto", "eager", "sdpa"] = Field("auto", description="Attention of the trainer; auto = sdpa.")
+
+
+class OptimConfig(Section):
+    beta1: Share = Field(0.9, description="AdamW: decay of the running mean of gradients.")
+    beta2: Share = Field(0.95, description="AdamW: decay of the running mean of squared gradients.")
+    eps: PositiveFloat = Field(1e-12, description="AdamW: added to the denominator.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW: decoupled weight decay.")
+
+
+class TrainerConfig(Section):
+    shards: PositiveInt = Field(
+        1,
+        validation_alias=AliasChoices("shards", "gpus"),
+        description="Number of FSDP2 shards, one process each (one GPU each where there are GPUs). "
+        "`--trainer-gpus N` is an alias.",
+    )
+    loss_fn: LossFnType | None = Field(
+        None, description="Loss; none = `importance_sampling` if max_steps_off_policy is 0, else `ppo`."
+    )
+    loss_fn_config: dict[str, float] = Field(
+        {}, description="Parameters of the loss: `clip_low_threshold` (0.8), `clip_high_threshold` (1.2) for ppo."
+    )
+    loss_normalization: LossNormalization = Field(
+        "token_mean",
+        description="What the gradient of a substep is divided by: its loss tokens, its sequences, or nothing.",
+    )
+    learning_rate: PositiveFloat | Literal["auto"] = Field(
+        "auto", description="Peak learning rate; auto = by hidden size, for Qwen and Llama models."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after the warm-up: constant, or falling to 0 at max_steps."
+    )
+    warmup_steps: NonNegativeInt = Field(0, description="Steps over which the learning rate rises linearly.")
+    max_grad_norm: PositiveFloat = Field(1.0, description="The gradient's norm is clipped to this.")
+    optim: OptimConfig = OptimConfig()
+    num_substeps: PositiveInt = Field(1, description="Optimiser updates per step; groups are split evenly over them.")
+    num_minibatches: PositiveInt = Field(
+        1, description="Parts of a substep that are trained on as soon as their groups have finished (streaming)."
+    )
+    micro_batch_tokens: PositiveInt | None = Field(
+        None, description="Tokens (with padding) that a shard computes at once; bounds memory only. None = 16384."
+    )
+
+
+class OrchestratorConfig(Section):
+    batch_size: PositiveInt = Field(
+        validation_alias=AliasChoices("batch_size", "groups_per_batch"),
+        description="Problems (groups) per training step. Alias: `groups_per_batch`.",
+    )
+    group_size: PositiveInt = Field(
+        8,
+        validation_alias=AliasChoices("group_size", "rollouts_per_example"),
+        description="Rollouts per problem. Alias: `rollouts_per_example`.",
+    )
+    max_steps_off_policy: NonNegativeInt = Field(
+        1, description="No group older than this many steps is trained on; 0 = synchronous, strictly on-policy."
+    )
+    stale_policy: Literal["requeue", "drop", "wait"] = Field(
+        "requeue",
+        description="What happens to a group that would get too old: its problem is sampled afresh, it is dropped, "
+        "or the batch waits for it (strictly first in, first out).",
+    )
+    max_requeues: NonNegativeInt = Field(
+        2, description="requeue: how often a problem is sampled afresh before the batch waits for it."
+    )
+    advantage: Literal["mean", "std", "leave_one_out"] = Field(
+        "mean", description="Reward minus the group's mean; divided by its deviation; or minus the mean of the others."
+    )
+    remove_constant_reward_groups: bool = Field(
+        False, description="Groups whose rewards are all equal are replaced by others."
+    )
+    max_filtered_batches: PositiveInt = Field(
+        10, description="Stop after this many batches' worth of filtered groups in a row without a usable one."
+    )
+    overlong_filter: bool = Field(False, description="Answers cut by length do not count in the loss.")
+    generation_timeout_s: PositiveFloat = Field(600.0, description="Limit for one rollout, in seconds.")
+    max_prompt_len: PositiveInt | None = Field(None, description="Longer prompts are refused before sampling.")
+    retries: NonNegativeInt = Field(2, description="How often a failed rollout is tried again.")
+    min_viable_group: Share = Field(0.75, description="Share of a group's rollouts that must succeed.")
+    max_failure_rate: Share = Field(
+        0.25, description="The run stops when more than this share of recent rollouts failed after all retries."
+    )
+
+
+class EnvConfig(Section):
+    id: str = Field(description="Environment: a built-in name (`sort`) or `package.module:Dataset`.")
+    args: dict[str, Any] = Field({}, description="Arguments of the dataset.")
+    name: str | None = Field(None, description="Name in metrics; none = from the id.")
+
+    @property
+    def label(self) -> str:
+        return self.name or self.id.partition(":")[0].rpartition(".")[2]
+
+
+class SamplingConfig(Section):
+    max_tokens: PositiveInt = Field(description="Longest answer, in tokens.")
+    temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the trainer divides logits by it too.")
+    top_p: Share = Field(1.0, description="Nucleus sampling; below 1 the trainer cannot match the distribution.")
+    top_k: int = Field(-1, description="Sample from the k likeliest only; -1 = off. The trainer cannot match it.")
+    min_p: Share = Field(0.0, description="Cut below this share of the likeliest; the trainer cannot match it.")
+    repetition_penalty: PositiveFloat = Field(1.0, description="1 = off. The trainer cannot match it.")
+
+    def params(self, seed: int, stop: tuple[int, ...]) -> SamplingParams:
+        return SamplingParams(**self.model_dump(), seed=seed, stop=stop)
+
+
+class InferenceConfig(Section):
+    replicas: PositiveInt = Field(
+        1,
+        validation_alias=AliasChoices("replicas", "gpus"),
+        description="Number of vLLM replicas (one GPU each where there are GPUs). `--inference-gpus N` is an alias.",
+    )
+    transport: Literal["auto", "object_store"] = Field(
+        "auto", description="How weights travel to the replicas; auto = object_store."
+    )
+    sampling: SamplingConfig
+    max_model_len: PositiveInt | None = Field(None, description="Context of the engine; none = model.max_seq_len.")
+    memory_gb: PositiveFloat = Field(0.25, description="KV cache of a replica on CPUs, in GiB.")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.9, description="Share of a GPU's memory that a replica may take."
+    )
+    max_num_seqs: PositiveInt | None = Field(
+        None, description="Sequences that a replica decodes at once; none = 256 on GPUs, 64 on CPUs."
+    )
+    engine_args: dict[str, Any] = Field({}, description="Further arguments of vLLM's AsyncEngineArgs.")
+
+
+class ClusterConfig(Section):
+    address: str | None = Field(None, description="Address of a running Ray cluster; none = start one here.")
+
+
+class TimeoutsConfig(Section):
+    start_s: PositiveFloat = Field(600.0, description="Deadline for all rooms to start.")
+    step_s: PositiveFloat = Field(1800.0, description="Deadline for a batch of rollouts, and for each trainer call.")
+    update_s: PositiveFloat = Field(300.0, description="Deadline for a replica to take new weights.")
+
+
+class WandbConfig(Section):
+    project: str | None = Field(None, description="Weights & Biases project; none = off.")
+    name: str | None = Field(None, description="Name of the W&B run; none = the run's name.")
+    mode: Literal["online", "offline"] = Field("online", description="offline needs no account.")
+    entity: str | None = Field(None, description="W&B team or user.")
+    tags: list[str] = Field([], description="W&B tags.")
+
+
+class Config(Section):
+    """One run."""
+
+    max_steps: PositiveInt = Field(100, description="Number of training steps.")
+    seed: int = Field(0, description="Seed of data order, sampling and initialisation.")
+    clean: bool = Field(False, description="Empty the run directory before starting.")
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    trainer: TrainerConfig = TrainerConfig()
+    orchestrator: OrchestratorConfig
+    env: EnvConfig
+    inference: InferenceConfig
+    cluster: ClusterConfig = ClusterConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    wandb: WandbConfig = WandbConfig()
+
+    @property
+    def loss_fn(self) -> LossFnType:
+        return self.trainer.loss_fn or ("ppo" if self.orchestrator.max_steps_off_policy else "importance_sampling")
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.model.tokenizer or self.model.name
+
+    @property
+    def groups_per_minibatch(self) -> int:
+        return self.orchestrator.batch_size // (self.trainer.num_substeps * self.trainer.num_minibatches)
+
+    def adam_params(self, learning_rate: float) -> AdamParams:
+        """AdamW's parameters with the learning rate of a step."""
+        return AdamParams(
+            learning_rate=learning_rate, max_grad_norm=self.trainer.max_grad_norm, **self.trainer.optim.model_dump()
+        )

@@ -1,0 +1,43 @@
+"""The ways a run can end, and what each tells its user.
+
+Every error says what was given, what was expected and what to do. The exit codes are part of the interface:
+0 reached `max_steps`; 1 failed while running; 2 bad input, refused before any actor starts; 3 stopped by a limit
+of its own; 75 SIGTERM; 130 Ctrl-C.
+"""
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_LIMIT = 3
+EXIT_SIGTERM = 75
+EXIT_INTERRUPTED = 130
+
+
+class TriremeError(Exception):
+    """Base of all errors that a user is meant to read without a traceback."""
+
+    exit_code = EXIT_FAILED
+
+
+class BadInput(TriremeError):
+    """Configuration or environment that cannot work; raised before any actor starts."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class LimitReached(TriremeError):
+    """The run stopped by a limit of its own (failure rate, nothing but filtered groups)."""
+
+    exit_code = EXIT_LIMIT
+
+
+class RoomFailed(TriremeError):
+    """A room (actor) raised, died, or did not answer within its deadline; names the room and its log."""
+
+
+class ProvenanceError(TriremeError):
+    """A token was produced by weights that it must not have been: unknown identity, or beyond the staleness bound."""
+
+
+class WeightsRefused(TriremeError):
+    """An update of weights failed its digest or its canary: what arrived is not what was published."""

@@ -1,0 +1,27 @@
+"""What one room knows of another: the verbs, as Protocols. Only `trireme.launch` sees the classes behind them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from trireme.types import SampledSequence, SampleRequest
+from trireme.weights import PublishedWeights, UpdateReport
+
+
+class Sampler(Protocol):
+    """The inference room as the orchestrator sees it: all replicas behind one router."""
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        """Samples one sequence on some replica. It goes on over weight updates; its spans say which token came from which.
+
+        Raises RoomFailed when no replica can finish it.
+        """
+        ...
+
+    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
+        """Brings every live replica to `weights`, in flight. Raises WeightsRefused or RoomFailed."""
+        ...
+
+    def acknowledged(self) -> dict[int, int]:
+        """Version that each live replica has acknowledged: {replica id: version}."""
+        ...

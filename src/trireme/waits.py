@@ -1,0 +1,81 @@
+"""The one place where a process waits for another. Every wait has a deadline, and its error names who was waited for.
+
+A lint (tests/unit/test_laws.py) forbids the bare `ray.get` and `ray.wait` elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from trireme.errors import RoomFailed, TriremeError
+
+TICK_S = 1.0
+
+
+def failure(error: BaseException, who: str, log: Path | None) -> TriremeError:
+    """The error that a person reads, from what Ray raised while `who` was called."""
+    where = f"; its log: {log}" if log else ""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, TriremeError):
+            return cause
+        return RoomFailed(f"{who} raised {type(cause).__name__}: {cause}{where}\n{error}")
+    if isinstance(error, RayActorError):
+        return RoomFailed(f"{who} died ({' '.join(str(error).split())[:600]}){where}")
+    return RoomFailed(f"{who}: {type(error).__name__}: {error}{where}")
+
+
+def _overdue(who: str, timeout_s: float, log: Path | None) -> RoomFailed:
+    return RoomFailed(f"waited {timeout_s:.0f} s for {who} and got no answer" + (f"; its log: {log}" if log else ""))
+
+
+def get_all(
+    refs: Sequence[Any],
+    *,
+    who: Sequence[str],
+    timeout_s: float,
+    log: Path | None = None,
+    on_tick: Callable[[list[str], float], None] | None = None,
+) -> list[Any]:
+    """The values of `refs`, of which `who` names the owners. Raises as soon as one of them fails, without waiting for
+    the others (which may hang in a collective for ever), or when `timeout_s` seconds have passed. `on_tick` is called
+    about once a second with the names still waited for and the seconds waited."""
+    started = time.monotonic()
+    owner = dict(zip(refs, who, strict=True))
+    values: dict[Any, Any] = {}
+    pending = list(refs)
+    while pending:
+        waited = time.monotonic() - started
+        if waited > timeout_s:
+            raise _overdue(", ".join(owner[ref] for ref in pending), timeout_s, log)
+        ready, pending = ray.wait(pending, num_returns=1, timeout=min(TICK_S, timeout_s))
+        for ref in ready:
+            try:
+                values[ref] = ray.get(ref)
+            except (RayTaskError, RayActorError) as error:
+                raise failure(error, owner[ref], log) from error
+        if on_tick and not ready:
+            on_tick([owner[ref] for ref in pending], time.monotonic() - started)
+    return [values[ref] for ref in refs]
+
+
+def get(ref: Any, *, who: str, timeout_s: float, log: Path | None = None) -> Any:
+    """The value of one reference; as `get_all`."""
+    return get_all([ref], who=[who], timeout_s=timeout_s, log=log)[0]
+
+
+async def get_async(awaitable: Awaitable[Any], *, who: str, timeout_s: float, log: Path | None = None) -> Any:
+    """As `get`, inside an event loop."""
+    try:
+        return await asyncio.wait_for(awaitable, timeout_s)
+    except TimeoutError:
+        raise _overdue(who, timeout_s, log) from None
+    except (RayTaskError, RayActorError) as error:
+        raise failure(error, who, log) from error
