@@ -1,1 +1,7 @@
-"""."""
+"""The hull: configuration, launch, the driver's loop, and the types that cross rooms."""
+
+import os
+
+# Under `uv run`, Ray would start every worker through `uv run` again: a fresh environment of some 200 packages per job.
+# Workers use the environment of their node instead (docs/clusters.md). Ray reads this when it is imported.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")

@@ -1,0 +1,106 @@
+"""The training loop. It reads as the algorithm; the rooms behind it are actors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trireme.config import Config
+from trireme.launch import Rooms
+from trireme.metrics import Clock, Sink, reduce_metrics
+from trireme.types import LossNormalization
+from trireme.weights import UpdateReport
+
+
+def train(config: Config, rooms: Rooms, learning_rate: Callable[[int], float], sinks: Sequence[Sink]) -> None:
+    """Runs all steps. Step s consumes one batch with version s in the trainer and produces version s + 1.
+
+    `learning_rate` gives the rate of a step. Raises TriremeError when a room fails or a limit of the run is reached.
+    """
+    trainer, orchestrator = rooms.trainer, rooms.orchestrator
+    orchestrator.update_weights(trainer.publish_weights(0))
+    for step in range(config.max_steps):
+        clock = Clock()
+        with clock("step"):
+            outputs: list[Mapping[str, float]] = []
+            for substep in range(config.trainer.num_substeps):
+                loss_tokens = sequences = 0
+                for minibatch in clock.timed("wait_for_batch", orchestrator.minibatches(step, substep)):
+                    with clock("forward_backward"):
+                        output = trainer.forward_backward(
+                            minibatch.batch, config.loss_fn, config.trainer.loss_fn_config, minibatch.provenance
+                        )
+                    outputs.append(output.metrics)
+                    loss_tokens += minibatch.num_loss_tokens
+                    sequences += len(minibatch.batch)
+                with clock("optim"):
+                    normalizer = loss_normalizer(config.trainer.loss_normalization, loss_tokens, sequences)
+                    update = trainer.optim_step(config.adam_params(learning_rate(step)), normalizer)
+            with clock("publish"):
+                weights = trainer.publish_weights(step + 1)
+            with clock("update_replicas"):
+                reports = orchestrator.update_weights(weights)
+            rollout_metrics = orchestrator.release(step)
+        row = {
+            **step_position(config, step, weights.identity.attempt),
+            **rollout_metrics,
+            **optim_metrics(reduce_metrics(outputs), update.metrics, weights.nbytes, weights.identity.digest, reports),
+            **time_metrics(clock.seconds, rollout_metrics),
+        }
+        for sink in sinks:
+            sink.write(row)
+
+
+def loss_normalizer(kind: LossNormalization, loss_tokens: int, sequences: int) -> float:
+    """What a substep's summed gradient is divided by; 1 where a substep has no loss tokens (its gradient is zero)."""
+    divisors = {"token_mean": loss_tokens, "sequence_mean": sequences, "sum": 1}
+    return float(max(divisors[kind], 1))
+
+
+def step_position(config: Config, step: int, attempt: int) -> dict[str, Any]:
+    """Where the run stands after `step`."""
+    done = (step + 1) / config.max_steps
+    return {
+        "step": step,
+        "version": step + 1,
+        "attempt": attempt,
+        "progress": done,
+        "progress/done_frac": done,
+        "time/unix": time.time(),
+    }
+
+
+def optim_metrics(
+    sums: Mapping[str, float],
+    update: Mapping[str, float],
+    nbytes: int,
+    digest: str,
+    reports: Sequence[UpdateReport],
+) -> dict[str, Any]:
+    """`optim/*` as means over the step's loss tokens, and `weights/*` of the version that it produced."""
+    tokens = max(sums["loss_tokens:sum"], 1.0)
+    mean = {name: sums[f"{name}:sum"] / tokens for name in ("loss", "kl_sample_train_v1", "kl_sample_train_v2", "entropy")}
+    return {
+        "optim/lr": update["lr"],
+        "optim/grad_norm": update["grad_norm"],
+        **{f"optim/{name}": value for name, value in mean.items()},
+        "optim/ratio_max": sums["ratio:max"],
+        "optim/clip_frac": sums["clipped:sum"] / tokens,
+        "weights/digest": digest,
+        "weights/bytes": nbytes,
+        "weights/canary_max_diff": max(report.canary_max_diff for report in reports),
+        "weights/reprefill_tokens": sum(report.reprefill_tokens for report in reports),
+    }
+
+
+def time_metrics(seconds: Mapping[str, float], rollout_metrics: Mapping[str, float]) -> dict[str, float]:
+    """`time/*` of the driver, and the rates that follow from them."""
+    step_s = seconds["step"]
+    return {
+        **{f"time/{name}": value for name, value in seconds.items()},
+        "perf/tokens_per_s": rollout_metrics["perf/tokens"] / step_s,
+        "perf/rollouts_per_s": rollout_metrics["perf/rollouts"] / step_s,
+        "perf/trainer_idle_frac": (seconds["wait_for_batch"] + seconds["update_replicas"]) / step_s,
+        "perf/inference_idle_frac": min(rollout_metrics["perf/inference_idle_s"] / step_s, 1.0),
+    }

@@ -1,0 +1,156 @@
+"""Starts Ray (or joins a cluster), places the rooms, and takes everything down again. The only module that knows all rooms."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from inference.group import InferenceGroup
+from orchestrator.handle import OrchestratorHandle
+from trainer.group import TrainerGroup
+from trainer.schedule import learning_rate_schedule
+from trireme import waits
+from trireme.config import Config
+from trireme.errors import BadInput
+from trireme.plan import Plan, Resources
+
+Progress = Callable[[list[str], float], None]
+SHUTDOWN_S = 15.0
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """The three rooms, ready."""
+
+    trainer: TrainerGroup
+    inference: InferenceGroup
+    orchestrator: OrchestratorHandle
+
+
+def cluster_address(config: Config) -> str | None:
+    """Address of the cluster to join (`RAY_ADDRESS` is what `ray job submit` sets); none = start one on this machine."""
+    return config.cluster.address or os.environ.get("RAY_ADDRESS")
+
+
+@contextmanager
+def ray_cluster(config: Config, plan: Plan) -> Iterator[Resources]:
+    """Ray for the time of a run: the cluster at `cluster_address`, or one started here that leaves nothing behind."""
+    address = cluster_address(config)
+    if address is None:
+        with _local_cluster(plan):
+            yield cluster_resources()
+        return
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except ConnectionError as error:
+        raise BadInput(
+            f"cluster.address = {address!r}: no Ray cluster answers there ({error}). "
+            "Start one with `ray start --head`, or leave the key out to start one on this machine."
+        ) from error
+    try:
+        yield cluster_resources()
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _local_cluster(plan: Plan) -> Iterator[None]:
+    os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))  # inherited by every process of the cluster
+    directory = tempfile.mkdtemp(prefix="trireme-")  # short: Ray puts unix sockets below it
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, len(plan.actor_names)),
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            _temp_dir=directory,
+        )
+        yield
+    finally:
+        started = psutil.Process().children(recursive=True)
+        ray.shutdown()
+        _end(started)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Waits until the cluster's processes are gone; those that stay are killed."""
+    _, alive = psutil.wait_procs(processes, timeout=SHUTDOWN_S)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=SHUTDOWN_S)
+
+
+def cluster_resources() -> Resources:
+    """What the connected cluster has."""
+    total = ray.cluster_resources()
+    return Resources(
+        nodes=sum(1 for node in ray.nodes() if node["Alive"]),
+        cpus=int(total.get("CPU", 0)),
+        gpus=int(total.get("GPU", 0)),
+        memory_bytes=int(total.get("memory", 0)),
+        source="the Ray cluster",
+    )
+
+
+def _reserve(bundles: list[dict[str, float]], timeout_s: float, progress: Progress) -> PlacementGroup:
+    """Places of all actors at once, packed on as few nodes as possible."""
+    group = placement_group(bundles, strategy="PACK")
+    waits.get_all(
+        [group.ready()],
+        who=[f"Ray to place {len(bundles)} actors ({bundles})"],
+        timeout_s=timeout_s,
+        on_tick=progress,
+    )
+    return group
+
+
+def _start_rooms(config: Config, plan: Plan, log_dir: Path, progress: Progress, ending: ExitStack) -> Rooms:
+    """All rooms side by side: each `start` returns at once, then one wait covers them all. `ending` gets their stops."""
+    deadline = time.monotonic() + config.timeouts.start_s
+    resources = [*plan.trainer_options_R, *plan.inference_options_N, plan.orchestrator_options]
+    group = _reserve([_bundle(r) for r in resources], config.timeouts.start_s, progress)
+    ending.callback(remove_placement_group, group)
+    options: list[dict[str, Any]] = [
+        {**r, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)}
+        for i, r in enumerate(resources)
+    ]
+    shards, replicas = len(plan.trainer_options_R), len(plan.inference_options_N)
+    inference = InferenceGroup.start(config, options[shards : shards + replicas], log_dir)  # the slowest first
+    ending.callback(inference.stop)
+    trainer = TrainerGroup.start(config, options[:shards], log_dir)
+    ending.callback(trainer.stop)
+    orchestrator = OrchestratorHandle.start(config, inference.router_factory(), options[-1], log_dir)
+    ending.callback(orchestrator.stop)
+    refs, names = [], []
+    for room in (inference, trainer, orchestrator):
+        room_refs, room_names = room.ready_refs()
+        refs += room_refs
+        names += room_names
+    waits.get_all(refs, who=names, timeout_s=max(deadline - time.monotonic(), 1.0), log=log_dir, on_tick=progress)
+    return Rooms(trainer, inference, orchestrator)
+
+
+def _bundle(options: dict[str, float]) -> dict[str, float]:
+    named = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0)}
+    return {name: amount for name, amount in named.items() if amount}
+
+
+@contextmanager
+def rooms(config: Config, plan: Plan, log_dir: Path, progress: Progress) -> Iterator[Rooms]:
+    """The rooms of a run, started and, however the run ends, stopped."""
+    with ExitStack() as ending:
+        yield _start_rooms(config, plan, log_dir, progress, ending)

@@ -1,0 +1,124 @@
+"""Metrics: how the parts of a step become one row, and where rows go. `metrics.jsonl` is the source for all readers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from trireme.config import Config
+
+_REDUCTIONS = {"sum": sum, "max": max, "min": min, "mean": lambda values: sum(values) / len(values)}
+
+
+def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Reduces the metrics of several shards or minibatches, each name by the reduction that it ends in.
+
+    >>> reduce_metrics([{"loss:sum": 1.0, "ratio:max": 2.0}, {"loss:sum": 3.0, "ratio:max": 1.5}])
+    {'loss:sum': 4.0, 'ratio:max': 2.0}
+
+    Raises KeyError for a name without a known reduction.
+    """
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: float(_REDUCTIONS[name.rpartition(":")[2]]([part[name] for part in parts if name in part])) for name in names
+    }
+
+
+class Clock:
+    """Seconds spent in the named parts of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def timed(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
+        """Yields from `items`; the time spent waiting for each counts as `name`."""
+        end = object()
+        while True:
+            with self(name):
+                item = next(items, end)
+            if item is end:
+                return
+            yield item
+
+
+class Sink(Protocol):
+    """A reader of rows."""
+
+    def write(self, row: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """One JSON object per line, each line whole on disk before `write` returns to the operating system."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ConsoleSink:
+    """One line per step."""
+
+    def __init__(self, max_steps: int, out: TextIO) -> None:
+        self._max_steps = max_steps
+        self._out = out
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        print(
+            f"step {row['step'] + 1:>{len(str(self._max_steps))}}/{self._max_steps}"
+            f"  reward {row['reward/total']:.3f}"
+            f"  age {row['off_policy/mean']:.2f} (max {row['off_policy/max']:.0f})"
+            f"  kl {row['optim/kl_sample_train_v2']:.1e}"
+            f"  {row['perf/tokens_per_s']:>6.0f} tokens/s"
+            f"  {row['time/step']:.2f} s = wait {row['time/wait_for_batch']:.2f}"
+            f" + train {row['time/forward_backward'] + row['time/optim']:.2f}"
+            f" + publish {row['time/publish']:.2f} + update {row['time/update_replicas']:.2f}",
+            file=self._out,
+            flush=True,
+        )
+
+    def close(self) -> None:
+        self._out.flush()
+
+
+class WandbSink:
+    """Weights & Biases, on an explicit `step` axis. Offline mode needs no account."""
+
+    def __init__(self, config: Config, run_name: str, directory: Path) -> None:
+        import wandb
+
+        options = config.wandb
+        self._run = wandb.init(
+            project=options.project,
+            name=options.name or run_name,
+            entity=options.entity,
+            tags=options.tags,
+            mode=options.mode,
+            dir=str(directory),
+            config=config.model_dump(mode="json"),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._run.log(dict(row))
+
+    def close(self) -> None:
+        self._run.finish()

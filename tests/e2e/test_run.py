@@ -1,0 +1,118 @@
+"""The whole system: `rl` with real Ray, FSDP2 over gloo and vLLM on CPU, as a user runs it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from run_support import TINY, Ended, at_step, run_rl
+
+from trireme.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_SIGTERM
+
+LONG = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", "200"]
+
+
+def assert_bound_and_conservation(ended: Ended, bound: int) -> None:
+    for row in ended.rows:
+        assert row["off_policy/max"] <= bound
+        terms = ("trained", "in_training", "filtered", "requeued", "dropped", "failed", "active")
+        assert row["ledger/dispatched"] == sum(row[f"ledger/{term}"] for term in terms)
+
+
+class TestTwoShardsTwoReplicas:
+    """One asynchronous run, looked at from all sides."""
+
+    @pytest.fixture(scope="class")
+    def ended(self, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+        return run_rl(
+            tmp_path_factory.mktemp("r"),
+            *TINY,
+            *("--max-steps", "12", "--trainer.shards", "2", "--inference.replicas", "2"),
+            *("--wandb.project", "test", "--wandb.mode", "offline"),
+        )
+
+    def test_reaches_its_last_step(self, ended: Ended) -> None:
+        assert ended.code == EXIT_OK, ended.out
+        assert [row["step"] for row in ended.rows] == list(range(12))
+        assert [row["version"] for row in ended.rows] == list(range(1, 13))
+
+    def test_age_is_above_zero_and_within_the_bound(self, ended: Ended) -> None:
+        assert sum(row["off_policy/mean"] for row in ended.rows) > 0
+        assert_bound_and_conservation(ended, bound=1)
+
+    def test_every_update_agrees_with_the_trainer(self, ended: Ended) -> None:
+        assert max(row["weights/canary_max_diff"] for row in ended.rows) < 1e-4
+        assert len({row["weights/digest"] for row in ended.rows}) == 12
+
+    def test_prints_plan_steps_and_what_next(self, ended: Ended) -> None:
+        for expected in ("trainer", "orchestrator", "inference", "vllm", "12/12", "What next", "tokens"):
+            assert expected in ended.out
+
+    def test_weights_open_with_transformers(self, ended: Ended) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(ended.root / "weights")
+        assert model.num_parameters() > 100_000
+        assert len(AutoTokenizer.from_pretrained(ended.root / "weights")) == model.config.vocab_size
+
+    def test_each_room_has_a_log(self, ended: Ended) -> None:
+        assert len(list((ended.root / "logs" / "attempt_1").glob("*.log"))) == 5
+
+    def test_wandb_has_the_run_offline(self, ended: Ended) -> None:
+        assert list((ended.root / "wandb").glob("offline-run-*/*.wandb"))
+
+    def test_leaves_nothing(self, ended: Ended) -> None:
+        ended.assert_nothing_left()
+
+
+def test_synchronous_run_is_on_policy(tmp_path: Path) -> None:
+    """K = 0: every group has age 0, and sampler and trainer compute the same distribution."""
+    ended = run_rl(tmp_path, *TINY, "--max-steps", "4", "--orchestrator.max-steps-off-policy", "0")
+    assert ended.code == EXIT_OK, ended.out
+    assert_bound_and_conservation(ended, bound=0)
+    assert all(row["optim/kl_sample_train_v2"] < 1e-4 for row in ended.rows)
+    assert all(row["ledger/active"] == 0 for row in ended.rows)
+
+
+def test_temperature_is_the_trainers_too(tmp_path: Path) -> None:
+    """Sub-steps, streaming and a temperature other than 1 in one run: still the same distribution at age 0."""
+    ended = run_rl(
+        tmp_path,
+        *TINY,
+        *("--orchestrator.max-steps-off-policy", "0", "--inference.sampling.temperature", "0.7"),
+        *("--trainer.num-substeps", "2", "--trainer.num-minibatches", "2", "--trainer.learning-rate", "1e-6"),
+    )
+    assert ended.code == EXIT_OK, ended.out
+    assert all(row["optim/kl_sample_train_v2"] < 1e-4 for row in ended.rows)
+
+
+@pytest.mark.parametrize(("send", "code"), [(signal.SIGINT, EXIT_INTERRUPTED), (signal.SIGTERM, EXIT_SIGTERM)])
+def test_a_signal_ends_the_run_in_order(tmp_path: Path, send: signal.Signals, code: int) -> None:
+    ended = run_rl(tmp_path, *LONG, on_line=at_step(2, send))
+    assert ended.code == code, ended.out
+    assert 2 <= len(ended.rows) < 200
+    ended.assert_nothing_left()
+
+
+def test_a_killed_driver_takes_everything_along(tmp_path: Path) -> None:
+    ended = run_rl(tmp_path, *LONG, on_line=at_step(2, signal.SIGKILL))
+    assert ended.code == -signal.SIGKILL
+    ended.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("trainer.forward_backward@2=raise", r"trainer shard"),
+        ("orchestrator.minibatch@2=raise", r"orchestrator"),
+        ("inference.received@2=corrupt", r"corrupted on the way"),
+        ("inference.loaded@2=corrupt", r"canary of version"),
+    ],
+)
+def test_a_fault_in_a_room_stops_the_run_with_its_reason(tmp_path: Path, fault: str, told: str) -> None:
+    ended = run_rl(tmp_path, *LONG, environ={"TRIREME_FAULTS": fault})
+    assert ended.code == EXIT_FAILED, ended.out
+    assert told in ended.out.replace("\n", " ")
+    assert len(ended.rows) < 200
+    ended.assert_nothing_left()

@@ -1,0 +1,59 @@
+"""Waits across processes: each way in which the other side can fail ends the wait with its name."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from trireme import waits
+from trireme.errors import LimitReached, RoomFailed
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@ray.remote(num_cpus=0)
+class Room:
+    def pid(self) -> int:
+        return os.getpid()
+
+    def hang(self) -> None:
+        time.sleep(3600)
+
+    def crash(self) -> None:
+        raise ValueError("a wrong value")
+
+    def stop_by_limit(self) -> None:
+        raise LimitReached("enough")
+
+
+def test_a_hanging_room_is_named_at_the_deadline() -> None:
+    room = Room.remote()
+    with pytest.raises(RoomFailed, match=r"waited 1 s for trainer shard 0.*its log: logs/x"):
+        waits.get(room.hang.remote(), who="trainer shard 0", timeout_s=1, log=Path("logs/x"))
+    ray.kill(room)
+
+
+def test_a_raising_room_shows_its_traceback() -> None:
+    room = Room.remote()
+    with pytest.raises(RoomFailed, match=r"(?s)shard 1 raised ValueError: a wrong value.*in crash"):
+        waits.get(room.crash.remote(), who="shard 1", timeout_s=60)
+
+
+def test_errors_of_ours_cross_unchanged() -> None:
+    room = Room.remote()
+    with pytest.raises(LimitReached, match="enough"):
+        waits.get(room.stop_by_limit.remote(), who="orchestrator", timeout_s=60)
+
+
+def test_one_dead_room_ends_the_wait_for_the_others() -> None:
+    """The others may hang in a collective for ever: the first failure is the answer."""
+    healthy, dying = Room.remote(), Room.remote()
+    pid = waits.get(dying.pid.remote(), who="dying", timeout_s=60)
+    refs = [healthy.hang.remote(), dying.hang.remote()]
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RoomFailed, match="shard 1 died"):
+        waits.get_all(refs, who=["shard 0", "shard 1"], timeout_s=60)
+    ray.kill(healthy)
