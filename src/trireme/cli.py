@@ -71,7 +71,7 @@ def _run(config: Config, facts: ModelFacts | None, warnings: list[str], console:
             plan.check_resources()
             console.print(plan.render())
             with launch.rooms(config, plan, run.logs(1), StartProgress(console)) as rooms:
-                console.print(f"all rooms are ready after {time.monotonic() - started:.1f} s")
+                console.print(f"rooms on {_count(rooms.nodes, 'node')} ready after {time.monotonic() - started:.1f} s")
                 train(config, rooms, launch.learning_rate(config, facts), launch.sinks(config, run, sys.stdout))
                 rooms.trainer.save_weights(run.weights)
         console.print(whats_next(config, run.root, run.weights, time.monotonic() - started))

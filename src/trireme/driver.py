@@ -80,7 +80,9 @@ def optim_metrics(
 ) -> dict[str, Any]:
     """`optim/*` as means over the step's loss tokens, and `weights/*` of the version that it produced."""
     tokens = max(sums["loss_tokens:sum"], 1.0)
-    mean = {name: sums[f"{name}:sum"] / tokens for name in ("loss", "kl_sample_train_v1", "kl_sample_train_v2", "entropy")}
+    mean = {
+        name: sums[f"{name}:sum"] / tokens for name in ("loss", "kl_sample_train_v1", "kl_sample_train_v2", "entropy")
+    }
     return {
         "optim/lr": update["lr"],
         "optim/grad_norm": update["grad_norm"],

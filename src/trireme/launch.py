@@ -14,7 +14,12 @@ from typing import Any
 
 import psutil
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from inference.group import InferenceGroup
@@ -32,8 +37,9 @@ SHUTDOWN_S = 15.0
 
 @dataclass(frozen=True)
 class Rooms:
-    """The three rooms, ready."""
+    """The three rooms, ready. `nodes`: how many nodes of the cluster they are on."""
 
+    nodes: int
     trainer: TrainerGroup
     inference: InferenceGroup
     orchestrator: OrchestratorHandle
@@ -141,7 +147,21 @@ def _start_rooms(config: Config, plan: Plan, log_dir: Path, progress: Progress, 
         refs += room_refs
         names += room_names
     waits.get_all(refs, who=names, timeout_s=max(deadline - time.monotonic(), 1.0), log=log_dir, on_tick=progress)
-    return Rooms(trainer, inference, orchestrator)
+    nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
+    return Rooms(nodes, trainer, inference, orchestrator)
+
+
+def learning_rate(config: Config, facts: ModelFacts | None) -> Callable[[int], float]:
+    """The learning rate of each step."""
+    raise_ = 1
+
+
+def sinks(config: Config, run: RunDir, out: TextIO) -> list[Sink]:
+    """All readers of the run's rows."""
+    found: list[Sink] = [JsonlSink(run.metrics), ConsoleSink(config.max_steps, out)]
+    if config.wandb.project:
+        found.append(WandbSink(config, run.root.name, run.root))
+    return found
 
 
 def _bundle(options: dict[str, float]) -> dict[str, float]:

@@ -47,7 +47,10 @@ def marked_processes(mark: str) -> dict[int, str]:
         if not entry.name.isdigit():
             continue
         try:
-            if mark.encode() in (entry / "environ").read_bytes() and b"State:\tZ" not in (entry / "status").read_bytes():
+            if (
+                mark.encode() in (entry / "environ").read_bytes()
+                and b"State:\tZ" not in (entry / "status").read_bytes()
+            ):
                 found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:  # it ended while we looked
             continue
@@ -65,7 +68,18 @@ def run_rl(
     mark = f"TRIREME_TEST_MARK={uuid.uuid4().hex}"
     before = set(os.listdir("/dev/shm"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "trireme.cli", "@", str(config), "--run.output-dir", str(tmp_path), "--run.name", "run", *flags],
+        [
+            sys.executable,
+            "-m",
+            "trireme.cli",
+            "@",
+            str(config),
+            "--run.output-dir",
+            str(tmp_path),
+            "--run.name",
+            "run",
+            *flags,
+        ],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(tmp_path), **(environ or {}), **dict([mark.split("=")])},
         stdout=subprocess.PIPE,
@@ -101,7 +115,7 @@ def at_step(step: int, send: signal.Signals) -> Callable[[str, subprocess.Popen[
     """Sends a signal to the driver once it has printed the line of `step` (1-based)."""
 
     def on_line(line: str, process: subprocess.Popen[str]) -> None:
-        if line.startswith(f"step {step:>3}/") or line.split()[:2] == ["step", f"{step}/200"]:
+        if line.split()[:2] == ["step", f"{step}/200"]:
             process.send_signal(send)
 
     return on_line

@@ -13,7 +13,11 @@ BARE_WAITS = {("ray", "get"), ("ray", "wait")}
 
 def calls(path: Path) -> Iterator[tuple[str, str, int]]:
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+        ):
             yield node.func.value.id, node.func.attr, node.lineno
 
 

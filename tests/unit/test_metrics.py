@@ -9,7 +9,10 @@ from trireme.metrics import Clock, JsonlSink, reduce_metrics
 
 
 def test_each_name_is_reduced_by_its_suffix() -> None:
-    parts = [{"a:sum": 1.0, "b:max": 5.0, "c:min": 2.0, "d:mean": 1.0}, {"a:sum": 2.0, "b:max": 3.0, "c:min": 1.0, "d:mean": 2.0}]
+    parts = [
+        {"a:sum": 1.0, "b:max": 5.0, "c:min": 2.0, "d:mean": 1.0},
+        {"a:sum": 2.0, "b:max": 3.0, "c:min": 1.0, "d:mean": 2.0},
+    ]
     assert reduce_metrics(parts) == {"a:sum": 3.0, "b:max": 5.0, "c:min": 1.0, "d:mean": 1.5}
 
 
