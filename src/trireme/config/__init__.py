@@ -1,4 +1,4 @@
-"""The configuration tree: `schema` (types, defaults, meaning), `load` (files, environment, flags), `checks` (across keys)."""
+"""The configuration: `schema` (types, defaults, meaning), `load` (files, environment, flags), `checks` (across keys)."""
 
 from trireme.config.schema import Config
 

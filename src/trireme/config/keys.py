@@ -1,0 +1,171 @@
+"""The keys of the configuration as a flat table, read off the schema; shared by loading, `--help` and documentation."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import AliasChoices, BaseModel, TypeAdapter
+from pydantic.fields import FieldInfo
+
+from trireme.config.schema import Config
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One option. `aliases` are other names for the last part of `path`; `short_flag` is one more flag for it."""
+
+    path: Path
+    field: FieldInfo
+    aliases: tuple[str, ...]
+    short_flag: str | None
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.dotted.replace("_", "-")
+
+    @property
+    def environment(self) -> str:
+        return "__".join(["TRIREME", *self.path]).upper()
+
+    @property
+    def value_type(self) -> Any:
+        metadata = self.field.metadata
+        return Annotated[(self.field.annotation, *metadata)] if metadata else self.field.annotation
+
+    @property
+    def entry_type(self) -> Any:
+        """Type of the values of a free-form table (`dict`), None for any other key."""
+        annotation = self.field.annotation
+        return get_args(annotation)[1] if get_origin(annotation) is dict else None
+
+    @property
+    def is_flag(self) -> bool:
+        return self.field.annotation is bool
+
+    @property
+    def is_literal(self) -> bool:
+        """Given as a string, its value is written as JSON or TOML."""
+        return get_origin(self.field.annotation) in (dict, list)
+
+    @property
+    def default(self) -> str:
+        if self.field.is_required():
+            return "required"
+        return literal(self.field.default)
+
+    @property
+    def description(self) -> str:
+        return self.field.description or ""
+
+    @property
+    def expected(self) -> str:
+        return type_in_words(self.value_type)
+
+
+def literal(value: Any) -> str:
+    """A default as it would be written in TOML; none for None."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+NAMES = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "string", "null": "none"}
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def type_in_words(value_type: Any) -> str:
+    """The type as a person reads it.
+
+    >>> type_in_words(int | None)
+    'integer or none'
+    """
+    return _words(TypeAdapter(value_type).json_schema())
+
+
+def _words(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_words(part) for part in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(literal(value) for value in schema["enum"])
+    if "const" in schema:
+        return literal(schema["const"])
+    if schema.get("type") == "array":
+        return f"list of {_words(schema['items'])}"
+    if schema.get("type") == "object":
+        entries = schema.get("additionalProperties")
+        return f"table of {_words(entries)}s" if isinstance(entries, dict) and entries else "table"
+    if "type" not in schema:
+        return "any value"
+    bounds = [f"{sign} {schema[name]:g}" for name, sign in BOUNDS.items() if name in schema]
+    return " ".join([NAMES[schema["type"]], " and ".join(bounds)]).strip()
+
+
+def _walk(model: type[BaseModel], path: Path) -> Iterator[tuple[Path, FieldInfo, bool]]:
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield (*path, name), field, True
+            yield from _walk(annotation, (*path, name))
+        else:
+            yield (*path, name), field, False
+
+
+def _key(path: Path, field: FieldInfo) -> Key:
+    choices = field.validation_alias
+    names = [str(c) for c in choices.choices] if isinstance(choices, AliasChoices) else []
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    short_flag = extra.get("flag")
+    return Key(path, field, tuple(n for n in names if n != path[-1]), str(short_flag) if short_flag else None)
+
+
+@cache
+def keys() -> dict[Path, Key]:
+    """Every option by its path, in the order of the schema."""
+    return {path: _key(path, field) for path, field, is_section in _walk(Config, ()) if not is_section}
+
+
+@cache
+def sections() -> frozenset[Path]:
+    return frozenset(path for path, _, is_section in _walk(Config, ()) if is_section)
+
+
+@cache
+def spellings() -> dict[Path, Path]:
+    """Every way to write the path of an option, and the path under which it is stored."""
+    known = {path: path for path in keys()}
+    for key in keys().values():
+        known |= {(*key.path[:-1], alias): key.path for alias in key.aliases}
+    return known
+
+
+@cache
+def short_flags() -> dict[str, Path]:
+    return {key.short_flag: key.path for key in keys().values() if key.short_flag}
+
+
+def nearest(path: Path) -> Path | None:
+    """The known option or section that looks most like an unknown `path`; None when nothing looks like it."""
+
+    def ratio(a: str, b: str) -> float:
+        return difflib.SequenceMatcher(None, a, b).ratio()
+
+    def alike(candidate: Path) -> tuple[float, float]:
+        whole, last = ratio(".".join(path), ".".join(candidate)), ratio(path[-1], candidate[-1])
+        return (whole + last) / 2, max(whole, last)
+
+    candidates = {**{s: s for s in sections()}, **spellings()}
+    candidates |= {tuple(flag.replace("-", "_").split("_", 1)): stored for flag, stored in short_flags().items()}
+    best = max(candidates, key=alike)
+    return candidates[best] if alike(best)[1] >= 0.7 else None

@@ -1,0 +1,386 @@
+"""Reads the configuration: defaults < `@ files` left to right < environment (`TRIREME__...`) < command line.
+
+Everything given becomes a `Given` (path, value, where it was written), so that each refusal can name its place.
+pydantic checks the values; all problems are reported at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path as File
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from trireme.config.keys import Key, Path, keys, nearest, sections, short_flags, spellings, type_in_words
+from trireme.config.problems import Problem, refuse
+from trireme.config.schema import Config
+
+PREFIX = "TRIREME__"
+BOOLEANS = ("true", "false")
+HELP = "`rl --help` lists all keys"
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value as it was given. `spelling` is the path as written; `text`: a string from a flag or the environment."""
+
+    spelling: Path
+    value: Any
+    place: str
+    text: bool
+
+    @property
+    def said(self) -> str:
+        shown = self.value if self.text else json.dumps(self.value, default=str)
+        return f"{'.'.join(self.spelling)} = {shown} ({self.place})"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    config: Config
+    dry_run: bool
+
+
+@dataclass
+class CommandLine:
+    """The command line, taken apart: overlay files with the section they are rooted at, and flags."""
+
+    files: list[tuple[Path, File]] = field(default_factory=list)
+    flags: list[Given] = field(default_factory=list)
+    dry_run: bool = False
+    problems: list[Problem] = field(default_factory=list)
+
+
+def load(argv: list[str], environ: Mapping[str, str] | None = None) -> Loaded:
+    """The configuration that `argv` (without the program's name) and `environ` (default `os.environ`) ask for.
+
+    `--help` and `--version` print and raise SystemExit(0). Raises BadInput that lists every problem.
+    """
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        raise SystemExit(0)
+    if "--version" in argv:
+        print(f"trireme {version('trireme')}")
+        raise SystemExit(0)
+    line = read_command_line(argv)
+    problems = line.problems
+    layers = [_read_file(root, file, problems) for root, file in line.files]
+    layers += [_read_environment(os.environ if environ is None else environ), line.flags]
+    values: dict[Path, Any] = {}
+    given: set[Path] = set()
+    for layer in layers:
+        _overlay(values, given, layer, problems)
+    config = _validate(values, given, problems)
+    refuse(problems)
+    assert config is not None
+    return Loaded(config, line.dry_run)
+
+
+# --- the command line ---------------------------------------------------------------------------------------------
+
+
+def read_command_line(argv: list[str]) -> CommandLine:
+    line = CommandLine()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--dry-run":
+            line.dry_run = True
+        elif word.startswith("@"):
+            _take_file(line, (), word, words)
+        elif word.startswith("--"):
+            _take_flag(line, word, words)
+        else:
+            line.problems.append(
+                Problem(f"`{word}` on the command line", "`@ FILE` or `--key value`", _stray_advice(word))
+            )
+    return line
+
+
+def _stray_advice(word: str) -> str:
+    if word.endswith((".toml", ".json")):
+        return f"write `@ {word}` to read that file"
+    return f"put it behind the flag it belongs to; {HELP}"
+
+
+def _take_file(line: CommandLine, root: Path, word: str, words: list[str]) -> None:
+    name = word[1:] or (words.pop(0) if words and not words[0].startswith(("--", "@")) else "")
+    if name:
+        line.files.append((root, File(name)))
+    else:
+        line.problems.append(
+            Problem("`@` without a file", "`@ FILE.toml`", "name the file behind the `@`, or leave it out")
+        )
+
+
+def _take_flag(line: CommandLine, word: str, words: list[str]) -> None:
+    name, equals, value = word[2:].partition("=")
+    path = short_flags().get(name.replace("_", "-")) or tuple(name.replace("-", "_").split("."))
+    place = f"flag --{name}"
+    if path in sections() and (value or (words[0] if words else "")).startswith("@"):
+        return _take_file(line, path, value or words.pop(0), words)
+    key = keys().get(spellings().get(path, path))
+    if not equals:
+        follows = words[0] if words else None
+        if key and key.is_flag and (follows is None or follows.lower() not in BOOLEANS):
+            value = "true"
+        elif follows is None or follows.startswith(("--", "@")):
+            line.problems.append(_without_value(path, name, key))
+            return None
+        else:
+            value = words.pop(0)
+    short = name.replace("_", "-")
+    spelling = (short,) if short in short_flags() else path
+    line.flags.append(Given(spelling, value, place, text=True))
+    return None
+
+
+def _without_value(path: Path, name: str, key: Key | None) -> Problem:
+    if path in sections():
+        return Problem(
+            f"`--{name}` without a value",
+            "a file for that section, or one of its keys",
+            f"write `--{name} @ FILE.toml` or `--{name}.KEY VALUE`; {HELP}",
+        )
+    if key is None and not _is_free_form(path):
+        return _unknown(Given(path, "", f"flag --{name}", text=True))
+    expected = key.expected if key else "a value"
+    return Problem(f"`--{name}` without a value", expected, f"write `--{name} VALUE`")
+
+
+# --- files and environment ----------------------------------------------------------------------------------------
+
+
+def _read_file(root: Path, file: File, problems: list[Problem]) -> list[Given]:
+    if not file.is_file():
+        here = File.cwd() if not file.is_absolute() else file.parent
+        problems.append(
+            Problem(
+                f"`@ {file}`", f"a TOML or JSON file; there is none of that name, seen from {here}", "correct the path"
+            )
+        )
+        return []
+    try:
+        text = file.read_text(encoding="utf-8")
+        tables = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        kind = "JSON" if file.suffix == ".json" else "TOML"
+        problems.append(Problem(f"file {file}: {error}", f"a file in {kind} syntax", "correct the file at that place"))
+        return []
+    if not isinstance(tables, dict):
+        problems.append(Problem(f"file {file}: {type(tables).__name__}", "a table of keys", "write { ... }"))
+        return []
+    return list(_flatten(root, tables, f"file {file}", text=False))
+
+
+def _read_environment(environ: Mapping[str, str]) -> list[Given]:
+    return [
+        Given(tuple(name[len(PREFIX) :].lower().split("__")), value, f"environment variable {name}", text=True)
+        for name, value in sorted(environ.items())
+        if name.startswith(PREFIX)
+    ]
+
+
+def _flatten(path: Path, value: Any, place: str, text: bool) -> Iterator[Given]:
+    """One `Given` per key: tables are walked down, except those that are values themselves."""
+    key = keys().get(spellings().get(path, path))
+    walk = isinstance(value, dict) and (bool(value) or path in sections() or not path)
+    if walk and (key is None or key.entry_type is not None):
+        for name, part in value.items():
+            yield from _flatten((*path, str(name)), part, place, text)
+    else:
+        yield Given(path, value, place, text)
+
+
+# --- one value ----------------------------------------------------------------------------------------------------
+
+
+def _stored_path(spelling: Path) -> Path | None:
+    """The path under which what is written as `spelling` is stored; None for an unknown key."""
+    if len(spelling) == 1 and spelling[0] in short_flags():
+        return short_flags()[spelling[0]]
+    if spelling in spellings():
+        return spellings()[spelling]
+    return spelling if _is_free_form(spelling) else None
+
+
+def _table_of(path: Path) -> Key | None:
+    """The free-form table that `path` lies in."""
+    parents = (keys().get(path[:n]) for n in range(1, len(path)))
+    return next((key for key in parents if key and key.entry_type is not None), None)
+
+
+def _is_free_form(path: Path) -> bool:
+    table = _table_of(path)
+    return table is not None and (table.entry_type is Any or len(path) == len(table.path) + 1)
+
+
+def _unknown(given: Given) -> Problem:
+    path = given.spelling
+    near = nearest(path)
+    if path in sections():
+        return Problem(given.said, f"a table of keys, because `{'.'.join(path)}` is a section", HELP)
+    if near is None:
+        advice = HELP
+    elif given.place.startswith("flag"):
+        advice = f"did you mean `--{'.'.join(near).replace('_', '-')}`? {HELP}"
+    elif given.place.startswith("environment"):
+        advice = f"did you mean `{PREFIX}{'__'.join(near).upper()}`? {HELP}"
+    else:
+        advice = f"did you mean `{'.'.join(near)}`? {HELP}"
+    flag = given.place.removeprefix("flag ")
+    said = (
+        f"`{flag} {given.value}`".replace(" `", "`") if flag != given.place else f"`{'.'.join(path)}` ({given.place})"
+    )
+    return Problem(said, "a known key; there is none of that name", advice)
+
+
+def _convert(path: Path, given: Given) -> Any:
+    """The value in its type. Files are typed already and taken strictly; strings are read as the type says.
+
+    Raises ValidationError.
+    """
+    key = keys().get(path)
+    table = _table_of(path)
+    value = given.value
+    if given.text and (key is None or key.is_literal):
+        value = _read_literal(value)
+    elif given.text and value.lower() in ("none", "null") and not _requires_value(key):
+        value = None
+    value_type = key.value_type if key else table.entry_type if table else Any
+    return TypeAdapter(value_type).validate_python(value, strict=not given.text)
+
+
+def _requires_value(key: Key | None) -> bool:
+    return key is None or not key.expected.endswith("none")
+
+
+def _read_literal(text: str) -> Any:
+    """`text` as JSON, else as a TOML value, else as the string that it is.
+
+    >>> _read_literal("5"), _read_literal("{a = 1}"), _read_literal("hard")
+    (5, {'a': 1}, 'hard')
+    """
+    for read in (json.loads, lambda t: tomllib.loads(f"value = {t}")["value"]):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _wrong_type(path: Path, given: Given) -> Problem:
+    key, table = keys().get(path), _table_of(path)
+    expected = key.expected if key else type_in_words(table.entry_type) if table else "any value"
+    return Problem(given.said, f"`{'.'.join(path)}` takes: {expected}", f"correct it in: {given.place}")
+
+
+# --- all together -------------------------------------------------------------------------------------------------
+
+
+def _overlay(values: dict[Path, Any], given_paths: set[Path], layer: list[Given], problems: list[Problem]) -> None:
+    """Puts one layer over `values`. Adds every path it names to `given_paths`, also those whose value is wrong."""
+    written: dict[Path, tuple[Given, Any]] = {}
+    for given in layer:
+        path = _stored_path(given.spelling)
+        if path is None:
+            problems.append(_unknown(given))
+            continue
+        given_paths.add(path)
+        try:
+            value = _convert(path, given)
+        except ValidationError:
+            problems.append(_wrong_type(path, given))
+            continue
+        before = written.get(path)
+        if before and before[0].spelling != given.spelling and before[1] != value:
+            problems.append(_disagreement(path, before[0], given))
+        written[path] = (given, value)
+    for path, (_, value) in written.items():
+        _put(values, path, value)
+
+
+def _disagreement(path: Path, first: Given, second: Given) -> Problem:
+    return Problem(
+        f"{first.said} and {second.said}",
+        f"one value: both are spellings of `{'.'.join(path)}`",
+        "leave one of them out",
+    )
+
+
+def _put(values: dict[Path, Any], path: Path, value: Any) -> None:
+    """Stores a value; entries of a free-form table are stored one by one, so that layers add to each other."""
+    key = keys().get(path)
+    if isinstance(value, dict) and (key is None or key.entry_type is not None):
+        for name, part in value.items():
+            _put(values, (*path, name), part)
+        if value or key is not None:
+            return
+    for other in [p for p in values if p != path and (p[: len(path)] == path or path[: len(p)] == p)]:
+        del values[other]
+    values[path] = value
+
+
+def _validate(values: dict[Path, Any], given_paths: set[Path], problems: list[Problem]) -> Config | None:
+    tree: dict[str, Any] = {}
+    for path in sorted(sections()):
+        _descend(tree, path)
+    for path, value in values.items():
+        _descend(tree, path[:-1])[path[-1]] = value
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        missing = [_path_of(item["loc"]) for item in error.errors() if item["type"] == "missing"]
+    problems += [_missing(keys()[path]) for path in missing if path not in given_paths]
+    return None
+
+
+def _path_of(location: tuple[int | str, ...]) -> Path:
+    path = tuple(str(part) for part in location)
+    return spellings().get(path, path)
+
+
+def _descend(tree: dict[str, Any], path: Path) -> dict[str, Any]:
+    for name in path:
+        tree = tree.setdefault(name, {})
+    return tree
+
+
+def _missing(key: Key) -> Problem:
+    table = f"[{'.'.join(key.path[:-1])}] {key.path[-1]} = ..."
+    return Problem(
+        f"no value for `{key.dotted}`",
+        f"{key.expected}: {key.description}",
+        f"write `{key.flag} VALUE`, or `{table}` in a file, or set {key.environment}",
+    )
+
+
+# --- help ---------------------------------------------------------------------------------------------------------
+
+USAGE = """usage: rl [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key value ...] [--dry-run]
+
+  @ FILE              read a TOML or JSON file; several overlay each other from left to right
+  --trainer @ FILE    the same, its keys rooted at that section
+  --dry-run           print the resolved configuration and the plan, and stop
+  --version, --help
+
+A value is looked up in this order: command line, environment (TRIREME__TRAINER__SHARDS=2), files, default."""
+
+
+def help_text() -> str:
+    """The help: usage and every key with its type, default and meaning, by section."""
+    lines = [USAGE]
+    section: str | None = None
+    for key in keys().values():
+        top = key.path[0] if len(key.path) > 1 else "general"
+        if top != section:
+            lines.append(f"\n{top}:")
+            section = top
+        lines.append(f"  {key.flag}  [{key.default}]  {key.description}")
+    return "\n".join(lines)

@@ -1,0 +1,149 @@
+"""What a model's config.json says about its sizes: enough to check a configuration and to plan memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trireme.config.problems import Problem
+
+HUB_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes of a decoder. `num_parameters` counts what the sizes imply (see `count_parameters`)."""
+
+    name: str
+    architecture: str
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    num_kv_heads: int
+    head_dim: int
+    num_parameters: int
+    tied_embeddings: bool
+    max_position_embeddings: int
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that the KV cache holds for one token: keys and values of every layer."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def load(cls, name: str, *, dry_run: bool = False) -> ModelFacts | None:
+        """The facts of a local directory or of a model on the hub. A dry run gets None for a hub out of reach.
+
+        Raises BadInput when there is no such directory or model, or its config.json lacks a size.
+        """
+        if looks_like_path(name):
+            return cls.from_json(name, _read_local(name))
+        text = _read_hub(name, dry_run)
+        return None if text is None else cls.from_json(name, text)
+
+    @classmethod
+    def from_json(cls, name: str, text: str) -> ModelFacts:
+        """The facts in the text of a config.json. Raises BadInput."""
+        try:
+            config = json.loads(text)
+            heads = config["num_attention_heads"]
+            return cls(
+                name=name,
+                architecture=(config.get("architectures") or [config["model_type"]])[0],
+                model_type=config["model_type"],
+                hidden_size=config["hidden_size"],
+                num_layers=config["num_hidden_layers"],
+                vocab_size=config["vocab_size"],
+                num_kv_heads=config.get("num_key_value_heads") or heads,
+                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+                num_parameters=count_parameters(config),
+                tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+                max_position_embeddings=config["max_position_embeddings"],
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Problem(
+                f"model.name = {name}, whose config.json cannot be used ({type(error).__name__}: {error})",
+                "the config.json of a decoder-only text model (Qwen3, Llama, ...)",
+                "give another model, or repair the file",
+            ).error() from None
+
+
+def count_parameters(config: Mapping[str, Any]) -> int:
+    """Parameters of a Llama-type decoder: embeddings (and the head, unless tied), and per layer the four projections
+    of attention, the three of the gated MLP, two norms (and those of queries and keys in Qwen3). Biases are left out."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+    norms = 2 * hidden + (2 * head_dim if config["model_type"].startswith("qwen3") else 0)
+    layer = attention + 3 * hidden * config["intermediate_size"] + norms
+    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return embeddings + config["num_hidden_layers"] * layer + hidden
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether `name` is a place on this machine, which is never asked for on the hub."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def _read_local(name: str) -> str:
+    file = Path(name).expanduser() / "config.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    what = "a directory without config.json" if file.parent.is_dir() else f"no directory, seen from {Path.cwd()}"
+    raise Problem(
+        f"model.name = {name}, which is {what}",
+        "a Hugging Face model directory (config.json, *.safetensors, tokenizer.json), or a name on the hub",
+        "correct --model.name, or start in the directory that the path is relative to",
+    ).error()
+
+
+def _read_hub(name: str, dry_run: bool) -> str | None:
+    """The config.json of a hub model, from the local cache or the hub; None in a dry run without a hub."""
+    import huggingface_hub as hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        try:
+            return Path(hub.hf_hub_download(name, "config.json", local_files_only=True)).read_text(encoding="utf-8")
+        except LocalEntryNotFoundError:
+            if not _hub_reachable(hub.constants.ENDPOINT):
+                if dry_run:
+                    return None
+                raise _unreachable(name, hub.constants.ENDPOINT).error() from None
+        return Path(hub.hf_hub_download(name, "config.json")).read_text(encoding="utf-8")
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise Problem(
+            f"model.name = {name}: {str(error).splitlines()[0]}",
+            f"a model on {hub.constants.ENDPOINT}, or a directory (none of that name, seen from {Path.cwd()})",
+            "correct the name; for a gated model accept its licence and log in with `hf auth login`",
+        ).error() from None
+
+
+def _unreachable(name: str, endpoint: str) -> Problem:
+    return Problem(
+        f"model.name = {name}: no directory of that name, seen from {Path.cwd()}; not in the local cache; "
+        f"and {endpoint} cannot be reached",
+        "a local directory, a cached model, or a reachable hub",
+        f"give a directory, or run `hf download {name}` where there is a network and copy the cache (HF_HOME) here",
+    )
+
+
+def _hub_reachable(endpoint: str) -> bool:
+    """One short look, because the hub's client tries again for 23 s."""
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        return False
+    try:
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,356 @@
+"""What a run will occupy and do, worked out before anything starts: processes, devices, memory, tokens, staleness."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.table import Table
+
+from trireme.config.checks import installed_vllm, seq_limit
+from trireme.config.model_facts import ModelFacts
+from trireme.config.problems import Problem
+from trireme.config.schema import Config
+
+GIB = 2**30
+SHARD_BASE_GIB = 0.5
+REPLICA_BASE_GIB = 1.4
+"""Measured resident memory of a shard, and of a replica with its engine process, without weights and KV cache."""
+BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
+DEFAULT_MICRO_BATCH_TOKENS = 16384
+DEFAULT_MAX_NUM_SEQS = {True: 256, False: 64}
+"""Sequences that a replica decodes at once, on GPUs and on CPUs."""
+SHARED_GPU_UTILIZATION = 0.5
+"""The most that a replica may take of a GPU that it shares with the trainer."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What there is, per node `_N`: CPU cores, GPUs, bytes of memory; `source` says how it is known."""
+
+    cpus_N: tuple[float, ...]
+    gpus_N: tuple[float, ...]
+    memory_N: tuple[int, ...]
+    source: str
+
+    @classmethod
+    def local(cls) -> Resources:
+        """This machine: the cores and GPUs that this process may use."""
+        cpus = len(os.sched_getaffinity(0))
+        return cls((cpus,), (_visible_gpus(os.environ),), (psutil.virtual_memory().total,), "this machine")
+
+    @classmethod
+    def of_cluster(cls, nodes: Iterable[Mapping[str, Any]], address: str) -> Resources:
+        """A Ray cluster, from what `ray.nodes()` returns."""
+        totals = [node["Resources"] for node in nodes if node["Alive"]]
+        return cls(
+            tuple(total.get("CPU", 0.0) for total in totals),
+            tuple(total.get("GPU", 0.0) for total in totals),
+            tuple(int(total.get("memory", 0)) for total in totals),
+            f"the Ray cluster at {address}",
+        )
+
+    @property
+    def nodes(self) -> int:
+        return len(self.cpus_N)
+
+    @property
+    def cpus(self) -> float:
+        return sum(self.cpus_N)
+
+    @property
+    def gpus(self) -> float:
+        return sum(self.gpus_N)
+
+    @property
+    def memory(self) -> int:
+        return sum(self.memory_N)
+
+
+def _visible_gpus(environ: Mapping[str, str]) -> int:
+    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
+    present = len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()])
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    return (
+        present if chosen is None else min(present, len([c for c in chosen.split(",") if c.strip() not in ("", "-1")]))
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    facts: ModelFacts | None
+    resources: Resources
+    run_dir: Path
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        facts: ModelFacts | None,
+        resources: Resources,
+        run_dir_path: Path,
+        warnings: Sequence[str] = (),
+    ) -> Plan:
+        """The plan of a run; `warnings` are those of `trireme.config.checks.check`."""
+        return cls(config, facts, resources, run_dir_path, tuple(warnings))
+
+    # --- devices and places
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether models compute on GPUs."""
+        device = self.config.cluster.device
+        return device == "gpu" or (device == "auto" and self.resources.gpus > 0)
+
+    @property
+    def device(self) -> str:
+        return "GPU" if self.on_gpus else "CPU"
+
+    @property
+    def models(self) -> int:
+        """Processes that hold a model: shards and replicas."""
+        return self.config.trainer.shards + self.config.inference.replicas
+
+    @property
+    def shares_gpu(self) -> bool:
+        """One shard and one replica share the GPU when there are not two, and the replica takes at most half of it."""
+        fits = self.config.inference.gpu_memory_utilization <= SHARED_GPU_UTILIZATION
+        return self.on_gpus and self.models == 2 and self.resources.gpus < 2 and fits
+
+    @property
+    def gpus_needed(self) -> int:
+        return (1 if self.shares_gpu else self.models) if self.on_gpus else 0
+
+    @property
+    def threads(self) -> int:
+        """Threads for each process that computes: with a core or less for each, one is fastest and repeatable."""
+        return max(1, int(self.resources.cpus) // (self.models + 1))
+
+    @property
+    def cpus_per_actor(self) -> float:
+        """Ray's CPU share of an actor: 1, or on fewer cores the largest share with which all actors find a place."""
+        actors = self.models + 1
+        shares = (percent / 100 for percent in range(100, 0, -1))
+        return next((s for s in shares if sum(int(cpus / s + 1e-9) for cpus in self.resources.cpus_N) >= actors), 0.0)
+
+    def _options(self) -> dict[str, float]:
+        gpus = (0.5 if self.shares_gpu else 1.0) if self.on_gpus else 0.0
+        return {"num_cpus": self.cpus_per_actor, "num_gpus": gpus}
+
+    @property
+    def trainer_options_R(self) -> list[dict[str, float]]:
+        """Ray resources of each trainer shard."""
+        return [self._options() for _ in range(self.config.trainer.shards)]
+
+    @property
+    def inference_options_N(self) -> list[dict[str, float]]:
+        """Ray resources of each replica."""
+        return [self._options() for _ in range(self.config.inference.replicas)]
+
+    @property
+    def orchestrator_options(self) -> dict[str, float]:
+        return {"num_cpus": self.cpus_per_actor, "num_gpus": 0.0}
+
+    def check_resources(self) -> None:
+        """Raises BadInput when the run needs more GPUs than there are. Too few cores are only a warning."""
+        if self.gpus_needed <= self.resources.gpus:
+            return
+        ways = ["lower --trainer.shards or --inference.replicas", "use a larger cluster", "--cluster.device cpu"]
+        if self.models == 2 and self.resources.gpus == 1:
+            ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SHARED_GPU_UTILIZATION - 0.1:g}")
+        raise Problem(
+            f"trainer.shards = {self.config.trainer.shards} and inference.replicas = {self.config.inference.replicas}, "
+            f"which need {self.gpus_needed} GPUs",
+            f"at most {self.resources.gpus:g} GPUs, which is what {self.resources.source} has",
+            "; or ".join(ways),
+        ).error()
+
+    # --- numbers
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Slots: the most groups between dispatch and the acknowledgement of the step that trained on them."""
+        return (self.config.orchestrator.max_steps_off_policy + 1) * self.config.orchestrator.batch_size
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.config.inference.max_num_seqs or DEFAULT_MAX_NUM_SEQS[self.on_gpus]
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.config.orchestrator.batch_size * self.config.orchestrator.group_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The most tokens that a step samples and trains on."""
+        return self.rollouts_per_step * self.config.inference.sampling.max_tokens
+
+    @property
+    def recomputed_tokens(self) -> int | None:
+        """The most tokens whose KV is computed again at an update: all that can be in flight, at full length."""
+        limit = seq_limit(self.config, self.facts)
+        rollouts = self.groups_in_flight * self.config.orchestrator.group_size
+        return min(self.max_num_seqs * self.config.inference.replicas, rollouts) * limit if limit else None
+
+    @property
+    def inference_dtype_bytes(self) -> int:
+        dtype = self.config.model.dtype
+        return (2 if self.on_gpus else 4) if dtype == "auto" else BYTES_OF_DTYPE[dtype]
+
+    @property
+    def shard_bytes(self) -> int | None:
+        """Memory of a shard without activations: 16 bytes per parameter (fp32 weight, gradient, two Adam moments) over
+        the shards, and logits with their gradient of one micro-batch in fp32."""
+        if self.facts is None:
+            return None
+        micro = self.config.trainer.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
+        limit = seq_limit(self.config, self.facts) or micro
+        tokens = min(micro, self.rollouts_per_step * limit // self.config.trainer.shards)
+        states = 16 * self.facts.num_parameters // self.config.trainer.shards
+        return int(SHARD_BASE_GIB * GIB) + states + 8 * tokens * self.facts.vocab_size
+
+    @property
+    def replica_bytes(self) -> int | None:
+        """Memory of a replica on CPUs: weights in the inference dtype and the KV cache. (On GPUs it is a set share.)"""
+        if self.facts is None:
+            return None
+        weights = self.facts.num_parameters * self.inference_dtype_bytes
+        return int((REPLICA_BASE_GIB + self.config.inference.memory_gb) * GIB) + weights
+
+    @property
+    def warnings(self) -> list[str]:
+        found = list(self.notes)
+        has, where = self.resources, self.resources.source
+        if self.gpus_needed > has.gpus:
+            found.append(
+                f"needs {_count(self.gpus_needed, 'GPU')}, {where} has {has.gpus:g}: refused when started here"
+            )
+        if self.models > has.cpus and not self.on_gpus:
+            found.append(f"{self.models} processes compute on {has.cpus:g} cores of {where}: it works, slower")
+        if self.shard_bytes and self.replica_bytes and not self.on_gpus:
+            total = self.shard_bytes * self.config.trainer.shards + self.replica_bytes * self.config.inference.replicas
+            if total > has.memory:
+                found.append(f"needs about {_gib(total)} of memory, {where} has {_gib(has.memory)}")
+        return found
+
+    # --- for people
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The plan as (what, text) pairs."""
+        return [
+            *self._rows_of_rooms(),
+            ("resources", self._resources_text()),
+            ("packages", ", ".join(f"{name} {number}" for name, number in package_versions().items())),
+            ("model", self._model_text()),
+            ("tokens", self._tokens_text()),
+            ("memory", self._memory_text()),
+            ("staleness", self._staleness_text()),
+            ("each update", self._update_text()),
+            ("written to", f"{self.run_dir}: config.json, code.diff, metrics.jsonl, logs/, STATUS"),
+            *(("warning", text) for text in self.warnings),
+        ]
+
+    def render(self) -> Table:
+        """The plan as a table for rich."""
+        table = Table.grid(padding=(0, 2))
+        for what, text in self.rows():
+            table.add_row(what, text, style="yellow" if what == "warning" else None)
+        return table
+
+    def _rows_of_rooms(self) -> list[tuple[str, str]]:
+        config = self.config
+        share = "half a GPU each, shared" if self.shares_gpu else "one GPU each" if self.on_gpus else "CPU"
+        each = f"{share}, {_count(self.threads, 'thread')} each"
+        shards, replicas = config.trainer.shards, config.inference.replicas
+        return [
+            ("trainer", f"{_count(shards, 'FSDP2 shard')}: {_count(shards, 'actor')}, {each}"),
+            ("orchestrator", f"1 actor, CPU: env {config.env.label}, loss {config.loss_fn}"),
+            ("inference", f"{_count(replicas, 'vLLM replica')}: {_count(replicas, 'actor')} with an engine, {each}"),
+        ]
+
+    def _resources_text(self) -> str:
+        has = self.resources
+        needs = f"needs {_count(self.gpus_needed, 'GPU')}, " if self.on_gpus else ""
+        return (
+            f"{needs}{has.source} has {has.gpus:g} GPUs, {_count(int(has.cpus), 'core')}, {_gib(has.memory)} of memory "
+            f"on {_count(has.nodes, 'node')}; models compute on {self.device}s"
+        )
+
+    def _model_text(self) -> str:
+        facts = self.facts
+        if facts is None:
+            return f"{self.config.model.name}: model not reachable, sizes unknown"
+        tied = "tied" if facts.tied_embeddings else "untied"
+        return (
+            f"{facts.name}: {facts.architecture}, {facts.num_parameters:,} parameters ({facts.num_layers} layers, "
+            f"hidden {facts.hidden_size}, vocabulary {facts.vocab_size}, {tied} embeddings), "
+            f"sequences of at most {seq_limit(self.config, facts)} tokens"
+        )
+
+    def _tokens_text(self) -> str:
+        orchestrator, steps = self.config.orchestrator, self.config.max_steps
+        return (
+            f"{orchestrator.batch_size} problems x {orchestrator.group_size} rollouts x up to "
+            f"{self.config.inference.sampling.max_tokens} tokens = up to {self.tokens_per_step:,} per step, "
+            f"{self.tokens_per_step * steps:,} in {steps} steps"
+        )
+
+    def _memory_text(self) -> str:
+        if self.shard_bytes is None or self.replica_bytes is None or self.facts is None:
+            return "unknown, as the model's sizes are"
+        shard = (
+            f"a shard {_gib(self.shard_bytes)} + activations ({SHARD_BASE_GIB} GiB + 16 B x parameters / shards "
+            "+ 8 B x micro-batch tokens x vocabulary)"
+        )
+        if self.on_gpus:
+            return f"{shard}; a replica {self.config.inference.gpu_memory_utilization:.0%} of its GPU"
+        cache = int(self.config.inference.memory_gb * GIB)
+        holds = cache // (self.facts.kv_values_per_token * self.inference_dtype_bytes)
+        return (
+            f"{shard}; a replica {_gib(self.replica_bytes)} ({REPLICA_BASE_GIB} GiB + {self.inference_dtype_bytes} B x "
+            f"parameters + KV cache {_gib(cache)}, which holds {holds:,} tokens)"
+        )
+
+    def _staleness_text(self) -> str:
+        bound, policy = self.config.orchestrator.max_steps_off_policy, self.config.orchestrator.stale_policy
+        if bound == 0:
+            return "synchronous: every group is sampled with the weights that are trained on it"
+        what = {"requeue": "is sampled afresh", "drop": "is dropped", "wait": "is waited for, in order"}[policy]
+        return (
+            f"no group is trained on that is more than {_count(bound, 'step')} old; one that would be {what}; "
+            f"at most {self.groups_in_flight} groups under way"
+        )
+
+    def _update_text(self) -> str:
+        if self.recomputed_tokens is None:
+            return (
+                "the KV cache of everything in flight is computed again; how much is unknown, as the model's limit is"
+            )
+        return (
+            f"up to {self.recomputed_tokens:,} tokens of KV cache are computed again (min({self.max_num_seqs} sequences "
+            f"x {_count(self.config.inference.replicas, 'replica')}, {self.groups_in_flight} groups x "
+            f"{self.config.orchestrator.group_size} rollouts) x {seq_limit(self.config, self.facts)} tokens)"
+        )
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of what a run stands on, read without importing it."""
+    names = ("trireme", "torch", "ray", "transformers")
+    vllm = (installed_vllm() or "vllm not-installed").split(" ", 1)
+    return {"python": platform.python_version(), **{name: version(name) for name in names}, vllm[0]: vllm[1]}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _gib(number: int) -> str:
+    return f"{number / GIB:.2f} GiB"

@@ -1,0 +1,148 @@
+"""The directory of one run: where everything it writes goes, and who may write there."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from trireme.config.problems import Problem
+from trireme.config.schema import Config
+
+LOCK = "driver.lock"
+MARKS = ("config.json", "metrics.jsonl")
+"""Files of which a directory must hold one to be taken for a run directory."""
+
+
+def choose_path(config: Config) -> Path:
+    """`output_dir/name`, absolute; without a name `<env>-<model>-<8 hex>`, so two calls differ."""
+    name = config.run.name or f"{config.env.label}-{Path(config.model.name).name}-{secrets.token_hex(4)}"
+    return (Path(config.run.output_dir).expanduser() / name).absolute()
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A run directory that this process holds the lock of."""
+
+    root: Path
+    lock: IO[str]
+
+    @classmethod
+    def create(cls, config: Config, path: Path | None = None) -> RunDir:
+        """Makes, locks and (with `clean`) empties the directory, and writes config.json and code.diff.
+
+        `path` is what `choose_path` returned, if it was called before. Raises BadInput for a directory in
+        use by another run or driver, one that is no run directory, and one that cannot be written.
+        """
+        root = path or choose_path(config)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            _refuse_if_in_use(root, config.clean)
+            run_dir = cls(root, _locked(root))
+            run_dir._empty()
+            run_dir.config_json.write_text(_rerunnable(config), encoding="utf-8")
+        except OSError as error:
+            raise Problem(
+                f"the run directory {root}: {error.strerror}",
+                "a directory that can be made and written",
+                "choose another --run.output-dir, or correct its permissions",
+            ).error() from None
+        _write_code_diff(root / "code.diff")
+        return run_dir
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
+    @property
+    def config_json(self) -> Path:
+        return self.root / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "STATUS"
+
+    def logs(self, attempt: int) -> Path:
+        """Directory of the rooms' log files of one attempt; made if need be."""
+        path = self.root / "logs" / f"attempt_{attempt}"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        self.lock.close()
+
+    def _empty(self) -> None:
+        for entry in _contents(self.root):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+
+def _contents(root: Path) -> list[Path]:
+    return [entry for entry in root.iterdir() if entry.name != LOCK]
+
+
+def _refuse_if_in_use(root: Path, clean: bool) -> None:
+    contents = _contents(root)
+    is_run = any((root / mark).exists() for mark in MARKS)
+    if contents and not clean:
+        way = "or empty it with --clean" if is_run else "or another --run.output-dir"
+        raise Problem(
+            f"the run directory {root}, which is in use ({len(contents)} entries)",
+            "a new or an empty directory",
+            f"choose another --run.name (without one a new name is made), {way}",
+        ).error()
+    if contents and not is_run:
+        raise Problem(
+            f"--clean for {root}, which holds neither {' nor '.join(MARKS)}",
+            "a run directory: nothing else is ever emptied",
+            "choose another --run.name or --run.output-dir, or empty the directory yourself",
+        ).error()
+
+
+def _locked(root: Path) -> IO[str]:
+    """The open lock file; the lock ends with this process, however it ends."""
+    lock = (root / LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        lock.close()
+        raise Problem(
+            f"the run directory {root}, whose driver ({holder}) is running",
+            "a directory that no living driver holds",
+            "wait for that run or stop it, or choose another --run.name",
+        ).error() from None
+    lock.truncate(0)
+    lock.write(f"pid {os.getpid()} on {os.uname().nodename}\n")
+    lock.flush()
+    return lock
+
+
+def _rerunnable(config: Config) -> str:
+    """The resolved configuration. `clean` is left out: running it again must not empty anything."""
+    return json.dumps(config.model_dump(mode="json", exclude={"clean"}), indent=2) + "\n"
+
+
+def _write_code_diff(file: Path) -> None:
+    """What differs from the last commit, headed by that commit; nothing outside a git checkout."""
+    git = shutil.which("git")
+    if git is None:
+        return
+    head = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    diff = subprocess.run([git, "diff", "HEAD"], capture_output=True)
+    if head.returncode == 0 and diff.returncode == 0:
+        file.write_bytes(f"commit {head.stdout.strip()}\n".encode() + diff.stdout)
