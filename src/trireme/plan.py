@@ -2,75 +2,51 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-import psutil
 from rich.table import Table
+from rich.text import Text
 
-from trireme.config.checks import installed_vllm, seq_limit
+from trireme.config.checks import check_gpu_build, installed_vllm, seq_limit
 from trireme.config.model_facts import ModelFacts
 from trireme.config.problems import Problem
 from trireme.config.schema import Config
+from trireme.rundir import default_name
 
 GIB = 2**30
 SHARD_BASE_GIB = 0.5
 REPLICA_BASE_GIB = 1.4
 """Measured resident memory of a shard, and of a replica with its engine process, without weights and KV cache."""
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
-DEFAULT_MICRO_BATCH_TOKENS = 16384
-DEFAULT_MAX_NUM_SEQS = {True: 256, False: 64}
-"""Sequences that a replica decodes at once, on GPUs and on CPUs."""
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What there is, per node `_N`: CPU cores, GPUs, bytes of memory; `source` says how it is known."""
+    """What there is over all nodes; `source` says where, as part of a sentence ("this machine")."""
 
-    cpus_N: tuple[float, ...]
-    gpus_N: tuple[float, ...]
-    memory_N: tuple[int, ...]
+    nodes: int
+    cpus: int
+    gpus: int
+    memory_bytes: int
     source: str
 
     @classmethod
-    def local(cls) -> Resources:
-        """This machine: the cores and GPUs that this process may use."""
+    def of_this_machine(cls) -> Resources:
+        """The cores and GPUs that this process may use, and the machine's memory."""
         cpus = len(os.sched_getaffinity(0))
-        return cls((cpus,), (_visible_gpus(os.environ),), (psutil.virtual_memory().total,), "this machine")
+        return cls(1, cpus, _visible_gpus(os.environ), _memory_bytes(), "this machine")
 
-    @classmethod
-    def of_cluster(cls, nodes: Iterable[Mapping[str, Any]], address: str) -> Resources:
-        """A Ray cluster, from what `ray.nodes()` returns."""
-        totals = [node["Resources"] for node in nodes if node["Alive"]]
-        return cls(
-            tuple(total.get("CPU", 0.0) for total in totals),
-            tuple(total.get("GPU", 0.0) for total in totals),
-            tuple(int(total.get("memory", 0)) for total in totals),
-            f"the Ray cluster at {address}",
-        )
 
-    @property
-    def nodes(self) -> int:
-        return len(self.cpus_N)
-
-    @property
-    def cpus(self) -> float:
-        return sum(self.cpus_N)
-
-    @property
-    def gpus(self) -> float:
-        return sum(self.gpus_N)
-
-    @property
-    def memory(self) -> int:
-        return sum(self.memory_N)
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _visible_gpus(environ: Mapping[str, str]) -> int:
@@ -87,7 +63,7 @@ class Plan:
     config: Config
     facts: ModelFacts | None
     resources: Resources
-    run_dir: Path
+    run_dir: Path | None
     notes: tuple[str, ...]
 
     @classmethod
@@ -96,10 +72,10 @@ class Plan:
         config: Config,
         facts: ModelFacts | None,
         resources: Resources,
-        run_dir_path: Path,
+        run_dir_path: Path | None,
         warnings: Sequence[str] = (),
     ) -> Plan:
-        """The plan of a run; `warnings` are those of `trireme.config.checks.check`."""
+        """The plan of a run; `warnings` are those of `trireme.config.checks.check`. A dry run has no directory yet."""
         return cls(config, facts, resources, run_dir_path, tuple(warnings))
 
     # --- devices and places
@@ -130,16 +106,22 @@ class Plan:
         return (1 if self.shares_gpu else self.models) if self.on_gpus else 0
 
     @property
+    def actor_names(self) -> list[str]:
+        trainer = [f"trainer shard {r}" for r in range(self.config.trainer.shards)]
+        inference = [f"inference replica {n}" for n in range(self.config.inference.replicas)]
+        return [*trainer, *inference, "orchestrator"]
+
+    @property
     def threads(self) -> int:
         """Threads for each process that computes: with a core or less for each, one is fastest and repeatable."""
-        return max(1, int(self.resources.cpus) // (self.models + 1))
+        return max(1, self.resources.cpus // len(self.actor_names))
 
     @property
     def cpus_per_actor(self) -> float:
-        """Ray's CPU share of an actor: 1, or on fewer cores the largest share with which all actors find a place."""
-        actors = self.models + 1
-        shares = (percent / 100 for percent in range(100, 0, -1))
-        return next((s for s in shares if sum(int(cpus / s + 1e-9) for cpus in self.resources.cpus_N) >= actors), 0.0)
+        """Ray's CPU share of an actor: 1 where there are enough cores. Else so little that all find a place however the
+        cores are spread over the nodes: n nodes with c cores in all hold at least c / share - n actors."""
+        actors, has = len(self.actor_names), self.resources
+        return 1.0 if has.cpus >= actors else math.floor(100 * has.cpus / (actors + has.nodes)) / 100
 
     def _options(self) -> dict[str, float]:
         gpus = (0.5 if self.shares_gpu else 1.0) if self.on_gpus else 0.0
@@ -160,8 +142,11 @@ class Plan:
         return {"num_cpus": self.cpus_per_actor, "num_gpus": 0.0}
 
     def check_resources(self) -> None:
-        """Raises BadInput when the run needs more GPUs than there are. Too few cores are only a warning."""
+        """Raises BadInput when the run needs more GPUs than there are, or GPUs with vLLM's CPU build. Too few cores are
+        only a warning."""
         if self.gpus_needed <= self.resources.gpus:
+            if self.on_gpus:
+                check_gpu_build()
             return
         ways = ["lower --trainer.shards or --inference.replicas", "use a larger cluster", "--cluster.device cpu"]
         if self.models == 2 and self.resources.gpus == 1:
@@ -169,7 +154,7 @@ class Plan:
         raise Problem(
             f"trainer.shards = {self.config.trainer.shards} and inference.replicas = {self.config.inference.replicas}, "
             f"which need {self.gpus_needed} GPUs",
-            f"at most {self.resources.gpus:g} GPUs, which is what {self.resources.source} has",
+            f"at most {self.resources.gpus} GPUs, which is what {self.resources.source} has",
             "; or ".join(ways),
         ).error()
 
@@ -182,7 +167,7 @@ class Plan:
 
     @property
     def max_num_seqs(self) -> int:
-        return self.config.inference.max_num_seqs or DEFAULT_MAX_NUM_SEQS[self.on_gpus]
+        return self.config.inference.sequences(on_gpus=self.on_gpus)
 
     @property
     def rollouts_per_step(self) -> int:
@@ -211,7 +196,7 @@ class Plan:
         the shards, and logits with their gradient of one micro-batch in fp32."""
         if self.facts is None:
             return None
-        micro = self.config.trainer.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
+        micro = self.config.trainer.micro_batch_tokens
         limit = seq_limit(self.config, self.facts) or micro
         tokens = min(micro, self.rollouts_per_step * limit // self.config.trainer.shards)
         states = 16 * self.facts.num_parameters // self.config.trainer.shards
@@ -231,14 +216,14 @@ class Plan:
         has, where = self.resources, self.resources.source
         if self.gpus_needed > has.gpus:
             found.append(
-                f"needs {_count(self.gpus_needed, 'GPU')}, {where} has {has.gpus:g}: refused when started here"
+                f"needs {_count(self.gpus_needed, 'GPU')}, {where} has {has.gpus}: start it where they are, or give --cluster.address"
             )
         if self.models > has.cpus and not self.on_gpus:
-            found.append(f"{self.models} processes compute on {has.cpus:g} cores of {where}: it works, slower")
+            found.append(f"{self.models} processes compute on {has.cpus} cores of {where}: it works, slower")
         if self.shard_bytes and self.replica_bytes and not self.on_gpus:
             total = self.shard_bytes * self.config.trainer.shards + self.replica_bytes * self.config.inference.replicas
-            if total > has.memory:
-                found.append(f"needs about {_gib(total)} of memory, {where} has {_gib(has.memory)}")
+            if total > has.memory_bytes:
+                found.append(f"needs about {_gib(total)} of memory, {where} has {_gib(has.memory_bytes)}")
         return found
 
     # --- for people
@@ -254,7 +239,7 @@ class Plan:
             ("memory", self._memory_text()),
             ("staleness", self._staleness_text()),
             ("each update", self._update_text()),
-            ("written to", f"{self.run_dir}: config.json, code.diff, metrics.jsonl, logs/, STATUS"),
+            ("written to", f"{self._run_dir_text()}: config.json, code.diff, metrics.jsonl, logs/"),
             *(("warning", text) for text in self.warnings),
         ]
 
@@ -262,7 +247,7 @@ class Plan:
         """The plan as a table for rich."""
         table = Table.grid(padding=(0, 2))
         for what, text in self.rows():
-            table.add_row(what, text, style="yellow" if what == "warning" else None)
+            table.add_row(Text(what), Text(text), style="yellow" if what == "warning" else None)
         return table
 
     def _rows_of_rooms(self) -> list[tuple[str, str]]:
@@ -276,11 +261,17 @@ class Plan:
             ("inference", f"{_count(replicas, 'vLLM replica')}: {_count(replicas, 'actor')} with an engine, {each}"),
         ]
 
+    def _run_dir_text(self) -> str:
+        if self.run_dir:
+            return str(self.run_dir)
+        run = self.config.run
+        return f"{run.output_dir}/{run.name or default_name(self.config, '<8 hex>')}"
+
     def _resources_text(self) -> str:
         has = self.resources
         needs = f"needs {_count(self.gpus_needed, 'GPU')}, " if self.on_gpus else ""
         return (
-            f"{needs}{has.source} has {has.gpus:g} GPUs, {_count(int(has.cpus), 'core')}, {_gib(has.memory)} of memory "
+            f"{needs}{has.source} has {has.gpus} GPUs, {_count(has.cpus, 'core')}, {_gib(has.memory_bytes)} of memory "
             f"on {_count(has.nodes, 'node')}; models compute on {self.device}s"
         )
 
@@ -335,8 +326,8 @@ class Plan:
                 "the KV cache of everything in flight is computed again; how much is unknown, as the model's limit is"
             )
         return (
-            f"up to {self.recomputed_tokens:,} tokens of KV cache are computed again (min({self.max_num_seqs} sequences "
-            f"x {_count(self.config.inference.replicas, 'replica')}, {self.groups_in_flight} groups x "
+            f"up to {self.recomputed_tokens:,} tokens of KV cache are computed again (min({self.max_num_seqs} "
+            f"sequences x {_count(self.config.inference.replicas, 'replica')}, {self.groups_in_flight} groups x "
             f"{self.config.orchestrator.group_size} rollouts) x {seq_limit(self.config, self.facts)} tokens)"
         )
 

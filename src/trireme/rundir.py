@@ -20,10 +20,9 @@ MARKS = ("config.json", "metrics.jsonl")
 """Files of which a directory must hold one to be taken for a run directory."""
 
 
-def choose_path(config: Config) -> Path:
-    """`output_dir/name`, absolute; without a name `<env>-<model>-<8 hex>`, so two calls differ."""
-    name = config.run.name or f"{config.env.label}-{Path(config.model.name).name}-{secrets.token_hex(4)}"
-    return (Path(config.run.output_dir).expanduser() / name).absolute()
+def default_name(config: Config, suffix: str) -> str:
+    """Name of a run that was given none."""
+    return f"{config.env.label}-{Path(config.model.name).name}-{suffix}"
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,14 @@ class RunDir:
     lock: IO[str]
 
     @classmethod
-    def create(cls, config: Config, path: Path | None = None) -> RunDir:
+    def create(cls, config: Config) -> RunDir:
         """Makes, locks and (with `clean`) empties the directory, and writes config.json and code.diff.
 
-        `path` is what `choose_path` returned, if it was called before. Raises BadInput for a directory in
-        use by another run or driver, one that is no run directory, and one that cannot be written.
+        Raises BadInput for a directory in use by another run or driver, one that is no run directory (`clean`), and one
+        that cannot be written. Leaving the `with` block gives the lock back.
         """
-        root = path or choose_path(config)
+        name = config.run.name or default_name(config, secrets.token_hex(4))
+        root = (Path(config.run.output_dir).expanduser() / name).absolute()
         try:
             root.mkdir(parents=True, exist_ok=True)
             _refuse_if_in_use(root, config.clean)
@@ -56,9 +56,11 @@ class RunDir:
         _write_code_diff(root / "code.diff")
         return run_dir
 
-    @property
-    def name(self) -> str:
-        return self.root.name
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.close()
 
     @property
     def config_json(self) -> Path:
@@ -69,18 +71,15 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
-    def status(self) -> Path:
-        return self.root / "STATUS"
+    def weights(self) -> Path:
+        """The trained model, in Hugging Face layout."""
+        return self.root / "weights"
 
     def logs(self, attempt: int) -> Path:
         """Directory of the rooms' log files of one attempt; made if need be."""
         path = self.root / "logs" / f"attempt_{attempt}"
         path.mkdir(parents=True, exist_ok=True)
         return path
-
-    def close(self) -> None:
-        """Gives the lock back."""
-        self.lock.close()
 
     def _empty(self) -> None:
         for entry in _contents(self.root):

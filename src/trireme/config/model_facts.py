@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.config.problems import Problem
+from trireme.config.schema import Config
 
 HUB_TIMEOUT_S = 5.0
 
@@ -38,14 +39,14 @@ class ModelFacts:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @classmethod
-    def load(cls, name: str, *, dry_run: bool = False) -> ModelFacts | None:
-        """The facts of a local directory or of a model on the hub. A dry run gets None for a hub out of reach.
+    def of(cls, config: Config, *, required: bool) -> ModelFacts | None:
+        """The facts of `config.model`, a local directory or a model on the hub; None for a hub that cannot be reached,
+        if they are not required (a dry run).
 
         Raises BadInput when there is no such directory or model, or its config.json lacks a size.
         """
-        if looks_like_path(name):
-            return cls.from_json(name, _read_local(name))
-        text = _read_hub(name, dry_run)
+        name = config.model.name
+        text = _read_local(name) if looks_like_path(name) else _read_hub(name, required)
         return None if text is None else cls.from_json(name, text)
 
     @classmethod
@@ -77,7 +78,7 @@ class ModelFacts:
 
 def count_parameters(config: Mapping[str, Any]) -> int:
     """Parameters of a Llama-type decoder: embeddings (and the head, unless tied), and per layer the four projections
-    of attention, the three of the gated MLP, two norms (and those of queries and keys in Qwen3). Biases are left out."""
+    of attention, the three of the gated MLP, two norms (and those of query and key in Qwen3). No biases."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
@@ -105,8 +106,8 @@ def _read_local(name: str) -> str:
     ).error()
 
 
-def _read_hub(name: str, dry_run: bool) -> str | None:
-    """The config.json of a hub model, from the local cache or the hub; None in a dry run without a hub."""
+def _read_hub(name: str, required: bool) -> str | None:
+    """The config.json of a hub model, from the local cache or the hub; None without a hub, if not required."""
     import huggingface_hub as hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -115,9 +116,9 @@ def _read_hub(name: str, dry_run: bool) -> str | None:
             return Path(hub.hf_hub_download(name, "config.json", local_files_only=True)).read_text(encoding="utf-8")
         except LocalEntryNotFoundError:
             if not _hub_reachable(hub.constants.ENDPOINT):
-                if dry_run:
-                    return None
-                raise _unreachable(name, hub.constants.ENDPOINT).error() from None
+                if required:
+                    raise _unreachable(name, hub.constants.ENDPOINT).error() from None
+                return None
         return Path(hub.hf_hub_download(name, "config.json")).read_text(encoding="utf-8")
     except (HfHubHTTPError, HFValidationError) as error:
         raise Problem(

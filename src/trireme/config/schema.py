@@ -75,8 +75,8 @@ class TrainerConfig(Section):
     num_minibatches: PositiveInt = Field(
         1, description="Parts of a substep that are trained on as soon as their groups have finished (streaming)."
     )
-    micro_batch_tokens: PositiveInt | None = Field(
-        None, description="Tokens (with padding) that a shard computes at once; bounds memory only. None = 16384."
+    micro_batch_tokens: PositiveInt = Field(
+        16384, description="Tokens (with padding) that a shard computes at once; bounds memory only."
     )
 
 
@@ -161,6 +161,10 @@ class InferenceConfig(Section):
         None, description="Sequences that a replica decodes at once; none = 256 on GPUs, 64 on CPUs."
     )
     engine_args: dict[str, Any] = Field({}, description="Further arguments of vLLM's AsyncEngineArgs.")
+
+    def sequences(self, *, on_gpus: bool) -> int:
+        """Sequences that a replica decodes at once."""
+        return self.max_num_seqs or (256 if on_gpus else 64)
 
 
 class ClusterConfig(Section):

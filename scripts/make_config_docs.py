@@ -1,0 +1,71 @@
+"""Writes docs/configuration.md from the schema: `python scripts/make_config_docs.py`."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from trireme import errors
+from trireme.config.keys import Key, keys
+
+TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
+
+INTRODUCTION = """# Configuration
+
+Generated from `src/trireme/config/schema.py` by `scripts/make_config_docs.py`.
+
+A value is taken from the first of these places that has it: command line, environment, files, default.
+
+    uv run rl @ configs/quickstart.toml                             # a file; several overlay each other from left to right
+    uv run rl --trainer @ t.toml --orchestrator @ o.toml ...        # the same, each file rooted at its section
+    uv run rl @ f.toml --orchestrator.max-steps-off-policy 2        # a flag; `--key=value` and snake_case are accepted too
+    TRIREME__TRAINER__SHARDS=2 uv run rl @ f.toml                   # the environment
+    uv run rl @ f.toml --dry-run                                    # print the resolved configuration and the plan, and stop
+
+- Files are TOML, or JSON with the ending `.json`: a run's `config.json` can be given to `@` again. Relative paths, in files too,
+  are relative to the working directory.
+- A switch is set by its bare flag (`--clean`) or by `--clean true` and `--clean false`. `none` unsets a key that may be none.
+- Lists and tables are written as JSON or TOML (`--wandb.tags '["a", "b"]'`, `--env.args '{length = 5}'`); one entry of a table
+  can be given alone (`--env.args.length 5`, `TRIREME__ENV__ARGS__LENGTH=5`). Entries of several places add to each other.
+- An alias stands for its key in files, environment and flags. Two spellings of one key that disagree in the same place are an
+  error.
+"""
+
+
+def code(text: str) -> str:
+    return f"`{text}`"
+
+
+def row(key: Key) -> str:
+    section = ".".join(key.path[:-1])
+    aliases = [code(f"{section}.{alias}") for alias in key.aliases]
+    aliases += [code(f"--{key.short_flag}")] if key.short_flag else []
+    also = f" Alias: {', '.join(aliases)}." if aliases else ""
+    default = key.default if key.field.is_required() else code(key.default)
+    return f"| {code(key.dotted)} | {key.expected} | {default} | {key.description}{also} |"
+
+
+def exit_codes() -> list[str]:
+    meaning = {
+        errors.EXIT_OK: "reached `max_steps`",
+        errors.EXIT_FAILED: "failed while running",
+        errors.EXIT_BAD_INPUT: "bad input, refused before any actor started",
+        errors.EXIT_LIMIT: "stopped by a limit of its own: too many failed rollouts, nothing but filtered groups",
+        errors.EXIT_SIGTERM: "stopped by SIGTERM",
+        errors.EXIT_INTERRUPTED: "stopped by Ctrl-C",
+    }
+    return [f"| {number} | {text} |" for number, text in meaning.items()]
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for section, members in groupby(keys().values(), lambda key: key.path[0] if len(key.path) > 1 else "General"):
+        parts += [f"## {section}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
+        parts += [row(key) for key in members] + [""]
+    parts += ["## Exit codes\n", "| code | meaning |", "|---|---|", *exit_codes()]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")
