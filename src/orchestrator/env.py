@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -109,7 +109,7 @@ class EnvGroupBuilder(ABC):
 
     async def cleanup(self) -> None:
         """Called once when the group is done with, however it ended."""
-        return None
+        return
 
     def logging_tags(self) -> Sequence[str]:
         """Further names under which this problem's metrics appear (`env/<tag>/*`), beside the environment's own."""
@@ -157,11 +157,13 @@ def load_dataset(env: EnvConfig, context: EnvContext) -> RLDataset:
             f"Its arguments: {_arguments(dataset_class)}"
         ) from error
     if len(dataset) < 1:
-        raise BadInput(f"environment {env.id!r} with env.args = {env.args!r} has no problems; expected at least one batch")
+        raise BadInput(
+            f"environment {env.id!r} with env.args = {env.args!r} has no problems; expected at least one batch"
+        )
     return dataset
 
 
-def _find_class(env_id: str) -> type[RLDataset]:
+def _find_class(env_id: str) -> Callable[..., RLDataset]:
     expected = f"expected a built-in name ({', '.join(BUILT_IN)}) or `package.module:Class`"
     module_name, _, class_name = BUILT_IN.get(env_id, env_id).partition(":")
     if not module_name or not class_name:
@@ -178,6 +180,6 @@ def _find_class(env_id: str) -> type[RLDataset]:
     return found
 
 
-def _arguments(dataset_class: type[RLDataset]) -> str:
+def _arguments(dataset_class: Callable[..., RLDataset]) -> str:
     parameters = list(inspect.signature(dataset_class).parameters.values())[1:]
     return ", ".join(str(p) for p in parameters) or "none"

@@ -1,0 +1,44 @@
+"""The orchestrator as a Ray actor: the pipeline, and what it is built from. Nothing but wiring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from orchestrator.env import EnvContext, load_dataset
+from orchestrator.pipeline import Pipeline
+from orchestrator.tokenizer import load_tokenizer, rollout_limits
+from trireme.config import Config
+from trireme.faults import fault_point
+from trireme.logs import redirect
+from trireme.protocols import Sampler
+from trireme.types import Minibatch
+from trireme.weights import PublishedWeights, UpdateReport
+
+
+class OrchestratorActor:
+    """An async actor: all methods run on one event loop. `start` comes first, and is where bad input is found."""
+
+    def __init__(self, cfg: Config, sampler_factory: Callable[[], Sampler], log_dir: Path | None) -> None:
+        redirect(log_dir, "orchestrator_0")
+        self._cfg, self._sampler_factory = cfg, sampler_factory
+
+    async def start(self) -> None:
+        """Opens tokenizer and environment, and the way to the replicas. Raises BadInput."""
+        fault_point("orchestrator.start")
+        cfg = self._cfg
+        context = EnvContext(load_tokenizer(cfg.tokenizer_name), cfg.seed, cfg.orchestrator.group_size, "train")
+        dataset = load_dataset(cfg.env, context)
+        self._pipeline = Pipeline(cfg, dataset, self._sampler_factory(), rollout_limits(cfg))
+
+    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
+        return await self._pipeline.update_weights(weights)
+
+    async def next_minibatch(self, step: int, substep: int) -> Minibatch:
+        return await self._pipeline.next_minibatch(step, substep)
+
+    async def release(self, step: int) -> dict[str, float]:
+        return self._pipeline.release(step)
+
+    async def stop(self) -> None:
+        await self._pipeline.stop()

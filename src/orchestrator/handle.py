@@ -1,0 +1,69 @@
+"""The driver's side of the orchestrator. Every call has a deadline; what the actor raises is raised here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from orchestrator.actor import OrchestratorActor
+from trireme import waits
+from trireme.config import Config
+from trireme.errors import TriremeError
+from trireme.protocols import Sampler
+from trireme.types import Minibatch
+from trireme.weights import PublishedWeights, UpdateReport
+
+ANSWER_S = 30.0
+"""On top of a deadline that the actor keeps itself, so that its own message, which says what is missing, is first."""
+STOP_S = 10.0
+
+
+class OrchestratorHandle:
+    """The verbs of the orchestrator, each a call to its actor."""
+
+    def __init__(self, cfg: Config, actor: Any, log: Path | None) -> None:
+        self._cfg, self._actor, self._log = cfg, actor, log
+        self._started = actor.start.remote()
+
+    @classmethod
+    def start(
+        cls, cfg: Config, sampler_factory: Callable[[], Sampler], options: dict[str, Any], log_dir: Path | None
+    ) -> OrchestratorHandle:
+        """Creates the actor and returns at once; wait for `ready_refs` before any other call."""
+        actor = ray.remote(OrchestratorActor).options(**options).remote(cfg, sampler_factory, log_dir)
+        return cls(cfg, actor, log_dir and log_dir / "orchestrator_0.log")
+
+    def ready_refs(self) -> tuple[list[Any], list[str]]:
+        """References that are there once the actor is ready, and the names of their owners."""
+        return [self._started], ["orchestrator"]
+
+    def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
+        """Brings all replicas to `weights`, in flight; one report for each."""
+        timeouts = self._cfg.timeouts
+        return self._wait(self._actor.update_weights.remote(weights), "the replicas' update", timeouts.update_s)
+
+    def minibatches(self, step: int, substep: int) -> Iterator[Minibatch]:
+        """The minibatches of a substep as their groups finish: one unless streaming."""
+        last = False
+        while not last:
+            ref = self._actor.next_minibatch.remote(step, substep)
+            minibatch: Minibatch = self._wait(ref, f"a minibatch of step {step}", self._cfg.timeouts.step_s)
+            last = minibatch.last
+            yield minibatch
+
+    def release(self, step: int) -> dict[str, float]:
+        """Says that `step` has been trained on; its row of metrics."""
+        return self._wait(self._actor.release.remote(step), f"the release of step {step}", self._cfg.timeouts.step_s)
+
+    def stop(self) -> None:
+        """Cancels all rollouts, lets environments clean up, and ends the actor, whatever state it is in."""
+        with suppress(TriremeError):  # it is dead or hangs already: nothing is left to clean up in order
+            waits.get(self._actor.stop.remote(), who="orchestrator (its end)", timeout_s=STOP_S, log=self._log)
+        ray.kill(self._actor)
+
+    def _wait(self, ref: Any, what: str, timeout_s: float) -> Any:
+        return waits.get(ref, who=f"orchestrator ({what})", timeout_s=timeout_s + ANSWER_S, log=self._log)

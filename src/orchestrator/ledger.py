@@ -1,0 +1,259 @@
+"""The staleness ledger: which group is dispatched, trained on, or given up, and when. No clock, no Ray, no numpy.
+
+    problems --dispatch--> running --finish--> finished --take--> in training --release--> trained --acknowledged-->
+                 ^          | | |                  |                                                    slot free
+                 |          | | +-- filter         |
+                 |          | +---- fail           |
+                 |          +------ evict ---------+
+                 |                    |
+                 +---- requeued ------+------ dropped
+
+Version v is the weights after v training steps; batch s consumes v = s and makes s + 1. B = groups per batch, K =
+largest age. The *floor* of a group is the lowest version that any live replica had acknowledged when the group was
+dispatched, so no token of it is older. Its *age* in batch s is s - floor.
+
+Rules
+  slots     At most (K + 1) B are taken. Dispatch takes one. It is freed when the group's batch has been released
+            (trained on) and every live replica has acknowledged the version that the batch made; at once when the
+            group is filtered, fails, or is evicted.
+  replicas  The lowest acknowledged version never falls: one may leave at any time, and joins only at or above it.
+  order     Finished groups are taken in order of dispatch, but nobody overtakes a protected group. `wait` protects all
+            groups (first in, first out), `requeue` those whose problem has been requeued `max_requeues` times, `drop`
+            none.
+  eviction  When batch s is cut (its last group is taken), every remaining unprotected group with floor < s + 1 - K,
+            which would be too old for the next batch, is evicted, running or finished. `requeue` puts its problem at
+            the front of those to dispatch, `drop` gives it up.
+
+The bound: a group taken into batch s has age at most K.
+
+  At some moment let batches 0 .. F - 1 be those whose slots are free. Batch F - 1 became free only once the lowest
+  acknowledged version was F, and that version never falls: so a group dispatched now has floor >= F.
+
+  Unprotected group, taken into batch s. If it was there when batch s - 1 was cut, it was not evicted, so
+  floor >= s - K. If it was dispatched later, then batches F .. s - 1 were complete at its dispatch and held (s - F) B
+  slots, and one more was free for it: (s - F) B <= (K + 1) B - 1. So s - F <= K, and floor >= F >= s - K.
+
+  Protected group. At its dispatch at most (K + 1) B - 1 other slots were taken. Every group of batch F or later that
+  is taken before it held a slot at that moment: it had been taken already (into a batch that is not free), or it was
+  active, since those dispatched later do not overtake. So it is at most the (K + 1) B-th group counted from the start
+  of batch F; it lands in batch F + K or earlier, and its age there is at most F + K - floor <= K.
+
+  `take` checks it all the same: an older group is a ProvenanceError.
+
+No deadlock: when all batches before s are released and acknowledged, all (K + 1) B >= B slots belong to batch s and
+what comes after it, so it fills as long as running groups end.
+
+Conservation, at every moment: dispatched = trained + in_training + filtered + requeued + dropped + failed + active
+(active = running + finished). A problem is trained, filtered, dropped or failed exactly once, however often it is
+requeued in between.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trireme.errors import ProvenanceError
+
+StalePolicy = Literal["requeue", "drop", "wait"]
+
+
+@dataclass
+class Group:
+    """One dispatch of a problem. `index` counts dispatches, `requeues` how often its problem was requeued before."""
+
+    index: int
+    problem: str
+    requeues: int
+    floor: int
+    finished: bool = False
+
+
+@dataclass(frozen=True)
+class Taken:
+    """`groups` for the trainer, in order of dispatch. `evicted` left the ledger: their rollouts are to be stopped."""
+
+    groups: tuple[Group, ...]
+    evicted: tuple[Group, ...]
+
+
+@dataclass
+class Tally:
+    """How many groups ended in which way, since the start of the run. `expired_*` are the evicted among them."""
+
+    dispatched: int = 0
+    trained: int = 0
+    filtered: int = 0
+    requeued: int = 0
+    dropped: int = 0
+    failed: int = 0
+    expired_running: int = 0
+    expired_finished: int = 0
+
+
+@dataclass
+class Ledger:
+    """See the module's docstring. Problems are strings; whoever drives the ledger samples them and trains on them."""
+
+    batch_size: int
+    max_age: int
+    policy: StalePolicy
+    max_requeues: int
+    max_steps: int
+    batch: int = 0
+    """The batch that is being assembled: all before it are cut."""
+    released: int = 0
+    """Batches that have been trained on."""
+    floor: int = -1
+    """The lowest version that any live replica has acknowledged; -1 before the first."""
+    replicas: dict[int, int] = field(default_factory=dict)
+    active: dict[int, Group] = field(default_factory=dict)
+    """By index, so in order of dispatch."""
+    consumed: dict[int, int] = field(default_factory=dict)
+    """Groups taken into each batch whose slots are not free yet."""
+    requeue: deque[tuple[str, int]] = field(default_factory=deque)
+    """Problems to sample afresh, with how often they have been requeued."""
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def slots(self) -> int:
+        return (self.max_age + 1) * self.batch_size
+
+    @property
+    def slots_taken(self) -> int:
+        return len(self.active) + sum(self.consumed.values())
+
+    def can_dispatch(self) -> bool:
+        """Whether a slot is free, a replica is live, and one more group can still be used before the last batch."""
+        taken = self.batch * self.batch_size + self.consumed.get(self.batch, 0)
+        useful = taken + len(self.active) < self.max_steps * self.batch_size
+        return useful and bool(self.replicas) and self.slots_taken < self.slots
+
+    def dispatch(self, new_problem: Callable[[], str]) -> Group:
+        """Takes a slot for the oldest requeued problem, or for a new one. Only when `can_dispatch()`."""
+        if not self.can_dispatch():
+            raise ValueError(f"no group may be dispatched: {self.slots_taken} of {self.slots} slots taken")
+        problem, requeues = self.requeue.popleft() if self.requeue else (new_problem(), 0)
+        group = Group(self.tally.dispatched, problem, requeues, self.floor)
+        self.active[group.index] = group
+        self.tally.dispatched += 1
+        return group
+
+    def finish(self, group: Group) -> None:
+        """All rollouts of a running group are done; it waits to be taken."""
+        self._running(group).finished = True
+
+    def filter(self, group: Group) -> None:
+        """The rollouts of a running group are done, but there is nothing to learn from them."""
+        del self.active[self._running(group).index]
+        self.tally.filtered += 1
+
+    def fail(self, group: Group) -> None:
+        """Too few rollouts of a running group succeeded."""
+        del self.active[self._running(group).index]
+        self.tally.failed += 1
+
+    def _running(self, group: Group) -> Group:
+        if group.index not in self.active or group.finished:
+            raise ValueError(f"group {group.index} (problem {group.problem}) is not running")
+        return group
+
+    def take(self, step: int, count: int) -> Taken | None:
+        """The next `count` groups of batch `step`, or none as long as not all of them are there.
+
+        May be called several times for one batch; the call that completes it cuts it. Raises ProvenanceError for a
+        group that is too old, ValueError for another batch than the one being assembled or more groups than it lacks.
+        """
+        lacking = self.batch_size - self.consumed.get(self.batch, 0)
+        if step != self.batch or not 0 < count <= lacking:
+            raise ValueError(f"asked for {count} groups of batch {step}; batch {self.batch} lacks {lacking}")
+        groups = self._takeable()[:count]
+        if len(groups) < count:
+            return None
+        for group in groups:
+            if step - group.floor > self.max_age:
+                raise ProvenanceError(
+                    f"group {group.index} (problem {group.problem}) has floor {group.floor} and would be trained on at "
+                    f"step {step}: age {step - group.floor}, at most {self.max_age} is allowed"
+                )
+            del self.active[group.index]
+        self.consumed[step] = self.consumed.get(step, 0) + count
+        return Taken(tuple(groups), self._cut() if count == lacking else ())
+
+    def _takeable(self) -> list[Group]:
+        """Finished groups in order of dispatch, up to the first protected group that is still running."""
+        groups = []
+        for group in self.active.values():
+            if group.finished:
+                groups.append(group)
+            elif self.protected(group):
+                break
+        return groups
+
+    def protected(self, group: Group) -> bool:
+        """Whether nobody may overtake the group, and it may not be evicted."""
+        return self.policy == "wait" or (self.policy == "requeue" and group.requeues >= self.max_requeues)
+
+    def _cut(self) -> tuple[Group, ...]:
+        """Closes the batch being assembled; evicts what would be too old for the next."""
+        self.batch += 1
+        oldest = self.batch - self.max_age
+        evicted = tuple(g for g in self.active.values() if g.floor < oldest and not self.protected(g))
+        for group in evicted:
+            del self.active[group.index]
+            self.tally.expired_finished += group.finished
+            self.tally.expired_running += not group.finished
+        if self.policy == "requeue":
+            self.requeue.extendleft((g.problem, g.requeues + 1) for g in reversed(evicted))
+            self.tally.requeued += len(evicted)
+        else:
+            self.tally.dropped += len(evicted)
+        return evicted
+
+    def release(self, step: int) -> None:
+        """Batch `step` has been trained on."""
+        if step != self.released or step >= self.batch:
+            raise ValueError(f"batch {step} cannot be released: {self.released} are, {self.batch} are cut")
+        self.released += 1
+        self.tally.trained += self.batch_size
+        self._free()
+
+    def acknowledge(self, replicas: Mapping[int, int]) -> None:
+        """The live replicas, each with the version that it acknowledged. Those not in it have left.
+
+        Raises ProvenanceError when one of them is below what all live ones had acknowledged before.
+        """
+        for replica, version in replicas.items():
+            if version < self.floor:
+                raise ProvenanceError(
+                    f"replica {replica} serves version {version}, but groups in flight were promised version "
+                    f"{self.floor} or later: a replica may join only once it holds that"
+                )
+        self.replicas = dict(replicas)
+        self.floor = min(replicas.values(), default=self.floor)
+        self._free()
+
+    def _free(self) -> None:
+        acknowledged = [s for s in self.consumed if s < min(self.released, self.floor)]
+        for step in acknowledged:
+            del self.consumed[step]
+
+    def counts(self) -> dict[str, int]:
+        """The terms of the conservation equation, and what `active` and the queue consist of. Raises ProvenanceError
+        unless the equation holds."""
+        finished = sum(g.finished for g in self.active.values())
+        in_training = sum(count for step, count in self.consumed.items() if step >= self.released)
+        counts = vars(self.tally) | {
+            "in_training": in_training,
+            "active": len(self.active),
+            "running": len(self.active) - finished,
+            "finished": finished,
+            "to_requeue": len(self.requeue),
+            "slots_taken": self.slots_taken,
+        }
+        ends = ("trained", "in_training", "filtered", "requeued", "dropped", "failed", "active")
+        if counts["dispatched"] != sum(counts[name] for name in ends):
+            raise ProvenanceError(f"groups were lost or counted twice: {counts}")
+        return counts

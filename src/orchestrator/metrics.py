@@ -1,0 +1,159 @@
+"""The orchestrator's part of a step's row of metrics.
+
+Rewards are taken before filtering: the row of step s covers the groups that were trained on in it and those that were
+filtered since the row before. Evicted and failed groups are counted, but their rewards are in no row.
+
+  env/all/*, env/<tag>/*  reward/total, turns_per_episode, {ac,ob}_tokens_per_turn,
+                          by_group/frac_{mixed,all_good,all_bad}, and the means of what the environments reported
+  stop/<reason>           share of rollouts that ended so
+  off_policy/mean, max    age (step - floor) over the groups trained on
+  off_policy/token_mean   step - version over their sampled tokens
+  off_policy/versions_spanned  largest number of versions within one of their rollouts
+  off_policy/*            in_flight and in_queue: groups sampling, and waiting to be taken, now; the others: groups that
+                          ended so since the last row
+  ledger/*                the terms of the conservation equation, since the start of the run
+  rollout_errors/<type>   failed tries since the last row
+  perf/rollouts, tokens   sampled to the end since the last row
+  perf/inference_idle_s   seconds since then in which no request was in flight
+  perf/event_loop_lag     largest delay of a timer since then, in seconds
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from orchestrator.data import ScoredGroup, is_constant
+from orchestrator.env import Trajectory
+
+GOOD_REWARD = 0.5
+"""A group of equal rewards counts as all good from here on, as all bad below."""
+STOP_REASONS = ("stop", "length", "max_seq_len")
+ENDINGS = ("requeued", "dropped", "filtered", "failed", "expired_running", "expired_finished")
+
+
+class IdleClock:
+    """Adds up the seconds in which nothing was in flight: `with clock:` around each request."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._in_flight = 0
+        self._since = now()
+        self._idle = 0.0
+
+    def __enter__(self) -> None:
+        if not self._in_flight:
+            self._idle += self._now() - self._since
+        self._in_flight += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._in_flight -= 1
+        if not self._in_flight:
+            self._since = self._now()
+
+    def take(self) -> float:
+        """Idle seconds since the last call."""
+        if not self._in_flight:
+            now = self._now()
+            self._idle, self._since = self._idle + now - self._since, now
+        idle, self._idle = self._idle, 0.0
+        return idle
+
+
+@dataclass
+class StepMeter:
+    """What happened since the last row."""
+
+    trained: list[ScoredGroup] = field(default_factory=list)
+    filtered: list[ScoredGroup] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+    rollouts: int = 0
+    tokens: int = 0
+    lag_s: float = 0.0
+
+    def rollout_done(self, trajectory: Trajectory) -> None:
+        self.rollouts += 1
+        self.tokens += trajectory.num_action_tokens
+
+    def row(self, step: int, counts: Mapping[str, int], before: Mapping[str, int], idle_s: float) -> dict[str, float]:
+        """The row of `step`; `counts` are the ledger's now, `before` those of the last row."""
+        return {
+            **env_metrics(self.trained + self.filtered),
+            **off_policy_metrics(step, self.trained, counts, before),
+            **{f"ledger/{name}": float(value) for name, value in counts.items()},
+            **{f"rollout_errors/{name}": float(count) for name, count in sorted(self.errors.items())},
+            "perf/rollouts": float(self.rollouts),
+            "perf/tokens": float(self.tokens),
+            "perf/inference_idle_s": idle_s,
+            "perf/event_loop_lag": self.lag_s,
+        }
+
+
+def env_metrics(scored_P: Sequence[ScoredGroup]) -> dict[str, float]:
+    """`reward/total`, `env/*` and `stop/*` of some groups; at least one."""
+    by_tag: dict[str, list[ScoredGroup]] = defaultdict(list)
+    for scored in scored_P:
+        for tag in dict.fromkeys(("all", *scored.tags)):
+            by_tag[tag].append(scored)
+    row = {f"env/{tag}/{name}": value for tag, part in by_tag.items() for name, value in _means(part).items()}
+    stops: Counter[str] = Counter(t.stop_reason for scored in scored_P for t in scored.trajectories_G)
+    return {
+        "reward/total": row["env/all/reward/total"],
+        **row,
+        **{f"stop/{reason}": stops[reason] / stops.total() for reason in STOP_REASONS},
+    }
+
+
+def _means(scored_P: Sequence[ScoredGroup]) -> dict[str, float]:
+    trajectories = [t for scored in scored_P for t in scored.trajectories_G]
+    turns = [turn for trajectory in trajectories for turn in trajectory.transitions]
+    kinds = Counter(_kind(scored.rewards_G) for scored in scored_P)
+    reported = [*(turn.metrics for turn in turns), *(m for scored in scored_P for m in scored.metrics_G)]
+    return {
+        **_mean_of_each(reported),
+        "reward/total": float(np.mean([r for scored in scored_P for r in scored.rewards_G])),
+        "turns_per_episode": len(turns) / len(trajectories),
+        "ac_tokens_per_turn": sum(len(turn.action) for turn in turns) / len(turns),
+        "ob_tokens_per_turn": sum(len(turn.observation) for turn in turns) / len(turns),
+        **{f"by_group/frac_{kind}": kinds[kind] / len(scored_P) for kind in ("mixed", "all_good", "all_bad")},
+    }
+
+
+def _kind(rewards_G: Sequence[float]) -> str:
+    if not is_constant(rewards_G):
+        return "mixed"
+    return "all_good" if rewards_G[0] >= GOOD_REWARD else "all_bad"
+
+
+def _mean_of_each(reported: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for metrics in reported:
+        for name, value in metrics.items():
+            values[name].append(float(value))
+    return {name: float(np.mean(column)) for name, column in values.items()}
+
+
+def off_policy_metrics(
+    step: int, trained: Sequence[ScoredGroup], counts: Mapping[str, int], before: Mapping[str, int]
+) -> dict[str, float]:
+    """`off_policy/*`; `trained` holds at least one group."""
+    ages = [step - scored.group.floor for scored in trained]
+    rollouts = [
+        np.concatenate([turn.versions for turn in trajectory.transitions])
+        for scored in trained
+        for trajectory in scored.trajectories_G
+    ]
+    return {
+        "off_policy/mean": float(np.mean(ages)),
+        "off_policy/max": float(max(ages)),
+        "off_policy/token_mean": float(step - np.mean(np.concatenate(rollouts))),
+        "off_policy/versions_spanned": float(max(len(np.unique(versions)) for versions in rollouts)),
+        "off_policy/in_flight": float(counts["running"]),
+        "off_policy/in_queue": float(counts["finished"]),
+        **{f"off_policy/{name}": float(counts[name] - before[name]) for name in ENDINGS},
+    }

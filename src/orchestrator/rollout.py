@@ -1,0 +1,179 @@
+"""One rollout: the token loop between an environment and the policy. Tokens in, tokens out.
+
+    observation --> checks --> sample(prompt, seed, stop) --> action --> env.step --+--> end of the episode
+         ^                                                                          |
+         +---------------------- next observation ----------------------------------+
+
+Whatever goes wrong is an exception that names the environment; the pipeline decides whether to try again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.env import Env, StepResult, StopCondition, Trajectory, Transition
+from trireme.config.schema import SamplingConfig
+from trireme.faults import fault_point
+from trireme.types import SampledSequence, SampleRequest, VersionSpan
+
+Sample = Callable[[SampleRequest], Awaitable[SampledSequence]]
+
+
+class RolloutError(Exception):
+    """A rollout cannot be used; the message names the environment."""
+
+
+class PromptTooLong(RolloutError):
+    """The first prompt exceeds `max_prompt_len` or leaves no room below `max_seq_len`: refused before sampling."""
+
+
+class NonFiniteReward(RolloutError):
+    """The environment gave a reward of NaN or infinity."""
+
+
+class OutOfVocabulary(RolloutError):
+    """The environment gave a token that the model does not have."""
+
+
+class BadSample(RolloutError):
+    """The sampler returned an empty sequence, columns of different lengths, or a non-finite log-probability."""
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    """`max_seq_len` bounds prompt and answer together; an answer gets the room that its prompt leaves."""
+
+    vocab_size: int
+    max_seq_len: int
+    max_prompt_len: int | None = None
+
+
+@dataclass(frozen=True)
+class RolloutKey:
+    """Which rollout: sample `sample` of problem `problem`, try `attempt` (counted over retries and requeues), of
+    environment `env`. Rollouts with the same `route_key` go to the same replica."""
+
+    env: str
+    problem: str
+    sample: int
+    attempt: int
+    route_key: str
+
+    def seed(self, run_seed: int, turn: int) -> int:
+        """Seed of one request, 0 <= seed < 2^63: the same in every process and run, different for every request."""
+        place = f"{run_seed}/{self.problem}/{self.sample}/{turn}/{self.attempt}"
+        return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest()) >> 1
+
+
+async def run_rollout(
+    env: Env, sample: Sample, key: RolloutKey, limits: RolloutLimits, sampling: SamplingConfig, run_seed: int
+) -> Trajectory:
+    """Plays one episode to its end. Raises RolloutError, and whatever the environment or the sampler raises."""
+    fault_point("orchestrator.rollout")
+    observation, stop = await env.initial_observation()
+    transitions: list[Transition] = []
+    while True:
+        prompt = _checked_prompt(observation, key, limits)
+        too_long = _too_long(prompt, limits)
+        if too_long and not transitions:
+            raise PromptTooLong(f"environment {key.env}, problem {key.problem}: {too_long}")
+        if too_long:
+            return Trajectory(tuple(transitions), "max_seq_len")
+        request = _request(key, len(transitions), prompt, stop, limits, sampling, run_seed)
+        sampled = await sample(request)
+        _check_sample(sampled, key)
+        result = await env.step([int(t) for t in sampled.tokens])
+        transitions.append(_transition(prompt, sampled, result, key))
+        if result.episode_done:
+            return Trajectory(tuple(transitions), sampled.stop_reason)
+        observation, stop = result.next_observation, result.next_stop_condition
+
+
+def _checked_prompt(observation: Sequence[int], key: RolloutKey, limits: RolloutLimits) -> npt.NDArray[np.int32]:
+    prompt = np.asarray(observation, dtype=np.int64)
+    unknown = prompt[(prompt < 0) | (prompt >= limits.vocab_size)]
+    if len(unknown) or not len(prompt):
+        given = f"token {unknown[0]}" if len(unknown) else "an empty observation"
+        raise OutOfVocabulary(
+            f"environment {key.env}, problem {key.problem}: gave {given}; expected at least one token, each of "
+            f"0 .. {limits.vocab_size - 1}"
+        )
+    return prompt.astype(np.int32)
+
+
+def _too_long(prompt: npt.NDArray[np.int32], limits: RolloutLimits) -> str | None:
+    """Why a prompt is refused, or none."""
+    if limits.max_prompt_len is not None and len(prompt) > limits.max_prompt_len:
+        return f"a prompt of {len(prompt)} tokens exceeds orchestrator.max_prompt_len = {limits.max_prompt_len}"
+    if len(prompt) >= limits.max_seq_len:
+        return f"a prompt of {len(prompt)} tokens leaves no room for an answer below max_seq_len = {limits.max_seq_len}"
+    return None
+
+
+def _request(
+    key: RolloutKey,
+    turn: int,
+    prompt: npt.NDArray[np.int32],
+    stop: StopCondition,
+    limits: RolloutLimits,
+    sampling: SamplingConfig,
+    run_seed: int,
+) -> SampleRequest:
+    params = sampling.params(key.seed(run_seed, turn), tuple(stop))
+    room = limits.max_seq_len - len(prompt)
+    return SampleRequest(
+        request_id=f"{key.problem}/{key.sample}/{key.attempt}/{turn}",
+        prompt=tuple(int(t) for t in prompt),
+        params=replace(params, max_tokens=min(params.max_tokens, room)),
+        route_key=key.route_key,
+    )
+
+
+def _check_sample(sampled: SampledSequence, key: RolloutKey) -> None:
+    if not 0 < len(sampled.tokens) == len(sampled.logprobs) or not np.isfinite(sampled.logprobs).all():
+        raise BadSample(
+            f"environment {key.env}, problem {key.problem}: the sampler returned {len(sampled.tokens)} tokens and "
+            f"{len(sampled.logprobs)} logprobs; expected as many of both, at least one, and finite logprobs"
+        )
+
+
+def _transition(
+    prompt: npt.NDArray[np.int32], sampled: SampledSequence, result: StepResult, key: RolloutKey
+) -> Transition:
+    check_reward(result.reward, key.env, key.problem)
+    return Transition(
+        observation=prompt,
+        action=sampled.tokens.astype(np.int32),
+        logprobs=sampled.logprobs.astype(np.float32),
+        versions=token_versions(sampled.spans, len(sampled.tokens)),
+        identities=tuple(span.identity for span in sampled.spans),
+        stop_reason=sampled.stop_reason,
+        reward=float(result.reward),
+        metrics=result.metrics,
+        logs=result.logs,
+    )
+
+
+def check_reward(reward: float, env: str, problem: str) -> None:
+    """Raises NonFiniteReward for NaN and infinity."""
+    if not math.isfinite(reward):
+        raise NonFiniteReward(
+            f"environment {env}, problem {problem}: gave the reward {reward}; expected a finite number"
+        )
+
+
+def token_versions(spans: Sequence[VersionSpan], length: int) -> npt.NDArray[np.int32]:
+    """The version that sampled each of `length` tokens, int32 [T]. Raises BadSample unless the spans cover all of them
+    in order, without gap or overlap."""
+    bounds = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != bounds[:-1] or bounds[-1] != length:
+        raise BadSample(f"version spans {spans} do not cover the {length} tokens that were sampled")
+    return np.repeat(
+        np.asarray([span.identity.version for span in spans], np.int32), [span.end - span.start for span in spans]
+    )

@@ -1,0 +1,316 @@
+"""The ledger under any order of events: the age bound, conservation, no lost problem, no deadlock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from orchestrator.ledger import Group, Ledger, StalePolicy, Taken
+from trireme.errors import ProvenanceError
+
+ENDS = ("trained", "in_training", "filtered", "requeued", "dropped", "failed", "active")
+
+
+def make(
+    policy: StalePolicy = "requeue", batch_size: int = 2, max_age: int = 1, max_requeues: int = 2, max_steps: int = 100
+) -> Ledger:
+    ledger = Ledger(batch_size, max_age, policy, max_requeues, max_steps)
+    ledger.acknowledge({0: 0})
+    return ledger
+
+
+def fill(ledger: Ledger) -> list[Group]:
+    groups = []
+    while ledger.can_dispatch():
+        groups.append(ledger.dispatch(lambda: f"p{ledger.tally.dispatched}"))
+    return groups
+
+
+def took(taken: Taken | None) -> tuple[list[int], list[int]]:
+    assert taken is not None
+    return [g.index for g in taken.groups], [g.index for g in taken.evicted]
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Drives a ledger as pipeline and driver do, in any order, and keeps books of its own."""
+
+    @initialize(
+        policy=st.sampled_from(["requeue", "drop", "wait"]),
+        batches=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (6, 3)]),
+        max_age=st.integers(0, 8),
+        max_requeues=st.integers(0, 2),
+        max_steps=st.sampled_from([3, 1000]),
+        replicas=st.integers(1, 3),
+    )
+    def begin(
+        self,
+        policy: StalePolicy,
+        batches: tuple[int, int],
+        max_age: int,
+        max_requeues: int,
+        max_steps: int,
+        replicas: int,
+    ) -> None:
+        batch_size, self.count = batches[0], batches[0] // batches[1]
+        self.ledger = Ledger(batch_size, max_age, policy, max_requeues, max_steps)
+        self.acknowledged = dict.fromkeys(range(replicas), 0)
+        self.num_replicas = replicas
+        self.ledger.acknowledge(self.acknowledged)
+        self.running: dict[int, Group] = {}
+        self.finished: dict[int, Group] = {}
+        self.problems = 0
+        self.pending: list[str] = []
+        self.ended: dict[str, str] = {}
+        self.training: list[tuple[int, tuple[Group, ...]]] = []
+        self.published = 0
+
+    def new_problem(self) -> str:
+        self.problems += 1
+        return f"p{self.problems}"
+
+    def end(self, group: Group, how: str) -> None:
+        assert group.problem not in self.ended, "a problem ended twice"
+        self.ended[group.problem] = how
+
+    @precondition(lambda self: self.ledger.can_dispatch())
+    @rule(count=st.integers(1, 20))
+    def dispatch(self, count: int) -> None:
+        for _ in range(count):
+            if not self.ledger.can_dispatch():
+                return
+            expected = self.pending[0] if self.pending else f"p{self.problems + 1}"
+            group = self.ledger.dispatch(self.new_problem)
+            assert group.problem == expected, "requeued problems come first, in their order"
+            self.pending = self.pending[1:]
+            assert group.floor == max(min(self.acknowledged.values()), self.ledger.floor)
+            self.running[group.index] = group
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), how=st.sampled_from(["finish", "finish", "finish", "filter", "fail"]))
+    def settle(self, data: st.DataObject, how: str) -> None:
+        group = self.running.pop(data.draw(st.sampled_from(sorted(self.running))))
+        if how == "finish":
+            self.ledger.finish(group)
+            self.finished[group.index] = group
+        elif how == "filter":
+            self.ledger.filter(group)
+            self.end(group, "filtered")
+        else:
+            self.ledger.fail(group)
+            self.end(group, "failed")
+
+    @precondition(lambda self: self.ledger.batch < self.ledger.max_steps)
+    @rule()
+    def take(self) -> None:
+        step = self.ledger.batch
+        taken = self.ledger.take(step, self.count)
+        if taken is None:
+            return
+        protected = [g.index for g in self.running.values() if self.ledger.protected(g)]
+        for group in taken.groups:
+            assert 0 <= step - group.floor <= self.ledger.max_age
+            assert all(group.index < index for index in protected), "a protected group was overtaken"
+            del self.finished[group.index]
+        assert [g.index for g in taken.groups] == sorted(g.index for g in taken.groups)
+        self.training.append((step, taken.groups))
+        self.evicted(taken.evicted)
+
+    def evicted(self, groups: tuple[Group, ...]) -> None:
+        for group in groups:
+            assert not self.ledger.protected(group)
+            assert self.ledger.batch - group.floor > self.ledger.max_age
+            self.running.pop(group.index, None)
+            self.finished.pop(group.index, None)
+            if self.ledger.policy == "drop":
+                self.end(group, "dropped")
+        if self.ledger.policy == "requeue":
+            self.pending = [g.problem for g in groups] + self.pending
+
+    @precondition(lambda self: self.ledger.released < self.ledger.batch)
+    @rule(published_first=st.booleans())
+    def train(self, published_first: bool) -> None:
+        step = self.ledger.released
+        if published_first:
+            self.published = step + 1
+            self.acknowledge_one(0)
+        self.ledger.release(step)
+        self.published = step + 1
+        for _, groups in (entry for entry in self.training if entry[0] == step):
+            for group in groups:
+                self.end(group, "trained")
+        self.training = [entry for entry in self.training if entry[0] != step]
+
+    def acknowledge_one(self, choice: int) -> None:
+        if self.acknowledged:
+            self.acknowledged[sorted(self.acknowledged)[choice % len(self.acknowledged)]] = self.published
+            self.ledger.acknowledge(self.acknowledged)
+
+    @rule(choice=st.integers(0, 2))
+    def acknowledge(self, choice: int) -> None:
+        self.acknowledge_one(choice)
+
+    @precondition(lambda self: len(self.acknowledged) > 1)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        del self.acknowledged[data.draw(st.sampled_from(sorted(self.acknowledged)))]
+        self.ledger.acknowledge(self.acknowledged)
+
+    @rule(behind=st.integers(0, 2))
+    def join(self, behind: int) -> None:
+        version = self.published - behind
+        joined = self.acknowledged | {self.num_replicas: version}
+        if version < self.ledger.floor:
+            with pytest.raises(ProvenanceError):
+                self.ledger.acknowledge(joined)
+            return
+        self.num_replicas += 1
+        self.acknowledged = joined
+        self.ledger.acknowledge(joined)
+
+    @precondition(lambda self: self.ledger.batch < self.ledger.max_steps)
+    @rule()
+    def no_deadlock(self) -> None:
+        """Whatever happened so far: when all groups that run succeed and all acknowledge, the next batch fills."""
+        batch = self.ledger.batch
+        for _ in range(1 + self.ledger.max_requeues):
+            while self.ledger.released < self.ledger.batch:
+                self.train(published_first=False)
+            for choice in range(len(self.acknowledged)):
+                self.acknowledge_one(choice)
+            self.dispatch(1000)
+            for index in sorted(self.running):
+                self.finished[index] = self.running.pop(index)
+                self.ledger.finish(self.finished[index])
+            while self.ledger.batch == batch and self.finished:
+                self.take()
+        assert self.ledger.batch > batch
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        counts = self.ledger.counts()
+        assert counts["dispatched"] == sum(counts[name] for name in ENDS)
+        assert counts["running"] == len(self.running)
+        assert counts["finished"] == len(self.finished)
+        assert counts["in_training"] == sum(len(groups) for _, groups in self.training)
+        for how in ("trained", "filtered", "failed", "dropped"):
+            assert counts[how] == list(self.ended.values()).count(how)
+        assert self.ledger.slots_taken <= (self.ledger.max_age + 1) * self.ledger.batch_size
+        alive = [g.problem for g in (*self.running.values(), *self.finished.values())]
+        alive += [g.problem for _, groups in self.training for g in groups] + self.pending
+        assert sorted([*alive, *self.ended]) == sorted(f"p{i + 1}" for i in range(self.problems))
+        useful = self.ledger.max_steps * self.ledger.batch_size
+        assert counts["trained"] + counts["in_training"] + counts["active"] <= useful
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_synchronous_dispatches_nothing_before_release_and_acknowledgement() -> None:
+    ledger = make(max_age=0)
+    for group in fill(ledger):
+        ledger.finish(group)
+    assert took(ledger.take(0, 2)) == ([0, 1], [])
+    assert fill(ledger) == []
+    ledger.acknowledge({0: 1})
+    assert fill(ledger) == []
+    ledger.release(0)
+    assert [g.floor for g in fill(ledger)] == [1, 1]
+
+
+def test_slots_wait_for_the_slowest_live_replica() -> None:
+    ledger = make(max_age=0)
+    ledger.acknowledge({0: 0, 1: 0})
+    for group in fill(ledger):
+        ledger.finish(group)
+    ledger.take(0, 2)
+    ledger.release(0)
+    ledger.acknowledge({0: 1, 1: 0})
+    assert not ledger.can_dispatch()
+    ledger.acknowledge({0: 1})
+    assert ledger.can_dispatch()
+
+
+def test_requeue_evicts_what_would_be_too_old_and_samples_it_first() -> None:
+    ledger = make("requeue", batch_size=2, max_age=1, max_requeues=1)
+    a, b, c, d = fill(ledger)
+    ledger.finish(b)
+    ledger.finish(c)
+    assert took(ledger.take(0, 2)) == ([1, 2], [])
+    ledger.release(0)
+    ledger.acknowledge({0: 1})
+    e, f = fill(ledger)
+    ledger.finish(e)
+    ledger.finish(f)
+    assert took(ledger.take(1, 2)) == ([4, 5], [0, 3])
+    ledger.release(1)
+    ledger.acknowledge({0: 2})
+    again = fill(ledger)[:2]
+    assert [(g.problem, g.requeues, g.floor) for g in again] == [(a.problem, 1, 2), (d.problem, 1, 2)]
+    assert ledger.counts()["expired_running"] == 2
+    assert all(ledger.protected(g) for g in again), "requeued once, at most once: now the batch waits for them"
+
+
+def test_drop_gives_up_and_wait_never_evicts() -> None:
+    for policy, evicted in (("drop", [0]), ("wait", [])):
+        ledger = make(policy, batch_size=1, max_age=1)  # type: ignore[arg-type]
+        _, second = fill(ledger)
+        ledger.finish(second)
+        taken = ledger.take(0, 1)
+        if policy == "wait":
+            assert taken is None, "nobody overtakes"
+            continue
+        assert took(taken) == ([1], [])
+        ledger.release(0)
+        ledger.acknowledge({0: 1})
+        (third,) = fill(ledger)
+        ledger.finish(third)
+        assert took(ledger.take(1, 1)) == ([2], evicted)
+        assert ledger.counts()["dropped"] == 1
+
+
+def test_a_streamed_batch_is_cut_once() -> None:
+    ledger = make("drop", batch_size=2, max_age=0)
+    first, second = fill(ledger)
+    ledger.finish(second)
+    assert took(ledger.take(0, 1)) == ([1], [])
+    assert ledger.batch == 0
+    with pytest.raises(ValueError, match="lacks 1"):
+        ledger.take(0, 2)
+    ledger.finish(first)
+    assert took(ledger.take(0, 1)) == ([0], [])
+    assert ledger.batch == 1
+
+
+def test_a_group_beyond_the_bound_is_refused_even_if_the_rules_were_broken() -> None:
+    ledger = make(batch_size=1, max_age=1)
+    group = fill(ledger)[0]
+    ledger.finish(group)
+    group.floor = -2
+    with pytest.raises(ProvenanceError, match="age 2, at most 1"):
+        ledger.take(0, 1)
+
+
+def test_lost_groups_are_noticed() -> None:
+    ledger = make()
+    fill(ledger)
+    del ledger.active[0]
+    with pytest.raises(ProvenanceError, match="lost"):
+        ledger.counts()
+
+
+def test_nothing_is_dispatched_that_no_step_will_use() -> None:
+    assert len(fill(make(batch_size=2, max_age=8, max_steps=3))) == 6
+
+
+def test_no_replica_no_dispatch() -> None:
+    ledger = Ledger(1, 0, "wait", 0, 1)
+    assert not ledger.can_dispatch()
+    ledger.acknowledge({0: 0})
+    assert ledger.can_dispatch()
+    ledger.acknowledge({})
+    assert not ledger.can_dispatch()
