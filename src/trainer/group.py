@@ -1,0 +1,211 @@
+"""The trainer as the driver sees it: one handle over all shards, each a Ray actor.
+
+Importing this module imports neither torch nor transformers; each shard's process does that while the other rooms start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import ray
+from ray.exceptions import RayActorError
+
+from trainer.batching import ShardOutput, scatter_outputs
+from trireme import waits
+from trireme.config import Config
+from trireme.errors import RoomFailed
+from trireme.logs import redirect
+from trireme.metrics import reduce_metrics
+from trireme.types import AdamParams, ForwardBackwardOutput, OptimStepResponse, Provenance, TokenBatch
+from trireme.weights import PublishedWeights
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+INQUEST_S = 3.0
+"""How long, after a failure, the other shards are asked what they know of it."""
+
+
+class ShardActor:
+    """`trainer.shard.Shard` in a process of its own. Rank 0 hosts the store at which the ranks find each other."""
+
+    def __init__(self, config: Config, rank: int, world_size: int, log_dir: Path | None) -> None:
+        redirect(log_dir, f"trainer_{rank}")
+        import torch
+
+        import trainer.shard  # noqa: F401  seconds of imports, spent while the other shards do the same
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+        self._config, self._rank, self._world_size = config, rank, world_size
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address of the store; on rank 0 only."""
+        host = ray.util.get_node_ip_address()
+        self._store = self._open_store(host, 0)
+        return host, self._store.port
+
+    def setup(self, address: tuple[str, int]) -> None:
+        """Joins the others and loads the model: collective."""
+        from trainer.shard import Shard
+
+        interface = _interface_of(ray.util.get_node_ip_address())
+        if interface:  # else gloo takes what the host's name resolves to, which other nodes may not reach
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        store = self._store if self._rank == 0 else self._open_store(*address)
+        self._shard = Shard(self._config, self._rank, self._world_size, store, put=ray.put)
+
+    def _open_store(self, host: str, port: int) -> Any:
+        from datetime import timedelta
+
+        from torch.distributed import TCPStore
+
+        timeout = timedelta(seconds=self._config.timeouts.start_s)
+        return TCPStore(host, port, self._world_size, self._rank == 0, timeout, wait_for_workers=False)
+
+    def forward_backward(
+        self, batch: TokenBatch, loss_fn: str, loss_fn_config: Mapping[str, float], provenance: Provenance | None
+    ) -> ShardOutput:
+        return self._shard.forward_backward(batch, loss_fn, loss_fn_config, provenance)
+
+    def forward(self, batch: TokenBatch) -> ShardOutput:
+        return self._shard.forward(batch)
+
+    def optim_step(self, adam: AdamParams, normalizer: float) -> OptimStepResponse:
+        return self._shard.optim_step(adam, normalizer)
+
+    def publish_weights(self, version: int) -> PublishedWeights | None:
+        return self._shard.publish_weights(version)
+
+    def save_weights(self, path: Path) -> None:
+        self._shard.save_weights(path)
+
+    @ray.method(concurrency_group="watch")
+    def stack(self) -> str:
+        """Where the other threads that run Python are: answered even while a verb hangs in a collective."""
+        here = sys._current_frames()
+        frames = [frame for frame in here.values() if any("trainer/shard.py" in f.filename for f in _summary(frame))]
+        return "".join("".join(_summary(frame).format()) for frame in frames) or "(in no verb)\n"
+
+
+def _summary(frame: Any) -> traceback.StackSummary:
+    return traceback.extract_stack(frame)
+
+
+def _interface_of(ip: str) -> str | None:
+    """Name of the network interface that has the address `ip`."""
+    return next((n for n, addresses in psutil.net_if_addrs().items() if any(a.address == ip for a in addresses)), None)
+
+
+class TrainerGroup:
+    """All shards. Every verb is collective and waits for all of them, at most `timeouts.step_s`.
+
+    A shard that raises, dies or hangs ends the call with one RoomFailed that names it, with its traceback and its log; the
+    group is of no use afterwards but for `stop`. What all shards refuse alike (ProvenanceError, BadInput, a gradient
+    that is not finite) is raised as such, and leaves the group usable.
+    """
+
+    def __init__(self, actors_R: Sequence[Any], ready_R: Sequence[Any], timeout_s: float, log_dir: Path | None) -> None:
+        self._actors_R = actors_R
+        self._ready_R = ready_R
+        self._timeout_s = timeout_s
+        self._log_dir = log_dir
+
+    @classmethod
+    def start(cls, config: Config, options_R: Sequence[Mapping[str, Any]], log_dir: Path | None) -> TrainerGroup:
+        """Creates one actor per entry of `options_R` (options of Ray actors) and returns at once; see `ready_refs`."""
+        actor = ray.remote(concurrency_groups={"watch": 1})(ShardActor)
+        actors_R = [
+            actor.options(**options).remote(config, rank, len(options_R), log_dir)
+            for rank, options in enumerate(options_R)
+        ]
+        address = actors_R[0].rendezvous.remote()
+        ready_R = [shard.setup.remote(address) for shard in actors_R]
+        return cls(actors_R, ready_R, config.timeouts.step_s, log_dir)
+
+    def ready_refs(self) -> tuple[list[Any], list[str]]:
+        """References that resolve when the shards are ready, and their names."""
+        return list(self._ready_R), [f"trainer shard {rank}" for rank in range(len(self._actors_R))]
+
+    def forward_backward(
+        self,
+        batch: TokenBatch,
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float],
+        provenance: Provenance | None = None,
+    ) -> ForwardBackwardOutput:
+        """Accumulates the gradient of the raw masked sum of the loss over the batch."""
+        reference = ray.put(batch)
+        outputs_R = self._call("forward_backward", reference, loss_fn, dict(loss_fn_config), provenance)
+        return ForwardBackwardOutput(
+            scatter_outputs(batch, outputs_R), reduce_metrics([output.metrics for output in outputs_R])
+        )
+
+    def forward(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """Log-probabilities of the batch's `target_tokens`: float32 [T]."""
+        return scatter_outputs(batch, self._call("forward", ray.put(batch)))
+
+    def optim_step(self, adam: AdamParams, normalizer: float) -> OptimStepResponse:
+        """Divides the gradient by `normalizer`, clips, updates."""
+        return self._call("optim_step", adam, normalizer)[0]
+
+    def publish_weights(self, version: int) -> PublishedWeights:
+        """Makes the weights available to replicas as `version`. The buckets live until the next call, or as long as the
+        caller keeps what this returns."""
+        return self._call("publish_weights", version)[0]
+
+    def save_weights(self, path: Path) -> None:
+        """Writes a Hugging Face directory at `path`, on the node of shard 0."""
+        self._call("save_weights", path)
+
+    def stop(self) -> None:
+        """Ends the shards' processes."""
+        for actor in self._actors_R:
+            ray.kill(actor, no_restart=True)
+
+    def _names(self) -> list[str]:
+        where = "" if self._log_dir is None else f" (log {self._log_dir}/trainer_{{rank}}.log)"
+        return [f"trainer shard {rank}" + where.format(rank=rank) for rank in range(len(self._actors_R))]
+
+    def _call(self, verb: str, *args: Any) -> list[Any]:
+        refs_R = [getattr(actor, verb).remote(*args) for actor in self._actors_R]
+        try:
+            return waits.get_all(refs_R, who=self._names(), timeout_s=self._timeout_s)
+        except RoomFailed as error:
+            raise self._inquest(verb, error, refs_R) from error.__cause__
+
+    def _inquest(self, verb: str, error: RoomFailed, refs_R: Sequence[Any]) -> RoomFailed:
+        """What to report of a failed call: the death of a shard rather than the lost connection that the others see, and
+        for one that hangs, where each of them is."""
+        if error.__cause__ is None:
+            return RoomFailed(f"{verb}: {error}\n{''.join(self._whereabouts())}")
+        if isinstance(error.__cause__, RayActorError):
+            return error
+        deadline = time.monotonic() + INQUEST_S
+        for ref, name in zip(refs_R, self._names(), strict=True):
+            try:
+                waits.get(ref, who=name, timeout_s=max(deadline - time.monotonic(), 0.1))
+            except RoomFailed as other:
+                if isinstance(other.__cause__, RayActorError):
+                    return other
+        return error
+
+    def _whereabouts(self) -> list[str]:
+        refs_R = [actor.stack.remote() for actor in self._actors_R]
+        deadline = time.monotonic() + INQUEST_S
+        reports = []
+        for rank, ref in enumerate(refs_R):
+            who = f"trainer shard {rank}"
+            try:
+                stack = waits.get(ref, who=who, timeout_s=max(deadline - time.monotonic(), 0.1))
+                reports.append(f"{who} is at:\n{stack}")
+            except RoomFailed:
+                reports.append(f"{who} does not answer at all: its process is stopped, or stuck outside Python\n")
+        return reports

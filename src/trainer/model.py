@@ -1,0 +1,140 @@
+"""The policy as the trainer holds it: a Hugging Face causal language model, sharded by FSDP2 layer by layer.
+
+Master weights are float32. With another inference dtype FSDP casts parameters when it gathers a layer, so that the
+trainer computes with the very values that replicas get; gradients are reduced in float32, and *summed* over ranks,
+because losses are raw sums over tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trireme.errors import BadInput
+
+LOGITS_CHUNK_TOKENS = 4096
+"""Tokens whose logits are held in float32 at once: with a vocabulary of 150,000 they are 2.5 GB."""
+
+
+def inference_dtype(configured: str, device: torch.device) -> torch.dtype:
+    """The dtype of `model.dtype`; auto = bfloat16 on GPUs, float32 on CPUs."""
+    if configured == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[configured]
+
+
+def load_source(name: str, attn: str) -> PreTrainedModel:
+    """The model in host memory, float32. `name`: a local directory or a name on the hub."""
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=_attention(attn))
+
+
+def _attention(configured: str) -> str:
+    return "sdpa" if configured == "auto" else configured
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The repeated layers. Raises BadInput for an architecture without a list of `num_hidden_layers` modules."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise BadInput(f"{type(model).__name__} has no list of {count} decoder layers: this architecture cannot be sharded")
+
+
+def shard_model(
+    name: str, attn: str, source: PreTrainedModel | None, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model sharded over all ranks of the process group. Collective.
+
+    Only rank 0 gives a `source`. Everywhere the model starts without memory; then one layer after the other is made
+    whole on the device, filled from rank 0, and sharded, so that no device holds more than one whole layer (the root,
+    with embeddings and head, counts as one).
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(name), dtype=torch.float32, attn_implementation=_attention(attn)
+        )
+    model.eval()  # no dropout: p must be the distribution that was sampled from
+    tensors = {} if source is None else {**dict(source.named_parameters()), **dict(source.named_buffers())}
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, torch.float32)
+    names = {module: prefix for prefix, module in model.named_modules()}
+    for unit in [*decoder_layers(model), model]:
+        _fill(unit, names[unit], tensors, device)
+        _shard(unit, mesh, policy)
+    if source is not None:
+        model.generation_config = source.generation_config
+    return model
+
+
+def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
+    """`unit` and its descendants, without those that are sharded as units of their own."""
+    yield unit
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_modules(child)
+
+
+def _fill(unit: nn.Module, prefix: str, tensors: dict[str, Tensor], device: torch.device) -> None:
+    """Gives the unit's tensors memory on the device and the values that rank 0 has."""
+    modules = list(_own_modules(unit))
+    for module in modules:
+        module.to_empty(device=device, recurse=False)
+    if isinstance(unit, PreTrainedModel):
+        unit.tie_weights()  # to_empty has given tied parameters separate memory
+    own = {id(t) for m in modules for t in [*m.parameters(recurse=False), *m.buffers(recurse=False)]}
+    for name, tensor in [*unit.named_parameters(prefix), *unit.named_buffers(prefix)]:
+        if id(tensor) in own:
+            if tensors:
+                tensor.data.copy_(tensors[name])
+            dist.broadcast(tensor.data, src=0)
+
+
+def _shard(unit: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    assert isinstance(unit, FSDPModule)
+    # Sum, do not average. Without the second line the factor 1 becomes a reduction that gloo does not have.
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+
+
+def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
+    """The names and whole tensors of one unit (layer, or root) after another, in the inference dtype, on every rank's
+    device. They are gone when the next is asked for. Tied tensors come once, under the embedding's name. Collective."""
+    names = {module: f"{prefix}." if prefix else "" for prefix, module in model.named_modules()}
+    layers = list(decoder_layers(model))
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    root_names = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
+    model.unshard()
+    yield [(name, model.get_parameter(name).detach()) for name in root_names]
+    model.reshard()
+    for layer in layers:
+        layer.unshard()
+        yield [(names[layer] + name, parameter.detach()) for name, parameter in layer.named_parameters()]
+        layer.reshard()
+
+
+def token_logprobs(model: nn.Module, tokens: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+    """Log-probability of each target under logits / temperature: float32 [B, L].
+
+    `tokens`, `targets` int64 [B, L], padded on the right, which a causal model needs no mask for: no token sees a later
+    one, and positions count from the left. `temperatures` float32 [B].
+    """
+    logits = model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+    temperature = temperatures[:, None].expand(tokens.shape).flatten()
+    chunks = [t.split(LOGITS_CHUNK_TOKENS) for t in (logits, targets.flatten(), temperature)]
+    parts = [checkpoint(_selected, *chunk, use_reentrant=False) for chunk in zip(*chunks, strict=True)]
+    return torch.cat(parts).view(tokens.shape)
+
+
+def _selected(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
+    """log softmax(logits [T, V] / temperature [T]) at targets [T], in float32; checkpointed, to keep only one chunk."""
+    scaled = logits.float() / temperature[:, None]
+    return scaled.gather(-1, targets[:, None]).squeeze(-1) - scaled.logsumexp(-1)
