@@ -1,0 +1,129 @@
+"""vLLM's engine as a replica uses it: its arguments, its requests and its answers, in the project's own types.
+
+vLLM is imported inside the functions: importing this module must stay cheap for the processes that only call replicas.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from inference.process import use_engine_context
+from trireme.config import Config
+from trireme.errors import BadInput, RoomFailed
+from trireme.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+CPU_ENVIRONMENT = {
+    # the engine process runs the model itself: two processes a replica instead of three
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # "auto" would bind every replica of a machine to the same cores
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+def start_engine(cfg: Config) -> AsyncLLM:
+    """Starts vLLM and its engine process; returns when the model is loaded."""
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        os.environ.update(CPU_ENVIRONMENT)
+    # vLLM spawns its engine inside Ray actors, because a forked child can not use Ray; ours does not. Forking spares
+    # the engine process a second import of vLLM. With a GPU vLLM's choice stays: CUDA does not survive a fork.
+    use_engine_context("fork" if on_cpu else "spawn")
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(cfg, on_cpu)))
+
+
+def engine_args(cfg: Config, on_cpu: bool) -> dict[str, Any]:
+    """Arguments of vLLM's AsyncEngineArgs. Raises BadInput for `inference.engine_args` that are decided here."""
+    from vllm.config import WeightTransferConfig
+
+    args = {
+        "model": cfg.model.name,
+        "dtype": {"auto": "float32" if on_cpu else "bfloat16"}.get(cfg.model.dtype, cfg.model.dtype),
+        "max_model_len": cfg.inference.max_model_len or cfg.model.max_seq_len,
+        "max_num_seqs": cfg.inference.max_num_seqs or (64 if on_cpu else 256),
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "generation_config": "vllm",  # the model's own sampling defaults must not change what the trainer assumes
+        "logprobs_mode": "processed_logprobs",  # raw ones ignore the temperature
+        "worker_extension_cls": "inference.worker.WorkerExtension",
+        "weight_transfer_config": WeightTransferConfig(backend="trireme"),
+        "distributed_executor_backend": "uni",  # inside a placement group vLLM would choose Ray
+        "enable_log_requests": False,
+        "disable_log_stats": True,
+        "seed": cfg.seed,
+    }
+    args |= cpu_args(cfg) if on_cpu else {"gpu_memory_utilization": cfg.inference.gpu_memory_utilization}
+    if clash := sorted(args.keys() & cfg.inference.engine_args.keys()):
+        raise BadInput(
+            f"inference.engine_args sets {', '.join(clash)}, which other keys or Trireme decide: leave it out"
+        )
+    return {"enforce_eager": on_cpu} | cfg.inference.engine_args | args
+
+
+def cpu_args(cfg: Config) -> dict[str, Any]:
+    """What the CPU build needs besides."""
+    return {
+        # otherwise every replica reserves a share of all memory, and the second can not start
+        "kv_cache_memory_bytes": int(cfg.inference.memory_gb * 2**30),
+        # A seeded request whose prefill is split over several steps crashes vLLM's CPU engine ("CPU Generator does not
+        # use offset"). So a prefill, the one after an update too, is computed whole or waits for the next step.
+        "enable_chunked_prefill": False,
+    }
+
+
+def end_of_sequence_ids(engine: AsyncLLM) -> list[int]:
+    """The model's own end-of-sequence tokens (vLLM learns them from a tokenizer, which is not loaded here)."""
+    config = engine.model_config
+    found: set[int] = set()
+    for eos in (config.hf_config.eos_token_id, config.try_get_generation_config().get("eos_token_id")):
+        found.update([eos] if isinstance(eos, int) else eos or [])
+    return sorted(found)
+
+
+def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:
+    """vLLM's SamplingParams: only the final answer, not detokenised, with the sampled tokens' logprobs."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    params = request.params
+    return SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        seed=params.seed,
+        stop_token_ids=sorted({*params.stop, *end_ids}),
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def sampled_sequence(request_id: str, completion: Any) -> SampledSequence:
+    """What vLLM's final CompletionOutput says. Raises RoomFailed unless its version spans cover every token."""
+    tokens = np.asarray(completion.token_ids, dtype=np.int32)
+    logprobs = [at[int(token)].logprob for at, token in zip(completion.logprobs, tokens, strict=True)]
+    spans = tuple(
+        VersionSpan(WeightIdentity.parse(s.version), s.start, s.end) for s in completion.weight_versions or ()
+    )
+    check_spans(request_id, spans, len(tokens))
+    reason = "length" if completion.finish_reason == "length" else "stop"
+    return SampledSequence(tokens, np.asarray(logprobs, dtype=np.float32), reason, spans)
+
+
+def check_spans(request_id: str, spans: tuple[VersionSpan, ...], num_tokens: int) -> None:
+    """Raises RoomFailed unless `spans` cover [0, num_tokens) in order, without gap or overlap."""
+    edges = [0, *(edge for span in spans for edge in (span.start, span.end)), num_tokens]
+    if any(left != right for left, right in zip(edges[0::2], edges[1::2], strict=True)):
+        raise RoomFailed(f"{request_id}: version spans {spans} do not cover its {num_tokens} tokens")

@@ -1,0 +1,229 @@
+"""One inference replica: an async Ray actor around one vLLM engine, on CPUs and GPUs by the same code."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from inference.engine import end_of_sequence_ids, sampled_sequence, start_engine, vllm_params
+from inference.shipment import Shipment, in_memory_files
+from trireme import logs
+from trireme.config import Config
+from trireme.errors import RoomFailed, TriremeError, WeightsRefused
+from trireme.faults import fault_point
+from trireme.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
+from trireme.weights import PublishedWeights, UpdateReport, check_canary
+
+Value = TypeVar("Value")
+Outcome = SampledSequence | TriremeError
+HEALTH_TICK_S = 0.5
+WARM_UP = SampleRequest("warm-up", (0, 0), SamplingParams(max_tokens=2, seed=0), "")
+
+
+@dataclass(frozen=True)
+class Health:
+    """A living replica: process id of its engine, and the weights it samples from (None before the first update)."""
+
+    engine_pid: int
+    identity: WeightIdentity | None
+
+
+class Replica:
+    """Ray actor (many concurrent calls). `index` is its number; `start` must have answered before any other verb.
+
+    After WeightsRefused, a failed update or the death of the engine every further verb raises with the reason: the
+    replica is to be replaced; an update is never tried again half-way.
+    """
+
+    def __init__(self, cfg: Config, index: int, log_dir: Path | None) -> None:
+        logs.redirect(log_dir, f"inference_{index}")
+        self.cfg = cfg
+        self.index = index
+        self.name = f"inference replica {index}"
+        self.identity: WeightIdentity | None = None
+        self.broken: TriremeError | None = None
+        self.running: dict[str, asyncio.Task[SampledSequence]] = {}
+
+    async def start(self) -> Health:
+        """Starts the engine and samples once: the first logprobs compile a function that a request would wait for."""
+        fault_point("inference.start")
+        self.engine = start_engine(self.cfg)
+        self.end_ids = end_of_sequence_ids(self.engine)
+        await self._in_engine("init_weight_transfer_engine", kwargs={"init_info": {}})
+        await self._generate(WARM_UP, salt="warm-up")
+        return await self.health()
+
+    async def health(self) -> Health:
+        """Raises RoomFailed or WeightsRefused, with the reason, when this replica is of no more use."""
+        self._raise_if_broken()
+        return Health(self.engine.engine_core.resources.engine_manager.processes[0].pid, self.identity)
+
+    async def weight_version(self) -> WeightIdentity | None:
+        """What the engine labels its tokens with; None before the first update."""
+        self._raise_if_broken()
+        label = await self._guarded("its version", self.engine.get_weight_version(), self.cfg.timeouts.update_s)
+        return WeightIdentity.parse(label) if self.identity else None
+
+    async def stop(self) -> None:
+        """Ends the engine process."""
+        self.engine.shutdown()
+
+    # ------------------------------------------------------------------------------------------------------ sampling
+
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
+        """Samples all `requests` at once; yields (index, sequence or that request's error) as each finishes.
+
+        Ray calls cost about a millisecond, so requests come in groups. Aborted requests are left out.
+        """
+        fault_point("inference.sample")
+        finished: asyncio.Queue[tuple[int, asyncio.Task[SampledSequence]]] = asyncio.Queue()
+        for index, request in enumerate(requests):
+            task = asyncio.create_task(self._sample_one(request))
+            self.running[request.request_id] = task
+            task.add_done_callback(partial(self._finished, finished, index, request.request_id))
+        for _ in requests:
+            index, task = await finished.get()
+            if not task.cancelled():
+                yield index, outcome(task)
+            elif self.broken:
+                yield index, self.broken
+
+    def _finished(self, finished: asyncio.Queue[Any], index: int, request_id: str, task: asyncio.Task[Any]) -> None:
+        self.running.pop(request_id, None)
+        finished.put_nowait((index, task))
+
+    async def _sample_one(self, request: SampleRequest) -> SampledSequence:
+        self._raise_if_broken()
+        if self.identity is None:
+            raise RoomFailed(f"{self.name} was asked to sample before any weights were published to it")
+        try:
+            completion = await self._generate(request, salt=self.identity.digest)
+        except Exception as error:
+            self._raise_if_broken()
+            cause = f"{type(error).__name__}: {error}"
+            raise RoomFailed(f"{self.name} could not sample request {request.request_id}: {cause}") from error
+        return sampled_sequence(request.request_id, completion)
+
+    async def _generate(self, request: SampleRequest, salt: str) -> Any:
+        """vLLM's final CompletionOutput. `salt`: prefix-cache blocks are shared under equal salts only."""
+        from vllm.inputs import tokens_input
+
+        prompt = tokens_input(list(request.prompt), cache_salt=salt)
+        async for output in self.engine.generate(prompt, vllm_params(request, self.end_ids), request.request_id):
+            final = output
+        return final.outputs[0]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends requests whose answers nobody waits for any more; unknown and finished ones are passed over."""
+        for request_id in request_ids:
+            if task := self.running.get(request_id):
+                task.cancel()  # vLLM's generate aborts its request in the engine when it is cancelled
+
+    # ------------------------------------------------------------------------------------------------------- weights
+
+    async def pause(self) -> None:
+        """Stops between two steps, keeps the requests, drops all KV: it is computed again under the next weights."""
+        await self.engine.pause_generation(mode="keep", clear_cache=True)
+
+    async def resume(self) -> None:
+        """Goes on with the requests, prefilling each again."""
+        await self.engine.resume_generation()
+
+    async def update_weights(self, published: PublishedWeights) -> UpdateReport:
+        """Takes `published` while requests are in flight. Raises WeightsRefused or RoomFailed; after either this
+        replica is of no more use, and its requests stay paused: none goes on under weights that were not proved."""
+        started = time.monotonic()
+        self._raise_if_broken()
+        try:
+            fault_point("inference.update")
+            diff, reprefill_tokens = await self._take(published, started + self.cfg.timeouts.update_s)
+        except Exception as error:
+            self.broken = as_failure(f"{self.name}, taking version {published.identity.version}", error)
+            self._fail_running()
+            raise self.broken from error
+        return UpdateReport(self.index, published.identity, diff, reprefill_tokens, time.monotonic() - started)
+
+    async def _take(self, published: PublishedWeights, deadline: float) -> tuple[float, int]:
+        """One update, step by step: the canary's largest difference, and how many tokens are prefilled again."""
+        step = partial(self._step, deadline=deadline)
+        buckets = await step("fetch", asyncio.gather(*published.buckets))
+        with in_memory_files(buckets) as paths:
+            shipment = pickle.dumps(Shipment(published.identity, published.entries, paths))
+            await step("receive", self._check_receipt(shipment))
+            await step("pause", self.pause())
+            in_flight = await step("count", self._in_engine("tokens_in_flight"))
+            await step("start", self._in_engine("start_weight_update"))
+            update = {"update_info": {"shipment": shipment}}
+            await step("update", self._in_engine("update_weights", kwargs=update))
+            await step("finish", self._in_engine("finish_weight_update"))
+        diff = await step("canary", self._check_canary(published))
+        await step("label", self.engine.update_weight_version(str(published.identity)))
+        self.identity = published.identity
+        unfinished = self.engine.output_processor.request_states
+        await step("resume", self.resume())
+        return diff, sum(tokens for request_id, tokens in in_flight.items() if request_id in unfinished)
+
+    async def _check_receipt(self, shipment: bytes) -> None:
+        if reason := await self._in_engine("refusal_of", args=(shipment,)):
+            raise WeightsRefused(f"{self.name}: {reason}")
+
+    async def _check_canary(self, published: PublishedWeights) -> float:
+        tokens = [int(token) for token in published.canary.tokens]
+        logprobs = await self._in_engine("canary_logprobs", args=(tokens,))
+        try:
+            return check_canary(published.identity, published.canary, np.asarray(logprobs, dtype=np.float32))
+        except WeightsRefused as refused:
+            raise WeightsRefused(f"{self.name}: {refused}") from None
+
+    async def _in_engine(self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Calls a method of vLLM's worker in the engine process; the answer of its first rank."""
+        return (await self.engine.collective_rpc(method, args=args, kwargs=kwargs))[0]
+
+    async def _step(self, name: str, awaitable: Awaitable[Value], *, deadline: float) -> Value:
+        return await self._guarded(f"update step {name!r}", awaitable, deadline - time.monotonic())
+
+    # ------------------------------------------------------------------------------------------------------ failures
+
+    async def _guarded(self, what: str, awaitable: Awaitable[Value], timeout_s: float) -> Value:
+        """The value of `awaitable`. vLLM leaves calls pending for ever when its engine process is dead, so the process
+        is looked at while waiting. Raises RoomFailed when it died or `timeout_s` seconds have passed."""
+        task = asyncio.ensure_future(awaitable)
+        deadline = time.monotonic() + timeout_s
+        while not task.done():
+            await asyncio.wait({task}, timeout=HEALTH_TICK_S)
+            if not task.done() and (self.engine.errored or time.monotonic() > deadline):
+                task.cancel()
+                self._raise_if_broken()
+                raise RoomFailed(f"{self.name}: no answer for {what} within {timeout_s:.0f} s")
+        return task.result()
+
+    def _raise_if_broken(self) -> None:
+        if self.broken is None and self.engine.errored:
+            self.broken = RoomFailed(f"{self.name}: its engine process died")
+        if self.broken:
+            raise self.broken
+
+    def _fail_running(self) -> None:
+        """Ends every running request; `sample` answers them with the reason why this replica is broken."""
+        for task in list(self.running.values()):
+            task.cancel()
+
+
+def outcome(task: asyncio.Task[SampledSequence]) -> Outcome:
+    """What a finished task came to: its sequence, or its error as one that a person can read."""
+    error = task.exception()
+    return as_failure("sampling", error) if error else task.result()
+
+
+def as_failure(who: str, error: BaseException) -> TriremeError:
+    if isinstance(error, TriremeError):
+        return error
+    return RoomFailed(f"{who}: {type(error).__name__}: {error}")

@@ -1,0 +1,141 @@
+"""Tiny random models, their published weights, and their logprobs by Hugging Face: the reference for replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from inference.group import InferenceGroup
+from trireme.config import Config
+from trireme.protocols import Sampler
+from trireme.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
+from trireme.waits import get, get_all
+from trireme.weights import Canary, PublishedWeights, TensorEntry, UpdateReport, hash_bytes, weights_digest
+
+VOCAB = 64
+MAX_MODEL_LEN = 1024
+FAMILIES: dict[str, Any] = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+
+
+def random_model(family: str, tied: bool, seed: int) -> Any:
+    """Two layers with logits that are far from flat: a wrong weight moves logprobs by far more than 1e-4."""
+    config_class, model_class = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = model_class(
+        config_class(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=MAX_MODEL_LEN,
+            tie_word_embeddings=tied,
+            initializer_range=0.15,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=None,
+        )
+    )
+    return model.float().eval()
+
+
+@torch.no_grad()
+def reference_logprobs(model: Any, tokens: list[int]) -> np.ndarray:
+    """Logprobs of tokens[1:], float32 [T - 1]."""
+    logits = model(torch.tensor([tokens])).logits[0, :-1].float()
+    return torch.log_softmax(logits, -1)[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].numpy()
+
+
+def publish(model: Any, version: int, tolerance: float = 1e-4) -> PublishedWeights:
+    """The model's weights as a trainer publishes them, in one bucket."""
+    tied = model.config.tie_word_embeddings
+    entries, parts, offset = [], [], 0
+    for name, tensor in model.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue
+        data = tensor.contiguous().numpy().reshape(-1).view(np.uint8)
+        entries.append(TensorEntry(name, "F32", tuple(tensor.shape), 0, offset, data.nbytes, hash_bytes(data)))
+        parts.append(data)
+        offset += data.nbytes
+    identity = WeightIdentity(1, version, weights_digest(entries))
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 200).astype(np.int32)
+    canary = Canary(tokens, reference_logprobs(model, tokens.tolist()), tolerance)
+    return PublishedWeights(identity, tuple(entries), (ray.put(np.concatenate(parts)),), canary)
+
+
+def request(name: str, prompt: list[int], max_tokens: int, seed: int = 0) -> SampleRequest:
+    return SampleRequest(name, tuple(prompt), SamplingParams(max_tokens=max_tokens, seed=seed), name)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB, length)]
+
+
+@dataclass
+class Room:
+    """One started replica with its router, and the models that were published to it, by version."""
+
+    family: str
+    tied: bool
+    group: InferenceGroup
+    router: Sampler
+    engine_pid: int
+    models: dict[int, Any] = field(default_factory=dict)
+
+    async def update(self) -> UpdateReport:
+        """Publishes fresh random weights as the next version, and waits until the replica has them."""
+        version = len(self.models)
+        self.models[version] = random_model(self.family, self.tied, seed=version + 1)
+        (report,) = await self.router.update_weights(publish(self.models[version], version))
+        return report
+
+    def difference(self, prompt: list[int], answer: SampledSequence) -> float:
+        """Largest difference of the answer's logprobs to those of the models that its spans name."""
+        tokens = prompt + answer.tokens.tolist()
+        worst = 0.0
+        for span in answer.spans:
+            model = self.models[span.identity.version]
+            expected = reference_logprobs(model, tokens)[len(prompt) - 1 :]
+            worst = max(worst, float(np.abs(expected - answer.logprobs)[span.start : span.end].max()))
+        return worst
+
+
+def start_rooms(kinds: dict[str, tuple[str, bool]], faults: dict[str, str], directory: Path) -> dict[str, Room]:
+    """Starts one replica per kind {name: (family, tied)} side by side, each armed with its own fault points."""
+    groups = {}
+    for name, (family, tied) in kinds.items():
+        path = directory / name
+        random_model(family, tied, seed=0).save_pretrained(path)
+        environment = {"OMP_NUM_THREADS": "1", "TRIREME_FAULTS": faults.get(name, "")}
+        options = {"num_cpus": 1, "runtime_env": {"env_vars": environment}}
+        groups[name] = InferenceGroup.start(make_config(path), [options], directory / "logs" / name)
+    rooms = {}
+    for name, group in groups.items():
+        references, who = group.ready_refs()
+        (health,) = get_all(references, who=who, timeout_s=300, log=directory / "logs" / name)
+        rooms[name] = Room(*kinds[name], group, group.router_factory()(), health.engine_pid)
+    return rooms
+
+
+def make_config(model: Path) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"name": str(model), "max_seq_len": MAX_MODEL_LEN},
+            "orchestrator": {"batch_size": 2},
+            "env": {"id": "sort"},
+            "inference": {"sampling": {"max_tokens": 8}, "memory_gb": 0.125},
+            "timeouts": {"update_s": 60, "step_s": 120},
+        }
+    )
+
+
+def health(room: Room) -> Any:
+    return get(room.group.replicas[0].health.remote(), who="replica", timeout_s=60)
