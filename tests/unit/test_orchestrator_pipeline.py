@@ -1,0 +1,485 @@
+"""The pipeline with a sampler in the same process: batches, back-pressure, failures, limits, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition, Trajectory
+from orchestrator.pipeline import MIN_WINDOW, Pipeline
+from orchestrator.rollout import RolloutLimits
+from trireme.config import Config
+from trireme.errors import LimitReached, ProvenanceError, RoomFailed
+from trireme.types import Minibatch, SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.weights import Canary, PublishedWeights, UpdateReport
+
+Reward = Callable[["Problem", int], Awaitable[float]]
+
+
+def published(version: int) -> PublishedWeights:
+    identity = WeightIdentity(0, version, f"d{version}")
+    return PublishedWeights(identity, (), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4))
+
+
+class FakeSampler:
+    """Answers at once with one token, the last of the prompt, unless the problem is held."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.requests: list[SampleRequest] = []
+        self.held: dict[int, asyncio.Event] = {}
+        self.label_with: int | None = None
+
+    def hold(self, problem: int) -> asyncio.Event:
+        return self.held.setdefault(problem, asyncio.Event())
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        self.requests.append(request)
+        started = self.version
+        if event := self.held.get(request.prompt[0]):
+            await event.wait()
+        versions = sorted({started if self.label_with is None else self.label_with, self.version})
+        spans = tuple(VersionSpan(WeightIdentity(0, v, f"d{v}"), i, i + 1) for i, v in enumerate(versions))
+        n = len(versions)
+        return SampledSequence(np.full(n, request.prompt[-1], np.int32), np.full(n, -1.0, np.float32), "stop", spans)
+
+    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
+        self.version = weights.identity.version
+        return [UpdateReport(0, weights.identity, 0.0, 0, 0.0)]
+
+    def acknowledged(self) -> dict[int, int]:
+        return {} if self.version < 0 else {0: self.version}
+
+
+class OneStep(Env):
+    def __init__(self, problem: Problem, sample: int) -> None:
+        self.problem, self.sample = problem, sample
+
+    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+        return [self.problem.number, self.sample], ()
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        self.problem.dataset.tries[self.problem.number, self.sample] += 1
+        reward = await self.problem.dataset.reward(self.problem, self.sample)
+        return StepResult(reward, True, metrics={"asked": 1.0})
+
+
+class Problem(EnvGroupBuilder):
+    def __init__(self, dataset: Problems, number: int) -> None:
+        self.dataset, self.number = dataset, number
+
+    async def make_envs(self) -> Sequence[Env]:
+        return [OneStep(self, sample) for sample in range(self.dataset.group_size)]
+
+    async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
+        return [(10.0, {"shared": 2.0}) for _ in trajectories_G]
+
+    async def cleanup(self) -> None:
+        self.dataset.cleaned[self.number] += 1
+
+    def logging_tags(self) -> Sequence[str]:
+        return ["even" if self.number % 2 == 0 else "odd"]
+
+
+async def by_sample(problem: Problem, sample: int) -> float:
+    return float(sample)
+
+
+class Problems(RLDataset):
+    """Problem `n` shows its number and the sample's as tokens; 3 problems a batch, whatever the training batch."""
+
+    def __init__(self, reward: Reward = by_sample, group_size: int = 2, batches: int = 30) -> None:
+        self.reward, self.group_size, self.batches = reward, group_size, batches
+        self.tries: Counter[tuple[int, int]] = Counter()
+        self.cleaned: Counter[int] = Counter()
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return [Problem(self, 3 * index + i) for i in range(3)]
+
+    def __len__(self) -> int:
+        return self.batches
+
+
+def config(
+    batch_size: int = 2,
+    max_steps: int = 5,
+    substeps: int = 1,
+    minibatches: int = 1,
+    timeout_s: float = 60,
+    **options: Any,
+) -> Config:
+    return Config.model_validate(
+        {
+            "max_steps": max_steps,
+            "model": {"name": "none"},
+            "trainer": {"num_substeps": substeps, "num_minibatches": minibatches},
+            "orchestrator": {"batch_size": batch_size, "group_size": 2, **options},
+            "env": {"id": "tests:Problems", "name": "fake"},
+            "inference": {"sampling": {"max_tokens": 4}},
+            "timeouts": {"step_s": timeout_s},
+        }
+    )
+
+
+class Run:
+    """A pipeline and what its driver does with it."""
+
+    def __init__(self, cfg: Config, dataset: RLDataset | None = None, limits: RolloutLimits | None = None) -> None:
+        self.cfg, self.sampler, self.dataset = cfg, FakeSampler(), dataset or Problems()
+        self.pipeline = Pipeline(cfg, self.dataset, self.sampler, limits or RolloutLimits(1000, 100))
+        self.rows: list[dict[str, float]] = []
+        self.batches: list[list[Minibatch]] = []
+
+    async def step(self, step: int) -> None:
+        self.batches.append([])
+        for substep in range(self.cfg.trainer.num_substeps):
+            last = False
+            while not last:
+                minibatch = await self.pipeline.next_minibatch(step, substep)
+                self.batches[-1].append(minibatch)
+                last = minibatch.last
+        await self.pipeline.update_weights(published(step + 1))
+        self.rows.append(self.pipeline.release(step))
+
+    async def __aenter__(self) -> Run:
+        await self.pipeline.update_weights(published(0))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.pipeline.stop()
+
+
+async def quiesce() -> None:
+    """Lets everything run that can: no timer and nothing outside this loop is involved."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+def problems_of(minibatches: Sequence[Minibatch]) -> list[int]:
+    return [int(m.batch.datum(d).model_input.tokens[0]) for m in minibatches for d in range(len(m.batch))]
+
+
+async def whole_run(run: Run) -> Run:
+    async with run:
+        for step in range(run.cfg.max_steps):
+            await run.step(step)
+    return run
+
+
+def test_a_run_consumes_each_problem_once_in_order() -> None:
+    run = asyncio.run(whole_run(Run(config())))
+    consumed = [problems_of(batch) for batch in run.batches]
+    assert consumed == [[2 * s, 2 * s, 2 * s + 1, 2 * s + 1] for s in range(5)]
+    assert run.rows[-1]["ledger/trained"] == run.rows[-1]["ledger/dispatched"] == 10, "nothing is sampled in vain"
+    assert all(count == 1 for count in run.dataset.cleaned.values())  # type: ignore[attr-defined]
+
+
+def test_group_rewards_are_centred_into_advantages() -> None:
+    run = asyncio.run(whole_run(Run(config(max_steps=1))))
+    batch = run.batches[0][0].batch
+    assert batch.columns["advantages"][batch.columns["mask"] == 1].tolist() == [-0.5, 0.5, -0.5, 0.5]
+
+
+def test_synchronous_run_dispatches_nothing_before_release() -> None:
+    async def scenario() -> None:
+        async with Run(config(max_steps_off_policy=0)) as run:
+            for step in range(3):
+                await run.pipeline.next_minibatch(step, 0)
+                await run.pipeline.update_weights(published(step + 1))
+                await quiesce()
+                assert len(run.sampler.requests) == 4 * (step + 1)
+                row = run.pipeline.release(step)
+                assert row["off_policy/max"] == row["off_policy/token_mean"] == 0
+                await quiesce()
+                assert len(run.sampler.requests) == 4 * (step + 2)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("substeps", "minibatches"), [(1, 4), (2, 1), (2, 2), (4, 1)])
+def test_streamed_minibatches_hold_the_same_groups(substeps: int, minibatches: int) -> None:
+    whole = asyncio.run(whole_run(Run(config(4, 3, max_steps_off_policy=0))))
+    parts = asyncio.run(whole_run(Run(config(4, 3, substeps, minibatches, max_steps_off_policy=0))))
+    for (one,), many in zip(whole.batches, parts.batches, strict=True):
+        assert len(many) == substeps * minibatches
+        assert [m.last for m in many] == ([False] * (minibatches - 1) + [True]) * substeps
+        np.testing.assert_array_equal(np.concatenate([m.batch.tokens for m in many]), one.batch.tokens)
+        advantages = np.concatenate([m.batch.columns["advantages"] for m in many])
+        np.testing.assert_array_equal(advantages, one.batch.columns["advantages"])
+        assert sum(m.num_loss_tokens for m in many) == one.num_loss_tokens
+
+
+def test_a_streamed_minibatch_does_not_wait_for_the_batch() -> None:
+    async def scenario() -> None:
+        run = Run(config(2, minibatches=2, max_steps_off_policy=0))
+        straggler = run.sampler.hold(0)
+        async with run:
+            first = await run.pipeline.next_minibatch(0, 0)
+            assert (problems_of([first]), first.last) == ([1, 1], False)
+            straggler.set()
+            second = await run.pipeline.next_minibatch(0, 0)
+            assert (problems_of([second]), second.last) == ([0, 0], True)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
+@pytest.mark.parametrize("max_age", [0, 1, 3])
+def test_age_stays_within_the_bound_whoever_straggles(policy: str, max_age: int) -> None:
+    """Every third problem is held until two later steps are over, or until the run cannot go on without it."""
+
+    async def scenario() -> Run:
+        cfg = config(3, 9, stale_policy=policy, max_steps_off_policy=max_age, max_requeues=1)
+        run = Run(cfg)
+        for problem in range(0, 90, 3):
+            run.sampler.hold(problem)
+        async with run:
+            for step in range(cfg.max_steps):
+                waiting = asyncio.create_task(run.step(step))
+                await quiesce()
+                for problem in range(0, 3 * step - 3, 3):
+                    run.sampler.held[problem].set()
+                await quiesce()
+                while not waiting.done():
+                    for request in run.sampler.requests:
+                        run.sampler.hold(request.prompt[0]).set()
+                    await quiesce()
+                await waiting
+        return run
+
+    run = asyncio.run(scenario())
+    for step, (minibatch,) in enumerate(run.batches):
+        ages = step - minibatch.provenance.floors
+        assert 0 <= ages.min() <= ages.max() <= max_age
+        versions = minibatch.batch.columns["versions"]
+        assert (step - versions[versions >= 0]).max() <= max_age
+    assert sum(row["off_policy/expired_running"] for row in run.rows) == run.rows[-1]["ledger/expired_running"]
+    if max_age:
+        assert max(row["off_policy/mean"] for row in run.rows) > 0
+
+
+def test_tokens_know_their_versions_over_an_update() -> None:
+    async def scenario() -> Run:
+        run = Run(config(2, 2, stale_policy="wait"))
+        straggler = run.sampler.hold(2)
+        async with run:
+            await run.step(0)
+            straggler.set()
+            await run.step(1)
+        return run
+
+    run = asyncio.run(scenario())
+    (minibatch,) = run.batches[1]
+    first = minibatch.batch.datum(0)
+    assert first.loss_fn_inputs["versions"].tolist() == [-1, 0, 1]
+    assert [i.version for i in minibatch.provenance.identities] == [0, 1]
+    assert run.rows[1]["off_policy/versions_spanned"] == 2
+
+
+def test_evicted_rollouts_are_cancelled_cleaned_up_and_sampled_afresh() -> None:
+    async def scenario() -> Run:
+        run = Run(config(1, 3, max_requeues=2))
+        run.sampler.hold(0)
+        async with run:
+            await run.step(0)
+            await run.step(1)
+            await quiesce()
+            assert run.dataset.cleaned[0] == 1  # type: ignore[attr-defined]
+        return run
+
+    run = asyncio.run(scenario())
+    assert run.rows[1]["off_policy/expired_running"] == run.rows[1]["off_policy/requeued"] == 1
+    tries = [r for r in run.sampler.requests if r.prompt[0] == 0]
+    assert len(tries) == 4, "two rollouts, and two more of the same problem"
+    assert len({r.params.seed for r in tries}) == len({r.request_id for r in tries}) == 4
+    assert tries[-1].route_key != tries[0].route_key
+
+
+def test_failed_rollouts_are_retried() -> None:
+    async def fails_once(problem: Problem, sample: int) -> float:
+        if problem.dataset.tries[problem.number, sample] == 1:
+            raise KeyError("not yet")
+        return float(sample)
+
+    run = asyncio.run(whole_run(Run(config(max_steps=1, retries=1), Problems(fails_once))))
+    assert run.rows[0]["rollout_errors/KeyError"] == 4
+    assert run.rows[0]["ledger/failed"] == 0
+    assert len({r.params.seed for r in run.sampler.requests}) == 8, "a retry has a seed of its own"
+
+
+def test_a_group_goes_on_without_rollouts_it_can_spare() -> None:
+    async def last_fails(problem: Problem, sample: int) -> float:
+        return math.nan if sample == 3 and problem.number == 1 else float(sample)
+
+    cfg = config(max_steps=1, retries=0, group_size=4)
+    run = asyncio.run(whole_run(Run(cfg, Problems(last_fails, group_size=4))))
+    assert problems_of(run.batches[0]) == [0, 0, 0, 0, 1, 1, 1]
+    assert run.rows[0]["rollout_errors/NonFiniteReward"] == 1
+
+
+def test_failed_groups_are_replaced() -> None:
+    async def nan_for_one(problem: Problem, sample: int) -> float:
+        return math.nan if problem.number == 1 else float(sample)
+
+    run = asyncio.run(whole_run(Run(config(max_steps=2, retries=1), Problems(nan_for_one))))
+    assert sorted(set(problems_of(run.batches[0] + run.batches[1]))) == [0, 2, 3, 4]
+    assert run.rows[-1]["ledger/failed"] == 1
+    assert sum(row.get("rollout_errors/NonFiniteReward", 0) for row in run.rows) == 4
+
+
+def test_a_hanging_environment_is_timed_out() -> None:
+    async def hangs(problem: Problem, sample: int) -> float:
+        if problem.number == 0:
+            await asyncio.Event().wait()
+        return float(sample)
+
+    cfg = config(max_steps=1, retries=0, generation_timeout_s=0.05, stale_policy="wait")
+    run = asyncio.run(whole_run(Run(cfg, Problems(hangs))))
+    assert run.rows[0]["rollout_errors/TimeoutError"] == 2
+    assert sorted(set(problems_of(run.batches[0]))) == [1, 2]
+
+
+def test_too_many_failures_stop_the_run_with_the_first() -> None:
+    async def fails(problem: Problem, sample: int) -> float:
+        raise ZeroDivisionError(f"problem {problem.number}")
+
+    run = Run(config(max_steps=1, retries=1, max_filtered_batches=1000), Problems(fails))
+    with pytest.raises(LimitReached, match=r"(?s)100% .* environment fake .*in fails\n.*ZeroDivisionError: problem 0"):
+        asyncio.run(whole_run(run))
+    assert MIN_WINDOW <= len(run.sampler.requests) // 2 <= MIN_WINDOW + 8
+
+
+def test_refused_prompts_are_not_retried_and_end_in_a_limit() -> None:
+    run = Run(config(max_steps=1, max_filtered_batches=2), limits=RolloutLimits(1000, 2))
+    with pytest.raises(LimitReached, match=r"(?s)last 4 groups.*4 failed.*PromptTooLong"):
+        asyncio.run(whole_run(run))
+    assert run.sampler.requests == []
+
+
+async def equal_for_odd(problem: Problem, sample: int) -> float:
+    return 4.0 if problem.number % 2 else float(sample)
+
+
+def test_groups_of_equal_rewards_are_replaced_and_counted() -> None:
+    cfg = config(2, 2, remove_constant_reward_groups=True, max_steps_off_policy=0)
+    run = asyncio.run(whole_run(Run(cfg, Problems(equal_for_odd))))
+    assert [sorted(set(problems_of(batch))) for batch in run.batches] == [[0, 2], [4, 6]]
+    assert run.rows[0]["off_policy/filtered"] == 1
+    assert run.rows[0]["env/even/reward/total"] == 10.5
+    assert run.rows[0]["env/odd/reward/total"] == 14.0, "rewards are taken before filtering"
+    assert run.rows[0]["env/all/by_group/frac_all_good"] == pytest.approx(1 / 3)
+
+
+def test_nothing_but_equal_rewards_stops_the_run() -> None:
+    async def equal(problem: Problem, sample: int) -> float:
+        return 1.0
+
+    run = Run(config(remove_constant_reward_groups=True, max_filtered_batches=3), Problems(equal))
+    with pytest.raises(LimitReached, match=r"last 6 groups.*6 had equal rewards"):
+        asyncio.run(whole_run(run))
+
+
+def test_errors_of_a_loop_surface_in_the_call_that_waits() -> None:
+    class Torn(Problems):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            if index == 1:
+                raise OSError("the file is torn")
+            return super().get_batch(index)
+
+    run = Run(config(batch_size=4), Torn())
+    with pytest.raises(OSError, match="torn"):
+        asyncio.run(whole_run(run))
+
+
+def test_a_lost_room_is_no_failed_rollout() -> None:
+    class Lost(FakeSampler):
+        async def sample(self, request: SampleRequest) -> SampledSequence:
+            raise RoomFailed("all replicas are gone")
+
+    async def scenario() -> None:
+        run = Run(config())
+        run.sampler = Lost()
+        run.pipeline = Pipeline(run.cfg, run.dataset, run.sampler, RolloutLimits(1000, 100))
+        async with run:
+            for _ in range(2):
+                with pytest.raises(RoomFailed, match="all replicas"):
+                    await run.pipeline.next_minibatch(0, 0)
+            with pytest.raises(RoomFailed, match="all replicas"):
+                await run.pipeline.update_weights(published(1))
+
+    asyncio.run(scenario())
+
+
+def test_a_token_older_than_the_floor_is_an_error() -> None:
+    async def scenario() -> None:
+        async with Run(config(max_steps_off_policy=0)) as run:
+            await run.step(0)
+            run.sampler.label_with = 0
+            with pytest.raises(ProvenanceError, match="had version 1, but a token of it was sampled by version 0"):
+                await run.step(1)
+
+    asyncio.run(scenario())
+
+
+def test_the_deadline_says_what_is_missing() -> None:
+    async def scenario() -> None:
+        run = Run(config(2, timeout_s=0.05))
+        for problem in range(1, 5):
+            run.sampler.hold(problem)
+        async with run:
+            with pytest.raises(
+                RoomFailed,
+                match=r"for 2 finished groups of batch 0.*'running': 3.*'finished': 1.*problem .*0\.0\.1 .*\{0: 0\}",
+            ):
+                await run.pipeline.next_minibatch(0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_minibatches_are_asked_for_in_order() -> None:
+    async def scenario() -> None:
+        async with Run(config(4, substeps=2)) as run:
+            for step, substep in ((1, 0), (0, 1)):
+                with pytest.raises(ValueError, match="next is 0, 0"):
+                    await run.pipeline.next_minibatch(step, substep)
+
+    asyncio.run(scenario())
+
+
+def test_the_row_of_a_step() -> None:
+    run = asyncio.run(whole_run(Run(config(max_steps=1))))
+    row = run.rows[0]
+    expected = {
+        "reward/total": 10.5,
+        "env/all/reward/total": 10.5,
+        "env/fake/reward/total": 10.5,
+        "env/fake/turns_per_episode": 1.0,
+        "env/fake/ac_tokens_per_turn": 1.0,
+        "env/fake/ob_tokens_per_turn": 2.0,
+        "env/fake/by_group/frac_mixed": 1.0,
+        "env/fake/asked": 1.0,
+        "env/fake/shared": 2.0,
+        "stop/stop": 1.0,
+        "stop/length": 0.0,
+        "off_policy/mean": 0.0,
+        "off_policy/in_flight": 0.0,
+        "ledger/trained": 2.0,
+        "perf/rollouts": 4.0,
+        "perf/tokens": 4.0,
+    }
+    assert {name: row[name] for name in expected} == expected
+    assert row["perf/inference_idle_s"] >= 0
+    assert {"perf/event_loop_lag", "off_policy/requeued", "ledger/active"} <= row.keys()
+
+
+def test_fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    for point in ("orchestrator.minibatch", "orchestrator.release"):
+        monkeypatch.setenv("TRIREME_FAULTS", f"{point}=raise")
+        with pytest.raises(RuntimeError, match=point):
+            asyncio.run(whole_run(Run(config(max_steps=1))))
