@@ -16,19 +16,21 @@ Generated from `src/trireme/config/schema.py` by `scripts/make_config_docs.py`.
 
 A value is taken from the first of these places that has it: command line, environment, files, default.
 
-    uv run rl @ configs/quickstart.toml                             # a file; several overlay each other from left to right
-    uv run rl --trainer @ t.toml --orchestrator @ o.toml ...        # the same, each file rooted at its section
-    uv run rl @ f.toml --orchestrator.max-steps-off-policy 2        # a flag; `--key=value` and snake_case are accepted too
-    TRIREME__TRAINER__SHARDS=2 uv run rl @ f.toml                   # the environment
-    uv run rl @ f.toml --dry-run                                    # print the resolved configuration and the plan, and stop
+    uv run rl @ configs/quickstart.toml                        # a file; several overlay each other from left to right
+    uv run rl --trainer @ t.toml --orchestrator @ o.toml ...   # the same, each file rooted at its section
+    uv run rl @ f.toml --orchestrator.max-steps-off-policy 2   # a flag; `--key=value` and snake_case are accepted too
+    TRIREME__TRAINER__SHARDS=2 uv run rl @ f.toml              # the environment
+    uv run rl @ f.toml --dry-run                               # print the resolved configuration and the plan, and stop
 
-- Files are TOML, or JSON with the ending `.json`: a run's `config.json` can be given to `@` again. Relative paths, in files too,
-  are relative to the working directory.
-- A switch is set by its bare flag (`--clean`) or by `--clean true` and `--clean false`. `none` unsets a key that may be none.
-- Lists and tables are written as JSON or TOML (`--wandb.tags '["a", "b"]'`, `--env.args '{length = 5}'`); one entry of a table
-  can be given alone (`--env.args.length 5`, `TRIREME__ENV__ARGS__LENGTH=5`). Entries of several places add to each other.
-- An alias stands for its key in files, environment and flags. Two spellings of one key that disagree in the same place are an
-  error.
+- Files are TOML, or JSON with the ending `.json`: a run's `config.json` can be given to `@` again.
+- Relative paths, in files too, are relative to the working directory.
+- A switch is set by its bare flag (`--clean`), or by `--clean true` and `--clean false`.
+- `none` unsets a key that may be none.
+- Lists and tables are written as JSON or TOML: `--wandb.tags '["a", "b"]'`, `--env.args '{length = 5}'`.
+- One entry of a table can be given alone: `--env.args.length 5`, `TRIREME__ENV__ARGS__LENGTH=5`. Entries of several
+  places add to each other.
+- An alias stands for its key in files, environment and flags (those that begin with `--` in flags only). Two spellings
+  of one key that disagree in the same place are an error.
 """
 
 

@@ -216,7 +216,8 @@ class Plan:
         has, where = self.resources, self.resources.source
         if self.gpus_needed > has.gpus:
             found.append(
-                f"needs {_count(self.gpus_needed, 'GPU')}, {where} has {has.gpus}: start it where they are, or give --cluster.address"
+                f"needs {_count(self.gpus_needed, 'GPU')}, {where} has {has.gpus}: "
+                "start it where they are, or give --cluster.address"
             )
         if self.models > has.cpus and not self.on_gpus:
             found.append(f"{self.models} processes compute on {has.cpus} cores of {where}: it works, slower")

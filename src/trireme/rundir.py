@@ -43,9 +43,9 @@ class RunDir:
         root = (Path(config.run.output_dir).expanduser() / name).absolute()
         try:
             root.mkdir(parents=True, exist_ok=True)
-            _refuse_if_in_use(root, config.clean)
+            _refuse_foreign(root, config.clean)
             run_dir = cls(root, _locked(root))
-            run_dir._empty()
+            run_dir._clear(config.clean)
             run_dir.config_json.write_text(_rerunnable(config), encoding="utf-8")
         except OSError as error:
             raise Problem(
@@ -81,8 +81,12 @@ class RunDir:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _empty(self) -> None:
-        for entry in _contents(self.root):
+    def _clear(self, clean: bool) -> None:
+        contents = _contents(self.root)
+        if contents and not clean:
+            self.lock.close()
+            raise _in_use(self.root, contents, "empty it with --clean").error()
+        for entry in contents:
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
@@ -93,22 +97,26 @@ def _contents(root: Path) -> list[Path]:
     return [entry for entry in root.iterdir() if entry.name != LOCK]
 
 
-def _refuse_if_in_use(root: Path, clean: bool) -> None:
+def _in_use(root: Path, contents: list[Path], other_way: str) -> Problem:
+    return Problem(
+        f"the run directory {root}, which is in use ({len(contents)} entries)",
+        "a new or an empty directory",
+        f"choose another --run.name (without one a new name is made), or {other_way}",
+    )
+
+
+def _refuse_foreign(root: Path, clean: bool) -> None:
+    """Refuses a directory that holds something but is no run directory, before a lock file is put into it."""
     contents = _contents(root)
-    is_run = any((root / mark).exists() for mark in MARKS)
-    if contents and not clean:
-        way = "or empty it with --clean" if is_run else "or another --run.output-dir"
-        raise Problem(
-            f"the run directory {root}, which is in use ({len(contents)} entries)",
-            "a new or an empty directory",
-            f"choose another --run.name (without one a new name is made), {way}",
-        ).error()
-    if contents and not is_run:
-        raise Problem(
-            f"--clean for {root}, which holds neither {' nor '.join(MARKS)}",
-            "a run directory: nothing else is ever emptied",
-            "choose another --run.name or --run.output-dir, or empty the directory yourself",
-        ).error()
+    if not contents or any((root / mark).exists() for mark in MARKS):
+        return
+    if not clean:
+        raise _in_use(root, contents, "another --run.output-dir").error()
+    raise Problem(
+        f"--clean for {root}, which holds neither {' nor '.join(MARKS)}",
+        "a run directory: nothing else is ever emptied",
+        "choose another --run.name or --run.output-dir, or empty the directory yourself",
+    ).error()
 
 
 def _locked(root: Path) -> IO[str]:

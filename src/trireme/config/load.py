@@ -225,7 +225,8 @@ def _unknown(given: Given) -> Problem:
     path = given.spelling
     near = nearest(path)
     if path in sections():
-        return Problem(given.said, f"a table of keys, because `{'.'.join(path)}` is a section", HELP)
+        advice = f"give its keys one by one, or a file: `--{'.'.join(path)} @ FILE.toml`; {HELP}"
+        return Problem(given.said, f"a table of keys, because `{'.'.join(path)}` is a section", advice)
     if near is None:
         advice = HELP
     elif given.place.startswith("flag"):

