@@ -1,0 +1,141 @@
+"""Sorting digits: `Sort: 52413\\n` is to be answered by `12345` and the end of sequence.
+
+The whole environment: functions that make a problem and grade an answer, one `Env`, its builder, the dataset.
+`tokenizer` is a `transformers` tokenizer throughout.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+
+Split = Literal["train", "eval"]
+
+HELD_OUT_EVERY = 8
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+def is_held_out(digits: str) -> bool:
+    """Whether the string belongs to the held-out eighth: its CRC-32 is divisible by 8."""
+    return zlib.crc32(digits.encode()) % HELD_OUT_EVERY == 0
+
+
+def problem(seed: int, index: int, split: Split, min_digits: int, max_digits: int) -> str:
+    """The digits of problem `index`, a pure function of the arguments: held-out strings in "eval", the others in "train".
+
+    Lengths are uniform from `min_digits` to `max_digits`, digits are uniform.
+    """
+    rng = random.Random(f"sort:{seed}:{split}:{index}")
+    while True:
+        digits = "".join(rng.choices("0123456789", k=rng.randint(min_digits, max_digits)))
+        if is_held_out(digits) == (split == "eval"):
+            return digits
+
+
+def prompt_text(digits: str) -> str:
+    return f"Sort: {digits}\n"
+
+
+def sorted_digits(digits: str) -> str:
+    return "".join(sorted(digits))
+
+
+@dataclass(frozen=True)
+class Score:
+    """`reward` is half the share of right positions, and half for an exact, finished answer."""
+
+    text: str
+    matching: float
+    exact: bool
+
+    @property
+    def reward(self) -> float:
+        return 0.5 * self.matching + 0.5 * self.exact
+
+
+def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of sampled ids, one by one; an id without a token (models pad their vocabulary) is one unknown sign."""
+    return "".join(tokenizer.decode([t]) if t < len(tokenizer) else UNKNOWN for t in tokens)
+
+
+def score(tokenizer: Any, digits: str, tokens: Sequence[int]) -> Score:
+    """Grades sampled ids, up to the first end of sequence; without one the answer is not finished, so not exact."""
+    tokens = list(tokens)
+    finished = tokenizer.eos_token_id in tokens
+    text = decode(tokenizer, tokens[: tokens.index(tokenizer.eos_token_id)] if finished else tokens)
+    target = sorted_digits(digits)
+    right = sum(a == b for a, b in zip(text, target, strict=False))
+    return Score(text, right / max(len(text), len(target)), finished and text == target)
+
+
+@dataclass(frozen=True)
+class SortEnv(Env):
+    """One answer to one problem."""
+
+    tokenizer: Any
+    digits: str
+
+    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+        return self.tokenizer.encode(prompt_text(self.digits)), ()
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        scored = score(self.tokenizer, self.digits, action)
+        return StepResult(
+            reward=scored.reward,
+            episode_done=True,
+            metrics={"success": float(scored.exact)},
+            logs={"problem": self.digits, "answer": scored.text, "target": sorted_digits(self.digits)},
+        )
+
+
+@dataclass(frozen=True)
+class SortGroupBuilder(EnvGroupBuilder):
+    tokenizer: Any
+    digits: str
+    group_size: int
+
+    async def make_envs(self) -> Sequence[Env]:
+        return [SortEnv(self.tokenizer, self.digits) for _ in range(self.group_size)]
+
+
+class SortDataset(RLDataset):
+    """`num_batches` batches of `batch_size` problems of `min_digits` to `max_digits` digits.
+
+    Raises ValueError for sizes below 1, lengths in the wrong order, and a tokenizer without an end of sequence.
+    """
+
+    def __init__(
+        self,
+        context: EnvContext,
+        *,
+        min_digits: int = 3,
+        max_digits: int = 8,
+        batch_size: int = 16,
+        num_batches: int = 1000,
+    ) -> None:
+        if not 1 <= min_digits <= max_digits:
+            raise ValueError(f"min_digits = {min_digits}, max_digits = {max_digits}; expected 1 <= min <= max")
+        if batch_size < 1 or num_batches < 1:
+            raise ValueError(f"batch_size = {batch_size}, num_batches = {num_batches}; expected at least 1 of each")
+        if context.tokenizer.eos_token_id is None:
+            raise ValueError("the model's tokenizer has no end-of-sequence token, which ends an answer")
+        self._context = context
+        self._digits = (min_digits, max_digits)
+        self._batch_size = batch_size
+        self._num_batches = num_batches
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return [self._builder(index * self._batch_size + place) for place in range(self._batch_size)]
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def _builder(self, index: int) -> SortGroupBuilder:
+        context = self._context
+        digits = problem(context.seed, index, context.split, *self._digits)
+        return SortGroupBuilder(context.tokenizer, digits, context.group_size)
