@@ -40,6 +40,12 @@ class RunDir:
         that cannot be written. Leaving the `with` block gives the lock back.
         """
         name = config.run.name or default_name(config, secrets.token_hex(4))
+        if name == ".." or name != Path(name).name:
+            raise Problem(
+                f"run.name = {name!r}",
+                "the name of a directory, without slashes",
+                "choose another --run.name; where it lies is said by --run.output-dir",
+            ).error()
         root = (Path(config.run.output_dir).expanduser() / name).absolute()
         try:
             root.mkdir(parents=True, exist_ok=True)

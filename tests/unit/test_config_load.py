@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from trireme.config import Config
 from trireme.config.load import help_text, load
 from trireme.errors import EXIT_BAD_INPUT, BadInput
 
+Toml = Callable[..., str]
 REQUIRED = [
     *("--model.name", "m", "--env.id", "sort"),
     *("--orchestrator.batch-size", "16", "--inference.sampling.max-tokens", "10"),
@@ -33,7 +35,7 @@ def refusal(*argv: str, **environ: str) -> str:
 
 
 @pytest.fixture
-def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toml:
     """Writes a file into the working directory of the test; returns its name."""
     monkeypatch.chdir(tmp_path)
 
@@ -48,21 +50,21 @@ class TestOrder:
     def test_default(self) -> None:
         assert config().trainer.shards == 1
 
-    def test_file_beats_default(self, toml) -> None:
+    def test_file_beats_default(self, toml: Toml) -> None:
         assert config("@", toml("[trainer]\nshards = 2")).trainer.shards == 2
 
-    def test_later_file_beats_earlier(self, toml) -> None:
+    def test_later_file_beats_earlier(self, toml: Toml) -> None:
         first = toml("[trainer]\nshards = 2\nwarmup_steps = 7", "a.toml")
         second = toml("[trainer]\nshards = 3", "b.toml")
         got = config("@", first, "@", second).trainer
         assert (got.shards, got.warmup_steps) == (3, 7)
         assert config("@", second, "@", first).trainer.shards == 2
 
-    def test_environment_beats_file(self, toml) -> None:
+    def test_environment_beats_file(self, toml: Toml) -> None:
         file = toml("[trainer]\nshards = 2")
         assert config("@", file, TRIREME__TRAINER__SHARDS="3").trainer.shards == 3
 
-    def test_flag_beats_environment_wherever_it_stands(self, toml) -> None:
+    def test_flag_beats_environment_wherever_it_stands(self, toml: Toml) -> None:
         file = toml("[trainer]\nshards = 2")
         assert config("--trainer.shards", "4", "@", file, TRIREME__TRAINER__SHARDS="3").trainer.shards == 4
 
@@ -87,11 +89,11 @@ class TestForms:
         assert config(*words).orchestrator.max_steps_off_policy == 3
 
     @pytest.mark.parametrize("form", [["@", "{}"], ["@{}"]])
-    def test_file_at_the_root(self, toml, form: list[str]) -> None:
+    def test_file_at_the_root(self, toml: Toml, form: list[str]) -> None:
         file = toml("[trainer]\nshards = 2")
         assert config(*[word.format(file) for word in form]).trainer.shards == 2
 
-    def test_files_at_their_sections(self, toml) -> None:
+    def test_files_at_their_sections(self, toml: Toml) -> None:
         got = config(
             *("--trainer", "@", toml("shards = 2\noptim.beta2 = 0.5", "t.toml")),
             *("--orchestrator", "@" + toml("group_size = 4", "o.toml")),
@@ -101,7 +103,7 @@ class TestForms:
         assert (got.trainer.shards, got.trainer.optim.beta2, got.orchestrator.group_size) == (2, 0.5, 4)
         assert (got.inference.sampling.temperature, got.inference.sampling.top_k) == (0.5, 5)
 
-    def test_json_file(self, toml) -> None:
+    def test_json_file(self, toml: Toml) -> None:
         file = toml(json.dumps(config("--trainer.shards", "2").model_dump(mode="json")), "config.json")
         assert load(["@", file], {}).config.trainer.shards == 2
 
@@ -137,12 +139,12 @@ class TestForms:
     def test_free_form_table_as_a_literal(self, text: str) -> None:
         assert config("--env.args", text).env.args == {"a": 1, "b": {"c": 2}}
 
-    def test_entries_of_several_places_add_up(self, toml) -> None:
+    def test_entries_of_several_places_add_up(self, toml: Toml) -> None:
         file = toml("[env.args]\na = 1\nb = 1\nempty = {}")
         got = config("@", file, "--env.args.b", "3", TRIREME__ENV__ARGS__B="2", TRIREME__ENV__ARGS__C="2")
         assert got.env.args == {"a": 1, "b": 3, "c": 2, "empty": {}}
 
-    def test_a_value_replaces_a_table_and_the_other_way_round(self, toml) -> None:
+    def test_a_value_replaces_a_table_and_the_other_way_round(self, toml: Toml) -> None:
         file = toml("[env.args]\na.x = 1\nb = 1")
         assert config("@", file, "--env.args.a", "2", "--env.args.b.y", "3").env.args == {"a": 2, "b": {"y": 3}}
 
@@ -174,7 +176,7 @@ class TestAliases:
         for spelling in (alias, alias.replace("-", "_")):
             assert getattr(getattr(config(f"--{spelling}", "3"), path[0]), path[1]) == 3
 
-    def test_flags_environment_and_files(self, toml) -> None:
+    def test_flags_environment_and_files(self, toml: Toml) -> None:
         flags = [*REQUIRED[:4], *REQUIRED[6:], "--orchestrator.groups-per-batch", "4"]
         got = load(flags, {"TRIREME__ORCHESTRATOR__ROLLOUTS_PER_EXAMPLE": "5"}).config.orchestrator
         assert (got.batch_size, got.group_size) == (4, 5)
@@ -200,7 +202,7 @@ class TestAliases:
         assert words[2] in text
         assert "leave one of them out" in text
 
-    def test_spellings_that_disagree_in_a_file(self, toml) -> None:
+    def test_spellings_that_disagree_in_a_file(self, toml: Toml) -> None:
         file = toml("[orchestrator]\nbatch_size = 2\ngroups_per_batch = 3")
         text = refusal("@", file, "--model.name", "m", "--env.id", "sort", "--inference.sampling.max-tokens", "1")
         assert "orchestrator.groups_per_batch = 3 (file f.toml)" in text
@@ -226,12 +228,12 @@ class TestUnknownKeys:
         assert f"`{flag} 4`" in text
         assert f"did you mean `{meant}`?" in text
 
-    def test_file(self, toml) -> None:
+    def test_file(self, toml: Toml) -> None:
         text = refusal(*REQUIRED, "@", toml("[trainer]\nsharts = 4"))
         assert "`trainer.sharts` (file f.toml)" in text
         assert "did you mean `trainer.shards`?" in text
 
-    def test_file_at_a_section(self, toml) -> None:
+    def test_file_at_a_section(self, toml: Toml) -> None:
         text = refusal(*REQUIRED, "--trainer", "@", toml("[trainer]\nshards = 4"))
         assert "`trainer.trainer.shards` (file f.toml)" in text
 
@@ -270,7 +272,7 @@ class TestWrongValues:
         assert f"takes: {expected}" in text
 
     @pytest.mark.parametrize("value", ['"2"', "true", "2.5", "[1]"])
-    def test_file(self, toml, value: str) -> None:
+    def test_file(self, toml: Toml, value: str) -> None:
         text = refusal(*REQUIRED, "@", toml(f"[trainer]\nshards = {value}"))
         assert f"trainer.shards = {value} (file f.toml)" in text
         assert "integer > 0" in text
@@ -278,31 +280,31 @@ class TestWrongValues:
     def test_environment(self) -> None:
         assert "environment variable TRIREME__SEED" in refusal(*REQUIRED, TRIREME__SEED="x")
 
-    def test_section_given_a_value(self, toml) -> None:
+    def test_section_given_a_value(self, toml: Toml) -> None:
         text = refusal(*REQUIRED, "@", toml("trainer = 5"))
         assert "trainer = 5 (file f.toml)" in text
         assert "table of keys" in text
 
 
 class TestBrokenInput:
-    def test_missing_file(self, toml, tmp_path: Path) -> None:
+    def test_missing_file(self, toml: Toml, tmp_path: Path) -> None:
         text = refusal("@", "nowhere.toml")
         assert "nowhere.toml" in text
         assert "correct the path" in text
 
-    def test_toml_syntax(self, toml) -> None:
+    def test_toml_syntax(self, toml: Toml) -> None:
         text = refusal(*REQUIRED, "@", toml("seed = 1\n[trainer\n"))
         assert "f.toml" in text
         assert "line 2" in text
 
-    def test_json_syntax(self, toml) -> None:
+    def test_json_syntax(self, toml: Toml) -> None:
         assert "line 1" in refusal(*REQUIRED, "@", toml("{", "c.json"))
 
-    def test_json_without_a_table(self, toml) -> None:
+    def test_json_without_a_table(self, toml: Toml) -> None:
         assert "table of keys" in refusal(*REQUIRED, "@", toml("[1]", "c.json"))
 
     @pytest.mark.parametrize("behind", [[], ["--clean"], ["@", "f.toml"]])
-    def test_flag_without_a_value(self, toml, behind: list[str]) -> None:
+    def test_flag_without_a_value(self, toml: Toml, behind: list[str]) -> None:
         toml("")
         text = refusal(*REQUIRED, "--trainer.shards", *behind)
         assert "`--trainer.shards` without a value" in text
@@ -327,7 +329,7 @@ class TestBrokenInput:
         assert "[inference.sampling] max_tokens = ..." in text
         assert "TRIREME__ENV__ID" in text
 
-    def test_all_problems_at_once(self, toml) -> None:
+    def test_all_problems_at_once(self, toml: Toml) -> None:
         text = refusal(*REQUIRED, "@", "nowhere.toml", "--trainer.sharts", "4", "--seed", "x", TRIREME__MODEL__NAM="m")
         assert text.startswith("4 problems")
         for part in ("nowhere.toml", "sharts", "--seed", "TRIREME__MODEL__NAM"):

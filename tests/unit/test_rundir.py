@@ -60,6 +60,12 @@ def test_config_json_runs_again(tmp_path: Path) -> None:
     assert not again.clean  # running it again must not empty anything
 
 
+@pytest.mark.parametrize("name", ["../x", "a/b", "/a", ".."])
+def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
+    assert f"run.name = {name!r}" in refusal(config(tmp_path, name))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     RunDir.create(config(tmp_path)).lock.close()

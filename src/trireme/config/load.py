@@ -121,24 +121,25 @@ def _take_file(line: CommandLine, root: Path, word: str, words: list[str]) -> No
 
 def _take_flag(line: CommandLine, word: str, words: list[str]) -> None:
     name, equals, value = word[2:].partition("=")
-    path = short_flags().get(name.replace("_", "-")) or tuple(name.replace("-", "_").split("."))
-    place = f"flag --{name}"
-    if path in sections() and (value or (words[0] if words else "")).startswith("@"):
-        return _take_file(line, path, value or words.pop(0), words)
-    key = keys().get(spellings().get(path, path))
-    if not equals:
-        follows = words[0] if words else None
-        if key and key.is_flag and (follows is None or follows.lower() not in BOOLEANS):
-            value = "true"
-        elif follows is None or follows.startswith(("--", "@")):
-            line.problems.append(_without_value(path, name, key))
-            return None
-        else:
-            value = words.pop(0)
     short = name.replace("_", "-")
-    spelling = (short,) if short in short_flags() else path
-    line.flags.append(Given(spelling, value, place, text=True))
-    return None
+    path = short_flags().get(short) or tuple(name.replace("-", "_").split("."))
+    if path in sections() and (value or (words[0] if words else "")).startswith("@"):
+        _take_file(line, path, value or words.pop(0), words)
+        return
+    key = keys().get(spellings().get(path, path))
+    found = value if equals else _take_value(key, words)
+    if found is None:
+        line.problems.append(_without_value(path, name, key))
+    else:
+        line.flags.append(Given((short,) if short in short_flags() else path, found, f"flag --{name}", text=True))
+
+
+def _take_value(key: Key | None, words: list[str]) -> str | None:
+    """The value of a flag from the words behind it; true for a bare switch, None where there is none."""
+    follows = words[0] if words else "--"
+    if key and key.is_flag and follows.lower() not in BOOLEANS:
+        return "true"
+    return None if follows.startswith(("--", "@")) else words.pop(0)
 
 
 def _without_value(path: Path, name: str, key: Key | None) -> Problem:

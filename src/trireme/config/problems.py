@@ -15,7 +15,7 @@ class Problem:
     do: str
 
     def __str__(self) -> str:
-        return f"given:    {self.given}\nexpected: {self.expected}\nto do:    {self.do}"
+        return f"given: {self.given}\n  expected: {self.expected}\n  to do: {self.do}"
 
     def error(self) -> BadInput:
         return BadInput(str(self))
