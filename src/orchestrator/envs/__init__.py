@@ -1,0 +1,1 @@
+"""Built-in environments, listed in `orchestrator.env.BUILT_IN`."""

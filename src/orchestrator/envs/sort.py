@@ -26,7 +26,7 @@ def is_held_out(digits: str) -> bool:
 
 
 def problem(seed: int, index: int, split: Split, min_digits: int, max_digits: int) -> str:
-    """The digits of problem `index`, a pure function of the arguments: held-out strings in "eval", the others in "train".
+    """The digits of problem `index`, a pure function of the arguments: held-out strings for "eval", others for "train".
 
     Lengths are uniform from `min_digits` to `max_digits`, digits are uniform.
     """
