@@ -42,7 +42,8 @@ def _deal(lengths_D: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 def _cut(datums: Sequence[int], lengths_D: Sequence[int], micro_batch_tokens: int) -> list[MicroBatch]:
     """Cuts datums, longest first, into rectangles within the budget; a datum longer than it is alone."""
-    micro_batches, rows = [], []
+    micro_batches: list[MicroBatch] = []
+    rows: list[int] = []
     for d in datums:
         if rows and (len(rows) + 1) * lengths_D[rows[0]] > micro_batch_tokens:
             micro_batches.append(MicroBatch(tuple(rows)))

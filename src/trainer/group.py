@@ -1,6 +1,6 @@
 """The trainer as the driver sees it: one handle over all shards, each a Ray actor.
 
-Importing this module imports neither torch nor transformers; each shard's process does that while the other rooms start.
+Importing this module imports neither torch nor transformers: each shard's process does, while the other rooms start.
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ class ShardActor:
 
     def __init__(self, config: Config, rank: int, world_size: int, log_dir: Path | None) -> None:
         redirect(log_dir, f"trainer_{rank}")
-        import torch
-
         import trainer.shard  # noqa: F401  seconds of imports, spent while the other shards do the same
 
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
         self._config, self._rank, self._world_size = config, rank, world_size
 
     def rendezvous(self) -> tuple[str, int]:
@@ -54,7 +51,11 @@ class ShardActor:
 
     def setup(self, address: tuple[str, int]) -> None:
         """Joins the others and loads the model: collective."""
+        import torch
+
         from trainer.shard import Shard
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
 
         interface = _interface_of(ray.util.get_node_ip_address())
         if interface:  # else gloo takes what the host's name resolves to, which other nodes may not reach
@@ -107,9 +108,9 @@ def _interface_of(ip: str) -> str | None:
 class TrainerGroup:
     """All shards. Every verb is collective and waits for all of them, at most `timeouts.step_s`.
 
-    A shard that raises, dies or hangs ends the call with one RoomFailed that names it, with its traceback and its log; the
-    group is of no use afterwards but for `stop`. What all shards refuse alike (ProvenanceError, BadInput, a gradient
-    that is not finite) is raised as such, and leaves the group usable.
+    A shard that raises, dies or hangs ends the call with one RoomFailed that names it, with its traceback and its log;
+    the group is of no use afterwards but for `stop`. What all shards refuse alike (ProvenanceError, BadInput, a
+    gradient that is not finite) is raised as such, and leaves the group usable.
     """
 
     def __init__(self, actors_R: Sequence[Any], ready_R: Sequence[Any], timeout_s: float, log_dir: Path | None) -> None:
@@ -182,7 +183,7 @@ class TrainerGroup:
             raise self._inquest(verb, error, refs_R) from error.__cause__
 
     def _inquest(self, verb: str, error: RoomFailed, refs_R: Sequence[Any]) -> RoomFailed:
-        """What to report of a failed call: the death of a shard rather than the lost connection that the others see, and
+        """What to report of a failed call: the death of a shard rather than the lost connection that others see, and
         for one that hangs, where each of them is."""
         if error.__cause__ is None:
             return RoomFailed(f"{verb}: {error}\n{''.join(self._whereabouts())}")

@@ -5,7 +5,7 @@ parameters, and returns the raw sum (a scalar to call backward on; the normalise
 named `name:reduction`. With `q` the sampler's log-probabilities, `r = exp(p - q)`, `A` advantages and `m` the mask:
 
     importance_sampling    sum_t -m r A
-    ppo                    sum_t -m min(r A, clamp(r, lo, hi) A)       (arXiv:1707.06347; thresholds are absolute ratios)
+    ppo                    sum_t -m min(r A, clamp(r, lo, hi) A)      (arXiv:1707.06347; thresholds are absolute ratios)
 
 Where `m` is 0 the values of the other columns do not matter, be they NaN. Only tensor methods are used: importing this
 module does not import torch, so that a configuration can be checked without it.
@@ -59,7 +59,7 @@ LOSS_FNS: dict[str, tuple[LossFn, dict[str, float]]] = {
 
 
 def resolve_loss(name: str, config: Mapping[str, float]) -> tuple[LossFn, dict[str, float]]:
-    """The loss `name` and its full parameters. Raises BadInput for an unknown name, key, or thresholds in wrong order."""
+    """The loss `name` and its full parameters. Raises BadInput for an unknown name or key, or wrong thresholds."""
     if name not in LOSS_FNS:
         raise BadInput(f"unknown loss_fn {name!r}; known: {', '.join(LOSS_FNS)}")
     function, defaults = LOSS_FNS[name]
@@ -78,8 +78,8 @@ def resolve_loss(name: str, config: Mapping[str, float]) -> tuple[LossFn, dict[s
 
 
 def monitors(p: Tensor, columns: Mapping[str, Tensor]) -> Metrics:
-    """Sums over action tokens (m != 0), to be divided by `loss_tokens`: with d = q - p, `kl_sample_train_v1` is the mean
-    of d, `kl_sample_train_v2` half the mean of d^2, `entropy` the mean of -q; `ratio` is the largest r."""
+    """Sums over action tokens (m != 0), to be divided by `loss_tokens`: with d = q - p, `kl_sample_train_v1` is the
+    mean of d, `kl_sample_train_v2` half the mean of d^2, `entropy` the mean of -q; `ratio` is the largest r."""
     p = p.detach()
     action = columns["mask"] != 0
     difference = -_log_ratio(p, columns)

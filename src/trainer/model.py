@@ -8,6 +8,7 @@ because losses are raw sums over tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from trireme.errors import BadInput
 
@@ -31,8 +33,17 @@ def inference_dtype(configured: str, device: torch.device) -> torch.dtype:
 
 
 def load_source(name: str, attn: str) -> PreTrainedModel:
-    """The model in host memory, float32. `name`: a local directory or a name on the hub."""
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=_attention(attn))
+    """The model in host memory, float32. `name`: a local directory or a name on the hub.
+
+    Raises BadInput for an architecture that is laid out differently in memory than in its checkpoint.
+    """
+    source = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=_attention(attn))
+    if get_model_conversion_mapping(source, add_legacy=False):
+        raise BadInput(
+            f"{name} is a {source.config.model_type} model, whose tensors have other names or shapes in a checkpoint "
+            "than in memory (fused experts, for example); such models cannot be published yet: use a dense one, like Qwen3"
+        )
+    return source
 
 
 def _attention(configured: str) -> str:
@@ -98,11 +109,15 @@ def _fill(unit: nn.Module, prefix: str, tensors: dict[str, Tensor], device: torc
 
 
 def _shard(unit: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    assert isinstance(unit, FSDPModule)
+    sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     # Sum, do not average. Without the second line the factor 1 becomes a reduction that gloo does not have.
-    unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _fsdp(unit: nn.Module) -> FSDPModule:
+    """The same object, of which `fully_shard` has changed the class."""
+    return cast(FSDPModule, unit)
 
 
 def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
@@ -112,13 +127,13 @@ def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]
     layers = list(decoder_layers(model))
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     root_names = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
-    model.unshard()
+    _fsdp(model).unshard()
     yield [(name, model.get_parameter(name).detach()) for name in root_names]
-    model.reshard()
+    _fsdp(model).reshard()
     for layer in layers:
-        layer.unshard()
+        _fsdp(layer).unshard()
         yield [(names[layer] + name, parameter.detach()) for name, parameter in layer.named_parameters()]
-        layer.reshard()
+        _fsdp(layer).reshard()
 
 
 def token_logprobs(model: nn.Module, tokens: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
@@ -130,11 +145,12 @@ def token_logprobs(model: nn.Module, tokens: Tensor, targets: Tensor, temperatur
     logits = model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
     temperature = temperatures[:, None].expand(tokens.shape).flatten()
     chunks = [t.split(LOGITS_CHUNK_TOKENS) for t in (logits, targets.flatten(), temperature)]
-    parts = [checkpoint(_selected, *chunk, use_reentrant=False) for chunk in zip(*chunks, strict=True)]
+    # Computed again in the backward pass, so that the float32 logits of only one chunk exist at a time.
+    parts = [checkpoint(selected_logprobs, *chunk, use_reentrant=False) for chunk in zip(*chunks, strict=True)]
     return torch.cat(parts).view(tokens.shape)
 
 
-def _selected(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
-    """log softmax(logits [T, V] / temperature [T]) at targets [T], in float32; checkpointed, to keep only one chunk."""
+def selected_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
+    """log softmax(logits [T, V] / temperature [T]) at targets [T], in float32."""
     scaled = logits.float() / temperature[:, None]
     return scaled.gather(-1, targets[:, None]).squeeze(-1) - scaled.logsumexp(-1)

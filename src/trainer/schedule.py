@@ -31,7 +31,7 @@ def get_lr(model: str, hidden_size: int, lora: bool = False) -> float:
 
 
 def scale_lr(learning_rate: float, batch_size: int, reference_batch_size: int) -> float:
-    """The learning rate for `batch_size` when `learning_rate` is right for the reference: by the root of their ratio."""
+    """The learning rate for `batch_size` when `learning_rate` is right for the reference: by the ratio's root."""
     return learning_rate * math.sqrt(batch_size / reference_batch_size)
 
 
@@ -48,7 +48,7 @@ def lr_at(
 
 
 def learning_rate_schedule(config: Config, model_type: str, hidden_size: int) -> Callable[[int], float]:
-    """The learning rate of each step of a run, its "auto" resolved by the model's type and hidden size (see `get_lr`)."""
+    """The learning rate of each step of a run; "auto" goes by the model's type and hidden size, see `get_lr`."""
     options = config.trainer
     peak = get_lr(model_type, hidden_size) if options.learning_rate == "auto" else options.learning_rate
     return lambda step: lr_at(step, peak, options.schedule, options.warmup_steps, config.max_steps)

@@ -1,8 +1,8 @@
 """One shard of the trainer: the verbs, on torch alone. `trainer.group` puts it into a Ray actor.
 
-All shards of a process group are called with the same arguments in the same order; each computes the same plan and takes
-its own micro-batches. What a verb refuses (provenance, a bad loss configuration) it refuses on every rank, before the
-first collective, so that a refusal leaves the group usable.
+All shards of a process group are called with the same arguments in the same order; each computes the same plan and
+takes its own micro-batches. What a verb refuses (provenance, a bad loss configuration) it refuses on every rank, before
+the first collective, so that a refusal leaves the group usable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from trainer.batching import DEFAULT_MICRO_BATCH_TOKENS, MicroBatch, ShardOutput, pad_rows, plan
 from trainer.losses import COLUMNS, monitors, resolve_loss
 from trainer.model import gathered_units, inference_dtype, load_source, shard_model, token_logprobs
-from trainer.publish import Packer, Put, canary_tokens, canary_tolerance, compute_canary
+from trainer.publish import Packer, Put, compute_canary
 from trireme.config import Config
 from trireme.errors import ProvenanceError, TriremeError
 from trireme.faults import fault_point
@@ -36,13 +36,11 @@ FILE_BYTES = 4 * 2**30
 """Size at which `save_weights` begins another file."""
 
 
-def check_provenance(
-    provenance: Provenance, published: list[WeightIdentity], max_steps_off_policy: int
-) -> None:
+def check_provenance(provenance: Provenance, published: list[WeightIdentity], max_steps_off_policy: int) -> None:
     """Raises ProvenanceError unless every token of the minibatch comes from weights that it may come from.
 
-    `published` holds the last K + 1 identities, the newest last; the newest is the version that trains now. The step must
-    be that version, each identity one of these, and no group's floor more than K steps back, or ahead.
+    `published` holds the last K + 1 identities, the newest last; the newest is the version that trains now. The step
+    must be that version, each identity one of these, and no group's floor more than K steps back, or ahead.
     """
     version = published[-1].version if published else None
     if provenance.step != version:
@@ -51,8 +49,8 @@ def check_provenance(
         if identity not in published:
             known = ", ".join(map(str, published))
             raise ProvenanceError(
-                f"step {provenance.step} has tokens of weights {identity} (attempt:version:digest), which are not among "
-                f"the last {max_steps_off_policy + 1} published: {known}"
+                f"step {provenance.step} has tokens of weights {identity} (attempt:version:digest), which are not "
+                f"among the last {max_steps_off_policy + 1} published: {known}"
             )
     ages = provenance.step - provenance.floors
     for d in np.flatnonzero((ages > max_steps_off_policy) | (ages < 0)):
@@ -140,9 +138,9 @@ class Shard:
         if not math.isfinite(grad_norm):
             self._optimizer.zero_grad()
             raise TriremeError(
-                f"the gradient norm is {grad_norm}; nothing was updated. Look at advantages and sampled logprobs of this "
-                "batch (NaN, or ratios beyond float range: optim/ratio_max), at the learning rate (weights that blew up "
-                f"in an earlier step), and at model.dtype (now {self._dtype}; float16 overflows first)"
+                f"the gradient norm is {grad_norm}; nothing was updated. Look at advantages and sampled logprobs of "
+                "this batch (NaN, or ratios beyond float range: optim/ratio_max), at the learning rate (weights that "
+                f"blew up in an earlier step), and at model.dtype (now {self._dtype}; float16 overflows first)"
             )
         torch._foreach_mul_(gradients, min(1.0, adam.max_grad_norm / max(grad_norm, 1e-30)) / normalizer)
         self._optimizer.param_groups[0].update(
@@ -157,8 +155,7 @@ class Shard:
         fault_point("trainer.publish")
         units = gathered_units(self._model)
         entries, buckets = self._packer.pack(units) if self._rank == 0 else _consume(units)
-        tokens = canary_tokens(self._model.config.get_text_config().vocab_size, self._max_seq_len)
-        canary = compute_canary(self._model, tokens, self._device, canary_tolerance(self._dtype))
+        canary = compute_canary(self._model, self._max_seq_len, self._device)
         identities = [WeightIdentity(self._attempt, version, weights_digest(entries))]
         dist.broadcast_object_list(identities, src=0, device=self._device)
         self._published.append(identities[0])
@@ -212,9 +209,7 @@ class Shard:
         return math.sqrt(float(squares))
 
 
-def _output(
-    batch: TokenBatch, computed: list[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]
-) -> ShardOutput:
+def _output(batch: TokenBatch, computed: list[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]) -> ShardOutput:
     datums = tuple(d for micro, _ in computed if not micro.filler for d in micro.datums)
     lengths = batch.lengths
     rows = [

@@ -29,7 +29,7 @@ def gradient(name, p, cols, config=None):
     return p.grad, float(loss.detach()), metrics
 
 
-@pytest.mark.parametrize("name, key", [("importance_sampling", "importance_sampling"), ("ppo", "ppo_0.8_1.2")])
+@pytest.mark.parametrize(("name", "key"), [("importance_sampling", "importance_sampling"), ("ppo", "ppo_0.8_1.2")])
 def test_gradients_of_the_vectors(name, key):
     oracle = VECTORS["loss_gradients_wrt_p"]
     grad, _, _ = gradient(name, oracle["p"], columns(oracle["q"], oracle["A"]))
@@ -38,10 +38,11 @@ def test_gradients_of_the_vectors(name, key):
 
 def test_monitors_of_the_vectors():
     datums = VECTORS["trajectory_to_data"]["datums"]
-    flat = {key: sum((d[key] for d in datums), []) for key in ("logprobs", "advantages", "mask")}
+    flat = {key: [value for d in datums for value in d[key]] for key in ("logprobs", "advantages", "mask")}
     oracle = VECTORS["kl_monitors"]
     sums = monitors(
-        torch.tensor(sum(oracle["trainer_logprobs"], [])), columns(flat["logprobs"], flat["advantages"], flat["mask"])
+        torch.tensor([value for row in oracle["trainer_logprobs"] for value in row]),
+        columns(flat["logprobs"], flat["advantages"], flat["mask"]),
     )
     assert sums["loss_tokens:sum"] == 5
     for name in ("kl_sample_train_v1", "kl_sample_train_v2", "entropy"):
@@ -71,24 +72,26 @@ def test_ppo_cuts_the_gradient_only_where_the_clamp_binds():
 def test_ppo_thresholds_are_absolute_ratios():
     wide, _, _ = gradient("ppo", [1.0], columns([0.0], [1.0]), {"clip_low_threshold": 0, "clip_high_threshold": 4})
     narrow, _, _ = gradient("ppo", [1.0], columns([0.0], [1.0]))
-    assert wide.item() == pytest.approx(-torch.tensor(1.0).exp().item()) and narrow.item() == 0
+    assert wide.item() == pytest.approx(-torch.tensor(1.0).exp().item())
+    assert narrow.item() == 0
 
 
 @pytest.mark.parametrize("name", LOSS_FNS)
 def test_masked_tokens_do_not_count_whatever_they_hold(name):
     cols = columns([0.0, float("-inf"), -500.0], [1.0, 3.0, 7.0], [1, 0, 0])
     grad, loss, metrics = gradient(name, [0.0, -1.0, 500.0], cols)
-    assert grad.tolist() == [-1.0, 0.0, 0.0] and loss == -1.0 and metrics["clipped:sum"] == 0
+    assert grad.tolist() == [-1.0, 0.0, 0.0]
+    assert (loss, metrics["clipped:sum"]) == (-1.0, 0)
     sums = monitors(torch.tensor([0.0, -1.0, 500.0]), cols)
-    assert sums["kl_sample_train_v1:sum"] == 0 and sums["ratio:max"] == 1 and sums["entropy:sum"] == 0
+    assert (sums["kl_sample_train_v1:sum"], sums["ratio:max"], sums["entropy:sum"]) == (0, 1, 0)
 
 
 def test_unknown_loss_and_keys_name_the_known_ones():
     with pytest.raises(BadInput, match="importance_sampling, ppo"):
         resolve_loss("reinforce", {})
-    with pytest.raises(BadInput, match="clip_low_treshold.*clip_low_threshold"):
+    with pytest.raises(BadInput, match=r"clip_low_treshold.*clip_low_threshold"):
         resolve_loss("ppo", {"clip_low_treshold": 0.7})
     with pytest.raises(BadInput, match="known: none"):
         resolve_loss("importance_sampling", {"clip_low_threshold": 0.8})
-    with pytest.raises(BadInput, match="0.8 and 1.2"):
+    with pytest.raises(BadInput, match=r"0\.8 and 1\.2"):
         resolve_loss("ppo", {"clip_low_threshold": 0.2, "clip_high_threshold": 0.1})

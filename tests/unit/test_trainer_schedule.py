@@ -21,7 +21,7 @@ def test_full_training_has_a_tenth_and_model_types_do_as_names():
 
 
 def test_other_families_ask_for_a_number():
-    with pytest.raises(BadInput, match="gpt2.*--trainer.learning-rate"):
+    with pytest.raises(BadInput, match=r"gpt2.*--trainer.learning-rate"):
         get_lr("gpt2", 768)
 
 

@@ -1,0 +1,219 @@
+"""The trainer's shards as real Ray actors over gloo: their number changes nothing, and a broken one is named."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from trainer_support import make_batch, make_config, make_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainer.batching import scatter_outputs
+from trainer.group import TrainerGroup
+from trainer.shard import Shard
+from trireme import waits
+from trireme.errors import BadInput, ProvenanceError, RoomFailed, TriremeError
+from trireme.types import AdamParams, ForwardBackwardOutput, Provenance, WeightIdentity
+from trireme.weights import check_received
+
+START_S = 120.0
+QWEN, LLAMA = ("qwen3", True), ("llama", False)  # family, tied embeddings
+LENGTHS = (30, 3, 3, 4, 5, 29, 7)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return {
+        (family, tied): make_model(tmp_path_factory.mktemp("model"), family, tied) for family, tied in (QWEN, LLAMA)
+    }
+
+
+def ready(group):
+    refs, names = group.ready_refs()
+    waits.get_all(refs, who=names, timeout_s=START_S)
+    return group
+
+
+def state(weights):
+    """The published tensors, by name, after the receiver's check."""
+    buckets = [waits.get(ref, who="a bucket", timeout_s=30) for ref in weights.buckets]
+    check_received(weights.identity, weights.entries, buckets)
+    return {
+        e.name: torch.from_numpy(buckets[e.bucket][e.offset : e.offset + e.nbytes].copy())
+        .view(torch.float32)
+        .view(e.shape)
+        for e in weights.entries
+    }
+
+
+def one_step(group):
+    """A step whose batch comes in two parts; what it returned, and the weights before and after."""
+    before = group.publish_weights(0)
+    first = group.forward_backward(make_batch(LENGTHS), "ppo", {})
+    second = group.forward_backward(make_batch((6,), seed=1), "importance_sampling", {})
+    update = group.optim_step(AdamParams(learning_rate=1e-2), 40.0)
+    return first, second, update, state(before), state(group.publish_weights(1))
+
+
+@pytest.fixture(scope="module")
+def log_root(tmp_path_factory):
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def groups(models, log_root, ray_cluster):
+    """Groups of 2 and 3 shards, started side by side. The small budget gives the shards unequal numbers of
+    micro-batches; with the one datum of `one_step`'s second part all but one have nothing but fillers."""
+    started = {}
+    for key, shards in ((QWEN, 2), (QWEN, 3), (LLAMA, 2)):
+        config = make_config(models[key], trainer__micro_batch_tokens=24)
+        started[key, shards] = TrainerGroup.start(config, [{"num_cpus": 1}] * shards, log_root / f"{key[0]}_{shards}")
+    yield {key: ready(group) for key, group in started.items()}
+    for group in started.values():
+        group.stop()
+
+
+class Alone:
+    """The verbs of a group, on one shard in this process: what the groups are compared with."""
+
+    def __init__(self, model):
+        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+        self._shard = Shard(make_config(model, trainer__micro_batch_tokens=24), 0, 1, store, put=ray.put)
+        self.optim_step, self.publish_weights = self._shard.optim_step, self._shard.publish_weights
+
+    def forward_backward(self, batch, loss_fn, loss_fn_config):
+        output = self._shard.forward_backward(batch, loss_fn, loss_fn_config, None)
+        return ForwardBackwardOutput(scatter_outputs(batch, [output]), output.metrics)
+
+
+@pytest.fixture(scope="module")
+def alone(models, ray_cluster):
+    steps = {}
+    for key, model in models.items():
+        steps[key] = one_step(Alone(model))
+        dist.destroy_process_group()
+    return steps
+
+
+@pytest.fixture(scope="module")
+def stepped(groups):
+    return {key: one_step(group) for key, group in groups.items()}
+
+
+@pytest.mark.parametrize(("key", "shards"), [(QWEN, 2), (QWEN, 3), (LLAMA, 2)])
+def test_the_number_of_shards_changes_neither_gradient_nor_weights(alone, stepped, key, shards):
+    first, second, update, before, after = alone[key]
+    assert max(float((after[n] - before[n]).abs().max()) for n in after) > 1e-3, "the step did nothing"
+    first_n, second_n, update_n, before_n, after_n = stepped[key, shards]
+    np.testing.assert_allclose(first_n.logprobs, first.logprobs, atol=1e-5)
+    np.testing.assert_allclose(second_n.logprobs, second.logprobs, atol=1e-5)
+    assert first_n.metrics == pytest.approx(first.metrics, rel=1e-5)
+    assert update_n.metrics["grad_norm"] == pytest.approx(update.metrics["grad_norm"], rel=1e-5)
+    assert all(torch.equal(before_n[n], before[n]) for n in before)
+    for name in after:
+        torch.testing.assert_close(after_n[name], after[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("key", [QWEN, LLAMA], ids=str)
+def test_published_names_are_those_of_the_checkpoint(models, stepped, key):
+    reference = AutoModelForCausalLM.from_pretrained(models[key])
+    before = stepped[key, 2][3]
+    assert set(before) == {name for name, _ in reference.named_parameters()}
+    assert ("lm_head.weight" in before) != key[1]
+    assert all(torch.equal(before[name], parameter) for name, parameter in reference.named_parameters())
+
+
+def test_saved_weights_open_with_from_pretrained(groups, stepped, tmp_path):
+    group, after = groups[QWEN, 2], stepped[QWEN, 2][4]
+    group.save_weights(tmp_path / "saved")
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    parameters = dict(reopened.named_parameters())
+    assert parameters.keys() == after.keys()
+    assert all(torch.equal(parameters[name], after[name]) for name in after)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode("0129")[-1] == 9
+    batch = make_batch((5, 2), temperature=1.0)
+    with torch.no_grad():
+        logits = reopened(torch.from_numpy(batch.tokens[:5].astype(np.int64))[None]).logits[0]
+    targets = torch.from_numpy(batch.columns["target_tokens"][:5].astype(np.int64))
+    expected = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    np.testing.assert_allclose(group.forward(batch)[:5], expected.numpy(), atol=1e-5)
+
+
+def test_batches_of_unknown_or_stale_weights_are_refused_and_the_group_goes_on(groups):
+    group = groups[QWEN, 3]
+    batch = make_batch((4, 5))
+    identities = [group.publish_weights(version).identity for version in range(3)]
+
+    def train(step, floors, *used):
+        return group.forward_backward(batch, "ppo", {}, Provenance(step, np.array(floors, dtype=np.int32), used))
+
+    assert train(2, [1, 2], *identities[1:]).metrics["loss_tokens:sum"] == 7
+    with pytest.raises(ProvenanceError, match="floor 0, age 2"):
+        train(2, [0, 2], identities[2])
+    with pytest.raises(ProvenanceError, match="floor 3, age -1"):
+        train(2, [3, 2], identities[2])
+    with pytest.raises(ProvenanceError, match="not among the last 2 published"):
+        train(2, [1, 2], identities[0])
+    with pytest.raises(ProvenanceError, match="not among"):
+        train(2, [2, 2], WeightIdentity(2, 2, identities[2].digest))
+    with pytest.raises(ProvenanceError, match="step 1 came while the trainer holds version 2"):
+        train(1, [1, 1], identities[1])
+    with pytest.raises(BadInput, match="known: clip_low_threshold"):
+        group.forward_backward(batch, "ppo", {"beta": 1.0})
+    assert train(2, [2, 2], identities[2]).metrics["loss_tokens:sum"] == 7
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(groups):
+    group = groups[LLAMA, 2]
+    before = group.publish_weights(2).identity
+    batch = make_batch((4, 5))
+    batch.columns["advantages"][2] = np.nan
+    group.forward_backward(batch, "importance_sampling", {})
+    with pytest.raises(TriremeError, match=r"gradient norm is nan.*advantages"):
+        group.optim_step(AdamParams(), 1.0)
+    assert group.publish_weights(3).identity.digest == before.digest
+    with pytest.raises(TriremeError, match="call forward_backward first"):
+        group.optim_step(AdamParams(), 1.0)
+
+
+def arm(group, rank, faults):
+    """Arms fault points in the process of one shard."""
+    environment = {"TRIREME_FAULTS": faults}
+    call = group._actors_R[rank].__ray_call__.remote(lambda self: (os.environ.update(environment), os.getpid())[1])
+    return waits.get(call, who="the shard to be armed", timeout_s=30)
+
+
+# The three that follow end the groups they use: they stay last.
+def test_a_shard_that_raises_is_one_error_with_its_traceback(groups, log_root):
+    """The others hang in a collective for ever; the caller does not."""
+    group = groups[QWEN, 2]
+    arm(group, 1, "trainer.forward_backward=raise")
+    with pytest.raises(RoomFailed, match=r"trainer shard 1.*InjectedFault") as raised:
+        group.forward_backward(make_batch((4, 5)), "ppo", {})
+    assert "shard.py" in str(raised.value)
+    assert str(log_root / "qwen3_2" / "trainer_1.log") in str(raised.value)
+
+
+def test_a_shard_that_is_killed_is_named_and_not_the_one_that_lost_its_connection(groups, log_root):
+    group = groups[LLAMA, 2]
+    arm(group, 1, "trainer.optim_step=kill")
+    group.forward_backward(make_batch((4, 5)), "ppo", {})
+    with pytest.raises(RoomFailed, match=r"trainer shard 1 .*died") as killed:
+        group.optim_step(AdamParams(), 1.0)
+    assert str(log_root / "llama_2" / "trainer_1.log") in str(killed.value)
+
+
+def test_a_shard_that_hangs_is_named_at_the_deadline(groups):
+    group = groups[QWEN, 3]
+    stopped = arm(group, 1, "")
+    os.kill(stopped, signal.SIGSTOP)
+    group._timeout_s = 3.0
+    with pytest.raises(RoomFailed, match="forward_backward: waited 3 s for trainer shard") as hung:
+        group.forward_backward(make_batch((4, 5)), "ppo", {})
+    os.kill(stopped, signal.SIGCONT)
+    assert "shard 1 does not answer at all" in str(hung.value)
+    assert "shard 0 is at:" in str(hung.value)
+    assert "in forward_backward" in str(hung.value)

@@ -1,0 +1,74 @@
+"""Tiny random models and batches for the trainer's tests."""
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from trireme.config import Config
+from trireme.types import Datum, ModelInput, TokenBatch
+
+VOCAB = 50
+
+
+def make_model(directory, family, tied, layers=2):
+    """Saves a random model with a tokenizer of single characters, fp32; returns the directory as a string."""
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(1)
+    classes = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+    config_class, model_class = classes[family]
+    model_class(config_class(**sizes)).save_pretrained(directory)
+    words = {chr(ord("0") + i): i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1", pad_token="0").save_pretrained(directory)
+    return str(directory)
+
+
+def make_config(model, **overrides):
+    """A configuration with the sections that the trainer reads; `overrides` are dotted with `__`."""
+    tree = {
+        "model": {"name": model, "dtype": "float32"},
+        "orchestrator": {"batch_size": 2, "max_steps_off_policy": 1},
+        "env": {"id": "sort"},
+        "inference": {"sampling": {"max_tokens": 8}},
+        "trainer": {},
+        "timeouts": {},
+    }
+    for key, value in overrides.items():
+        section, _, name = key.partition("__")
+        tree[section][name] = value
+    return Config.model_validate(tree)
+
+
+def make_batch(lengths, temperature=0.7, seed=0):
+    """Random datums of these lengths; the first token of each is masked."""
+    rng = np.random.default_rng(seed)
+
+    def datum(n):
+        return Datum(
+            ModelInput(rng.integers(0, VOCAB, n).astype(np.int32)),
+            {
+                "target_tokens": rng.integers(0, VOCAB, n),
+                "mask": np.arange(n) > 0,
+                "logprobs": -4 - rng.random(n),
+                "advantages": rng.normal(size=n),
+            },
+            temperature,
+        )
+
+    return TokenBatch.from_datums([datum(n) for n in lengths])

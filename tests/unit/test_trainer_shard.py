@@ -1,0 +1,182 @@
+"""One shard alone, in a gloo group of one: what it computes against an unsharded model, and what it publishes."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+# The tiny models and batches are the end-to-end tests' too.
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+from trainer_support import make_batch, make_config, make_model
+
+from trainer.batching import ShardOutput, scatter_outputs
+from trainer.losses import importance_sampling
+from trainer.model import load_source
+from trainer.publish import Packer, canary_tokens, canary_tolerance, fused_group
+from trainer.shard import Shard, check_provenance
+from trireme.errors import BadInput, ProvenanceError
+from trireme.types import AdamParams, Provenance, WeightIdentity
+from trireme.weights import check_canary, check_received
+
+LENGTHS = (5, 9, 1, 7, 9)
+
+
+@pytest.fixture(scope="module", params=[("qwen3", True), ("llama", False)], ids=["qwen3-tied", "llama-untied"])
+def model(request, tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), *request.param)
+
+
+@pytest.fixture
+def shard(model):
+    """A function that makes a shard with some options, in a process group of one that ends with the test."""
+
+    def make(**options):
+        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+        return Shard(make_config(model, **options), 0, 1, store, put=np.copy)
+
+    yield make
+    dist.destroy_process_group()
+
+
+def reference(model, batch):
+    """Logprobs of each datum by the unsharded model, one datum at a time, in order: [T], and the model."""
+    unsharded = AutoModelForCausalLM.from_pretrained(model)
+    rows = []
+    for datum in (batch.datum(d) for d in range(len(batch))):
+        logits = unsharded(torch.from_numpy(datum.model_input.tokens.astype(np.int64))[None]).logits[0]
+        targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].astype(np.int64))
+        rows.append((logits / datum.temperature).log_softmax(-1).gather(-1, targets[:, None])[:, 0])
+    return torch.cat(rows), unsharded
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 10_000])
+def test_logprobs_are_those_of_the_unsharded_model_at_the_temperature(shard, model, micro_batch_tokens):
+    batch = make_batch(LENGTHS, temperature=0.6)
+    one = shard(trainer__micro_batch_tokens=micro_batch_tokens)
+    np.testing.assert_allclose(
+        scatter_outputs(batch, [one.forward(batch)]), reference(model, batch)[0].detach().numpy(), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 10_000])
+def test_gradient_is_that_of_the_whole_sum_whatever_the_micro_batches(shard, model, micro_batch_tokens):
+    batch = make_batch(LENGTHS)
+    one = shard(trainer__micro_batch_tokens=micro_batch_tokens)
+    output = one.forward_backward(batch, "importance_sampling", {}, None)
+    p, unsharded = reference(model, batch)
+    loss, _ = importance_sampling(p, {name: torch.from_numpy(c) for name, c in batch.columns.items()}, {})
+    loss.backward()
+    assert output.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
+    assert output.metrics["loss_tokens:sum"] == sum(LENGTHS) - len(LENGTHS)
+    for (name, expected), parameter in zip(unsharded.named_parameters(), one._parameters, strict=True):
+        torch.testing.assert_close(parameter.grad.to_local(), expected.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_update_is_adamw_on_the_normalised_and_clipped_gradient(shard, model):
+    batch = make_batch(LENGTHS)
+    one = shard()
+    p, unsharded = reference(model, batch)
+    columns = {name: torch.from_numpy(c) for name, c in batch.columns.items()}
+    (importance_sampling(p, columns, {})[0] / 8.0).backward()
+    norm = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.5)
+    optimizer = torch.optim.AdamW(unsharded.parameters(), lr=1e-2, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)
+    optimizer.step()
+
+    one.forward_backward(batch, "importance_sampling", {}, None)
+    response = one.optim_step(AdamParams(1e-2, 0.8, 0.9, 1e-3, 0.1, max_grad_norm=0.5), 8.0)
+    assert response.metrics == pytest.approx({"lr": 1e-2, "grad_norm": float(norm)}, rel=1e-5)
+    assert float(norm) > 0.5, "nothing was clipped"
+    for expected, parameter in zip(unsharded.parameters(), one._parameters, strict=True):
+        torch.testing.assert_close(parameter.to_local(), expected, rtol=1e-4, atol=1e-5)
+        assert parameter.grad is None
+
+
+def test_what_is_published_is_the_cast_state_dict_and_its_canary(shard, model):
+    published = shard(model__dtype="bfloat16").publish_weights(3)
+    check_received(published.identity, published.entries, published.buckets)
+    unsharded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    expected = dict(unsharded.named_parameters())
+    assert {e.name for e in published.entries} == expected.keys()
+    for e in published.entries:
+        got = torch.from_numpy(published.buckets[e.bucket][e.offset : e.offset + e.nbytes]).view(torch.bfloat16)
+        assert torch.equal(got.view(e.shape), expected[e.name])
+        assert (e.dtype, e.offset % 64) == ("BF16", 0)
+    assert (published.identity.attempt, published.identity.version) == (1, 3)
+    tokens = torch.from_numpy(published.canary.tokens.astype(np.int64))
+    logits = unsharded.float()(tokens[None, :-1]).logits[0]
+    logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].detach().numpy()
+    assert 1e-4 < check_canary(published.identity, published.canary, logprobs) < published.canary.tolerance < 1
+
+
+def test_fused_tensors_share_a_bucket_and_the_buffer_is_reused():
+    buckets = []
+
+    def put(bucket):
+        buckets.append(bucket.copy())
+        return len(buckets) - 1
+
+    names = [f"layers.{i}.{part}.weight" for i in range(2) for part in ("attn.q_proj", "attn.k_proj", "norm")]
+    packer = Packer(put, bucket_bytes=512)
+    for version in range(2):
+        buckets.clear()
+        units = [[(name, torch.full((50 + i,), float(i + version))) for i, name in enumerate(names)]]
+        entries, references = packer.pack(units)
+        assert list(references) == list(range(len(buckets)))
+        for i, e in enumerate(entries):
+            got = buckets[e.bucket][e.offset : e.offset + e.nbytes].view(np.float32)
+            assert (e.name, set(got.tolist()), len(got)) == (names[i], {float(i + version)}, 50 + i)
+        place = {
+            fused_group(e.name): {x.bucket for x in entries if fused_group(x.name) == fused_group(e.name)}
+            for e in entries
+        }
+        assert all(len(where) == 1 for where in place.values())
+        assert len(references) > 1
+
+
+def test_digest_depends_on_the_weights_alone(shard):
+    one = shard()
+    first, second = one.publish_weights(0).identity, one.publish_weights(1).identity
+    assert (first.digest, first.version + 1) == (second.digest, second.version)
+
+
+def test_canary_fits_the_context_and_the_vocabulary():
+    assert len(canary_tokens(50, 4096)) == 24
+    assert len(canary_tokens(50, 10)) == 9
+    assert canary_tokens(7, 100).max() < 7
+    assert len(set(canary_tokens(150_000, 100).tolist())) == 24
+    assert canary_tolerance(torch.float32, 30.0, 36) == 1e-4
+
+
+def test_models_that_are_fused_in_memory_are_refused(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "intermediate_size": 32}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=8, **sizes, **experts)).save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match=r"qwen3_moe.*use a dense one"):
+        load_source(str(tmp_path), "auto")
+
+
+def test_missing_columns_are_named(shard):
+    batch = make_batch((3,))
+    batch.columns.pop("mask")
+    with pytest.raises(ValueError, match="missing: mask"):
+        shard().forward_backward(batch, "ppo", {}, None)
+
+
+def test_results_return_to_the_order_of_the_batch():
+    batch = make_batch((2, 1, 3))
+    outputs = [
+        ShardOutput((2, 1), np.array([3, 4, 5, 2], dtype=np.float32), {}),
+        ShardOutput((0,), np.array([0, 1], dtype=np.float32), {}),
+    ]
+    assert scatter_outputs(batch, outputs).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_nothing_published_means_nothing_accepted():
+    provenance = Provenance(0, np.zeros(1, dtype=np.int32), (WeightIdentity(1, 0, "aa"),))
+    with pytest.raises(ProvenanceError, match="holds version None"):
+        check_provenance(provenance, [], 1)
+    check_provenance(provenance, [WeightIdentity(1, 0, "aa")], 0)
