@@ -13,7 +13,7 @@ from trireme import signals
 from trireme.config import Config
 from trireme.config.checks import check, check_installed
 from trireme.config.load import load
-from trireme.config.model_facts import ModelFacts
+from trireme.config.model_facts import ModelFacts, with_absolute_paths
 from trireme.errors import EXIT_OK, TriremeError
 from trireme.plan import Plan, Resources
 from trireme.rundir import RunDir
@@ -43,38 +43,36 @@ def main(argv: Sequence[str]) -> int:
 def _rl(argv: list[str], console: Console) -> int:
     loaded = load(argv)
     config = loaded.config
-    if not loaded.dry_run:
-        check_installed()
     facts = ModelFacts.of(config, required=not loaded.dry_run)
     warnings = check(config, facts)
-    if loaded.dry_run:
-        console.print(Plan.of(config, facts, Resources.of_this_machine(), None, warnings).render())
-        console.print_json(config.model_dump_json())
+    plan = Plan.of(config, facts, Resources.of_this_machine(), None, warnings)
+    if loaded.dry_run or facts is None:
+        console.print(plan.render())
+        console.print(config.model_dump_json(indent=2), markup=False)
         return EXIT_OK
-    _run(config, facts, warnings, console)
+    check_installed()
+    _run(with_absolute_paths(config), facts, plan, console)
     return EXIT_OK
 
 
-def _run(config: Config, facts: ModelFacts | None, warnings: list[str], console: Console) -> None:
+def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> None:
     from trireme import launch  # Ray and the rooms: only a run that starts pays for importing them
     from trireme.driver import train
 
-    local = launch.cluster_address(config) is None
-    plan = Plan.of(config, facts, Resources.of_this_machine(), None, warnings)
-    if local:
+    if launch.cluster_address(config) is None:
         plan.check_resources()
+    started = time.monotonic()
     with RunDir.create(config) as run:
-        started = time.monotonic()
         with launch.ray_cluster(config, plan) as resources:
             signals.arm()
-            plan = Plan.of(config, facts, resources, run.root, warnings)
+            plan = Plan.of(config, facts, resources, run.root, plan.notes)
             plan.check_resources()
             console.print(plan.render())
             with launch.rooms(config, plan, run.logs(1), StartProgress(console)) as rooms:
-                console.print(f"rooms on {_count(rooms.nodes, 'node')} ready after {time.monotonic() - started:.1f} s")
+                console.print(f"rooms on {rooms.nodes} node{'s' * (rooms.nodes > 1)} ready after {time.monotonic() - started:.1f} s")
                 train(config, rooms, launch.learning_rate(config, facts), launch.sinks(config, run, sys.stdout))
                 rooms.trainer.save_weights(run.weights)
-        console.print(whats_next(config, run.root, run.weights, time.monotonic() - started))
+    console.print(whats_next(config, run.root, run.weights, time.monotonic() - started))
 
 
 class StartProgress:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import ray
@@ -28,8 +28,11 @@ from trainer.group import TrainerGroup
 from trainer.schedule import learning_rate_schedule
 from trireme import waits
 from trireme.config import Config
+from trireme.config.model_facts import ModelFacts
 from trireme.errors import BadInput
+from trireme.metrics import ConsoleSink, JsonlSink, Sink, WandbSink
 from trireme.plan import Plan, Resources
+from trireme.rundir import RunDir
 
 Progress = Callable[[list[str], float], None]
 SHUTDOWN_S = 15.0
@@ -56,7 +59,7 @@ def ray_cluster(config: Config, plan: Plan) -> Iterator[Resources]:
     address = cluster_address(config)
     if address is None:
         with _local_cluster(plan):
-            yield cluster_resources()
+            yield plan.resources
         return
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -78,7 +81,7 @@ def _local_cluster(plan: Plan) -> Iterator[None]:
     try:
         ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, len(plan.actor_names)),
+            num_cpus=plan.resources.cpus,
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
@@ -151,9 +154,9 @@ def _start_rooms(config: Config, plan: Plan, log_dir: Path, progress: Progress, 
     return Rooms(nodes, trainer, inference, orchestrator)
 
 
-def learning_rate(config: Config, facts: ModelFacts | None) -> Callable[[int], float]:
+def learning_rate(config: Config, facts: ModelFacts) -> Callable[[int], float]:
     """The learning rate of each step."""
-    raise_ = 1
+    return learning_rate_schedule(config, facts.model_type, facts.hidden_size)
 
 
 def sinks(config: Config, run: RunDir, out: TextIO) -> list[Sink]:

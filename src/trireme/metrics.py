@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 from typing import Any, Protocol, TextIO
 
 from trireme.config import Config
 
-_REDUCTIONS = {"sum": sum, "max": max, "min": min, "mean": lambda values: sum(values) / len(values)}
+_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min, "mean": mean}
 
 
 def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -24,7 +25,8 @@ def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """
     names = dict.fromkeys(name for part in parts for name in part)
     return {
-        name: float(_REDUCTIONS[name.rpartition(":")[2]]([part[name] for part in parts if name in part])) for name in names
+        name: float(_REDUCTIONS[name.rpartition(":")[2]]([part[name] for part in parts if name in part]))
+        for name in names
     }
 
 

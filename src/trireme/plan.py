@@ -239,7 +239,7 @@ class Plan:
             ("tokens", self._tokens_text()),
             ("memory", self._memory_text()),
             ("staleness", self._staleness_text()),
-            ("each update", self._update_text()),
+            ("each update", f"weights travel by {self.config.transport}; {self._update_text()}"),
             ("written to", f"{self._run_dir_text()}: config.json, code.diff, metrics.jsonl, logs/"),
             *(("warning", text) for text in self.warnings),
         ]

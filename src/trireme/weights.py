@@ -23,7 +23,7 @@ from trireme.types import WeightIdentity
 
 def hash_bytes(data: npt.NDArray[np.uint8]) -> str:
     """xxh3-128 of a contiguous byte array, as 32 hex digits."""
-    return xxhash.xxh3_128_hexdigest(memoryview(data))
+    return xxhash.xxh3_128_hexdigest(data.data)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ def check_received(
 ) -> None:
     """Raises WeightsRefused unless the bytes in `buckets` are those that `identity` names."""
     if weights_digest(entries) != identity.digest:
-        raise WeightsRefused(f"the table of tensors of version {identity.version} does not have digest {identity.digest}")
+        raise WeightsRefused(
+            f"the table of tensors of version {identity.version} does not have digest {identity.digest}"
+        )
     for entry in entries:
         received = hash_bytes(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes])
         if received != entry.hash:

@@ -76,6 +76,13 @@ class ModelFacts:
             ).error() from None
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """The configuration with local directories as absolute paths: actors may work in another directory."""
+    names = {"name": config.model.name, "tokenizer": config.model.tokenizer}
+    local = {key: str(Path(name).expanduser().absolute()) for key, name in names.items() if name and looks_like_path(name)}
+    return config.model_copy(update={"model": config.model.model_copy(update=local)})
+
+
 def count_parameters(config: Mapping[str, Any]) -> int:
     """Parameters of a Llama-type decoder: embeddings (and the head, unless tied), and per layer the four projections
     of attention, the three of the gated MLP, two norms (and those of query and key in Qwen3). No biases."""

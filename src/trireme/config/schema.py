@@ -209,6 +209,10 @@ class Config(Section):
         return self.trainer.loss_fn or ("ppo" if self.orchestrator.max_steps_off_policy else "importance_sampling")
 
     @property
+    def transport(self) -> Literal["object_store"]:
+        return "object_store" if self.inference.transport == "auto" else self.inference.transport
+
+    @property
     def tokenizer_name(self) -> str:
         return self.model.tokenizer or self.model.name
 
