@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator.rollout import RolloutLimits
 from trireme.config import Config
+from trireme.errors import BadInput
 
 
 def load_tokenizer(name: str) -> Any:
@@ -28,12 +29,15 @@ def load_tokenizer(name: str) -> Any:
 
 
 def rollout_limits(cfg: Config) -> RolloutLimits:
-    """Limits of a rollout, from the configuration and the model's `config.json`."""
+    """Limits of a rollout, from the configuration and the model's `config.json`. Raises BadInput if neither says how
+    long a sequence may be."""
     from transformers.utils import cached_file
 
     described = json.loads(Path(str(cached_file(cfg.model.name, "config.json"))).read_text())
     described = described.get("text_config", described)
-    longest = cfg.model.max_seq_len or described["max_position_embeddings"]
+    longest = cfg.model.max_seq_len or described.get("max_position_embeddings")
+    if longest is None:
+        raise BadInput(f"the config.json of {cfg.model.name} has no max_position_embeddings: set model.max_seq_len")
     return RolloutLimits(
         vocab_size=described["vocab_size"],
         max_seq_len=min(longest, cfg.inference.max_model_len or longest),

@@ -62,7 +62,7 @@ class OneStep(Env):
         self.problem, self.sample = problem, sample
 
     async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
-        return [self.problem.number, self.sample], ()
+        return [self.problem.number, *[0] * self.problem.padding, self.sample], ()
 
     async def step(self, action: Sequence[int]) -> StepResult:
         self.problem.dataset.tries[self.problem.number, self.sample] += 1
@@ -71,8 +71,8 @@ class OneStep(Env):
 
 
 class Problem(EnvGroupBuilder):
-    def __init__(self, dataset: Problems, number: int) -> None:
-        self.dataset, self.number = dataset, number
+    def __init__(self, dataset: Problems, number: int, padding: int = 0) -> None:
+        self.dataset, self.number, self.padding = dataset, number, padding
 
     async def make_envs(self) -> Sequence[Env]:
         return [OneStep(self, sample) for sample in range(self.dataset.group_size)]
@@ -362,13 +362,25 @@ def test_refused_prompts_are_not_retried_and_end_in_a_limit() -> None:
     assert run.sampler.requests == []
 
 
+def test_a_refused_prompt_is_counted_once_and_not_held_against_the_environment() -> None:
+    class Wordy(Problems):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            return [Problem(self, 3 * index + i, padding=9 * (i == 1)) for i in range(3)]
+
+    cfg = config(2, 10, max_failure_rate=0.0)
+    run = asyncio.run(whole_run(Run(cfg, Wordy(), RolloutLimits(1000, 10))))
+    failed = run.rows[-1]["ledger/failed"]
+    assert failed >= 5
+    assert sum(row.get("rollout_errors/PromptTooLong", 0) for row in run.rows) == 2 * failed
+
+
 async def equal_for_odd(problem: Problem, sample: int) -> float:
     return 4.0 if problem.number % 2 else float(sample)
 
 
 def test_groups_of_equal_rewards_are_replaced_and_counted() -> None:
-    cfg = config(2, 2, remove_constant_reward_groups=True, max_steps_off_policy=0)
-    run = asyncio.run(whole_run(Run(cfg, Problems(equal_for_odd))))
+    cfg = config(2, 2, remove_constant_reward_groups=True, max_steps_off_policy=0, max_filtered_batches=1)
+    run = asyncio.run(whole_run(Run(cfg, Problems(equal_for_odd))))  # never two in a row: the limit is not reached
     assert [sorted(set(problems_of(batch))) for batch in run.batches] == [[0, 2], [4, 6]]
     assert run.rows[0]["off_policy/filtered"] == 1
     assert run.rows[0]["env/even/reward/total"] == 10.5

@@ -1,0 +1,89 @@
+"""The orchestrator's actor and handle over Ray, with a sampler that needs no replica."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from orchestrator_support import SeededSampler
+from tokenizers import Tokenizer, models
+
+from orchestrator.handle import OrchestratorHandle
+from trireme import waits
+from trireme.config import Config
+from trireme.errors import BadInput, LimitReached, RoomFailed
+from trireme.types import WeightIdentity
+from trireme.weights import Canary, PublishedWeights
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="<eos>")).save(str(directory / "tokenizer.json"))
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 16, "max_position_embeddings": 64}))
+    return directory
+
+
+def start(model_dir: Path, log_dir: Path | None = None, faults: str = "", **env: Any) -> OrchestratorHandle:
+    cfg = Config.model_validate(
+        {
+            "max_steps": 3,
+            "model": {"name": str(model_dir)},
+            "trainer": {"num_minibatches": 2},
+            "orchestrator": {"batch_size": 4, "group_size": 4, "retries": 0},
+            "env": {"id": "orchestrator_support:Guesses", "name": "guesses", **env},
+            "inference": {"sampling": {"max_tokens": 4}},
+        }
+    )
+    importable = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent), "TRIREME_FAULTS": faults}}
+    return OrchestratorHandle.start(cfg, SeededSampler, {"num_cpus": 0, "runtime_env": importable}, log_dir)
+
+
+def wait_ready(handle: OrchestratorHandle) -> None:
+    refs, names = handle.ready_refs()
+    waits.get_all(refs, who=names, timeout_s=60)
+
+
+def published(version: int) -> PublishedWeights:
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
+    return PublishedWeights(WeightIdentity(0, version, f"d{version}"), (), (), canary)
+
+
+def test_a_run_of_three_steps_and_a_sudden_death(model_dir: Path, tmp_path: Path) -> None:
+    handle = start(model_dir, log_dir=tmp_path, faults="orchestrator.minibatch@7=kill")
+    wait_ready(handle)
+    reports = handle.update_weights(published(0))
+    assert [r.identity.version for r in reports] == [0]
+    for step in range(3):
+        minibatches = list(handle.minibatches(step, 0))
+        assert [(m.num_groups, m.last, m.num_loss_tokens) for m in minibatches] == [(2, False, 8), (2, True, 8)]
+        for minibatch in minibatches:
+            assert minibatch.provenance.step == step
+            assert minibatch.batch.columns["versions"].max() <= step
+        handle.update_weights(published(step + 1))
+        row = handle.release(step)
+        assert 0 < row["env/guesses/reward/total"] < 1
+        assert row["off_policy/max"] <= 1
+        assert row["ledger/trained"] == 4 * (step + 1)
+    with pytest.raises(RoomFailed, match=r"orchestrator \(a minibatch of step 3\) died.*orchestrator_0\.log"):
+        next(handle.minibatches(3, 0))
+    assert (tmp_path / "orchestrator_0.log").exists()
+    handle.stop()
+
+
+def test_what_goes_wrong_in_the_actor_reaches_the_driver(model_dir: Path) -> None:
+    unknown = start(model_dir, args={"no_such": 1})
+    broken = start(model_dir, args={"broken": True})
+    with pytest.raises(BadInput, match="'no_such'"):
+        wait_ready(unknown)
+    wait_ready(broken)
+    broken.update_weights(published(0))
+    with pytest.raises(LimitReached, match="ZeroDivisionError: the environment is broken"):
+        next(broken.minibatches(0, 0))
+    for handle in (unknown, broken):
+        handle.stop()
