@@ -41,7 +41,7 @@ def load_source(name: str, attn: str) -> PreTrainedModel:
     if get_model_conversion_mapping(source, add_legacy=False):
         raise BadInput(
             f"{name} is a {source.config.model_type} model, whose tensors have other names or shapes in a checkpoint "
-            "than in memory (fused experts, for example); such models cannot be published yet: use a dense one, like Qwen3"
+            "than in memory (fused experts, say); such models cannot be published yet: use a dense one, like Qwen3"
         )
     return source
 

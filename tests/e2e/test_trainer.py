@@ -11,7 +11,7 @@ import torch.distributed as dist
 from trainer_support import make_batch, make_config, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.batching import scatter_outputs
+from trainer.batching import plan, scatter_outputs
 from trainer.group import TrainerGroup
 from trainer.shard import Shard
 from trireme import waits
@@ -105,6 +105,8 @@ def stepped(groups):
 
 @pytest.mark.parametrize(("key", "shards"), [(QWEN, 2), (QWEN, 3), (LLAMA, 2)])
 def test_the_number_of_shards_changes_neither_gradient_nor_weights(alone, stepped, key, shards):
+    micro_R = plan(np.array(LENGTHS), 3, 24)
+    assert any(micro.filler for micro_M in micro_R for micro in micro_M), "three shards are to be unequal"
     first, second, update, before, after = alone[key]
     assert max(float((after[n] - before[n]).abs().max()) for n in after) > 1e-3, "the step did nothing"
     first_n, second_n, update_n, before_n, after_n = stepped[key, shards]
