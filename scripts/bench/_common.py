@@ -1,0 +1,170 @@
+"""What the benchmarks share: commands run one at a time and watched, CPU seconds per process, the printed result.
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+POLL_S = 0.02
+DEADLINE_S = 900.0
+STOP_S = 30.0
+TAIL_LINES = 30
+
+ROOMS = (
+    ("VLLM::EngineCore", "engine core"),
+    ("ray::ShardActor", "trainer shard"),
+    ("ray::OrchestratorActor", "orchestrator"),
+    ("ray::Replica", "replica actor"),
+    ("gcs_server", "ray gcs"),
+    ("raylet/raylet", "ray raylet"),
+    ("ray::", "ray idle worker"),
+    ("/ray/", "ray service"),
+)
+"""Parts of a process title or command line, and who it is; the first that matches counts."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One benchmark. `ratio` = `value` over the same of what it is measured `against`; `holds`: the target is met."""
+
+    name: str
+    value: float
+    unit: str
+    ratio: float
+    target: float
+    holds: bool
+    against: str
+    detail: Mapping[str, Any]
+
+    def print(self) -> None:
+        """The last line of a benchmark's output: one JSON object."""
+        print(json.dumps(asdict(self)), flush=True)
+
+
+@dataclass(frozen=True)
+class RunMeasured:
+    """One training run: wall seconds from the command to the first completed step and to the end, CPU seconds of each
+    process by room at the moment of that step, the machine's load just before, and all rows of its metrics."""
+
+    first_step_s: float
+    total_s: float
+    cpu_s: Mapping[str, Sequence[float]]
+    load_before: float
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def total_cpu_s(self) -> float:
+        return sum(sum(seconds) for seconds in self.cpu_s.values())
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """CPU seconds of a process so far, with those of its children that have ended."""
+    times = process.cpu_times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def room_of(process: psutil.Process) -> str:
+    """Who a process below the driver is, by its title."""
+    line = " ".join(process.cmdline()) or process.name()
+    return next((room for part, room in ROOMS if part in line), f"other ({process.name()})")
+
+
+def cpu_by_room(driver: psutil.Process) -> dict[str, list[float]]:
+    """CPU seconds of the driver and of every process below it, Ray's included, largest first within a room."""
+    found: dict[str, list[float]] = defaultdict(list, {"driver": [round(cpu_seconds(driver), 2)]})
+    for process in driver.children(recursive=True):
+        try:
+            found[room_of(process)].append(round(cpu_seconds(process), 2))
+        except psutil.NoSuchProcess:  # it ended while we looked; its time is in its parent's
+            continue
+    return {room: sorted(seconds, reverse=True) for room, seconds in found.items()}
+
+
+def run_rl(config: Path, *flags: str) -> RunMeasured:
+    """Runs `rl @ config` with a directory of its own, and measures it. Raises RuntimeError when it fails."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        metrics = Path(directory) / "run" / "metrics.jsonl"
+        place = ["--run.output-dir", directory, "--run.name", "run"]
+        command = [sys.executable, "-m", "trireme.cli", "@", str(config), *place, *flags]
+        load_before = os.getloadavg()[0]
+        log = Path(directory) / "output.txt"
+        started_unix, started = time.time(), time.monotonic()
+        with log.open("w") as output:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            first_row = wait_for_first_row(process, metrics, log, started + DEADLINE_S)
+            cpu_s = cpu_by_room(psutil.Process(process.pid))
+            code = process.wait(max(started + DEADLINE_S - time.monotonic(), 1.0))
+            total_s = time.monotonic() - started
+        finally:
+            stop(process)
+        if code:
+            raise failed(command, f"ended with exit code {code}", log)
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return RunMeasured(first_row["time/unix"] - started_unix, total_s, cpu_s, load_before, rows)
+
+
+def wait_for_first_row(process: subprocess.Popen[bytes], metrics: Path, log: Path, deadline: float) -> dict[str, Any]:
+    """The row of the first step, as soon as it is there. Raises RuntimeError when the run ends before or is late."""
+    while time.monotonic() < deadline:
+        if metrics.exists() and "\n" in (text := metrics.read_text()):
+            return json.loads(text.partition("\n")[0])
+        if process.poll() is not None:
+            raise failed(process.args, f"ended with exit code {process.returncode} before its first step", log)
+        time.sleep(POLL_S)
+    raise failed(process.args, f"had no first step after {DEADLINE_S:.0f} s", log)
+
+
+def failed(command: Any, what: str, log: Path) -> RuntimeError:
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+    return RuntimeError(f"{' '.join(map(str, command))} {what}; its last output:\n{tail}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command that is still running, in its own orderly way (SIGTERM), and what is left of it by force."""
+    if process.poll() is not None:
+        return
+    tree = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs([psutil.Process(process.pid), *tree], timeout=STOP_S)
+    for survivor in alive:
+        survivor.kill()
+    process.wait(STOP_S)
+
+
+def run_for_json(command: Sequence[str], environ: Mapping[str, str]) -> tuple[float, dict[str, Any]]:
+    """Runs a command until it prints a line that is a JSON object: wall seconds until then, and the object.
+
+    The command's own ending is waited for, but not timed. Raises RuntimeError when it ends without such a line.
+    """
+    started = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environ}, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(b"{"):
+                seconds = time.monotonic() - started
+                process.stdout.read()
+                process.wait(DEADLINE_S)
+                return seconds, json.loads(line)
+    finally:
+        stop(process)
+    raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode} and reported nothing")
+
+
+def median(values: Sequence[float]) -> float:
+    return round(statistics.median(values), 3)
