@@ -1,4 +1,4 @@
-"""What the benchmarks share: commands run one at a time and watched, CPU seconds per process, the printed result.
+"""What the benchmarks share: commands run one at a time and watched, CPU seconds per process, the printed result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bare vLLM start in this process, to its first token with a logprob: what a start of the quickstart is held against.
+"""One bare vLLM start in this process, to its first token with a logprob: what the quickstart is held against.
 
     VLLM_ENABLE_V1_MULTIPROCESSING=0 python scripts/bench/bare_vllm.py MODEL MAX_MODEL_LEN KV_CACHE_BYTES
 
