@@ -1,0 +1,28 @@
+"""The whole system on NVIDIA GPUs: bfloat16, NCCL, weights through the object store onto a device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from run_support import TINY, run_rl
+
+from trireme.errors import EXIT_OK
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and vLLM's CUDA build"),
+]
+
+
+def test_one_gpu_is_shared_by_trainer_and_replica(tmp_path: Path) -> None:
+    """Every update passes its canary in bfloat16, and the bound holds."""
+    ended = run_rl(
+        tmp_path,
+        *TINY,
+        *("--max-steps", "10", "--cluster.device", "gpu", "--trainer.shards", "1"),
+        *("--inference.gpu-memory-utilization", "0.4"),
+    )
+    assert ended.code == EXIT_OK, ended.out
+    assert len(ended.rows) == 10
+    assert max(row["off_policy/max"] for row in ended.rows) <= 1
+    ended.assert_nothing_left()
