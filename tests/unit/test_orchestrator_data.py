@@ -97,7 +97,8 @@ TURNS = st.lists(
 def test_each_sampled_token_is_trained_exactly_once(turns: list[tuple[bool, list[int], list[int]]]) -> None:
     """Every sampled token has its own logprob and version here, so a token missed, doubled or misplaced shows."""
     so_far: list[int] = []
-    transitions, sampled = [], []
+    transitions: list[Transition] = []
+    sampled: list[tuple[int, float, int]] = []
     for extends, fresh, action in turns:
         observation = so_far + fresh if extends else fresh
         number = len(sampled)
