@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from inference.process import use_engine_context
+from inference.startup import prepare_start
 from trireme.config import Config
 from trireme.errors import BadInput, RoomFailed
-from trireme.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.types import SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -37,26 +37,22 @@ def start_engine(cfg: Config) -> AsyncLLM:
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         os.environ.update(CPU_ENVIRONMENT)
-    # vLLM spawns its engine inside Ray actors, because a forked child can not use Ray; ours does not. Forking spares
-    # the engine process a second import of vLLM. With a GPU vLLM's choice stays: CUDA does not survive a fork.
-    use_engine_context("fork" if on_cpu else "spawn")
+    prepare_start(on_cpu)
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(cfg, on_cpu)))
 
 
 def engine_args(cfg: Config, on_cpu: bool) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs. Raises BadInput for `inference.engine_args` that are decided here."""
-    from vllm.config import WeightTransferConfig
-
-    args = {
+    args: dict[str, Any] = {
         "model": cfg.model.name,
         "dtype": {"auto": "float32" if on_cpu else "bfloat16"}.get(cfg.model.dtype, cfg.model.dtype),
         "max_model_len": cfg.inference.max_model_len or cfg.model.max_seq_len,
-        "max_num_seqs": cfg.inference.max_num_seqs or (64 if on_cpu else 256),
+        "max_num_seqs": cfg.inference.sequences(on_gpus=not on_cpu),
         "skip_tokenizer_init": True,  # tokens in, tokens out
         "generation_config": "vllm",  # the model's own sampling defaults must not change what the trainer assumes
         "logprobs_mode": "processed_logprobs",  # raw ones ignore the temperature
         "worker_extension_cls": "inference.worker.WorkerExtension",
-        "weight_transfer_config": WeightTransferConfig(backend="trireme"),
+        "weight_transfer_config": {"backend": "trireme"},
         "distributed_executor_backend": "uni",  # inside a placement group vLLM would choose Ray
         "enable_log_requests": False,
         "disable_log_stats": True,
@@ -118,7 +114,7 @@ def sampled_sequence(request_id: str, completion: Any) -> SampledSequence:
         VersionSpan(WeightIdentity.parse(s.version), s.start, s.end) for s in completion.weight_versions or ()
     )
     check_spans(request_id, spans, len(tokens))
-    reason = "length" if completion.finish_reason == "length" else "stop"
+    reason: StopReason = "length" if completion.finish_reason == "length" else "stop"
     return SampledSequence(tokens, np.asarray(logprobs, dtype=np.float32), reason, spans)
 
 

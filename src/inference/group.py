@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,10 +39,10 @@ class RayReplica:
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, SampledSequence | TriremeError]]:
         stream = self.handle.sample.remote(requests)
         who = f"{self.name}, sampling"
-        for _ in requests:
+        while True:
             try:
                 reference = await get_async(anext(stream), who=who, timeout_s=self.step_s, log=self.log)
-            except StopAsyncIteration:  # the aborted ones have no answer
+            except StopAsyncIteration:
                 return
             yield await get_async(reference, who=who, timeout_s=self.step_s, log=self.log)
 
@@ -95,10 +96,8 @@ class InferenceGroup:
         """Ends all replicas and their engine processes, the unwilling ones by force."""
         stopping = [handle.stop.remote() for handle in self.replicas.values()]
         names = [self._name(index) for index in self.replicas]
-        try:
+        with suppress(RoomFailed):  # dead or hanging ones are killed below, and their engine processes with them
             get_all(stopping, who=names, timeout_s=STOP_S, log=self.log_dir)
-        except RoomFailed:
-            pass  # dead or hanging: killed below, and its engine process with it
         for handle in self.replicas.values():
             ray.kill(handle)
 

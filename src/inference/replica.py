@@ -81,7 +81,8 @@ class Replica:
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
         """Samples all `requests` at once; yields (index, sequence or that request's error) as each finishes.
 
-        Ray calls cost about a millisecond, so requests come in groups. Aborted requests are left out.
+        Ray calls cost about a millisecond, so requests come in groups. Aborted requests are left out. Raises at the end
+        when this replica broke meanwhile.
         """
         fault_point("inference.sample")
         finished: asyncio.Queue[tuple[int, asyncio.Task[SampledSequence]]] = asyncio.Queue()
@@ -95,6 +96,7 @@ class Replica:
                 yield index, outcome(task)
             elif self.broken:
                 yield index, self.broken
+        self._raise_if_broken()
 
     def _finished(self, finished: asyncio.Queue[Any], index: int, request_id: str, task: asyncio.Task[Any]) -> None:
         self.running.pop(request_id, None)

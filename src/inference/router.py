@@ -74,10 +74,7 @@ class Router:
             self._in_flight[replica] -= 1
 
     def _route(self, key: str) -> int:
-        live = [replica for replica in self._replicas if replica not in self._failures]
-        if not live:
-            reasons = "; ".join(str(failure) for failure in self._failures.values())
-            raise RoomFailed(f"no inference replica is left: {reasons}")
+        live = self._live()
         replica = self._routes.pop(key, None)
         if replica is None or replica in self._failures:
             replica = min(live, key=lambda candidate: self._in_flight[candidate])
@@ -129,8 +126,6 @@ class Router:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-        if not live:
-            raise RoomFailed(f"no inference replica is left to take version {weights.identity.version}")
         return [result for result in results if isinstance(result, UpdateReport)]
 
     async def _update_one(self, replica: int, weights: PublishedWeights) -> UpdateReport:
@@ -141,6 +136,13 @@ class Router:
             raise
         self._acknowledged[replica] = weights.identity.version
         return report
+
+    def _live(self) -> list[int]:
+        live = [replica for replica in self._replicas if replica not in self._failures]
+        if not live:
+            reasons = "; ".join(str(failure) for failure in self._failures.values())
+            raise RoomFailed(f"no inference replica is left: {reasons}")
+        return live
 
     def _mark_failed(self, replica: int, failure: TriremeError) -> None:
         self._failures.setdefault(replica, failure)

@@ -38,6 +38,6 @@ def in_memory_files(buckets: Sequence[npt.NDArray[np.uint8]]) -> Iterator[tuple[
     with ExitStack() as stack:
         files = [stack.enter_context(os.fdopen(os.memfd_create("weights"), "wb")) for _ in buckets]
         for file, bucket in zip(files, buckets, strict=True):
-            file.write(memoryview(bucket))
+            file.write(bucket.data)
             file.flush()
         yield tuple(f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files)

@@ -97,6 +97,12 @@ class Room:
         (report,) = await self.router.update_weights(publish(self.models[version], version))
         return report
 
+    async def update_up_to(self, count: int) -> None:
+        """Goes on until `count` updates have been made since the start."""
+        assert len(self.models) <= count, "tests made more updates than the fault points expect"
+        while len(self.models) < count:
+            await self.update()
+
     def difference(self, prompt: list[int], answer: SampledSequence) -> float:
         """Largest difference of the answer's logprobs to those of the models that its spans name."""
         tokens = prompt + answer.tokens.tolist()

@@ -1,0 +1,242 @@
+"""Replicas with the real vLLM: parity with Hugging Face over updates, versions of tokens, refusals, and deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from inference_support import VOCAB, Room, health, prompt_of, request, start_rooms
+
+from trireme.errors import RoomFailed, WeightsRefused
+from trireme.types import SampleRequest, SamplingParams
+from trireme.waits import get
+
+KINDS = {"tied": ("qwen3", True), "untied": ("qwen3", False), "llama": ("llama", False), "spare": ("qwen3", True)}
+LAST = 14  # this update of a replica meets its fault point
+FAULTS = {
+    "tied": f"inference.repack@{LAST}=skip",
+    "untied": f"inference.received@{LAST}=corrupt",
+    "llama": f"inference.loaded@{LAST}=corrupt",
+}
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def rooms(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Room]]:
+    shared_memory = set(os.listdir("/dev/shm"))
+    started = start_rooms(KINDS, FAULTS, tmp_path_factory.mktemp("rooms"))
+    engines = [psutil.Process(room.engine_pid) for room in started.values()]
+    yield started
+    for room in started.values():
+        room.group.stop()
+    _, alive = psutil.wait_procs(engines, timeout=30)
+    assert alive == []
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+def begin(room: Room, requests: list[SampleRequest]) -> list[asyncio.Task[Any]]:
+    return [asyncio.create_task(room.router.sample(r)) for r in requests]
+
+
+async def some_tokens_later(room: Room, name: str) -> None:
+    """Returns when a request that started after all others has got 16 tokens: so have they."""
+    await room.router.sample(request(name, prompt_of(4), 16))
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "llama"])
+def test_after_every_update_logprobs_are_those_of_the_published_model(rooms: dict[str, Room], kind: str) -> None:
+    room = rooms[kind]
+
+    async def run() -> None:
+        for _ in range(3):
+            report = await room.update()
+            assert 0 < report.canary_max_diff < TOLERANCE
+            assert room.router.acknowledged() == {0: report.identity.version}
+            assert health(room).identity == report.identity
+            prompts = [prompt_of(length, seed=length) for length in (1, 7, 200)]
+            answers = await asyncio.gather(*begin(room, [request(f"p{len(p)}", p, 24) for p in prompts]))
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert len(answer.tokens) == 24
+                assert {span.identity for span in answer.spans} == {report.identity}
+                assert room.difference(prompt, answer) < TOLERANCE
+
+    asyncio.run(run())
+    label = get(room.group.replicas[0].weight_version.remote(), who="replica", timeout_s=60)
+    assert label == health(room).identity
+
+
+def test_answers_over_three_versions_know_which_token_came_from_which(rooms: dict[str, Room]) -> None:
+    room = rooms["untied"]
+    prompts = [prompt_of(5 + i, seed=i) for i in range(12)]
+
+    async def run() -> list[Any]:
+        await room.update()
+        first = begin(room, [request(f"long{i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
+        await some_tokens_later(room, "probe 1")
+        report = await room.update()
+        assert report.reprefill_tokens >= len(prompts) * 16
+        second = begin(room, [request("two versions", prompts[0], 300)])
+        await some_tokens_later(room, "probe 2")
+        await room.update()
+        return await asyncio.gather(*first, *second)
+
+    answers = asyncio.run(run())
+    newest = len(room.models) - 1
+    for prompt, answer in zip([*prompts, prompts[0]], answers, strict=True):
+        assert room.difference(prompt, answer) < TOLERANCE
+    versions = [[span.identity.version for span in answer.spans] for answer in answers]
+    assert versions == [[newest - 2, newest - 1, newest]] * len(prompts) + [[newest - 1, newest]]
+
+
+def test_cached_prefixes_never_outlive_their_weights(rooms: dict[str, Room]) -> None:
+    """Two full blocks of 128 tokens are shared by the requests; after an update they must be computed again."""
+    room = rooms["untied"]
+    prompt = prompt_of(300, seed=5)
+
+    async def run() -> list[Any]:
+        answers = []
+        for i in range(4):
+            if i % 2 == 0:
+                await room.update()
+            answers.append(await room.router.sample(request(f"prefix {i}", prompt, 8, seed=i)))
+        return answers
+
+    answers = asyncio.run(run())
+    for answer in answers:
+        assert room.difference(prompt, answer) < TOLERANCE
+
+
+def test_seeded_requests_survive_an_update_with_more_prefill_than_fits_a_step(rooms: dict[str, Room]) -> None:
+    """64 x 200 tokens are prefilled again. vLLM's CPU engine dies of a seeded request whose prefill is split."""
+    room = rooms["untied"]
+    prompts = [prompt_of(200, seed=i) for i in range(64)]
+
+    async def run() -> list[Any]:
+        tasks = begin(room, [request(f"seeded {i}", prompt, 100, seed=i) for i, prompt in enumerate(prompts)])
+        await some_tokens_later(room, "probe seeded")
+        report = await room.update()
+        assert report.reprefill_tokens > 200 * 40
+        return await asyncio.gather(*tasks)
+
+    for prompt, answer in zip(prompts, asyncio.run(run()), strict=True):
+        assert room.difference(prompt, answer) < TOLERANCE
+
+
+def test_equal_seeds_give_equal_tokens(rooms: dict[str, Room]) -> None:
+    room = rooms["llama"]
+    again = request("again", prompt_of(9), 40, seed=11)
+
+    async def run() -> list[Any]:
+        alone = await room.router.sample(again)
+        crowd = begin(room, [request(f"crowd {i}", prompt_of(30, i), 40, seed=i) for i in range(5)])
+        beside = await room.router.sample(again)
+        await asyncio.gather(*crowd)
+        return [alone.tokens.tolist(), beside.tokens.tolist()]
+
+    alone, beside = asyncio.run(run())
+    assert alone == beside
+
+
+def test_stop_tokens_end_an_answer_and_belong_to_it(rooms: dict[str, Room]) -> None:
+    room = rooms["llama"]
+    stop = tuple(range(0, VOCAB, 4))
+    asked = SampleRequest("stop", tuple(prompt_of(5)), SamplingParams(max_tokens=500, stop=stop, seed=1), "stop")
+    answer = asyncio.run(room.router.sample(asked))
+    assert answer.stop_reason == "stop"
+    assert [token in stop for token in answer.tokens.tolist()] == [False] * (len(answer.tokens) - 1) + [True]
+    assert room.difference(prompt_of(5), answer) < TOLERANCE
+
+
+def test_a_request_that_can_not_work_fails_alone(rooms: dict[str, Room]) -> None:
+    room = rooms["llama"]
+
+    async def run() -> list[Any]:
+        tasks = begin(room, [request("too long", prompt_of(2000), 8), request("fine", prompt_of(5), 8)])
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    too_long, fine = asyncio.run(run())
+    assert isinstance(too_long, RoomFailed)
+    assert "inference replica 0 could not sample request too long" in str(too_long)
+    assert len(fine.tokens) == 8
+
+
+def test_cancelling_the_caller_aborts_the_request_in_the_engine(rooms: dict[str, Room]) -> None:
+    room = rooms["llama"]
+
+    async def run() -> int:
+        (task,) = begin(room, [request("cancelled", prompt_of(5), 1000)])
+        await some_tokens_later(room, "probe cancel")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await some_tokens_later(room, "probe after")
+        return (await room.update()).reprefill_tokens
+
+    assert asyncio.run(run()) == 0
+
+
+# From here on each test spoils a replica for good.
+
+
+def refused_update(room: Room, reason: str) -> None:
+    """The next update must be refused for `reason`: a running request and later ones must fail with it too."""
+
+    async def run() -> None:
+        await room.update_up_to(LAST - 1)
+        (running,) = begin(room, [request("running", prompt_of(5), 1000)])
+        await some_tokens_later(room, "probe refused")
+        with pytest.raises(WeightsRefused, match=reason):
+            await room.update()
+        with pytest.raises(WeightsRefused, match=reason):
+            await asyncio.wait_for(running, 60)
+        assert room.router.acknowledged() == {}
+
+    asyncio.run(run())
+    with pytest.raises(WeightsRefused, match=reason):
+        health(room)
+
+
+def test_a_byte_corrupted_on_the_way_is_refused_by_its_tensor(rooms: dict[str, Room]) -> None:
+    refused_update(rooms["untied"], r"inference replica 0: tensor model\.\S+ of version .* arrived with hash")
+
+
+def test_a_weight_corrupted_after_receipt_is_refused_by_the_canary(rooms: dict[str, Room]) -> None:
+    refused_update(rooms["llama"], "inference replica 0: canary of version .*not those that were published")
+
+
+def test_tied_output_heads_still_need_packing_again(rooms: dict[str, Room]) -> None:
+    """Fails when vLLM does it itself: then `repack_output_heads` can go."""
+    refused_update(rooms["tied"], "inference replica 0: canary of version")
+
+
+def test_an_engine_process_dies_with_its_actor(rooms: dict[str, Room]) -> None:
+    engine = psutil.Process(rooms["tied"].engine_pid)
+    actor = engine.parent()
+    assert actor is not None
+    actor.send_signal(signal.SIGKILL)
+    engine.wait(timeout=30)
+
+
+def test_a_killed_engine_fails_running_requests_and_updates(rooms: dict[str, Room]) -> None:
+    room = rooms["spare"]
+
+    async def run() -> None:
+        await room.update()
+        (running,) = begin(room, [request("running", prompt_of(5), 1000)])
+        await some_tokens_later(room, "probe killed")
+        os.kill(room.engine_pid, signal.SIGKILL)
+        with pytest.raises(RoomFailed, match="inference replica 0: its engine process died"):
+            await asyncio.wait_for(running, 60)
+        with pytest.raises(RoomFailed, match="its engine process died"):
+            await room.update()
+        with pytest.raises(RoomFailed, match="its engine process died"):
+            await room.router.sample(request("later", prompt_of(5), 8))
+        assert room.router.acknowledged() == {}
+
+    asyncio.run(run())
+    with pytest.raises(RoomFailed, match="its engine process died"):
+        health(room)
