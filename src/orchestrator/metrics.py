@@ -13,7 +13,7 @@ filtered since the row before. Evicted and failed groups are counted, but their 
                           ended so since the last row
   ledger/*                the terms of the conservation equation, since the start of the run
   rollout_errors/<type>   failed tries since the last row
-  perf/rollouts, tokens   sampled to the end since the last row
+  perf/rollouts, tokens   rollouts trained on, and their sampled tokens
   perf/inference_idle_s   seconds since then in which no request was in flight
   perf/event_loop_lag     largest delay of a timer since then, in seconds
 """
@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 
 from orchestrator.data import ScoredGroup, is_constant
-from orchestrator.env import Trajectory
 
 GOOD_REWARD = 0.5
 """A group of equal rewards counts as all good from here on, as all bad below."""
@@ -72,23 +71,18 @@ class StepMeter:
     trained: list[ScoredGroup] = field(default_factory=list)
     filtered: list[ScoredGroup] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
-    rollouts: int = 0
-    tokens: int = 0
     lag_s: float = 0.0
-
-    def rollout_done(self, trajectory: Trajectory) -> None:
-        self.rollouts += 1
-        self.tokens += trajectory.num_action_tokens
 
     def row(self, step: int, counts: Mapping[str, int], before: Mapping[str, int], idle_s: float) -> dict[str, float]:
         """The row of `step`; `counts` are the ledger's now, `before` those of the last row."""
+        rollouts = [trajectory for scored in self.trained for trajectory in scored.trajectories_G]
         return {
             **env_metrics(self.trained + self.filtered),
             **off_policy_metrics(step, self.trained, counts, before),
             **{f"ledger/{name}": float(value) for name, value in counts.items()},
             **{f"rollout_errors/{name}": float(count) for name, count in sorted(self.errors.items())},
-            "perf/rollouts": float(self.rollouts),
-            "perf/tokens": float(self.tokens),
+            "perf/rollouts": float(len(rollouts)),
+            "perf/tokens": float(sum(trajectory.num_action_tokens for trajectory in rollouts)),
             "perf/inference_idle_s": idle_s,
             "perf/event_loop_lag": self.lag_s,
         }

@@ -226,7 +226,6 @@ class Pipeline:
             made = builder.make_envs() if retry else asyncio.shield(envs)
             outcome = await self._attempt(self._play(made, key))
             if isinstance(outcome, Trajectory):
-                self._meter.rollout_done(outcome)
                 break
             if isinstance(outcome, PromptTooLong):
                 return None

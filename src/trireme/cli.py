@@ -14,6 +14,7 @@ from trireme.config import Config
 from trireme.config.checks import check, check_installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts, with_absolute_paths
+from trireme.environ import cluster_address, prepare_local_cluster
 from trireme.errors import EXIT_OK, TriremeError
 from trireme.plan import Plan, Resources
 from trireme.rundir import RunDir
@@ -56,11 +57,12 @@ def _rl(argv: list[str], console: Console) -> int:
 
 
 def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> None:
+    if cluster_address(config) is None:
+        plan.check_resources()
+        prepare_local_cluster(plan.threads)
     from trireme import launch  # Ray and the rooms: only a run that starts pays for importing them
     from trireme.driver import train
 
-    if launch.cluster_address(config) is None:
-        plan.check_resources()
     started = time.monotonic()
     with RunDir.create(config) as run:
         with launch.ray_cluster(config, plan) as resources:
@@ -69,7 +71,9 @@ def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> Non
             plan.check_resources()
             console.print(plan.render())
             with launch.rooms(config, plan, run.logs(1), StartProgress(console)) as rooms:
-                console.print(f"rooms on {rooms.nodes} node{'s' * (rooms.nodes > 1)} ready after {time.monotonic() - started:.1f} s")
+                console.print(
+                    f"rooms on {rooms.nodes} node{'s' * (rooms.nodes > 1)} ready after {time.monotonic() - started:.1f} s"
+                )
                 train(config, rooms, launch.learning_rate(config, facts), launch.sinks(config, run, sys.stdout))
                 rooms.trainer.save_weights(run.weights)
     console.print(whats_next(config, run.root, run.weights, time.monotonic() - started))

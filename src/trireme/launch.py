@@ -29,6 +29,7 @@ from trainer.schedule import learning_rate_schedule
 from trireme import waits
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
+from trireme.environ import cluster_address
 from trireme.errors import BadInput
 from trireme.metrics import ConsoleSink, JsonlSink, Sink, WandbSink
 from trireme.plan import Plan, Resources
@@ -36,6 +37,8 @@ from trireme.rundir import RunDir
 
 Progress = Callable[[list[str], float], None]
 SHUTDOWN_S = 15.0
+LONGEST_TEMP_DIR = 28
+"""Ray puts unix sockets some 60 characters below its directory, and the system allows 107 for the path of one."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,6 @@ class Rooms:
     trainer: TrainerGroup
     inference: InferenceGroup
     orchestrator: OrchestratorHandle
-
-
-def cluster_address(config: Config) -> str | None:
-    """Address of the cluster to join (`RAY_ADDRESS` is what `ray job submit` sets); none = start one on this machine."""
-    return config.cluster.address or os.environ.get("RAY_ADDRESS")
 
 
 @contextmanager
@@ -76,8 +74,9 @@ def ray_cluster(config: Config, plan: Plan) -> Iterator[Resources]:
 
 @contextmanager
 def _local_cluster(plan: Plan) -> Iterator[None]:
-    os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))  # inherited by every process of the cluster
-    directory = tempfile.mkdtemp(prefix="trireme-")  # short: Ray puts unix sockets below it
+    base = tempfile.gettempdir()
+    directory = tempfile.mkdtemp(prefix="trireme-", dir=base if len(base) <= LONGEST_TEMP_DIR else "/tmp")
+    os.environ["TMPDIR"] = directory  # for what actors and engines leave when they are killed (vLLM's sockets)
     try:
         ray.init(
             address="local",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -22,12 +24,14 @@ DEADLINE_S = 300
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended. `left` are command lines of processes that still lived 20 s later; `shm` new files there."""
+    """How a run ended. `left` are command lines of processes that still lived 20 s later, `files` what it left in its
+    directory for temporary files, `shm` new files in /dev/shm."""
 
     code: int
     out: str
     root: Path
     left: list[str]
+    files: set[str]
     shm: set[str]
 
     @property
@@ -37,6 +41,7 @@ class Ended:
 
     def assert_nothing_left(self) -> None:
         assert self.left == []
+        assert self.files == set()
         assert self.shm == set()
 
 
@@ -67,6 +72,7 @@ def run_rl(
     """Runs to the end (at most DEADLINE_S). `on_line` sees each line of output as it comes, and may send signals."""
     mark = f"TRIREME_TEST_MARK={uuid.uuid4().hex}"
     before = set(os.listdir("/dev/shm"))
+    temporary = tempfile.mkdtemp(prefix="tr-", dir="/tmp")  # short, for Ray's sockets
     process = subprocess.Popen(
         [
             sys.executable,
@@ -81,7 +87,7 @@ def run_rl(
             *flags,
         ],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path), **(environ or {}), **dict([mark.split("=")])},
+        env={**os.environ, "TMPDIR": temporary, **(environ or {}), **dict([mark.split("=")])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -98,7 +104,9 @@ def run_rl(
             os.killpg(process.pid, signal.SIGKILL)
     code = process.wait(60)
     left = wait_until_gone(mark)
-    return Ended(code, "".join(lines), tmp_path / "run", left, set(os.listdir("/dev/shm")) - before)
+    files = set(os.listdir(temporary))
+    shutil.rmtree(temporary)
+    return Ended(code, "".join(lines), tmp_path / "run", left, files, set(os.listdir("/dev/shm")) - before)
 
 
 def wait_until_gone(mark: str, timeout_s: float = 20.0) -> list[str]:

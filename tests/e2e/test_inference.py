@@ -31,6 +31,8 @@ def rooms(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     shared_memory = set(os.listdir("/dev/shm"))
     started = start_rooms(KINDS, FAULTS, tmp_path_factory.mktemp("rooms"))
     engines = [psutil.Process(room.engine_pid) for room in started.values()]
+    for room in started.values():
+        asyncio.run(room.update())
     yield started
     for room in started.values():
         room.group.stop()
@@ -75,7 +77,6 @@ def test_answers_over_three_versions_know_which_token_came_from_which(rooms: dic
     prompts = [prompt_of(5 + i, seed=i) for i in range(12)]
 
     async def run() -> list[Any]:
-        await room.update()
         first = begin(room, [request(f"long{i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
         await some_tokens_later(room, "probe 1")
         report = await room.update()
@@ -225,7 +226,6 @@ def test_a_killed_engine_fails_running_requests_and_updates(rooms: dict[str, Roo
     room = rooms["spare"]
 
     async def run() -> None:
-        await room.update()
         (running,) = begin(room, [request("running", prompt_of(5), 1000)])
         await some_tokens_later(room, "probe killed")
         os.kill(room.engine_pid, signal.SIGKILL)

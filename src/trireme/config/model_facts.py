@@ -79,7 +79,9 @@ class ModelFacts:
 def with_absolute_paths(config: Config) -> Config:
     """The configuration with local directories as absolute paths: actors may work in another directory."""
     names = {"name": config.model.name, "tokenizer": config.model.tokenizer}
-    local = {key: str(Path(name).expanduser().absolute()) for key, name in names.items() if name and looks_like_path(name)}
+    local = {
+        key: str(Path(name).expanduser().absolute()) for key, name in names.items() if name and looks_like_path(name)
+    }
     return config.model_copy(update={"model": config.model.model_copy(update=local)})
 
 

@@ -1,0 +1,21 @@
+"""The process environment of a run, prepared before Ray is imported: Ray reads much of it at that moment."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from trireme.config import Config
+
+
+def cluster_address(config: Config) -> str | None:
+    """Address of the cluster to join (`RAY_ADDRESS` is what `ray job submit` sets); none = start one on this machine."""
+    return config.cluster.address or os.environ.get("RAY_ADDRESS")
+
+
+def prepare_local_cluster(threads: int) -> None:
+    """For a cluster started here, whose processes inherit this environment: `threads` for each of them, and a token of
+    its own for authentication. (Without one Ray writes a token into the home directory, and says so at every start.)"""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
