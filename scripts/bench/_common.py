@@ -77,10 +77,16 @@ def cpu_seconds(process: psutil.Process) -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def room_of(process: psutil.Process) -> str:
-    """Who a process below the driver is, by its title."""
+def titled(process: psutil.Process) -> str:
+    """Who a process is, by its title."""
     line = " ".join(process.cmdline()) or process.name()
     return next((room for part, room in ROOMS if part in line), f"other ({process.name()})")
+
+
+def room_of(process: psutil.Process) -> str:
+    """Who a process below the driver is. A forked engine bears the title of the replica that it is a child of."""
+    room, parent = titled(process), process.parent()
+    return "engine core" if room == "replica actor" and parent and titled(parent) == room else room
 
 
 def cpu_by_room(driver: psutil.Process) -> dict[str, list[float]]:
@@ -152,18 +158,22 @@ def run_for_json(command: Sequence[str], environ: Mapping[str, str]) -> tuple[fl
     The command's own ending is waited for, but not timed. Raises RuntimeError when it ends without such a line.
     """
     started = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environ}, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(b"{"):
-                seconds = time.monotonic() - started
-                process.stdout.read()
-                process.wait(DEADLINE_S)
-                return seconds, json.loads(line)
-    finally:
-        stop(process)
-    raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode} and reported nothing")
+    with tempfile.NamedTemporaryFile(prefix="bench-", suffix=".txt") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **environ}, stdout=subprocess.PIPE, stderr=errors
+        )
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(b"{"):
+                    seconds = time.monotonic() - started
+                    process.stdout.read()
+                    process.wait(DEADLINE_S)
+                    return seconds, json.loads(line)
+            process.wait(STOP_S)
+        finally:
+            stop(process)
+        raise failed(command, f"ended with exit code {process.returncode} and reported nothing", Path(errors.name))
 
 
 def median(values: Sequence[float]) -> float:
