@@ -14,7 +14,7 @@ from trireme.config import Config
 from trireme.config.checks import check, check_installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts, with_absolute_paths
-from trireme.environ import cluster_address, prepare_local_cluster
+from trireme.environ import cluster_address, prepare_existing_cluster, prepare_local_cluster
 from trireme.errors import EXIT_OK, TriremeError
 from trireme.plan import Plan, Resources
 from trireme.rundir import RunDir
@@ -60,22 +60,22 @@ def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> Non
     if cluster_address(config) is None:
         plan.check_resources()
         prepare_local_cluster(plan.threads)
+    else:
+        prepare_existing_cluster()
     from trireme import launch  # Ray and the rooms: only a run that starts pays for importing them
     from trireme.driver import train
 
     started = time.monotonic()
-    with RunDir.create(config) as run:
-        with launch.ray_cluster(config, plan) as resources:
-            signals.arm()
-            plan = Plan.of(config, facts, resources, run.root, plan.notes)
-            plan.check_resources()
-            console.print(plan.render())
-            with launch.rooms(config, plan, run.logs(1), StartProgress(console)) as rooms:
-                console.print(
-                    f"rooms on {rooms.nodes} node{'s' * (rooms.nodes > 1)} ready after {time.monotonic() - started:.1f} s"
-                )
-                train(config, rooms, launch.learning_rate(config, facts), launch.sinks(config, run, sys.stdout))
-                rooms.trainer.save_weights(run.weights)
+    with RunDir.create(config) as run, launch.ray_cluster(config, plan) as resources:
+        signals.arm()
+        plan = Plan.of(config, facts, resources, run.root, plan.notes)
+        plan.check_resources()
+        console.print(plan.render())
+        with launch.rooms(config, plan, run.logs(1), StartProgress(console)) as rooms:
+            where = "1 node" if rooms.nodes == 1 else f"{rooms.nodes} nodes"
+            console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
+            train(config, rooms, launch.learning_rate(config, facts), launch.sinks(config, run, sys.stdout))
+            rooms.trainer.save_weights(run.weights)
     console.print(whats_next(config, run.root, run.weights, time.monotonic() - started))
 
 
@@ -97,9 +97,12 @@ def whats_next(config: Config, root: Path, weights: Path, seconds: float) -> str
     return "\n".join(
         [
             f"\n{config.max_steps} steps in {seconds:.0f} s. What next:",
-            f"  uv run python scripts/plot_reward.py {root}/metrics.jsonl     # the reward curve",
-            f"  uv run vllm serve {weights}                                   # the trained model (Hugging Face layout)",
-            f"  uv run rl @ {root}/config.json --run.name again --seed 1      # the same run with another seed",
+            "the reward curve, as an SVG file:",
+            f"  uv run --no-sync python scripts/plot_reward.py {root}/metrics.jsonl",
+            "the trained model, in Hugging Face layout; serve it:",
+            f"  uv run --no-sync vllm serve {weights}",
+            "the same run with another seed:",
+            f"  uv run rl @ {root}/config.json --seed {config.seed + 1}",
         ]
     )
 

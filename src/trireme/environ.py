@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+from pathlib import Path
 
 from trireme.config import Config
 
 
 def cluster_address(config: Config) -> str | None:
-    """Address of the cluster to join (`RAY_ADDRESS` is what `ray job submit` sets); none = start one on this machine."""
+    """Address of the cluster to join (`RAY_ADDRESS` is what `ray job submit` sets); none = start one here."""
     return config.cluster.address or os.environ.get("RAY_ADDRESS")
 
 
@@ -19,3 +20,10 @@ def prepare_local_cluster(threads: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+
+
+def prepare_existing_cluster() -> None:
+    """Ray's clusters ask for a token by default, but a driver sends the one that it has only when told to."""
+    has_token = "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file()
+    if "RAY_AUTH_MODE" not in os.environ and has_token:
+        os.environ["RAY_AUTH_MODE"] = "token"

@@ -1,8 +1,8 @@
 """Named fault points, so that tests hit a place for certain and not by timing.
 
 `TRIREME_FAULTS="trainer.forward_backward@3=raise,inference.received=corrupt"` arms points by name: `@n` means the n-th
-time that a process passes it (default 1). Actions: `raise` and `kill` (SIGKILL to itself) happen here; any other word is
-returned to the caller, which knows what it means. With the variable unset a point costs one dictionary look-up.
+time that a process passes it (default 1). Actions: `raise` and `kill` (SIGKILL to itself) happen here; any other word
+is returned to the caller, which knows what it means. With the variable unset a point costs one dictionary look-up.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Starts Ray (or joins a cluster), places the rooms, and takes everything down again. The only module that knows all rooms."""
+"""Starts Ray (or joins a cluster), places the rooms, and takes all down again. The only module that knows all rooms."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from trireme.rundir import RunDir
 
 Progress = Callable[[list[str], float], None]
 SHUTDOWN_S = 15.0
+REACH_S = 5.0
 LONGEST_TEMP_DIR = 28
 """Ray puts unix sockets some 60 characters below its directory, and the system allows 107 for the path of one."""
 
@@ -59,17 +61,26 @@ def ray_cluster(config: Config, plan: Plan) -> Iterator[Resources]:
         with _local_cluster(plan):
             yield plan.resources
         return
-    try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except ConnectionError as error:
-        raise BadInput(
-            f"cluster.address = {address!r}: no Ray cluster answers there ({error}). "
-            "Start one with `ray start --head`, or leave the key out to start one on this machine."
-        ) from error
+    _refuse_unless_reachable(address)
+    ray.init(address=address, log_to_driver=False, configure_logging=False)
     try:
         yield cluster_resources()
     finally:
         ray.shutdown()
+
+
+def _refuse_unless_reachable(address: str) -> None:
+    """Raises BadInput when `address` is host:port and nothing listens there: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if "/" in address or not port.isdigit():  # "auto", "ray://...": Ray's own to resolve
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise BadInput(
+            f"cluster.address = {address}: no Ray cluster answers there ({error}). "
+            "Start one with `ray start --head`, or leave the key out to start one on this machine."
+        ) from None
 
 
 @contextmanager
@@ -127,7 +138,7 @@ def _reserve(bundles: list[dict[str, float]], timeout_s: float, progress: Progre
 
 
 def _start_rooms(config: Config, plan: Plan, log_dir: Path, progress: Progress, ending: ExitStack) -> Rooms:
-    """All rooms side by side: each `start` returns at once, then one wait covers them all. `ending` gets their stops."""
+    """All rooms side by side: each `start` returns at once, then one wait covers all. `ending` gets their stops."""
     deadline = time.monotonic() + config.timeouts.start_s
     resources = [*plan.trainer_options_R, *plan.inference_options_N, plan.orchestrator_options]
     group = _reserve([_bundle(r) for r in resources], config.timeouts.start_s, progress)

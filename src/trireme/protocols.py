@@ -12,7 +12,7 @@ class Sampler(Protocol):
     """The inference room as the orchestrator sees it: all replicas behind one router."""
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
-        """Samples one sequence on some replica. It goes on over weight updates; its spans say which token came from which.
+        """Samples one sequence on some replica. It goes on over weight updates; its spans say what came from which.
 
         Raises RoomFailed when no replica can finish it.
         """

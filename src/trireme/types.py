@@ -146,8 +146,8 @@ class Datum:
 class TokenBatch:
     """Datums as numpy columns, the form in which they cross to the trainer's shards through the object store.
 
-    `tokens` int32 [T] is all inputs one after the other, datum d at `offsets[d]:offsets[d + 1]` (`offsets` int64 [D + 1]);
-    `columns` are [T] in the same order; `temperatures` float32 [D].
+    `tokens` int32 [T] is all inputs one after the other, datum d at `offsets[d]:offsets[d + 1]` (`offsets` int64
+    [D + 1]); `columns` are [T] in the same order; `temperatures` float32 [D].
     """
 
     tokens: npt.NDArray[np.int32]
@@ -228,7 +228,7 @@ class AdamParams:
 class ForwardBackwardOutput:
     """`logprobs` float32 [T], in the order of the batch's tokens: the trainer's log-probability of each target.
 
-    `metrics` are named `name:reduction` with reduction one of sum, max, min, mean (see `trireme.metrics.reduce_metrics`).
+    `metrics` are named `name:reduction`, reduction one of sum, max, min, mean (`trireme.metrics.reduce_metrics`).
     """
 
     logprobs: npt.NDArray[np.float32]

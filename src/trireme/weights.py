@@ -28,7 +28,7 @@ def hash_bytes(data: npt.NDArray[np.uint8]) -> str:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: bytes `offset : offset + nbytes` of bucket number `bucket`. `dtype` as in safetensors ("F32", "BF16")."""
+    """One tensor: bytes `offset : offset + nbytes` of bucket number `bucket`; `dtype` as in safetensors ("F32")."""
 
     name: str
     dtype: str
@@ -103,7 +103,7 @@ def check_received(
 
 
 def check_canary(identity: WeightIdentity, canary: Canary, logprobs: npt.NDArray[np.float32]) -> float:
-    """The largest absolute difference to the trainer's logprobs. Raises WeightsRefused beyond the tolerance or for NaN."""
+    """Largest absolute difference to the trainer's logprobs. Raises WeightsRefused beyond the tolerance or for NaN."""
     diff = float(np.max(np.abs(logprobs - canary.logprobs)))
     if not diff <= canary.tolerance:
         raise WeightsRefused(

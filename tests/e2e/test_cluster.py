@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import subprocess
 import sys
@@ -11,7 +12,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-import ray
 from run_support import TINY, run_rl
 
 from trireme.errors import EXIT_BAD_INPUT, EXIT_OK
@@ -35,38 +35,39 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait(60)
 
 
+def ask(address: str, expression: str, expected: object) -> bool:
+    """Whether a driver of its own that connects to the cluster finds `expression` to be `expected` within 10 s."""
+    code = (
+        "import ray, sys, time\n"
+        f"ray.init(address={address!r}, log_to_driver=False)\n"
+        f"asked = lambda: {expression}\n"
+        "end = time.monotonic() + 10\n"
+        f"while asked() != {expected!r} and time.monotonic() < end:\n"
+        "    time.sleep(0.2)\n"
+        f"sys.exit(asked() != {expected!r})\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+NODES = "sum(node['Alive'] for node in ray.nodes())"
+
+
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[str]:
     """Address of a cluster of two nodes."""
     address = f"127.0.0.1:{free_port()}"
     with ExitStack() as ending:
+        environ = ending.enter_context(pytest.MonkeyPatch.context())
+        environ.setenv("RAY_AUTH_MODE", "token")
+        environ.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         directory = ending.enter_context(tempfile.TemporaryDirectory(prefix="tr-", ignore_cleanup_errors=True))
+        environ.setenv("TMPDIR", directory)
         port = address.partition(":")[2]
-        head = node("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={directory}")
-        ending.callback(stop, head)
-        connect(address, nodes=1)
+        ending.callback(stop, node("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={directory}"))
+        assert any(ask(address, NODES, 1) for _ in range(5))  # it takes some seconds until the head answers
         ending.callback(stop, node(f"--address={address}"))
-        connect(address, nodes=2)
+        assert any(ask(address, NODES, 2) for _ in range(5))
         yield address
-
-
-def connect(address: str, nodes: int, timeout_s: float = 60) -> None:
-    """Waits until the cluster at `address` has `nodes` living nodes."""
-    code = (
-        "import ray, sys, time\n"
-        f"end = time.time() + {timeout_s}\n"
-        "while time.time() < end:\n"
-        "    try:\n"
-        f"        ray.init(address='{address}', log_to_driver=False)\n"
-        f"        sys.exit(0 if sum(n['Alive'] for n in ray.nodes()) >= {nodes} else 1)\n"
-        "    except ConnectionError:\n"
-        "        time.sleep(0.5)\n"
-        "sys.exit(1)\n"
-    )
-    for _ in range(10):
-        if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0:
-            return
-    raise TimeoutError(f"no cluster of {nodes} nodes at {address}")
 
 
 def test_a_run_spans_both_nodes_and_leaves_the_cluster(two_nodes: str, tmp_path: Path) -> None:
@@ -76,12 +77,8 @@ def test_a_run_spans_both_nodes_and_leaves_the_cluster(two_nodes: str, tmp_path:
     assert ended.code == EXIT_OK, ended.out
     assert len(ended.rows) == 3
     assert "rooms on 2 nodes" in ended.out
-    assert ended.left == []  # of the driver; the rooms' processes belong to the cluster
-    ray.init(address=two_nodes, log_to_driver=False)
-    try:
-        assert ray.available_resources()["CPU"] == 2 * CPUS_PER_NODE
-    finally:
-        ray.shutdown()
+    assert ended.left == []  # of the driver's processes; those of the rooms are the cluster's
+    assert ask(two_nodes, "ray.available_resources()['CPU']", 2.0 * CPUS_PER_NODE)
 
 
 def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
