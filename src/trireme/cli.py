@@ -65,16 +65,20 @@ def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> Non
     from trireme import launch  # Ray and the rooms: only a run that starts pays for importing them
     from trireme.driver import train
 
+    launch.check_rooms(config, plan)
     started = time.monotonic()
     with RunDir.create(config) as run, launch.ray_cluster(config, plan) as resources:
         signals.arm()
         plan = Plan.of(config, facts, resources, run.root, plan.notes)
         plan.check_resources()
         console.print(plan.render())
-        with launch.rooms(config, plan, run.logs(1), StartProgress(console)) as rooms:
+        with (
+            launch.rooms(config, plan, run.logs(1), StartProgress(console)) as rooms,
+            launch.sinks(config, run, sys.stdout) as sinks,
+        ):
             where = "1 node" if rooms.nodes == 1 else f"{rooms.nodes} nodes"
             console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
-            train(config, rooms, launch.learning_rate(config, facts), launch.sinks(config, run, sys.stdout))
+            train(config, rooms, launch.learning_rate(config, facts), sinks)
             rooms.trainer.save_weights(run.weights)
     console.print(whats_next(config, run.root, run.weights, time.monotonic() - started))
 

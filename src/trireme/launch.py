@@ -23,6 +23,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from inference.engine import engine_args
 from inference.group import InferenceGroup
 from orchestrator.handle import OrchestratorHandle
 from trainer.group import TrainerGroup
@@ -87,6 +88,7 @@ def _refuse_unless_reachable(address: str) -> None:
 def _local_cluster(plan: Plan) -> Iterator[None]:
     base = tempfile.gettempdir()
     directory = tempfile.mkdtemp(prefix="trireme-", dir=base if len(base) <= LONGEST_TEMP_DIR else "/tmp")
+    before = _children()
     os.environ["TMPDIR"] = directory  # for what actors and engines leave when they are killed (vLLM's sockets)
     try:
         ray.init(
@@ -99,10 +101,18 @@ def _local_cluster(plan: Plan) -> Iterator[None]:
         )
         yield
     finally:
-        started = psutil.Process().children(recursive=True)
+        started = [p for root in _children() - before for p in (root, *_children(root))]
         ray.shutdown()
         _end(started)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _children(of: psutil.Process | None = None) -> set[psutil.Process]:
+    """Direct children of this process, or all descendants of another, which may have ended meanwhile."""
+    try:
+        return set(of.children(recursive=True) if of else psutil.Process().children())
+    except psutil.NoSuchProcess:
+        return set()
 
 
 def _end(processes: list[psutil.Process]) -> None:
@@ -169,12 +179,21 @@ def learning_rate(config: Config, facts: ModelFacts) -> Callable[[int], float]:
     return learning_rate_schedule(config, facts.model_type, facts.hidden_size)
 
 
-def sinks(config: Config, run: RunDir, out: TextIO) -> list[Sink]:
+def check_rooms(config: Config, plan: Plan) -> None:
+    """What only the rooms know to be wrong. Raises BadInput."""
+    engine_args(config, on_cpu=not plan.on_gpus)
+
+
+@contextmanager
+def sinks(config: Config, run: RunDir, out: TextIO) -> Iterator[list[Sink]]:
     """All readers of the run's rows."""
-    found: list[Sink] = [JsonlSink(run.metrics), ConsoleSink(config.max_steps, out)]
-    if config.wandb.project:
-        found.append(WandbSink(config, run.root.name, run.root))
-    return found
+    with ExitStack() as ending:
+        found: list[Sink] = [JsonlSink(run.metrics), ConsoleSink(config.max_steps, out)]
+        if config.wandb.project:
+            found.append(WandbSink(config, run.root.name, run.root))
+        for sink in found:
+            ending.callback(sink.close)
+        yield found
 
 
 def _bundle(options: dict[str, float]) -> dict[str, float]:

@@ -1,13 +1,9 @@
 """One small Ray cluster for the end-to-end tests that need no cluster of their own."""
 
-import os
 import tempfile
 from collections.abc import Iterator
 
 import pytest
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 
 @pytest.fixture(scope="module")

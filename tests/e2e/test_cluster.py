@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 import subprocess
 import sys
@@ -58,8 +57,6 @@ def two_nodes() -> Iterator[str]:
     address = f"127.0.0.1:{free_port()}"
     with ExitStack() as ending:
         environ = ending.enter_context(pytest.MonkeyPatch.context())
-        environ.setenv("RAY_AUTH_MODE", "token")
-        environ.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         directory = ending.enter_context(tempfile.TemporaryDirectory(prefix="tr-", ignore_cleanup_errors=True))
         environ.setenv("TMPDIR", directory)
         port = address.partition(":")[2]
