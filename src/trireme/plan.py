@@ -240,7 +240,7 @@ class Plan:
             ("memory", self._memory_text()),
             ("staleness", self._staleness_text()),
             ("each update", f"weights travel by {self.config.transport}; {self._update_text()}"),
-            ("written to", f"{self._run_dir_text()}: config.json, code.diff, metrics.jsonl, logs/"),
+            ("written to", f"{self._run_dir_text()}: config.json, code.diff, metrics.jsonl, logs/, weights/"),
             *(("warning", text) for text in self.warnings),
         ]
 
