@@ -100,7 +100,7 @@ def repack_output_heads(model: torch.nn.Module) -> None:
 
 
 def corrupt_one_weight(model: torch.nn.Module) -> None:
-    """Doubles the final norm's weights, one by one of which every logit depends (for tests of the canary)."""
+    """Changes one weight of the final norm, on which every logit depends (for tests of the canary)."""
     norms = [p for name, p in model.named_parameters() if name.endswith("norm.weight") and "layers" not in name]
     norms[-1].data[0] += 1.0
 

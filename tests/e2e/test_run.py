@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from run_support import TINY, Ended, at_step, run_rl
+from run_support import ROOT, TINY, Ended, at_step, run_rl
 
 from trireme.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_SIGTERM
 
@@ -86,6 +87,29 @@ def test_temperature_is_the_trainers_too(tmp_path: Path) -> None:
     )
     assert ended.code == EXIT_OK, ended.out
     assert all(row["optim/kl_sample_train_v2"] < 1e-4 for row in ended.rows)
+
+
+def test_an_untied_llama_takes_the_same_path(tmp_path: Path) -> None:
+    """Another architecture, random weights, an output head of its own: every update agrees with the trainer."""
+    model = tmp_path / "llama"
+    shutil.copytree(ROOT / "assets" / "sort-base", model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    make_llama(model)
+    flags = ("--model.name", str(model), "--orchestrator.max-steps-off-policy", "0", "--trainer.shards", "1")
+    ended = run_rl(tmp_path, *TINY, *flags)
+    assert ended.code == EXIT_OK, ended.out
+    assert max(row["weights/canary_max_diff"] for row in ended.rows) < 1e-4
+    assert all(row["optim/kl_sample_train_v2"] < 1e-4 for row in ended.rows)
+    assert all(row["optim/grad_norm"] > 0 for row in ended.rows)
+
+
+def make_llama(path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    set_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 99}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=False, initializer_range=0.2, eos_token_id=1)
+    LlamaForCausalLM(config).save_pretrained(path)
 
 
 @pytest.mark.parametrize(("send", "code"), [(signal.SIGINT, EXIT_INTERRUPTED), (signal.SIGTERM, EXIT_SIGTERM)])
