@@ -24,7 +24,7 @@ DEADLINE_S = 300
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended. `left` are command lines of processes that still lived 20 s later, `files` what it left in its
+    """How a run ended. `left` are command lines of processes that still lived 40 s later, `files` what it left in its
     directory for temporary files, `shm` new files in /dev/shm."""
 
     code: int
@@ -109,7 +109,7 @@ def run_rl(
     return Ended(code, "".join(lines), tmp_path / "run", left, files, set(os.listdir("/dev/shm")) - before)
 
 
-def wait_until_gone(mark: str, timeout_s: float = 20.0) -> list[str]:
+def wait_until_gone(mark: str, timeout_s: float = 40.0) -> list[str]:
     """Command lines of marked processes that still live after `timeout_s`; these are then killed."""
     deadline = time.monotonic() + timeout_s
     while (alive := marked_processes(mark)) and time.monotonic() < deadline:
