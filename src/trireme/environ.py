@@ -18,9 +18,6 @@ def prepare_local_cluster(threads: int) -> None:
     """For a cluster started here, whose processes inherit this environment: `threads` for each of them, and a token of
     its own for authentication. (Without one Ray writes a token into the home directory, and says so at every start.)"""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    # When the driver is killed, the kernel ends Ray's services with it, but two agents first try for this long (60 s by
-    # default) to tell one of them, which is as dead.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 

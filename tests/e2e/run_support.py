@@ -24,7 +24,7 @@ DEADLINE_S = 300
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended. `left` are command lines of processes that still lived 40 s later, `files` what it left in its
+    """How a run ended. `left` are command lines of processes that still lived `gone_s` later, `files` what it left in its
     directory for temporary files, `shm` new files in /dev/shm."""
 
     code: int
@@ -68,6 +68,7 @@ def run_rl(
     environ: dict[str, str] | None = None,
     on_line: Callable[[str, subprocess.Popen[str]], None] | None = None,
     config: Path = QUICKSTART,
+    gone_s: float = 20.0,
 ) -> Ended:
     """Runs to the end (at most DEADLINE_S). `on_line` sees each line of output as it comes, and may send signals."""
     mark = f"TRIREME_TEST_MARK={uuid.uuid4().hex}"
@@ -103,13 +104,13 @@ def run_rl(
         if time.monotonic() - started > DEADLINE_S:
             os.killpg(process.pid, signal.SIGKILL)
     code = process.wait(60)
-    left = wait_until_gone(mark)
+    left = wait_until_gone(mark, gone_s)
     files = set(os.listdir(temporary))
     shutil.rmtree(temporary)
     return Ended(code, "".join(lines), tmp_path / "run", left, files, set(os.listdir("/dev/shm")) - before)
 
 
-def wait_until_gone(mark: str, timeout_s: float = 40.0) -> list[str]:
+def wait_until_gone(mark: str, timeout_s: float) -> list[str]:
     """Command lines of marked processes that still live after `timeout_s`; these are then killed."""
     deadline = time.monotonic() + timeout_s
     while (alive := marked_processes(mark)) and time.monotonic() < deadline:
