@@ -24,7 +24,7 @@ DEADLINE_S = 300
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended. `left` are command lines of processes that still lived `gone_s` later, `files` what it left in its
+    """How a run ended. `left` are command lines of processes still alive after `gone_s`, `files` what it left in its
     directory for temporary files, `shm` new files in /dev/shm."""
 
     code: int
