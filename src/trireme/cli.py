@@ -103,8 +103,9 @@ def whats_next(config: Config, root: Path, weights: Path, seconds: float) -> str
             f"\n{config.max_steps} steps in {seconds:.0f} s. What next:",
             "the reward curve, as an SVG file:",
             f"  uv run --no-sync python scripts/plot_reward.py {root}/metrics.jsonl",
-            "the trained model, in Hugging Face layout; serve it:",
-            f"  uv run --no-sync vllm serve {weights}",
+            "the trained model, in Hugging Face layout (put your prompt in):",
+            '  uv run --no-sync python -c "from transformers import pipeline; '
+            f"print(pipeline('text-generation', '{weights}')('PROMPT'))\"",
             "the same run with another seed:",
             f"  uv run rl @ {root}/config.json --seed {config.seed + 1}",
         ]
