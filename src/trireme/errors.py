@@ -41,3 +41,11 @@ class ProvenanceError(TriremeError):
 
 class WeightsRefused(TriremeError):
     """An update of weights failed its digest or its canary: what arrived is not what was published."""
+
+
+class CheckpointInvalid(TriremeError):
+    """A commit does not verify: torn, truncated, altered, incomplete, or of another format; says which file and why."""
+
+
+class StorageFailed(TriremeError):
+    """Something could not be written; names the path and the space that is free there."""

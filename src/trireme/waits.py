@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,20 @@ def get_all(
 def get(ref: Any, *, who: str, timeout_s: float, log: Path | None = None) -> Any:
     """The value of one reference; as `get_all`."""
     return get_all([ref], who=[who], timeout_s=timeout_s, log=log)[0]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Work that goes on in other processes. `refs` resolve to lists, `who` names their owners."""
+
+    refs: Sequence[Any]
+    who: Sequence[str]
+    log: Path | None = None
+
+    def wait(self, timeout_s: float) -> list[Any]:
+        """What all of them return, in one list. Raises as `get_all`."""
+        parts = get_all(self.refs, who=self.who, timeout_s=timeout_s, log=self.log)
+        return [item for part in parts for item in part]
 
 
 async def get_async(awaitable: Awaitable[Any], *, who: str, timeout_s: float, log: Path | None = None) -> Any:

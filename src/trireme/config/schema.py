@@ -27,6 +27,38 @@ class RunConfig(Section):
     output_dir: str = Field("outputs", description="The run directory is `output_dir/name`.")
 
 
+class ResumeConfig(Section):
+    latest: bool = Field(
+        False,
+        json_schema_extra={"flag": "resume"},
+        description="Go on from the newest commit that verifies; spelled `--resume`.",
+    )
+    step: Annotated[int, Field(ge=-1)] | None = Field(
+        None,
+        description="Go on from the commit of this step; -1 = the newest. What came after it moves to `branches/`.",
+    )
+    dir: str | None = Field(
+        None,
+        description="Fork: a new run that goes on from a commit of the run in this directory, which stays as it is.",
+    )
+    force: bool = Field(False, description="Go on although model, tokenizer, loss or data order differ.")
+
+    @property
+    def wanted(self) -> bool:
+        return self.latest or self.step is not None or self.dir is not None
+
+
+class CheckpointConfig(Section):
+    every: NonNegativeInt = Field(20, description="Steps between commits; 0 = only at the end and on a signal.")
+    keep_last: PositiveInt = Field(3, description="Newest commits that are kept.")
+    keep_every: PositiveInt | None = Field(None, description="Commits of steps divisible by this are kept for good.")
+    async_save: bool = Field(True, description="Go on training while a commit is written.")
+    grace_s: PositiveFloat = Field(60.0, description="SIGTERM, Ctrl-C: seconds within which the run commits and ends.")
+    max_missed: NonNegativeInt = Field(
+        0, description="Commits in a row that may fail (a full disk) before the run stops; the old ones stay."
+    )
+
+
 class ModelConfig(Section):
     name: str = Field(description="A Hugging Face model: a local directory or a name on the hub.")
     tokenizer: str | None = Field(None, description="Directory or hub name of the tokenizer; none = `model.name`.")
@@ -178,6 +210,7 @@ class TimeoutsConfig(Section):
     start_s: PositiveFloat = Field(600.0, description="Deadline for all rooms to start.")
     step_s: PositiveFloat = Field(1800.0, description="Deadline for a batch of rollouts, and for each trainer call.")
     update_s: PositiveFloat = Field(300.0, description="Deadline for a replica to take new weights.")
+    checkpoint_s: PositiveFloat = Field(1800.0, description="Deadline for a commit to be written, or read.")
 
 
 class WandbConfig(Section):
@@ -191,10 +224,15 @@ class WandbConfig(Section):
 class Config(Section):
     """One run."""
 
-    max_steps: PositiveInt = Field(100, description="Number of training steps.")
+    max_steps: PositiveInt = Field(100, description="Training steps, counted from the first start of the run.")
     seed: int = Field(0, description="Seed of data order, sampling and initialisation.")
+    deterministic: bool = Field(
+        False, description="Repeat a run bit for bit on CPUs: needs max_steps_off_policy = 0; slower."
+    )
     clean: bool = Field(False, description="Empty the run directory before starting.")
     run: RunConfig = RunConfig()
+    resume: ResumeConfig = ResumeConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     model: ModelConfig
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig
