@@ -59,6 +59,14 @@ def fsync_directory(path: Path) -> None:
         os.close(directory)
 
 
+def make_directory(path: Path) -> None:
+    """Makes directory `path` and what is missing above it, names forced onto the disk. Raises OSError."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        fsync_directory(path.parent)
+
+
 class HashingWriter:
     """A new binary file that hashes what is written through it, in order; it cannot seek.
 
@@ -118,12 +126,24 @@ def write_bytes(directory: Path, name: str, *chunks: Chunk) -> FileRecord:
     it returns. The record's path is relative to the parent of `directory`. Raises StorageFailed."""
     file = directory / name
     with storage_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(file.parent)
         with HashingWriter(file) as writer:
             for chunk in chunks:
                 writer.write(chunk)
         fsync_directory(file.parent)
     return writer.record(f"{directory.name}/{name}")
+
+
+def replace_file(file: Path, contents: bytes) -> None:
+    """Gives `file` new `contents`: whoever reads it, also after a crash, finds the old ones or the new ones, whole.
+
+    Raises OSError.
+    """
+    new = file.with_name(f"{file.name}.new")
+    with HashingWriter(new) as writer:
+        writer.write(contents)
+    new.replace(file)
+    fsync_directory(file.parent)
 
 
 def checksum_of(file: Path) -> str:
