@@ -59,6 +59,8 @@ def engine_args(cfg: Config, on_cpu: bool) -> dict[str, Any]:
         "seed": cfg.seed,
     }
     args |= cpu_args(cfg) if on_cpu else {"gpu_memory_utilization": cfg.inference.gpu_memory_utilization}
+    if cfg.deterministic:
+        args["enable_prefix_caching"] = False  # what is cached depends on what was asked before, and when
     if clash := sorted(args.keys() & cfg.inference.engine_args.keys()):
         raise BadInput(
             f"inference.engine_args sets {', '.join(clash)}, which other keys or Trireme decide: leave it out"

@@ -6,10 +6,11 @@ import asyncio
 import pickle
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from trireme.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.faults import fault_point
 from trireme.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.weights import PublishedWeights, UpdateReport, check_canary
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.output_processor import RequestOutputCollector
 
 Value = TypeVar("Value")
 Outcome = SampledSequence | TriremeError
@@ -51,6 +55,7 @@ class Replica:
         self.identity: WeightIdentity | None = None
         self.broken: TriremeError | None = None
         self.running: dict[str, asyncio.Task[SampledSequence]] = {}
+        self.pausing = asyncio.Lock()  # held by whoever has paused the engine, so that nobody else lets it go on
 
     async def start(self) -> Health:
         """Starts the engine and samples once: the first logprobs compile a function that a request would wait for."""
@@ -58,7 +63,7 @@ class Replica:
         self.engine = start_engine(self.cfg)
         self.end_ids = end_of_sequence_ids(self.engine)
         await self._in_engine("init_weight_transfer_engine", kwargs={"init_info": {}})
-        await self._generate(WARM_UP, salt="warm-up")
+        await self._completion(await self._submit(WARM_UP, salt="warm-up"))
         return await self.health()
 
     async def health(self) -> Health:
@@ -86,8 +91,10 @@ class Replica:
         """
         fault_point("inference.sample")
         finished: asyncio.Queue[tuple[int, asyncio.Task[SampledSequence]]] = asyncio.Queue()
-        for index, request in enumerate(requests):
-            task = asyncio.create_task(self._sample_one(request))
+        async with self._starting_together():
+            entered = [await self._enter(request) for request in requests]
+        for index, (request, entry) in enumerate(zip(requests, entered, strict=True)):
+            task = asyncio.create_task(self._answer(request, entry))
             self.running[request.request_id] = task
             task.add_done_callback(partial(self._finished, finished, index, request.request_id))
         for _ in requests:
@@ -102,38 +109,77 @@ class Replica:
         self.running.pop(request_id, None)
         finished.put_nowait((index, task))
 
-    async def _sample_one(self, request: SampleRequest) -> SampledSequence:
-        self._raise_if_broken()
-        if self.identity is None:
-            raise RoomFailed(f"{self.name} was asked to sample before any weights were published to it")
-        try:
-            completion = await self._generate(request, salt=self.identity.digest)
-        except Exception as error:
+    @asynccontextmanager
+    async def _starting_together(self) -> AsyncIterator[None]:
+        """In deterministic mode, requests that enter the engine within start in one step, in order of entry: it stands
+        still until all are there. So the composition of every step follows from the requests alone, and with it the
+        order in which numbers are added up. Otherwise the first would run ahead by as many steps as the machine allows.
+        Costs 20 ms a call: vLLM's pause ends in a sleep of that length.
+        """
+        if not self.cfg.deterministic:
+            yield
+            return
+        async with self.pausing:
             self._raise_if_broken()
-            cause = f"{type(error).__name__}: {error}"
-            raise RoomFailed(f"{self.name} could not sample request {request.request_id}: {cause}") from error
+            limit = self.cfg.timeouts.update_s
+            await self._guarded("a pause before sampling", self._stand_still(clear_cache=False), limit)
+            yield
+            await self._guarded("the start of sampling", self.resume(), limit)
+
+    async def _enter(self, request: SampleRequest) -> RequestOutputCollector | TriremeError:
+        """Hands `request` to the engine: where its answer will come, or why it can not be sampled."""
+        try:
+            self._raise_if_broken()
+            if self.identity is None:
+                raise RoomFailed(f"{self.name} was asked to sample before any weights were published to it")
+            return await self._submit(request, salt=self.identity.digest)
+        except Exception as error:
+            return self._can_not_sample(request, error)
+
+    async def _answer(self, request: SampleRequest, entry: RequestOutputCollector | TriremeError) -> SampledSequence:
+        if isinstance(entry, TriremeError):
+            raise entry
+        try:
+            completion = await self._completion(entry)
+        except Exception as error:
+            raise self._can_not_sample(request, error) from error
         return sampled_sequence(request.request_id, completion)
 
-    async def _generate(self, request: SampleRequest, salt: str) -> Any:
-        """vLLM's final CompletionOutput. `salt`: prefix-cache blocks are shared under equal salts only."""
+    def _can_not_sample(self, request: SampleRequest, error: Exception) -> TriremeError:
+        """What failed: this replica as a whole, or `request` alone."""
+        if failure := self._failure():
+            return failure
+        return as_failure(f"{self.name} could not sample request {request.request_id}", error)
+
+    async def _submit(self, request: SampleRequest, salt: str) -> RequestOutputCollector:
+        """Adds a request to the engine's queue. `salt`: prefix-cache blocks are shared under equal salts only."""
         from vllm.inputs import tokens_input
 
         prompt = tokens_input(list(request.prompt), cache_salt=salt)
-        async for output in self.engine.generate(prompt, vllm_params(request, self.end_ids), request.request_id):
-            final = output
-        return final.outputs[0]
+        return await self.engine.add_request(request.request_id, prompt, vllm_params(request, self.end_ids))
+
+    async def _completion(self, entry: RequestOutputCollector) -> Any:
+        """vLLM's final CompletionOutput. Cancelling the wait aborts the request in the engine."""
+        try:
+            return (await entry.get()).outputs[0]
+        except asyncio.CancelledError:
+            await self.engine.abort(entry.request_id, internal=True)
+            raise
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests whose answers nobody waits for any more; unknown and finished ones are passed over."""
         for request_id in request_ids:
             if task := self.running.get(request_id):
-                task.cancel()  # vLLM's generate aborts its request in the engine when it is cancelled
+                task.cancel()
 
     # ------------------------------------------------------------------------------------------------------- weights
 
     async def pause(self) -> None:
         """Stops between two steps, keeps the requests, drops all KV: it is computed again under the next weights."""
-        await self.engine.pause_generation(mode="keep", clear_cache=True)
+        await self._stand_still(clear_cache=True)
+
+    async def _stand_still(self, *, clear_cache: bool) -> None:
+        await self.engine.pause_generation(mode="keep", clear_cache=clear_cache)
 
     async def resume(self) -> None:
         """Goes on with the requests, prefilling each again."""
@@ -146,7 +192,8 @@ class Replica:
         self._raise_if_broken()
         try:
             fault_point("inference.update")
-            diff, reprefill_tokens = await self._take(published, started + self.cfg.timeouts.update_s)
+            async with self.pausing:
+                diff, reprefill_tokens = await self._take(published, started + self.cfg.timeouts.update_s)
         except Exception as error:
             self.broken = as_failure(f"{self.name}, taking version {published.identity.version}", error)
             self._fail_running()
@@ -207,11 +254,15 @@ class Replica:
                 raise RoomFailed(f"{self.name}: no answer for {what} within {timeout_s:.0f} s")
         return task.result()
 
-    def _raise_if_broken(self) -> None:
+    def _failure(self) -> TriremeError | None:
+        """Why this replica is of no more use, if so."""
         if self.broken is None and self.engine.errored:
             self.broken = RoomFailed(f"{self.name}: its engine process died")
-        if self.broken:
-            raise self.broken
+        return self.broken
+
+    def _raise_if_broken(self) -> None:
+        if failure := self._failure():
+            raise failure
 
     def _fail_running(self) -> None:
         """Ends every running request; `sample` answers them with the reason why this replica is broken."""

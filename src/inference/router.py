@@ -38,11 +38,14 @@ class Router:
     """Implements `trireme.protocols.Sampler`.
 
     Requests of equal `route_key` stay on one replica (they share prefixes), others go where the fewest are in flight.
+    With `fixed` (deterministic mode) routes are forgotten whenever nothing is in flight: requests that are then asked
+    for in one turn of the event loop go where their own order says, whatever was asked before or in an earlier process.
     A replica that fails is used no more: its requests raise what it failed with, `acknowledged` leaves it out.
     """
 
-    def __init__(self, replicas: Mapping[int, ReplicaClient]) -> None:
+    def __init__(self, replicas: Mapping[int, ReplicaClient], *, fixed: bool = False) -> None:
         self._replicas = dict(replicas)
+        self._fixed = fixed
         self._failures: dict[int, TriremeError] = {}
         self._in_flight = dict.fromkeys(replicas, 0)
         self._routes: OrderedDict[str, int] = OrderedDict()
@@ -75,6 +78,8 @@ class Router:
 
     def _route(self, key: str) -> int:
         live = self._live()
+        if self._fixed and not any(self._in_flight.values()):
+            self._routes.clear()
         replica = self._routes.pop(key, None)
         if replica is None or replica in self._failures:
             replica = min(live, key=lambda candidate: self._in_flight[candidate])

@@ -114,15 +114,24 @@ class Room:
         return worst
 
 
-def start_rooms(kinds: dict[str, tuple[str, bool]], faults: dict[str, str], directory: Path) -> dict[str, Room]:
-    """Starts one replica per kind {name: (family, tied)} side by side, each armed with its own fault points."""
+def start_rooms(
+    kinds: dict[str, tuple[str, bool]], deterministic: set[str], faults: dict[str, str], directory: Path
+) -> dict[str, Room]:
+    """Starts one replica per kind {name: (family, tied)} side by side, each armed with its own fault points.
+
+    Deterministic ones compute with two threads: then the last bits depend on which requests share a step, and with one
+    they would agree in any case.
+    """
     groups = {}
     for name, (family, tied) in kinds.items():
         path = directory / name
         random_model(family, tied, seed=0).save_pretrained(path)
-        environment = {"OMP_NUM_THREADS": "1", "TRIREME_FAULTS": faults.get(name, "")}
+        threads = "2" if name in deterministic else "1"
+        environment = {"OMP_NUM_THREADS": threads, "TRIREME_FAULTS": faults.get(name, "")}
         options = {"num_cpus": 1, "runtime_env": {"env_vars": environment}}
-        groups[name] = InferenceGroup.start(make_config(path), [options], directory / "logs" / name)
+        groups[name] = InferenceGroup.start(
+            make_config(path, name in deterministic), [options], directory / "logs" / name
+        )
     rooms = {}
     for name, group in groups.items():
         references, who = group.ready_refs()
@@ -131,11 +140,12 @@ def start_rooms(kinds: dict[str, tuple[str, bool]], faults: dict[str, str], dire
     return rooms
 
 
-def make_config(model: Path) -> Config:
+def make_config(model: Path, deterministic: bool) -> Config:
     return Config.model_validate(
         {
+            "deterministic": deterministic,
             "model": {"name": str(model), "max_seq_len": MAX_MODEL_LEN},
-            "orchestrator": {"batch_size": 2},
+            "orchestrator": {"batch_size": 2, "max_steps_off_policy": 0 if deterministic else 1},
             "env": {"id": "sort"},
             "inference": {"sampling": {"max_tokens": 8}, "memory_gb": 0.125},
             "timeouts": {"update_s": 60, "step_s": 120},

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inference.engine import check_spans
 from inference.router import Router
@@ -75,9 +77,9 @@ async def turns(n: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def fleet(n: int) -> tuple[Router, list[FakeReplica]]:
+def fleet(n: int, fixed: bool = False) -> tuple[Router, list[FakeReplica]]:
     fakes = [FakeReplica(f"replica {i}") for i in range(n)]
-    return Router(dict(enumerate(fakes))), fakes
+    return Router(dict(enumerate(fakes)), fixed=fixed), fakes
 
 
 @in_loop
@@ -106,6 +108,34 @@ async def test_equal_route_keys_stay_on_one_replica() -> None:
     await asyncio.gather(*busy, other)
     assert fakes[0].groups == [["a0"], ["a1", "a2", "a3"]]
     assert fakes[1].groups == [["b0"]]
+
+
+async def wave(router: Router, keys: Sequence[str]) -> None:
+    """One turn's requests, in order, and their answers."""
+    await asyncio.gather(*[router.sample(request(f"{key}{i}", key)) for i, key in enumerate(keys)])
+
+
+@given(st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=12), max_size=4), st.integers(1, 4))
+def test_fixed_routes_follow_from_the_wave_alone(earlier: list[list[str]], replicas: int) -> None:
+    """A router with a past sends a wave where a new one does: as after a resume. Equal keys still travel together."""
+    keys = [*"fdbacebd", *"ffga"]
+
+    @in_loop
+    async def run() -> None:
+        (router, fakes), (fresh, expected) = fleet(replicas, fixed=True), fleet(replicas, fixed=True)
+        for fake in (*fakes, *expected):
+            fake.go.set()
+        for past in earlier:
+            await wave(router, past)
+        for fake in fakes:
+            fake.groups.clear()
+        await wave(router, keys)
+        await wave(fresh, keys)
+        assert [fake.groups for fake in fakes] == [fake.groups for fake in expected]
+        keys_at = [{name[0] for group in fake.groups for name in group} for fake in fakes]
+        assert sorted(key for at in keys_at for key in at) == sorted(set(keys))
+
+    run()
 
 
 @in_loop
