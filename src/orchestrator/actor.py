@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.env import EnvContext, load_dataset
+from orchestrator.metrics import Released
 from orchestrator.pipeline import Pipeline
+from orchestrator.snapshot import Snapshot, read_snapshot, write_snapshot
 from orchestrator.tokenizer import load_tokenizer, rollout_limits
+from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
 from trireme.faults import fault_point
 from trireme.logs import redirect
@@ -37,8 +41,24 @@ class OrchestratorActor:
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         return await self._pipeline.next_minibatch(step, substep)
 
-    async def release(self, step: int) -> dict[str, float]:
+    async def release(self, step: int) -> Released:
         return self._pipeline.release(step)
+
+    async def take_snapshot(self) -> None:
+        """Keeps the state of the last boundary for `write_snapshot`."""
+        self._snapshot = self._pipeline.snapshot()
+
+    async def write_snapshot(self, path: Path) -> list[FileRecord]:
+        """Writes what `take_snapshot` kept, while everything goes on. Raises StorageFailed."""
+        return await asyncio.to_thread(_write, self._snapshot, path)
+
+    async def load_state(self, path: Path) -> None:
+        self._pipeline.load(await asyncio.to_thread(read_snapshot, path))
 
     async def stop(self) -> None:
         await self._pipeline.stop()
+
+
+def _write(snapshot: Snapshot, path: Path) -> list[FileRecord]:
+    fault_point("orchestrator.save")
+    return write_snapshot(snapshot, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from orchestrator.env import EnvGroupBuilder, RLDataset
@@ -29,9 +30,22 @@ class Cursor:
         return problem
 
     def builder(self, problem: str) -> EnvGroupBuilder:
-        """The problem that `next_problem` named."""
+        """The problem that `next_problem` named. Raises BadInput when it is not in the dataset (any more)."""
         _, batch, position = map(int, problem.split("."))
+        if batch >= len(self.dataset) or position >= len(self._problems(batch)):
+            raise BadInput(
+                f"problem {problem} (epoch.batch.position) is not in {type(self.dataset).__name__}, which has "
+                f"{len(self.dataset)} batches; expected the data that the run was begun with"
+            )
         return self._problems(batch)[position]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "batch": self.batch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on where another cursor stood. Raises BadInput when the dataset has no such place."""
+        self.epoch, self.batch, self.position = state["epoch"], state["batch"], state["position"]
+        self.builder(f"{self.epoch}.{self.batch}.{self.position}")
 
     def _problems(self, batch: int) -> list[EnvGroupBuilder]:
         if self._loaded is None or self._loaded[0] != batch:

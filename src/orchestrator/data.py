@@ -99,20 +99,21 @@ def mask_overlong(data_D: Sequence[Datum]) -> list[Datum]:
 @dataclass(frozen=True)
 class ScoredGroup:
     """A group whose rollouts are done: `rewards_G` are sums of step rewards plus the group's reward. `metrics_G` come
-    with the group's rewards; `tags` are the names under which its metrics appear."""
+    with the group's rewards; `tags` are the names under which its metrics appear; all was sampled at `temperature`."""
 
     group: Group
     trajectories_G: tuple[Trajectory, ...]
     rewards_G: tuple[float, ...]
     metrics_G: tuple[Mapping[str, float], ...]
     tags: tuple[str, ...]
+    temperature: float
 
 
-def group_to_data(scored: ScoredGroup, kind: AdvantageKind, temperature: float, overlong_filter: bool) -> list[Datum]:
+def group_to_data(scored: ScoredGroup, kind: AdvantageKind, overlong_filter: bool) -> list[Datum]:
     """The datums of all trajectories of a group. `overlong_filter`: those cut by length do not count in the loss."""
     data_D: list[Datum] = []
     for trajectory, advantage in zip(scored.trajectories_G, compute_advantages(scored.rewards_G, kind), strict=True):
-        data = trajectory_to_data(trajectory, float(advantage), temperature)
+        data = trajectory_to_data(trajectory, float(advantage), scored.temperature)
         data_D += mask_overlong(data) if overlong_filter and trajectory.stop_reason != "stop" else data
     return data_D
 

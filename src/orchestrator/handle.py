@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from orchestrator.actor import OrchestratorActor
+from orchestrator.metrics import Released
 from trireme import waits
 from trireme.config import Config
 from trireme.errors import TriremeError
@@ -46,18 +47,36 @@ class OrchestratorHandle:
         timeouts = self._cfg.timeouts
         return self._wait(self._actor.update_weights.remote(weights), "the replicas' update", timeouts.update_s)
 
-    def minibatches(self, step: int, substep: int) -> Iterator[Minibatch]:
-        """The minibatches of a substep as their groups finish: one unless streaming."""
+    def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] | None = None) -> Iterator[Minibatch]:
+        """The minibatches of a substep as their groups finish: one unless streaming. `on_tick` is called about once a
+        second while there is none; when it raises, the step is given up and no further minibatch may be asked for."""
         last = False
         while not last:
             ref = self._actor.next_minibatch.remote(step, substep)
-            minibatch: Minibatch = self._wait(ref, f"a minibatch of step {step}", self._cfg.timeouts.step_s)
+            minibatch: Minibatch = self._wait(ref, f"a minibatch of step {step}", self._cfg.timeouts.step_s, on_tick)
             last = minibatch.last
             yield minibatch
 
-    def release(self, step: int) -> dict[str, float]:
-        """Says that `step` has been trained on; its row of metrics."""
+    def release(self, step: int) -> Released:
+        """Says that `step` has been trained on; what it leaves behind."""
         return self._wait(self._actor.release.remote(step), f"the release of step {step}", self._cfg.timeouts.step_s)
+
+    def save_state(self, path: Path) -> waits.Pending:
+        """The state of the last boundary: taken when this returns, written to directory `path` in the background.
+
+        May be called until the next version is published, also in the middle of a step that will not be finished.
+
+        The wait gives the FileRecords of what was written, and raises StorageFailed.
+        """
+        self._wait(self._actor.take_snapshot.remote(), "a snapshot of its state", self._cfg.timeouts.checkpoint_s)
+        return waits.Pending(
+            [self._actor.write_snapshot.remote(path)], ["orchestrator (its part of a commit)"], self._log
+        )
+
+    def load_state(self, path: Path) -> None:
+        """Goes on from what `save_state` wrote; once ready, before the first `update_weights`. Raises BadInput when the
+        dataset lacks the problems that are to be sampled."""
+        self._wait(self._actor.load_state.remote(path), f"its state from {path}", self._cfg.timeouts.checkpoint_s)
 
     def stop(self) -> None:
         """Cancels all rollouts, lets environments clean up, and ends the actor, whatever state it is in."""
@@ -65,5 +84,12 @@ class OrchestratorHandle:
             waits.get(self._actor.stop.remote(), who="orchestrator (its end)", timeout_s=STOP_S, log=self._log)
         ray.kill(self._actor)
 
-    def _wait(self, ref: Any, what: str, timeout_s: float) -> Any:
-        return waits.get(ref, who=f"orchestrator ({what})", timeout_s=timeout_s + ANSWER_S, log=self._log)
+    def _wait(self, ref: Any, what: str, timeout_s: float, on_tick: Callable[[], None] | None = None) -> Any:
+        def tick(_names: list[str], _waited_s: float) -> None:
+            if on_tick:
+                on_tick()
+
+        (value,) = waits.get_all(
+            [ref], who=[f"orchestrator ({what})"], timeout_s=timeout_s + ANSWER_S, log=self._log, on_tick=tick
+        )
+        return value

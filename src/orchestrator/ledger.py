@@ -43,6 +43,21 @@ The bound: a group taken into batch s has age at most K.
 No deadlock: when all batches before s are released and acknowledged, all (K + 1) B >= B slots belong to batch s and
 what comes after it, so it fills as long as running groups end.
 
+Resume. The state of a ledger is that of the last boundary N: N batches released, all replicas hold N. Groups taken
+since then are finished again, in their place. When it is loaded all slots of batches before N are free, F = N, and
+running groups, which are sampled again, get the floor N. With unchanged options the proof goes on where it was:
+
+  Unprotected group. As above, with s = N (it was there when batch N - 1 was cut, or dispatched later, or had been taken
+  into batch N): floor >= N - K, and from here on the cuts of batches N, N + 1 .. see to it.
+
+  Protected group, with p groups before it, counted from the first of batch N. Nobody had overtaken it, so these are
+  the same as without the resume, and it lands in batch N + p // B or earlier, as it would have. If it was running, its
+  floor is N, and p < (K + 1) B.
+
+With other options a group may not fit: no slot is left for it (the youngest go first), its floor is below N - K, or it
+is protected and would be too old in batch N + p // B. Its problem goes to the front of those to dispatch, counted as
+requeued whatever the policy. For what is left both cases hold with the new B and K.
+
 Conservation, at every moment: dispatched = trained + in_training + filtered + requeued + dropped + failed + active
 (active = running + finished). A problem is trained, filtered, dropped or failed exactly once, however often it is
 requeued in between.
@@ -51,9 +66,9 @@ requeued in between.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trireme.errors import ProvenanceError
 
@@ -111,7 +126,7 @@ class Ledger:
     replicas: dict[int, int] = field(default_factory=dict)
     active: dict[int, Group] = field(default_factory=dict)
     """By index, so in order of dispatch."""
-    consumed: dict[int, int] = field(default_factory=dict)
+    consumed: dict[int, list[Group]] = field(default_factory=dict)
     """Groups taken into each batch whose slots are not free yet."""
     requeue: deque[tuple[str, int]] = field(default_factory=deque)
     """Problems to sample afresh, with how often they have been requeued."""
@@ -123,12 +138,16 @@ class Ledger:
 
     @property
     def slots_taken(self) -> int:
-        return len(self.active) + sum(self.consumed.values())
+        return len(self.active) + sum(map(len, self.consumed.values()))
+
+    @property
+    def assembled(self) -> int:
+        """Groups taken so far into the batch that is being assembled."""
+        return len(self.consumed.get(self.batch, ()))
 
     def can_dispatch(self) -> bool:
         """Whether a slot is free, a replica is live, and one more group can still be used before the last batch."""
-        taken = self.batch * self.batch_size + self.consumed.get(self.batch, 0)
-        useful = taken + len(self.active) < self.max_steps * self.batch_size
+        useful = len(self.active) + self.assembled < (self.max_steps - self.batch) * self.batch_size
         return useful and bool(self.replicas) and self.slots_taken < self.slots
 
     def dispatch(self, new_problem: Callable[[], str]) -> Group:
@@ -166,7 +185,7 @@ class Ledger:
         May be called several times for one batch; the call that completes it cuts it. Raises ProvenanceError for a
         group that is too old, ValueError for another batch than the one being assembled or more groups than it lacks.
         """
-        lacking = self.batch_size - self.consumed.get(self.batch, 0)
+        lacking = self.batch_size - self.assembled
         if step != self.batch or not 0 < count <= lacking:
             raise ValueError(f"asked for {count} groups of batch {step}; batch {self.batch} lacks {lacking}")
         groups = self._takeable()[:count]
@@ -179,7 +198,7 @@ class Ledger:
                     f"step {step}: age {step - group.floor}, at most {self.max_age} is allowed"
                 )
             del self.active[group.index]
-        self.consumed[step] = self.consumed.get(step, 0) + count
+        self.consumed.setdefault(step, []).extend(groups)
         return Taken(tuple(groups), self._cut() if count == lacking else ())
 
     def _takeable(self) -> list[Group]:
@@ -206,19 +225,24 @@ class Ledger:
             self.tally.expired_finished += group.finished
             self.tally.expired_running += not group.finished
         if self.policy == "requeue":
-            self.requeue.extendleft((g.problem, g.requeues + 1) for g in reversed(evicted))
-            self.tally.requeued += len(evicted)
+            self._requeue(evicted)
         else:
             self.tally.dropped += len(evicted)
         return evicted
 
-    def release(self, step: int) -> None:
-        """Batch `step` has been trained on."""
+    def _requeue(self, groups: Sequence[Group]) -> None:
+        self.requeue.extendleft((g.problem, g.requeues + 1) for g in reversed(groups))
+        self.tally.requeued += len(groups)
+
+    def release(self, step: int) -> tuple[Group, ...]:
+        """Batch `step` has been trained on; its groups."""
         if step != self.released or step >= self.batch:
             raise ValueError(f"batch {step} cannot be released: {self.released} are, {self.batch} are cut")
+        groups = tuple(self.consumed[step])
         self.released += 1
-        self.tally.trained += self.batch_size
+        self.tally.trained += len(groups)
         self._free()
+        return groups
 
     def acknowledge(self, replicas: Mapping[int, int]) -> None:
         """The live replicas, each with the version that it acknowledged. Those not in it have left.
@@ -244,9 +268,8 @@ class Ledger:
         """The terms of the conservation equation, and what `active` and the queue consist of. Raises ProvenanceError
         unless the equation holds."""
         finished = sum(g.finished for g in self.active.values())
-        in_training = sum(count for step, count in self.consumed.items() if step >= self.released)
         counts = vars(self.tally) | {
-            "in_training": in_training,
+            "in_training": len(self._in_training()),
             "active": len(self.active),
             "running": len(self.active) - finished,
             "finished": finished,
@@ -257,3 +280,41 @@ class Ledger:
         if counts["dispatched"] != sum(counts[name] for name in ends):
             raise ProvenanceError(f"groups were lost or counted twice: {counts}")
         return counts
+
+    def _in_training(self) -> list[Group]:
+        return [group for step, groups in self.consumed.items() if step >= self.released for group in groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last boundary as JSON values, see the module's docstring. Raises ValueError when there is no way back to
+        it: a replica has a later version already."""
+        ahead = {replica: version for replica, version in self.replicas.items() if version > self.released}
+        if ahead:
+            raise ValueError(f"{self.released} batches are released, but replicas hold later versions: {ahead}")
+        groups = sorted([*self._in_training(), *self.active.values()], key=lambda group: group.index)
+        return {
+            "released": self.released,
+            "groups": [dict(vars(group)) for group in groups],
+            "requeue": [list(entry) for entry in self.requeue],
+            "tally": dict(vars(self.tally)),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a boundary, in a new ledger. Groups that do not fit are requeued, see the module's docstring.
+        Raises ProvenanceError when the state's groups do not add up."""
+        self.batch = self.released = self.floor = state["released"]
+        self.requeue = deque((problem, requeues) for problem, requeues in state["requeue"])
+        self.tally = Tally(**state["tally"])
+        groups = [Group(**values) for values in state["groups"]]
+        for group in groups:
+            if not group.finished:
+                group.floor = self.floor
+            if self._fits(group):
+                self.active[group.index] = group
+        self._requeue([group for group in groups if group.index not in self.active])
+        self.counts()
+
+    def _fits(self, group: Group) -> bool:
+        """Whether a loaded group has a slot after those that are active, and will be young enough."""
+        place = len(self.active)
+        latest = self.batch + (place // self.batch_size if self.protected(group) else 0)
+        return place < self.slots and latest - group.floor <= self.max_age

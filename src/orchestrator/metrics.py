@@ -36,6 +36,15 @@ STOP_REASONS = ("stop", "length", "max_seq_len")
 ENDINGS = ("requeued", "dropped", "filtered", "failed", "expired_running", "expired_finished")
 
 
+@dataclass(frozen=True)
+class Released:
+    """What a step leaves behind: its row of metrics, and of each group it was `trained` on problem, index, requeues and
+    floor, in the order in which they were taken."""
+
+    metrics: dict[str, float]
+    trained: list[dict[str, Any]]
+
+
 class IdleClock:
     """Adds up the seconds in which nothing was in flight: `with clock:` around each request."""
 
@@ -76,8 +85,9 @@ class StepMeter:
     def row(self, step: int, counts: Mapping[str, int], before: Mapping[str, int], idle_s: float) -> dict[str, float]:
         """The row of `step`; `counts` are the ledger's now, `before` those of the last row."""
         rollouts = [trajectory for scored in self.trained for trajectory in scored.trajectories_G]
+        rewarded = sorted(self.trained + self.filtered, key=lambda scored: scored.group.index)
         return {
-            **env_metrics(self.trained + self.filtered),
+            **env_metrics(rewarded),
             **off_policy_metrics(step, self.trained, counts, before),
             **{f"ledger/{name}": float(value) for name, value in counts.items()},
             **{f"rollout_errors/{name}": float(count) for name, count in sorted(self.errors.items())},

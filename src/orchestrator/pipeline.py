@@ -17,6 +17,10 @@
 Back-pressure is the ledger's slots and nothing else: when the trainer does not take or release, slots stay taken,
 dispatch stops, and the replicas run dry. An error in any loop is raised by the driver's next call, at once if one is
 waiting.
+
+State. A snapshot is of the last boundary: what has been taken for a step that is not released is finished again, in its
+place. What was sampled since then is kept, except in deterministic mode: the groups sampled afresh would be fewer, so
+engines would work on other requests at once. There the snapshot is the one that was made when the step was released.
 """
 
 from __future__ import annotations
@@ -24,9 +28,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-import traceback
-from collections import deque
+from collections import Counter
 from collections.abc import Awaitable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,8 +39,11 @@ from orchestrator.cursor import Cursor
 from orchestrator.data import ScoredGroup, build_minibatch, group_to_data, is_constant
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.ledger import Group, Ledger, Taken
-from orchestrator.metrics import IdleClock, StepMeter
+from orchestrator.limits import RunLimits
+from orchestrator.lockstep import Lockstep, OwnPace
+from orchestrator.metrics import IdleClock, Released, StepMeter
 from orchestrator.rollout import PromptTooLong, RolloutError, RolloutKey, RolloutLimits, check_reward, run_rollout
+from orchestrator.snapshot import Snapshot
 from trireme.config import Config
 from trireme.errors import LimitReached, ProvenanceError, RoomFailed, TriremeError
 from trireme.faults import fault_point
@@ -45,8 +52,7 @@ from trireme.types import Minibatch, SampledSequence, SampleRequest
 from trireme.weights import PublishedWeights, UpdateReport
 
 LAG_TICK_S = 0.25
-MIN_WINDOW = 32
-"""The failure rate is judged over the last batch's worth of rollouts, but never over fewer than this."""
+WITNESSED = ("problem", "index", "requeues", "floor")
 
 T = TypeVar("T")
 
@@ -60,7 +66,7 @@ class Pipeline:
         self._ledger = Ledger(
             batch_size=self._options.batch_size,
             max_age=self._options.max_steps_off_policy,
-            policy=self._options.stale_policy,
+            policy="wait" if cfg.deterministic else self._options.stale_policy,
             max_requeues=self._options.max_requeues,
             max_steps=cfg.max_steps,
         )
@@ -69,12 +75,11 @@ class Pipeline:
         self._background: set[asyncio.Task[None]] = set()
         self._slots_changed, self._groups_changed = asyncio.Event(), asyncio.Event()
         self._error: BaseException | None = None
-        self._first_failure = "none"
-        window = max(MIN_WINDOW, self._options.batch_size * self._options.group_size)
-        self._failures: deque[bool] = deque(maxlen=window)
-        self._unusable_in_a_row = 0
+        self._pace = Lockstep(self._ledger.can_dispatch) if cfg.deterministic else OwnPace()
+        self._run_limits = RunLimits(cfg)
         self._meter, self._idle = StepMeter(), IdleClock()
         self._counts = self._ledger.counts()
+        self._boundary: Snapshot | None = None
 
     # ---- the driver's verbs
 
@@ -84,10 +89,18 @@ class Pipeline:
         reports = await self._sampler.update_weights(weights)
         self._ledger.acknowledge(self._sampler.acknowledged())
         if not self._background:
-            self._spawn(self._dispatch_loop(), "dispatch loop")
-            self._spawn(self._lag_loop(), "lag loop")
+            self._start()
         self._slots_changed.set()
         return reports
+
+    def _start(self) -> None:
+        """Begins the loops, and samples again what was running when the state that was loaded was saved."""
+        self._note_boundary()
+        for group in self._ledger.active.values():
+            if not group.finished:
+                self._start_group(group)
+        self._spawn(self._dispatch_loop(), "dispatch loop")
+        self._spawn(self._lag_loop(), "lag loop")
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         """The next minibatch of a substep, as soon as its groups are finished.
@@ -97,7 +110,7 @@ class Pipeline:
         fault_point("orchestrator.minibatch")
         count = self._cfg.groups_per_minibatch
         per_substep = self._options.batch_size // self._cfg.trainer.num_substeps
-        done = self._ledger.consumed.get(self._ledger.batch, 0)
+        done = self._ledger.assembled
         if (step, substep) != (self._ledger.batch, done // per_substep):
             raise ValueError(
                 f"asked for step {step}, substep {substep}; next is {self._ledger.batch}, {done // per_substep}"
@@ -112,16 +125,33 @@ class Pipeline:
         self._meter.trained += scored_P
         return self._minibatch(step, scored_P, last=(done + count) % per_substep == 0)
 
-    def release(self, step: int) -> dict[str, float]:
-        """Step `step` has been trained on: its slots are free once its version is acknowledged. Its row of metrics."""
+    def release(self, step: int) -> Released:
+        """Step `step` has been trained on: its slots are free once its version is acknowledged."""
         fault_point("orchestrator.release")
         self._raise_error()
-        self._ledger.release(step)
+        groups = self._ledger.release(step)
         self._slots_changed.set()
         counts = self._ledger.counts()
         row = self._meter.row(step, counts, self._counts, self._idle.take())
         self._meter, self._counts = StepMeter(), counts
-        return row
+        self._note_boundary()
+        return Released(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups])
+
+    def snapshot(self) -> Snapshot:
+        """The last boundary, at any moment until the next version is published. Raises ValueError after that."""
+        return self._boundary or self._snapshot()
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Goes on from a snapshot; before the first `update_weights`. Raises BadInput when the dataset is another."""
+        self._cursor.load_state_dict(snapshot.cursor)
+        self._ledger.load_state_dict(snapshot.ledger)
+        self._run_limits.load_state_dict(snapshot.limits)
+        groups = self._ledger.active
+        self._finished = {
+            s.group.index: replace(s, group=groups[s.group.index]) for s in snapshot.finished if s.group.index in groups
+        }
+        self._meter.filtered, self._meter.errors = list(snapshot.filtered), Counter(snapshot.errors)
+        self._counts = dict(snapshot.counts)
 
     async def stop(self) -> None:
         """Cancels everything and waits for it; environments are cleaned up."""
@@ -129,6 +159,26 @@ class Pipeline:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- state
+
+    def _note_boundary(self) -> None:
+        if self._cfg.deterministic:
+            self._boundary = self._snapshot()
+
+    def _snapshot(self) -> Snapshot:
+        stopped_by_limit = isinstance(
+            self._error, LimitReached
+        )  # then a resume, after what was wrong was mended, counts anew
+        return Snapshot(
+            cursor=self._cursor.state_dict(),
+            ledger=self._ledger.state_dict(),
+            limits=(RunLimits(self._cfg) if stopped_by_limit else self._run_limits).state_dict(),
+            finished=(*self._meter.trained, *self._finished.values()),
+            filtered=tuple(self._meter.filtered),
+            errors=dict(self._meter.errors),
+            counts=self._counts,
+        )
 
     # ---- taking
 
@@ -149,10 +199,7 @@ class Pipeline:
         self._slots_changed.set()
 
     def _minibatch(self, step: int, scored_P: list[ScoredGroup], last: bool) -> Minibatch:
-        temperature = self._cfg.inference.sampling.temperature
-        data_P = [
-            group_to_data(s, self._options.advantage, temperature, self._options.overlong_filter) for s in scored_P
-        ]
+        data_P = [group_to_data(s, self._options.advantage, self._options.overlong_filter) for s in scored_P]
         return build_minibatch(step, scored_P, data_P, last)
 
     def _overdue(self, step: int, count: int) -> str:
@@ -162,7 +209,8 @@ class Pipeline:
         return (
             f"waited {self._cfg.timeouts.step_s:g} s (timeouts.step_s) for {count} finished groups of batch {step}. "
             f"Groups: {self._ledger.counts()}; oldest problem still sampling: {running[0] if running else 'none'}; "
-            f"versions acknowledged by replicas: {self._ledger.replicas}; first failed rollout: {self._first_failure}"
+            f"versions acknowledged by replicas: {self._ledger.replicas}; "
+            f"first failed rollout: {self._run_limits.first_failure}"
         )
 
     # ---- loops
@@ -173,9 +221,12 @@ class Pipeline:
             self._slots_changed.clear()
             self._ledger.acknowledge(self._sampler.acknowledged())
             while self._ledger.can_dispatch():
-                group = self._ledger.dispatch(self._cursor.next_problem)
-                work = self._run_group(group, self._cursor.builder(group.problem))
-                self._running[group.index] = self._spawn(work, f"group of problem {group.problem}")
+                self._start_group(self._ledger.dispatch(self._cursor.next_problem))
+
+    def _start_group(self, group: Group) -> None:
+        self._pace.enter(group.index, self._options.group_size)
+        work = self._run_group(group, self._cursor.builder(group.problem))
+        self._running[group.index] = self._spawn(work, f"group of problem {group.problem}")
 
     async def _lag_loop(self) -> None:
         while True:
@@ -202,75 +253,75 @@ class Pipeline:
     # ---- one group
 
     async def _run_group(self, group: Group, builder: EnvGroupBuilder) -> None:
+        try:
+            outcomes_G = await self._play_group(group, builder)
+            scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
+        finally:
+            self._running.pop(group.index, None)  # an eviction must not interrupt the cleaning up
+            await self._attempt(builder.cleanup(), self._deadline())
+        await self._pace.before_end(group.index)
+        self._settle(group, scored, outcomes_G)
+
+    async def _play_group(self, group: Group, builder: EnvGroupBuilder) -> list[Trajectory | Exception]:
+        """All rollouts of a group; in place of one that failed for good, its last error."""
         envs = asyncio.ensure_future(builder.make_envs())
         rollouts = [
             asyncio.ensure_future(self._rollout(group, builder, envs, sample))
             for sample in range(self._options.group_size)
         ]
         try:
-            outcomes = await asyncio.gather(*rollouts)
-            scored = await self._score(group, builder, [t for t in outcomes if t is not None])
-            self._settle(group, scored)
+            return await asyncio.gather(*rollouts)
         finally:
             for task in (envs, *rollouts):
                 task.cancel()
-            await self._attempt(builder.cleanup())
 
     async def _rollout(
         self, group: Group, builder: EnvGroupBuilder, envs: asyncio.Future[Sequence[Env]], sample: int
-    ) -> Trajectory | None:
-        """One rollout with its retries; none when all failed, or when its prompt was refused (no use in retrying)."""
+    ) -> Trajectory | Exception:
+        """One rollout with its retries. A prompt that was refused is not tried again."""
         for retry in range(self._options.retries + 1):
             attempt = group.requeues * (self._options.retries + 1) + retry
             key = RolloutKey(self._cfg.env.label, group.problem, sample, attempt, f"{group.problem}/{group.requeues}")
-            made = builder.make_envs() if retry else asyncio.shield(envs)
-            outcome = await self._attempt(self._play(made, key))
-            if isinstance(outcome, Trajectory):
+            made, deadline = builder.make_envs() if retry else asyncio.shield(envs), self._deadline()
+            outcome = await self._attempt(self._play(group, made, key, deadline), deadline)
+            if isinstance(outcome, Trajectory | PromptTooLong):
                 break
-            if isinstance(outcome, PromptTooLong):
-                return None
-        self._judge_failures(isinstance(outcome, Trajectory))
-        return outcome if isinstance(outcome, Trajectory) else None
+        self._pace.rollout_over(group.index)
+        return outcome
 
-    async def _play(self, made: Awaitable[Sequence[Env]], key: RolloutKey) -> Trajectory:
+    async def _play(
+        self, group: Group, made: Awaitable[Sequence[Env]], key: RolloutKey, deadline: asyncio.Timeout
+    ) -> Trajectory:
         envs = await made
         if len(envs) != self._options.group_size:
             raise RolloutError(
                 f"environment {key.env}, problem {key.problem}: make_envs gave {len(envs)} environments, expected "
                 f"group_size = {self._options.group_size}"
             )
+
+        async def sample(request: SampleRequest) -> SampledSequence:
+            await self._pace.before_sample(group.index, key.sample, deadline)
+            with self._idle:
+                return await self._sampler.sample(request)
+
         sampling = self._cfg.inference.sampling
-        return await run_rollout(envs[key.sample], self._sample, key, self._limits, sampling, self._cfg.seed)
+        return await run_rollout(envs[key.sample], sample, key, self._limits, sampling, self._cfg.seed)
 
-    async def _sample(self, request: SampleRequest) -> SampledSequence:
-        with self._idle:
-            return await self._sampler.sample(request)
+    def _deadline(self) -> asyncio.Timeout:
+        return asyncio.timeout(self._options.generation_timeout_s)
 
-    async def _attempt(self, work: Awaitable[T]) -> T | Exception:
+    async def _attempt(self, work: Awaitable[T], deadline: asyncio.Timeout) -> T | Exception:
         """The one place where what an environment raises is caught: counted, and returned. Errors of the rooms
         themselves (TriremeError) go on to the driver."""
         try:
-            async with asyncio.timeout(self._options.generation_timeout_s):
+            async with deadline:
                 return await work
         except TriremeError:
             raise
         except Exception as error:
             self._meter.errors[type(error).__name__] += 1
-            if self._first_failure == "none":
-                self._first_failure = "".join(traceback.format_exception(error))
+            self._run_limits.note_failure(error)
             return error
-
-    def _judge_failures(self, succeeded: bool) -> None:
-        """Raises LimitReached when too many of the recent rollouts failed after all retries."""
-        self._failures.append(not succeeded)
-        rate = sum(self._failures) / len(self._failures)
-        if len(self._failures) == self._failures.maxlen and rate > self._options.max_failure_rate:
-            raise LimitReached(
-                f"{rate:.0%} of the last {len(self._failures)} rollouts of environment {self._cfg.env.label} failed "
-                f"after {self._options.retries} retries; expected at most orchestrator.max_failure_rate = "
-                f"{self._options.max_failure_rate:.0%}. Mend the environment, or raise the limit. The first failure:\n"
-                f"{self._first_failure}"
-            )
 
     async def _score(
         self, group: Group, builder: EnvGroupBuilder, trajectories_G: list[Trajectory]
@@ -281,14 +332,14 @@ class Pipeline:
         if len(trajectories_G) < needed:
             return None
         self._check_floor(group, trajectories_G)
-        outcome = await self._attempt(self._group_rewards(group, builder, trajectories_G))
+        outcome = await self._attempt(self._group_rewards(group, builder, trajectories_G), self._deadline())
         return None if isinstance(outcome, Exception) else outcome
 
     async def _group_rewards(
         self, group: Group, builder: EnvGroupBuilder, trajectories_G: list[Trajectory]
     ) -> ScoredGroup:
         extra_G = await builder.compute_group_rewards(trajectories_G)
-        rewards_G = [t.reward + reward for t, (reward, _) in zip(trajectories_G, extra_G, strict=True)]
+        rewards_G = [float(t.reward + reward) for t, (reward, _) in zip(trajectories_G, extra_G, strict=True)]
         for reward in rewards_G:
             check_reward(reward, self._cfg.env.label, group.problem)
         return ScoredGroup(
@@ -297,6 +348,7 @@ class Pipeline:
             rewards_G=tuple(rewards_G),
             metrics_G=tuple(metrics for _, metrics in extra_G),
             tags=(self._cfg.env.label, *builder.logging_tags()),
+            temperature=self._cfg.inference.sampling.temperature,
         )
 
     def _check_floor(self, group: Group, trajectories_G: list[Trajectory]) -> None:
@@ -308,9 +360,13 @@ class Pipeline:
                 f"it was sampled by version {oldest}"
             )
 
-    def _settle(self, group: Group, scored: ScoredGroup | None) -> None:
-        """Tells the ledger how a group ended, and whoever waits for it."""
-        del self._running[group.index]
+    def _settle(self, group: Group, scored: ScoredGroup | None, outcomes_G: Sequence[Trajectory | Exception]) -> None:
+        """Tells the ledger how a group ended, and whoever waits for it. Raises LimitReached."""
+        for outcome in outcomes_G:
+            if not isinstance(outcome, PromptTooLong):
+                self._run_limits.judge_rollout(isinstance(outcome, Trajectory))
+        if group.index not in self._ledger.active:  # evicted while its environments were cleaned up
+            return
         if scored is None:
             self._ledger.fail(group)
         elif self._options.remove_constant_reward_groups and is_constant(scored.rewards_G):
@@ -319,19 +375,7 @@ class Pipeline:
         else:
             self._ledger.finish(group)
             self._finished[group.index] = scored
-        self._judge_unusable(usable=group.finished)
+        self._run_limits.judge_group(group.finished, self._ledger.counts())
         self._slots_changed.set()
         self._groups_changed.set()
-
-    def _judge_unusable(self, usable: bool) -> None:
-        """Raises LimitReached after a long stretch of groups that cannot be trained on."""
-        self._unusable_in_a_row = 0 if usable else self._unusable_in_a_row + 1
-        limit = self._options.max_filtered_batches * self._options.batch_size
-        if self._unusable_in_a_row >= limit:
-            counts = self._ledger.counts()
-            raise LimitReached(
-                f"the last {limit} groups (orchestrator.max_filtered_batches = {self._options.max_filtered_batches} "
-                f"batches) held not one to train on; so far {counts['filtered']} had equal rewards throughout and "
-                f"{counts['failed']} failed. Choose problems that the model solves sometimes, or another base model. "
-                f"The first failed rollout: {self._first_failure}"
-            )
+        self._pace.leave(group.index)

@@ -138,9 +138,9 @@ def test_an_empty_observation_is_refused() -> None:
 def test_overlong_answers_have_no_mask() -> None:
     group = Group(0, "0.0.0", 0, floor=3)
     cut, done = trajectory([transition([1], [2, 3])], "length"), trajectory([transition([1], [4])])
-    scored = ScoredGroup(group, (cut, done), (0.0, 1.0), ({}, {}), ("sort",))
-    kept = group_to_data(scored, "mean", 1.0, overlong_filter=False)
-    masked = group_to_data(scored, "mean", 1.0, overlong_filter=True)
+    scored = ScoredGroup(group, (cut, done), (0.0, 1.0), ({}, {}), ("sort",), 1.0)
+    kept = group_to_data(scored, "mean", overlong_filter=False)
+    masked = group_to_data(scored, "mean", overlong_filter=True)
     assert [d.loss_fn_inputs["mask"].sum() for d in kept] == [2, 1]
     assert [d.loss_fn_inputs["mask"].sum() for d in masked] == [0, 1]
     assert mask_overlong(kept)[1].loss_fn_inputs["advantages"].tolist() == [0.5], "only the mask changes"
@@ -150,10 +150,10 @@ def test_a_minibatch_says_where_it_comes_from() -> None:
     two_datums = trajectory([transition([1], [2], version=3), transition([9], [8], version=4)])
     one_datum = trajectory([transition([1], [2, 3], version=5)])
     scored_P = [
-        ScoredGroup(Group(0, "a", 0, floor=3), (two_datums, one_datum), (0.0, 1.0), ({}, {}), ()),
-        ScoredGroup(Group(1, "b", 0, floor=4), (one_datum, one_datum), (0.0, 1.0), ({}, {}), ()),
+        ScoredGroup(Group(0, "a", 0, floor=3), (two_datums, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
+        ScoredGroup(Group(1, "b", 0, floor=4), (one_datum, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
     ]
-    data_P = [group_to_data(s, "mean", 1.0, overlong_filter=False) for s in scored_P]
+    data_P = [group_to_data(s, "mean", overlong_filter=False) for s in scored_P]
     minibatch = build_minibatch(5, scored_P, data_P, last=True)
     assert minibatch.provenance.step == 5
     assert minibatch.provenance.floors.tolist() == [3, 3, 3, 4, 4]

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition, Trajectory
-from orchestrator.pipeline import MIN_WINDOW, Pipeline
+from orchestrator.limits import MIN_WINDOW
+from orchestrator.metrics import Released
+from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trireme.config import Config
 from trireme.errors import LimitReached, ProvenanceError, RoomFailed
@@ -134,6 +136,7 @@ class Run:
         self.cfg, self.sampler, self.dataset = cfg, FakeSampler(), dataset or Problems()
         self.pipeline = Pipeline(cfg, self.dataset, self.sampler, limits or RolloutLimits(1000, 100))
         self.rows: list[dict[str, float]] = []
+        self.released: list[Released] = []
         self.batches: list[list[Minibatch]] = []
 
     async def step(self, step: int) -> None:
@@ -145,7 +148,8 @@ class Run:
                 self.batches[-1].append(minibatch)
                 last = minibatch.last
         await self.pipeline.update_weights(published(step + 1))
-        self.rows.append(self.pipeline.release(step))
+        self.released.append(self.pipeline.release(step))
+        self.rows.append(self.released[-1].metrics)
 
     async def __aenter__(self) -> Run:
         await self.pipeline.update_weights(published(0))
@@ -194,7 +198,7 @@ def test_synchronous_run_dispatches_nothing_before_release() -> None:
                 await run.pipeline.update_weights(published(step + 1))
                 await quiesce()
                 assert len(run.sampler.requests) == 4 * (step + 1)
-                row = run.pipeline.release(step)
+                row = run.pipeline.release(step).metrics
                 assert row["off_policy/max"] == row["off_policy/token_mean"] == 0
                 await quiesce()
                 assert len(run.sampler.requests) == 4 * (step + 2)

@@ -1,0 +1,66 @@
+"""When a run stops by itself: too many failed rollouts, or nothing but groups that cannot be trained on."""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from trireme.config import Config
+from trireme.errors import LimitReached
+
+MIN_WINDOW = 32
+"""The failure rate is judged over the last batch's worth of rollouts, but never over fewer than this."""
+
+
+class RunLimits:
+    """Counts what went wrong, and raises LimitReached when it is too much."""
+
+    def __init__(self, cfg: Config) -> None:
+        self._options, self._env = cfg.orchestrator, cfg.env.label
+        window = max(MIN_WINDOW, self._options.batch_size * self._options.group_size)
+        self._failures: deque[bool] = deque(maxlen=window)
+        self._unusable_in_a_row = 0
+        self.first_failure = "none"
+
+    def note_failure(self, error: Exception) -> None:
+        """Keeps the first one, to be shown when a limit is reached."""
+        if self.first_failure == "none":
+            self.first_failure = "".join(traceback.format_exception(error))
+
+    def judge_rollout(self, succeeded: bool) -> None:
+        """A rollout ended, after all retries. Raises LimitReached when too many of the recent ones failed."""
+        self._failures.append(not succeeded)
+        rate = sum(self._failures) / len(self._failures)
+        if len(self._failures) == self._failures.maxlen and rate > self._options.max_failure_rate:
+            raise LimitReached(
+                f"{rate:.0%} of the last {len(self._failures)} rollouts of environment {self._env} failed "
+                f"after {self._options.retries} retries; expected at most orchestrator.max_failure_rate = "
+                f"{self._options.max_failure_rate:.0%}. Mend the environment, or raise the limit. The first failure:\n"
+                f"{self.first_failure}"
+            )
+
+    def judge_group(self, usable: bool, counts: Mapping[str, int]) -> None:
+        """A group ended; `counts` are the ledger's. Raises LimitReached after a long stretch of unusable ones."""
+        self._unusable_in_a_row = 0 if usable else self._unusable_in_a_row + 1
+        limit = self._options.max_filtered_batches * self._options.batch_size
+        if self._unusable_in_a_row >= limit:
+            raise LimitReached(
+                f"the last {limit} groups (orchestrator.max_filtered_batches = {self._options.max_filtered_batches} "
+                f"batches) held not one to train on; so far {counts['filtered']} had equal rewards throughout and "
+                f"{counts['failed']} failed. Choose problems that the model solves sometimes, or another base model. "
+                f"The first failed rollout: {self.first_failure}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "failures": list(self._failures),
+            "unusable_in_a_row": self._unusable_in_a_row,
+            "first_failure": self.first_failure,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._failures.extend(state["failures"])
+        self._unusable_in_a_row = state["unusable_in_a_row"]
+        self.first_failure = state["first_failure"]

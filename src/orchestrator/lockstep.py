@@ -1,0 +1,99 @@
+"""At what pace rollouts go: each at its own, or all in lockstep, so that a run can be repeated bit for bit.
+
+Lockstep. Which requests an engine works on together decides the last bits of its answers, and which problem replaces a
+filtered one depends on which group ended first. So nothing may hang on who is faster: everybody waits until everybody
+waits, and then goes on in order.
+
+    rollouts  --before_sample-->  wait  --all wait, nobody to end-->  all requests in one turn of the event loop,
+                                   ^                                   in order of (group, sample)
+    groups    --before_end----->  wait  --all wait------------------>  settled in order of dispatch; what they make room
+                                                                       for is dispatched, and joins the waiting
+
+A party is a rollout, or its group once all its rollouts are over. "All" are those of the groups that have been
+dispatched and are not settled. As long as the ledger has slots to fill, somebody is still to come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+END = -1
+"""In place of a sample's number: the group itself, which waits to be settled."""
+
+
+class OwnPace:
+    """Nobody waits for anybody."""
+
+    def enter(self, index: int, rollouts: int) -> None:
+        """Group `index` has been dispatched."""
+
+    def rollout_over(self, index: int) -> None:
+        """A rollout of the group has ended, after all retries."""
+
+    def leave(self, index: int) -> None:
+        """The group is settled."""
+
+    async def before_sample(self, index: int, sample: int, deadline: asyncio.Timeout) -> None:
+        """Returns when rollout `sample` of the group may send its request. Waiting does not count for its deadline."""
+
+    async def before_end(self, index: int) -> None:
+        """Returns when the group may be settled; called once all its rollouts are over."""
+
+
+class Lockstep(OwnPace):
+    """See the module's docstring. `more_to_come`: whether the ledger has slots that are about to be filled."""
+
+    def __init__(self, more_to_come: Callable[[], bool]) -> None:
+        self._more_to_come = more_to_come
+        self._rollouts: dict[int, int] = {}
+        self._waiting: dict[tuple[int, int], asyncio.Future[None]] = {}
+
+    def enter(self, index: int, rollouts: int) -> None:
+        self._rollouts[index] = rollouts
+
+    def rollout_over(self, index: int) -> None:
+        self._rollouts[index] -= 1
+        self._go_on()
+
+    def leave(self, index: int) -> None:
+        del self._rollouts[index]
+        self._go_on()
+
+    async def before_sample(self, index: int, sample: int, deadline: asyncio.Timeout) -> None:
+        with _stopped(deadline):
+            await self._turn(index, sample)
+
+    async def before_end(self, index: int) -> None:
+        await self._turn(index, END)
+
+    async def _turn(self, index: int, sample: int) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting[index, sample] = turn
+        self._go_on()
+        try:
+            await turn
+        finally:
+            self._waiting.pop((index, sample), None)
+
+    def _go_on(self) -> None:
+        parties = sum(max(rollouts, 1) for rollouts in self._rollouts.values())
+        if len(self._waiting) < parties or self._more_to_come():
+            return
+        ends = [place for place in self._waiting if place[1] == END]
+        for place in sorted(ends or self._waiting):
+            turn = self._waiting.pop(place)
+            if not turn.done():  # done already: its rollout was cancelled
+                turn.set_result(None)
+
+
+@contextmanager
+def _stopped(deadline: asyncio.Timeout) -> Iterator[None]:
+    """The time that passes within the block is added to a deadline that is running."""
+    loop, due = asyncio.get_running_loop(), deadline.when()
+    assert due is not None
+    left = due - loop.time()
+    deadline.reschedule(None)
+    yield
+    deadline.reschedule(loop.time() + left)
