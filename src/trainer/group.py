@@ -19,11 +19,13 @@ from ray.exceptions import RayActorError
 
 from trainer.batching import ShardOutput, scatter_outputs
 from trireme import waits
+from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
 from trireme.errors import RoomFailed
 from trireme.logs import redirect
 from trireme.metrics import reduce_metrics
-from trireme.types import AdamParams, ForwardBackwardOutput, OptimStepResponse, Provenance, TokenBatch
+from trireme.types import AdamParams, ForwardBackwardOutput, OptimStepResponse, Provenance, TokenBatch, WeightIdentity
+from trireme.waits import Pending
 from trireme.weights import PublishedWeights
 
 if TYPE_CHECKING:
@@ -33,15 +35,18 @@ if TYPE_CHECKING:
 INQUEST_S = 3.0
 """How long, after a failure, the other shards are asked what they know of it."""
 
+OWN_CODE = ("trainer/shard.py", "trainer/checkpoint.py")
+"""Whose threads are of interest when a verb hangs."""
+
 
 class ShardActor:
     """`trainer.shard.Shard` in a process of its own. Rank 0 hosts the store at which the ranks find each other."""
 
-    def __init__(self, config: Config, rank: int, world_size: int, log_dir: Path | None) -> None:
+    def __init__(self, config: Config, rank: int, world_size: int, log_dir: Path | None, attempt: int) -> None:
         redirect(log_dir, f"trainer_{rank}")
         import trainer.shard  # noqa: F401  seconds of imports, spent while the other shards do the same
 
-        self._config, self._rank, self._world_size = config, rank, world_size
+        self._config, self._rank, self._world_size, self._attempt = config, rank, world_size, attempt
 
     def rendezvous(self) -> tuple[str, int]:
         """Address of the store; on rank 0 only."""
@@ -61,7 +66,7 @@ class ShardActor:
         if interface:  # else gloo takes what the host's name resolves to, which other nodes may not reach
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         store = self._store if self._rank == 0 else self._open_store(*address)
-        self._shard = Shard(self._config, self._rank, self._world_size, store, put=ray.put)
+        self._shard = Shard(self._config, self._rank, self._world_size, store, ray.put, self._attempt)
 
     def _open_store(self, host: str, port: int) -> Any:
         from datetime import timedelta
@@ -85,14 +90,28 @@ class ShardActor:
     def publish_weights(self, version: int) -> PublishedWeights | None:
         return self._shard.publish_weights(version)
 
-    def save_weights(self, path: Path) -> None:
-        self._shard.save_weights(path)
+    def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> None:
+        self._shard.load_state(path, identities)
+
+    def begin_save(self, path: Path) -> None:
+        self._shard.begin_save(path)
+
+    @ray.method(concurrency_group="save")
+    def finish_save(self, path: Path, _begun: None) -> list[FileRecord]:
+        """`_begun` is what `begin_save` returned: Ray calls this only when it has."""
+        return self._shard.finish_save(path)
+
+    @ray.method(concurrency_group="save")
+    def save_weights(self, path: Path, published: PublishedWeights) -> list[FileRecord]:
+        names = [f"bucket {i} of version {published.identity.version}" for i in range(len(published.buckets))]
+        buckets = waits.get_all(published.buckets, who=names, timeout_s=self._config.timeouts.checkpoint_s)
+        return self._shard.save_weights(path, published.entries, buckets)
 
     @ray.method(concurrency_group="watch")
     def stack(self) -> str:
         """Where the other threads that run Python are: answered even while a verb hangs in a collective."""
         here = sys._current_frames()
-        frames = [frame for frame in here.values() if any("trainer/shard.py" in f.filename for f in _summary(frame))]
+        frames = [frame for frame in here.values() if any(f.filename.endswith(OWN_CODE) for f in _summary(frame))]
         return "".join("".join(_summary(frame).format()) for frame in frames) or "(in no verb)\n"
 
 
@@ -113,23 +132,33 @@ class TrainerGroup:
     gradient that is not finite) is raised as such, and leaves the group usable.
     """
 
-    def __init__(self, actors_R: Sequence[Any], ready_R: Sequence[Any], timeout_s: float, log_dir: Path | None) -> None:
+    def __init__(
+        self,
+        actors_R: Sequence[Any],
+        ready_R: Sequence[Any],
+        timeout_s: float,
+        load_timeout_s: float,
+        log_dir: Path | None,
+    ) -> None:
         self._actors_R = actors_R
         self._ready_R = ready_R
         self._timeout_s = timeout_s
+        self._load_timeout_s = load_timeout_s
         self._log_dir = log_dir
 
     @classmethod
-    def start(cls, config: Config, options_R: Sequence[Mapping[str, Any]], log_dir: Path | None) -> TrainerGroup:
+    def start(
+        cls, config: Config, options_R: Sequence[Mapping[str, Any]], log_dir: Path | None, attempt: int = 1
+    ) -> TrainerGroup:
         """Creates one actor per entry of `options_R` (options of Ray actors) and returns at once; see `ready_refs`."""
-        actor = ray.remote(concurrency_groups={"watch": 1})(ShardActor)
+        actor = ray.remote(concurrency_groups={"watch": 1, "save": 2})(ShardActor)
         actors_R = [
-            actor.options(**options).remote(config, rank, len(options_R), log_dir)
+            actor.options(**options).remote(config, rank, len(options_R), log_dir, attempt)
             for rank, options in enumerate(options_R)
         ]
         address = actors_R[0].rendezvous.remote()
         ready_R = [shard.setup.remote(address) for shard in actors_R]
-        return cls(actors_R, ready_R, config.timeouts.step_s, log_dir)
+        return cls(actors_R, ready_R, config.timeouts.step_s, config.timeouts.checkpoint_s, log_dir)
 
     def ready_refs(self) -> tuple[list[Any], list[str]]:
         """References that resolve when the shards are ready, and their names."""
@@ -162,9 +191,24 @@ class TrainerGroup:
         caller keeps what this returns."""
         return self._call("publish_weights", version)[0]
 
-    def save_weights(self, path: Path) -> None:
-        """Writes a Hugging Face directory at `path`, on the node of shard 0."""
-        self._call("save_weights", path)
+    def save_state(self, path: Path) -> Pending:
+        """Begins to save weights, AdamW's state and random generators, as they are after the verbs called until now,
+        into directory `path`, which all shards must see. Returns at once, and training may go on.
+
+        What is pending gives the records of all files, or raises StorageFailed, which leaves the group usable.
+        """
+        begun_R = [actor.begin_save.remote(path) for actor in self._actors_R]
+        saved_R = [actor.finish_save.remote(path, begun) for actor, begun in zip(self._actors_R, begun_R, strict=True)]
+        return Pending(saved_R, self._names())
+
+    def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> None:
+        """Takes over what `save_state` wrote at `path`, also of another number of shards. `identities` are those of the
+        last K + 1 versions published until then. Raises CheckpointInvalid."""
+        self._call("load_state", path, tuple(identities), timeout_s=self._load_timeout_s)
+
+    def save_weights(self, path: Path, published: PublishedWeights) -> Pending:
+        """As `save_state`: begins to write `published` as a Hugging Face directory, on the node of shard 0."""
+        return Pending([self._actors_R[0].save_weights.remote(path, published)], self._names()[:1])
 
     def stop(self) -> None:
         """Ends the shards' processes."""
@@ -175,10 +219,10 @@ class TrainerGroup:
         where = "" if self._log_dir is None else f" (log {self._log_dir}/trainer_{{rank}}.log)"
         return [f"trainer shard {rank}" + where.format(rank=rank) for rank in range(len(self._actors_R))]
 
-    def _call(self, verb: str, *args: Any) -> list[Any]:
+    def _call(self, verb: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         refs_R = [getattr(actor, verb).remote(*args) for actor in self._actors_R]
         try:
-            return waits.get_all(refs_R, who=self._names(), timeout_s=self._timeout_s)
+            return waits.get_all(refs_R, who=self._names(), timeout_s=timeout_s or self._timeout_s)
         except RoomFailed as error:
             raise self._inquest(verb, error, refs_R) from error.__cause__
 

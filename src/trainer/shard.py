@@ -7,40 +7,38 @@ the first collective, so that a refusal leaves the group usable.
 
 from __future__ import annotations
 
-import json
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from trainer.batching import DEFAULT_MICRO_BATCH_TOKENS, MicroBatch, ShardOutput, pad_rows, plan
+from trainer.checkpoint import Checkpointer, make_adam_state
+from trainer.hugging_face import companion_files, write_model
 from trainer.losses import COLUMNS, monitors, resolve_loss
 from trainer.model import gathered_units, inference_dtype, load_source, shard_model, token_logprobs
 from trainer.publish import Packer, Put, compute_canary
+from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
 from trireme.errors import ProvenanceError, TriremeError
 from trireme.faults import fault_point
 from trireme.metrics import reduce_metrics
 from trireme.types import AdamParams, OptimStepResponse, Provenance, TokenBatch, WeightIdentity
-from trireme.weights import PublishedWeights, weights_digest
-
-FILE_BYTES = 4 * 2**30
-"""Size at which `save_weights` begins another file."""
+from trireme.weights import PublishedWeights, TensorEntry, weights_digest
 
 
 def check_provenance(provenance: Provenance, published: list[WeightIdentity], max_steps_off_policy: int) -> None:
     """Raises ProvenanceError unless every token of the minibatch comes from weights that it may come from.
 
-    `published` holds the last K + 1 identities, the newest last; the newest is the version that trains now. The step
-    must be that version, each identity one of these, and no group's floor more than K steps back, or ahead.
+    `published` holds the identities of the last K + 1 versions (see `recent`), the newest last: the version that
+    trains now. The step must be that version, each identity one of these, and no group's floor more than K steps back,
+    or ahead.
     """
     version = published[-1].version if published else None
     if provenance.step != version:
@@ -50,7 +48,7 @@ def check_provenance(provenance: Provenance, published: list[WeightIdentity], ma
             known = ", ".join(map(str, published))
             raise ProvenanceError(
                 f"step {provenance.step} has tokens of weights {identity} (attempt:version:digest), which are not "
-                f"among the last {max_steps_off_policy + 1} published: {known}"
+                f"among those of the last {max_steps_off_policy + 1} versions published: {known}"
             )
     ages = provenance.step - provenance.floors
     for d in np.flatnonzero((ages > max_steps_off_policy) | (ages < 0)):
@@ -60,16 +58,30 @@ def check_provenance(provenance: Provenance, published: list[WeightIdentity], ma
         )
 
 
+def recent(published: Sequence[WeightIdentity], max_steps_off_policy: int) -> list[WeightIdentity]:
+    """Those of the last K + 1 versions, the newest being the last of `published`. After a resume its version has two
+    identities: tokens sampled before it name the old attempt.
+
+    >>> recent([WeightIdentity(1, 3, "a"), WeightIdentity(1, 4, "b"), WeightIdentity(2, 4, "b")], 0)
+    [WeightIdentity(attempt=1, version=4, digest='b'), WeightIdentity(attempt=2, version=4, digest='b')]
+    """
+    return [identity for identity in published if identity.version >= published[-1].version - max_steps_off_policy]
+
+
 class Shard:
     """One rank. Constructing it joins the process group through `store` and loads its part of the model: collective.
 
-    `put` copies a packed bucket to where replicas can get it; only rank 0's is called.
+    `put` copies a packed bucket to where replicas can get it; only rank 0's is called. `attempt` becomes part of the
+    identity of all weights that are published.
     """
 
-    def __init__(self, config: Config, rank: int, world_size: int, store: dist.Store, put: Put) -> None:
+    def __init__(
+        self, config: Config, rank: int, world_size: int, store: dist.Store, put: Put, attempt: int = 1
+    ) -> None:
         fault_point("trainer.start")
         self._config = config
         self._rank = rank
+        torch.use_deterministic_algorithms(config.deterministic)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._dtype = inference_dtype(config.model.dtype, self._device)
         torch.manual_seed(config.seed)
@@ -82,11 +94,15 @@ class Shard:
             timeout=timedelta(seconds=max(config.timeouts.start_s, config.timeouts.step_s)),
         )
         self._model = shard_model(config.model.name, config.model.attn, source, self._device, self._dtype)
-        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+        parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._parameters = list(parameters.values())
         self._optimizer = torch.optim.AdamW(self._parameters)
+        make_adam_state(self._optimizer)
+        self._checkpointer = Checkpointer(parameters, self._optimizer, config.timeouts.checkpoint_s)
+        self._companions: dict[str, bytes] = {}
         self._packer = Packer(put)
-        self._attempt = 1
-        self._published: deque[WeightIdentity] = deque(maxlen=config.orchestrator.max_steps_off_policy + 1)
+        self._attempt = attempt
+        self._published: list[WeightIdentity] = []
 
     def forward_backward(
         self, batch: TokenBatch, loss_fn: str, loss_fn_config: Mapping[str, float], provenance: Provenance | None
@@ -97,7 +113,7 @@ class Shard:
         """
         fault_point("trainer.forward_backward")
         if provenance is not None:
-            check_provenance(provenance, list(self._published), self._config.orchestrator.max_steps_off_policy)
+            check_provenance(provenance, self._published, self._config.orchestrator.max_steps_off_policy)
         function, loss_config = resolve_loss(loss_fn, loss_fn_config)
         missing = [name for name in COLUMNS if name not in batch.columns]
         if missing:
@@ -146,6 +162,7 @@ class Shard:
         self._optimizer.param_groups[0].update(
             lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
         )
+        self._checkpointer.wait_until_copied()
         self._optimizer.step()
         self._optimizer.zero_grad()
         return OptimStepResponse({"lr": adam.learning_rate, "grad_norm": grad_norm})
@@ -158,25 +175,35 @@ class Shard:
         canary = compute_canary(self._model, self._max_seq_len, self._device)
         identities = [WeightIdentity(self._attempt, version, weights_digest(entries))]
         dist.broadcast_object_list(identities, src=0, device=self._device)
-        self._published.append(identities[0])
+        self._published = recent([*self._published, *identities], self._config.orchestrator.max_steps_off_policy)
         return PublishedWeights(identities[0], entries, buckets, canary) if self._rank == 0 else None
 
-    def save_weights(self, path: Path) -> None:
-        """Writes the weights in the inference dtype, configuration and tokenizer in the Hugging Face layout.
+    def begin_save(self, path: Path) -> None:
+        """Begins to save the state as it is now (weights, AdamW's state, random generators) into directory `path`."""
+        self._checkpointer.begin(path)
 
-        The directory opens with `from_pretrained` and `vllm serve`. Rank 0 writes; one file's tensors are in its host
-        memory at a time.
+    def finish_save(self, path: Path) -> list[FileRecord]:
+        """Waits until this rank's files are on the disk. For another thread than that of the other verbs.
+
+        Raises StorageFailed, on all ranks, when one of them cannot write.
         """
-        if self._rank != 0:
-            _consume(gathered_units(self._model))
-            return
-        path.mkdir(parents=True, exist_ok=True)
-        _write_safetensors(path, gathered_units(self._model))
-        self._model.config.dtype = self._dtype
-        self._model.config.save_pretrained(path)
-        if self._model.generation_config is not None:
-            self._model.generation_config.save_pretrained(path)
-        AutoTokenizer.from_pretrained(self._config.tokenizer_name).save_pretrained(path)
+        return self._checkpointer.finish(path)
+
+    def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> None:
+        """Takes over the state saved in `path`, by any number of shards, and what was published until then: the
+        identities of the last K + 1 versions. Raises CheckpointInvalid."""
+        fault_point("trainer.load")
+        self._checkpointer.load(path)
+        self._published = list(identities)
+
+    def save_weights(
+        self, path: Path, entries: Sequence[TensorEntry], buckets: Sequence[npt.NDArray[np.uint8]]
+    ) -> list[FileRecord]:
+        """Writes published weights in the Hugging Face layout, with configuration and tokenizer: not collective, and
+        for another thread than that of the other verbs. Raises StorageFailed."""
+        if not self._companions:
+            self._companions = companion_files(self._model, self._dtype, self._config.tokenizer_name)
+        return write_model(path, entries, buckets, self._companions)
 
     @property
     def _max_seq_len(self) -> int:
@@ -226,25 +253,3 @@ def _consume(units: Iterator[list[tuple[str, Tensor]]]) -> tuple[tuple[()], tupl
     for _ in units:
         pass
     return (), ()
-
-
-def _write_safetensors(path: Path, units: Iterator[list[tuple[str, Tensor]]]) -> None:
-    """Files of about FILE_BYTES, each written before the next is gathered, and their index."""
-    index: dict[str, str] = {}
-    pending: dict[str, Tensor] = {}
-    total = 0
-
-    def write() -> None:
-        file = f"model-{len(set(index.values())) + 1:05d}.safetensors"
-        save_file(pending, path / file, metadata={"format": "pt"})
-        index.update(dict.fromkeys(pending, file))
-        pending.clear()
-
-    for name, tensor in (named for unit in units for named in unit):
-        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > FILE_BYTES:
-            write()
-        pending[name] = tensor.cpu().clone()
-        total += tensor.nbytes
-    write()
-    content = {"metadata": {"total_size": total}, "weight_map": index}
-    (path / "model.safetensors.index.json").write_text(json.dumps(content, indent=1))

@@ -11,7 +11,7 @@ from trireme.types import Datum, ModelInput, TokenBatch
 VOCAB = 50
 
 
-def make_model(directory, family, tied, layers=2):
+def make_model(directory, family, tied, layers=2, **other_sizes):
     """Saves a random model with a tokenizer of single characters, fp32; returns the directory as a string."""
     sizes = {
         "vocab_size": VOCAB,
@@ -27,6 +27,7 @@ def make_model(directory, family, tied, layers=2):
         "eos_token_id": 1,
         "bos_token_id": None,
         "pad_token_id": 0,
+        **other_sizes,
     }
     torch.manual_seed(1)
     classes = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
@@ -40,7 +41,7 @@ def make_model(directory, family, tied, layers=2):
 
 
 def make_config(model, **overrides):
-    """A configuration with the sections that the trainer reads; `overrides` are dotted with `__`."""
+    """A configuration with the sections that the trainer reads; `overrides` are dotted with `__`, or at the root."""
     tree = {
         "model": {"name": model, "dtype": "float32"},
         "orchestrator": {"batch_size": 2, "max_steps_off_policy": 1},
@@ -50,8 +51,8 @@ def make_config(model, **overrides):
         "timeouts": {},
     }
     for key, value in overrides.items():
-        section, _, name = key.partition("__")
-        tree[section][name] = value
+        section, _, name = key.rpartition("__")
+        (tree[section] if section else tree)[name] = value
     return Config.model_validate(tree)
 
 
