@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from trireme import signals
 from trireme.config import Config
 from trireme.config.checks import check, check_installed
+from trireme.config.fixed import fixed_parts
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts, with_absolute_paths
 from trireme.environ import cluster_address, prepare_existing_cluster, prepare_local_cluster
-from trireme.errors import EXIT_OK, TriremeError
+from trireme.errors import EXIT_OK, BadInput, LimitReached, TriremeError
 from trireme.plan import Plan, Resources
 from trireme.rundir import RunDir
+
+if TYPE_CHECKING:
+    from trireme.launch import Rooms
 
 PROGRESS_EVERY_S = 5.0
 
@@ -34,11 +40,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _rl(list(argv), console)
     except TriremeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join([f"error: {error}", *notes_of(error)]), file=sys.stderr)
         return error.exit_code
     except signals.Stopped as stopped:
-        print("stopped by a signal; all rooms are down", file=sys.stderr)
+        print("\n".join([f"{stopped}; all rooms are down", *notes_of(stopped)]), file=sys.stderr)
         return stopped.exit_code
+
+
+def notes_of(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def _rl(argv: list[str], console: Console) -> int:
@@ -63,24 +73,51 @@ def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> Non
     else:
         prepare_existing_cluster()
     from trireme import launch  # Ray and the rooms: only a run that starts pays for importing them
-    from trireme.driver import train
 
     launch.check_rooms(config, plan)
     started = time.monotonic()
-    with RunDir.create(config) as run, launch.ray_cluster(config, plan) as resources:
-        signals.arm()
-        plan = Plan.of(config, facts, resources, run.root, plan.notes)
-        plan.check_resources()
-        console.print(plan.render())
-        with (
-            launch.rooms(config, plan, run.logs(1), StartProgress(console)) as rooms,
-            launch.sinks(config, run, sys.stdout) as sinks,
-        ):
-            where = "1 node" if rooms.nodes == 1 else f"{rooms.nodes} nodes"
-            console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
-            train(config, rooms, launch.learning_rate(config, facts), sinks)
-            rooms.trainer.save_weights(run.weights)
-    console.print(whats_next(config, run.root, run.weights, time.monotonic() - started))
+    fixed = fixed_parts(config, facts)
+    with RunDir.open(config, fixed) as run, telling_how_to_go_on(run):
+        for note in run.start.notes:
+            console.print(note)
+        if run.start.step >= config.max_steps:
+            console.print(f"{run.root} is at step {run.start.step}; max_steps = {config.max_steps}: nothing to do")
+            return
+        with launch.ray_cluster(config, plan) as resources:
+            signals.arm()
+            plan = Plan.of(config, facts, resources, run.root, plan.notes)
+            plan.check_resources()
+            console.print(plan.render())
+            with launch.rooms(config, plan, run, StartProgress(console)) as rooms:
+                launch.load(rooms, run.start)
+                run.checkout()
+                where = "1 node" if rooms.nodes == 1 else f"{rooms.nodes} nodes"
+                console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
+                _train(config, facts, run, fixed, rooms, console)
+    console.print(whats_next(config, run.root, time.monotonic() - started))
+
+
+def _train(
+    config: Config, facts: ModelFacts, run: RunDir, fixed: Mapping[str, Any], rooms: Rooms, console: Console
+) -> None:
+    """Trains, and commits where the run ends: at max_steps, or where a signal or a limit of its own stops it."""
+    from trireme import launch
+    from trireme.commits import Commits
+    from trireme.driver import train
+
+    with (
+        launch.journal(config, run, sys.stdout) as journal,
+        Commits(config, run, fixed, rooms.trainer, rooms.orchestrator, console.print) as commits,
+        signals.graceful(config.checkpoint.grace_s) as stop,
+    ):
+        try:
+            train(config, rooms, run.start.step, launch.learning_rate(config, facts), journal, commits, stop)
+        except signals.GraceOver:
+            raise
+        except (signals.Stopped, LimitReached):
+            commits.take()
+            raise
+        commits.finish()
 
 
 class StartProgress:
@@ -96,18 +133,42 @@ class StartProgress:
             self._console.print(f"waiting for {', '.join(names)} ({waited_s:.0f} s)")
 
 
-def whats_next(config: Config, root: Path, weights: Path, seconds: float) -> str:
+@contextmanager
+def telling_how_to_go_on(run: RunDir) -> Iterator[None]:
+    """Adds to what ends a run early: which commit is the newest, and the command that goes on from it."""
+    try:
+        yield
+    except (TriremeError, signals.Stopped) as error:
+        if not isinstance(error, BadInput):
+            error.add_note(how_to_go_on(run))
+        raise
+
+
+def how_to_go_on(run: RunDir) -> str:
+    commits = run.store.commits()
+    begun = f"The newest commit is {commits[-1].name}" if commits else "There is no commit yet"
+    place = f"--run.output-dir {run.root.parent} --run.name {run.root.name}"
+    return f"{begun}; the run goes on with:\n  uv run rl @ {run.config_json} {place} --resume"
+
+
+def whats_next(config: Config, root: Path, seconds: float) -> str:
     """What a user may want to do with a finished run."""
+    weights = root / "checkpoints" / f"step_{config.max_steps:06d}" / "inference"
+    place = f"--run.output-dir {root.parent} --run.name {root.name}"
     return "\n".join(
         [
-            f"\n{config.max_steps} steps in {seconds:.0f} s. What next:",
+            f"\nstep {config.max_steps} reached after {seconds:.0f} s. What next:",
             "the reward curve, as an SVG file:",
             f"  uv run --no-sync python scripts/plot_reward.py {root}/metrics.jsonl",
             "the trained model, in Hugging Face layout (put your prompt in):",
             '  uv run --no-sync python -c "from transformers import pipeline; '
             f"print(pipeline('text-generation', '{weights}')('PROMPT'))\"",
-            "the same run with another seed:",
-            f"  uv run rl @ {root}/config.json --seed {config.seed + 1}",
+            "what the run holds, and its checkpoints:",
+            f"  uv run --no-sync trireme inspect {root}",
+            "the same run, for longer:",
+            f"  uv run rl @ {root}/config.json {place} --resume --max-steps {2 * config.max_steps}",
+            "a new run with another seed:",
+            f"  uv run rl @ {root}/config.json --run.name {root.name}-seed-{config.seed + 1} --seed {config.seed + 1}",
         ]
     )
 

@@ -6,27 +6,43 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trireme.commits import Commits
 from trireme.config import Config
 from trireme.launch import Rooms
-from trireme.metrics import Clock, Sink, reduce_metrics
+from trireme.metrics import Clock, Journal, reduce_metrics
+from trireme.signals import Stop
 from trireme.types import LossNormalization
 from trireme.weights import UpdateReport
 
 
-def train(config: Config, rooms: Rooms, learning_rate: Callable[[int], float], sinks: Sequence[Sink]) -> None:
-    """Runs all steps. Step s consumes one batch with version s in the trainer and produces version s + 1.
+def train(
+    config: Config,
+    rooms: Rooms,
+    start: int,
+    learning_rate: Callable[[int], float],
+    journal: Journal,
+    commits: Commits,
+    stop: Stop,
+) -> None:
+    """Runs steps `start` to `max_steps` - 1. Step s consumes one batch with version s in the trainer and produces
+    version s + 1.
 
-    `learning_rate` gives the rate of a step. Raises TriremeError when a room fails or a limit of the run is reached.
+    `learning_rate` gives the rate of a step. Raises TriremeError when a room fails or a limit of the run is reached,
+    and Stopped after a signal, between steps or while nothing of a step has been applied.
     """
     trainer, orchestrator = rooms.trainer, rooms.orchestrator
-    orchestrator.update_weights(trainer.publish_weights(0))
-    for step in range(config.max_steps):
+    weights = trainer.publish_weights(start)
+    commits.begin(weights)
+    orchestrator.update_weights(weights)
+    for step in range(start, config.max_steps):
+        stop.check()
         clock = Clock()
         with clock("step"):
             outputs: list[Mapping[str, float]] = []
             for substep in range(config.trainer.num_substeps):
                 loss_tokens = sequences = 0
-                for minibatch in clock.timed("wait_for_batch", orchestrator.minibatches(step, substep)):
+                on_tick = stop.check if substep == 0 else None  # later substeps cannot be given up
+                for minibatch in clock.timed("wait_for_batch", orchestrator.minibatches(step, substep, on_tick)):
                     with clock("forward_backward"):
                         output = trainer.forward_backward(
                             minibatch.batch, config.loss_fn, config.trainer.loss_fn_config, minibatch.provenance
@@ -34,6 +50,7 @@ def train(config: Config, rooms: Rooms, learning_rate: Callable[[int], float], s
                     outputs.append(output.metrics)
                     loss_tokens += minibatch.num_loss_tokens
                     sequences += len(minibatch.batch)
+                commits.leave_boundary()
                 with clock("optim"):
                     normalizer = loss_normalizer(config.trainer.loss_normalization, loss_tokens, sequences)
                     update = trainer.optim_step(config.adam_params(learning_rate(step)), normalizer)
@@ -41,15 +58,17 @@ def train(config: Config, rooms: Rooms, learning_rate: Callable[[int], float], s
                 weights = trainer.publish_weights(step + 1)
             with clock("update_replicas"):
                 reports = orchestrator.update_weights(weights)
-            rollout_metrics = orchestrator.release(step)
+            released = orchestrator.release(step)
+            with clock("checkpoint_stall"):
+                commits.at_boundary(weights)
         row = {
             **step_position(config, step, weights.identity.attempt),
-            **rollout_metrics,
+            **released.metrics,
             **optim_metrics(reduce_metrics(outputs), update.metrics, weights.nbytes, weights.identity.digest, reports),
-            **time_metrics(clock.seconds, rollout_metrics),
+            **time_metrics(clock.seconds, released.metrics),
         }
-        for sink in sinks:
-            sink.write(row)
+        journal.write(row, released.trained)
+        commits.seal()
 
 
 def loss_normalizer(kind: LossNormalization, loss_tokens: int, sequences: int) -> float:

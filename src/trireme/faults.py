@@ -1,15 +1,19 @@
 """Named fault points, so that tests hit a place for certain and not by timing.
 
 `TRIREME_FAULTS="trainer.forward_backward@3=raise,inference.received=corrupt"` arms points by name: `@n` means the n-th
-time that a process passes it (default 1). Actions: `raise` and `kill` (SIGKILL to itself) happen here; any other word
-is returned to the caller, which knows what it means. With the variable unset a point costs one dictionary look-up.
+time that a process passes it (default 1). Actions that happen here: `raise`, `kill` (SIGKILL to itself), and `freeze`:
+the file `TRIREME_FAULT_REACHED` is made and the thread sleeps, so that a test can kill the whole tree of processes at
+this very point. Any other word is returned to the caller, which knows what it means. With the variable unset a point
+costs one dictionary look-up.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import Counter
+from pathlib import Path
 
 _passed: Counter[str] = Counter()
 
@@ -38,6 +42,10 @@ def fault_point(name: str) -> str | None:
         return None
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if action == "freeze":
+        Path(os.environ["TRIREME_FAULT_REACHED"]).touch()
+        while True:
+            time.sleep(3600)
     if action == "raise":
         raise InjectedFault(f"fault injected at {name}, passage {count}")
     return action

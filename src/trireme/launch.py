@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
@@ -33,9 +32,9 @@ from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.environ import cluster_address
 from trireme.errors import BadInput
-from trireme.metrics import ConsoleSink, JsonlSink, Sink, WandbSink
+from trireme.metrics import ConsoleSink, Journal, JsonlSink, Sink, WandbSink
 from trireme.plan import Plan, Resources
-from trireme.rundir import RunDir
+from trireme.rundir import RunDir, Start
 
 Progress = Callable[[list[str], float], None]
 SHUTDOWN_S = 15.0
@@ -147,9 +146,9 @@ def _reserve(bundles: list[dict[str, float]], timeout_s: float, progress: Progre
     return group
 
 
-def _start_rooms(config: Config, plan: Plan, log_dir: Path, progress: Progress, ending: ExitStack) -> Rooms:
+def _start_rooms(config: Config, plan: Plan, run: RunDir, progress: Progress, ending: ExitStack) -> Rooms:
     """All rooms side by side: each `start` returns at once, then one wait covers all. `ending` gets their stops."""
-    deadline = time.monotonic() + config.timeouts.start_s
+    deadline, log_dir = time.monotonic() + config.timeouts.start_s, run.logs
     resources = [*plan.trainer_options_R, *plan.inference_options_N, plan.orchestrator_options]
     group = _reserve([_bundle(r) for r in resources], config.timeouts.start_s, progress)
     ending.callback(remove_placement_group, group)
@@ -160,7 +159,7 @@ def _start_rooms(config: Config, plan: Plan, log_dir: Path, progress: Progress, 
     shards, replicas = len(plan.trainer_options_R), len(plan.inference_options_N)
     inference = InferenceGroup.start(config, options[shards : shards + replicas], log_dir)  # the slowest first
     ending.callback(inference.stop)
-    trainer = TrainerGroup.start(config, options[:shards], log_dir)
+    trainer = TrainerGroup.start(config, options[:shards], log_dir, run.start.attempt)
     ending.callback(trainer.stop)
     orchestrator = OrchestratorHandle.start(config, inference.router_factory(), options[-1], log_dir)
     ending.callback(orchestrator.stop)
@@ -185,15 +184,16 @@ def check_rooms(config: Config, plan: Plan) -> None:
 
 
 @contextmanager
-def sinks(config: Config, run: RunDir, out: TextIO) -> Iterator[list[Sink]]:
-    """All readers of the run's rows."""
+def journal(config: Config, run: RunDir, out: TextIO) -> Iterator[Journal]:
+    """All that is written about each step."""
     with ExitStack() as ending:
-        found: list[Sink] = [JsonlSink(run.metrics), ConsoleSink(config.max_steps, out)]
+        sinks: list[Sink] = [JsonlSink(run.metrics), ConsoleSink(config.max_steps, out)]
         if config.wandb.project:
-            found.append(WandbSink(config, run.root.name, run.root))
-        for sink in found:
+            sinks.append(WandbSink(config, run.run_id, run.root.name, run.root))
+        witness = JsonlSink(run.trained)
+        for sink in (*sinks, witness):
             ending.callback(sink.close)
-        yield found
+        yield Journal(sinks, witness)
 
 
 def _bundle(options: dict[str, float]) -> dict[str, float]:
@@ -202,7 +202,14 @@ def _bundle(options: dict[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def rooms(config: Config, plan: Plan, log_dir: Path, progress: Progress) -> Iterator[Rooms]:
-    """The rooms of a run, started and, however the run ends, stopped."""
+def rooms(config: Config, plan: Plan, run: RunDir, progress: Progress) -> Iterator[Rooms]:
+    """The rooms of an attempt, started and, however it ends, stopped."""
     with ExitStack() as ending:
-        yield _start_rooms(config, plan, log_dir, progress, ending)
+        yield _start_rooms(config, plan, run, progress, ending)
+
+
+def load(rooms: Rooms, start: Start) -> None:
+    """Gives trainer and orchestrator what the commit holds that the run starts from, if it starts from one."""
+    if start.commit and start.manifest:
+        rooms.trainer.load_state(start.commit / "trainer", start.manifest.identities)
+        rooms.orchestrator.load_state(start.commit / "orchestrator")

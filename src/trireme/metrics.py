@@ -63,8 +63,21 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class Journal:
+    """What a run writes about each step: a row for every sink, and in `trained.jsonl` which groups it trained on."""
+
+    def __init__(self, sinks: Sequence[Sink], witness: Sink) -> None:
+        self._sinks, self._witness = sinks, witness
+
+    def write(self, row: Mapping[str, Any], trained: Sequence[Mapping[str, Any]]) -> None:
+        """`row` has the step's metrics, `trained` an entry for each group (problem, index, requeues, floor)."""
+        self._witness.write({"step": row["step"], "attempt": row["attempt"], "groups": list(trained)})
+        for sink in self._sinks:
+            sink.write(row)
+
+
 class JsonlSink:
-    """One JSON object per line, each line whole on disk before `write` returns to the operating system."""
+    """One JSON object per line; a whole line is with the operating system before `write` returns."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
@@ -102,9 +115,14 @@ class ConsoleSink:
 
 
 class WandbSink:
-    """Weights & Biases, on an explicit `step` axis. Offline mode needs no account."""
+    """Weights & Biases, on an explicit `step` axis. Offline mode needs no account.
 
-    def __init__(self, config: Config, run_name: str, directory: Path) -> None:
+    `run_id` is the same in every attempt, so a resume goes on in the same W&B run. (Offline each attempt writes a
+    directory of its own; `wandb sync` joins them, again by the id.) W&B's history cannot be rewritten: steps that are
+    done again appear twice there, metrics.jsonl is exact.
+    """
+
+    def __init__(self, config: Config, run_id: str, run_name: str, directory: Path) -> None:
         import wandb
 
         options = config.wandb
@@ -114,6 +132,8 @@ class WandbSink:
             entity=options.entity,
             tags=options.tags,
             mode=options.mode,
+            id=run_id,
+            resume="allow",
             dir=str(directory),
             config=config.model_dump(mode="json"),
         )

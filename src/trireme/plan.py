@@ -84,7 +84,8 @@ class Plan:
     def on_gpus(self) -> bool:
         """Whether models compute on GPUs."""
         device = self.config.cluster.device
-        return device == "gpu" or (device == "auto" and self.resources.gpus > 0)
+        automatic = device == "auto" and self.resources.gpus > 0 and not self.config.deterministic
+        return device == "gpu" or automatic
 
     @property
     def device(self) -> str:
@@ -114,6 +115,8 @@ class Plan:
     @property
     def threads(self) -> int:
         """Threads for each process that computes: with a core or less for each, one is fastest and repeatable."""
+        if self.config.deterministic:  # how a sum is split over threads decides its last bits
+            return 1
         return max(1, self.resources.cpus // len(self.actor_names))
 
     @property
@@ -240,7 +243,8 @@ class Plan:
             ("memory", self._memory_text()),
             ("staleness", self._staleness_text()),
             ("each update", f"weights travel by {self.config.transport}; {self._update_text()}"),
-            ("written to", f"{self._run_dir_text()}: config.json, code.diff, metrics.jsonl, logs/, weights/"),
+            ("commits", self._commits_text()),
+            ("written to", f"{self._run_dir_text()}: config.json, metrics.jsonl, trained.jsonl, checkpoints/, logs/"),
             *(("warning", text) for text in self.warnings),
         ]
 
@@ -320,6 +324,13 @@ class Plan:
             f"no group is trained on that is more than {_count(bound, 'step')} old; one that would be {what}; "
             f"at most {self.groups_in_flight} groups under way"
         )
+
+    def _commits_text(self) -> str:
+        options = self.config.checkpoint
+        when = f"every {_count(options.every, 'step')} and at the end" if options.every else "at the end"
+        rest = f", every {options.keep_every}th for good" if options.keep_every else ""
+        how = "while training goes on" if options.async_save else "while training waits"
+        return f"{when}, {how}; the newest {options.keep_last} are kept{rest}; Ctrl-C and SIGTERM commit too"
 
     def _update_text(self) -> str:
         if self.recomputed_tokens is None:

@@ -12,9 +12,10 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -62,6 +63,54 @@ def marked_processes(mark: str) -> dict[int, str]:
     return found
 
 
+@dataclass(frozen=True)
+class Running:
+    """A started `rl`. All its processes inherit `mark`; `temporary` is their directory for temporary files."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    temporary: Path
+    shm_before: frozenset[str]
+
+    @classmethod
+    def start(cls, *flags: str, environ: dict[str, str] | None = None, out: int | IO[str] = subprocess.PIPE) -> Running:
+        mark = f"TRIREME_TEST_MARK={uuid.uuid4().hex}"
+        before = frozenset(os.listdir("/dev/shm"))
+        temporary = tempfile.mkdtemp(prefix="tr-", dir="/tmp")  # short, for Ray's sockets
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trireme.cli", *flags],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": temporary, **(environ or {}), **dict([mark.split("=")])},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        return cls(process, mark, Path(temporary), before)
+
+    def kill_tree(self) -> None:
+        """SIGKILL to every process of the run, until none is left."""
+        while alive := marked_processes(self.mark):
+            for pid in alive:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.process.wait(60)
+
+    def files_left(self) -> set[str]:
+        """What lies in the directory for temporary files, which is then removed."""
+        files = set(os.listdir(self.temporary))
+        shutil.rmtree(self.temporary)
+        return files
+
+    def shm_left(self) -> set[str]:
+        return set(os.listdir("/dev/shm")) - self.shm_before
+
+
+def in_directory(tmp_path: Path, config: Path = QUICKSTART) -> list[str]:
+    """Flags of a run that is called `run` and lies in `tmp_path`."""
+    return ["@", str(config), "--run.output-dir", str(tmp_path), "--run.name", "run"]
+
+
 def run_rl(
     tmp_path: Path,
     *flags: str,
@@ -69,31 +118,12 @@ def run_rl(
     on_line: Callable[[str, subprocess.Popen[str]], None] | None = None,
     config: Path = QUICKSTART,
     gone_s: float = 20.0,
+    directory: bool = True,
 ) -> Ended:
-    """Runs to the end (at most DEADLINE_S). `on_line` sees each line of output as it comes, and may send signals."""
-    mark = f"TRIREME_TEST_MARK={uuid.uuid4().hex}"
-    before = set(os.listdir("/dev/shm"))
-    temporary = tempfile.mkdtemp(prefix="tr-", dir="/tmp")  # short, for Ray's sockets
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "trireme.cli",
-            "@",
-            str(config),
-            "--run.output-dir",
-            str(tmp_path),
-            "--run.name",
-            "run",
-            *flags,
-        ],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": temporary, **(environ or {}), **dict([mark.split("=")])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    """Runs to the end (at most DEADLINE_S). `on_line` sees each line of output as it comes, and may send signals.
+    `directory`: whether configuration and run directory are given here, or by `flags`."""
+    running = Running.start(*(in_directory(tmp_path, config) if directory else []), *flags, environ=environ)
+    process = running.process
     lines = []
     assert process.stdout is not None
     started = time.monotonic()
@@ -104,10 +134,8 @@ def run_rl(
         if time.monotonic() - started > DEADLINE_S:
             os.killpg(process.pid, signal.SIGKILL)
     code = process.wait(60)
-    left = wait_until_gone(mark, gone_s)
-    files = set(os.listdir(temporary))
-    shutil.rmtree(temporary)
-    return Ended(code, "".join(lines), tmp_path / "run", left, files, set(os.listdir("/dev/shm")) - before)
+    left = wait_until_gone(running.mark, gone_s)
+    return Ended(code, "".join(lines), tmp_path / "run", left, running.files_left(), running.shm_left())
 
 
 def wait_until_gone(mark: str, timeout_s: float) -> list[str]:
@@ -128,3 +156,10 @@ def at_step(step: int, send: signal.Signals) -> Callable[[str, subprocess.Popen[
             process.send_signal(send)
 
     return on_line
+
+
+def assert_bound_and_conservation(ended: Ended, bound: int) -> None:
+    for row in ended.rows:
+        assert row["off_policy/max"] <= bound
+        terms = ("trained", "in_training", "filtered", "requeued", "dropped", "failed", "active")
+        assert row["ledger/dispatched"] == sum(row[f"ledger/{term}"] for term in terms)

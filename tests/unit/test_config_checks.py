@@ -185,3 +185,25 @@ class TestInstallation:
     def test_the_gpu_build_on_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm 0.32.0")
         check_gpu_build()
+
+
+class TestDeterministicAndResume:
+    def test_deterministic_needs_a_synchronous_run(self) -> None:
+        with pytest.raises(BadInput, match="--orchestrator.max-steps-off-policy 0"):
+            check(Config.model_validate({**config().model_dump(), "deterministic": True}), FACTS)
+        synchronous = config(orchestrator={"max_steps_off_policy": 0}).model_dump()
+        assert check(Config.model_validate({**synchronous, "deterministic": True}), FACTS) == []
+
+    def test_deterministic_refuses_gpus(self) -> None:
+        given = config(orchestrator={"max_steps_off_policy": 0}, cluster={"device": "gpu"}).model_dump()
+        with pytest.raises(BadInput, match="cluster.device cpu"):
+            check(Config.model_validate({**given, "deterministic": True}), FACTS)
+
+    def test_clean_and_resume_exclude_each_other(self) -> None:
+        given = {**config(resume={"latest": True}).model_dump(), "clean": True}
+        with pytest.raises(BadInput, match="leave one out"):
+            check(Config.model_validate(given), FACTS)
+
+    def test_force_alone_forces_nothing(self) -> None:
+        with pytest.raises(BadInput, match="something to resume"):
+            check(config(resume={"force": True}), FACTS)

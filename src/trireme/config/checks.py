@@ -28,6 +28,8 @@ def check(config: Config, facts: ModelFacts | None) -> list[str]:
         *_loss(config),
         *_lengths(config, facts),
         *_learning_rate(config, facts),
+        *_deterministic(config),
+        *_resume(config),
     ]
     refuse(problems)
     return _sampler_warnings(config)
@@ -113,6 +115,36 @@ def _learning_rate(config: Config, facts: ModelFacts | None) -> Iterator[Problem
             f"trainer.learning_rate = auto for {facts.name} of type {facts.model_type}",
             "a number: the rule for auto is known for Qwen and Llama models only",
             "write --trainer.learning-rate 1e-5, or what suits the model",
+        )
+
+
+def _deterministic(config: Config) -> Iterator[Problem]:
+    if config.deterministic and config.orchestrator.max_steps_off_policy:
+        yield Problem(
+            f"deterministic = true with orchestrator.max_steps_off_policy = {config.orchestrator.max_steps_off_policy}",
+            "max_steps_off_policy = 0: how far a rollout has come when weights arrive is a matter of timing",
+            "add --orchestrator.max-steps-off-policy 0, or leave --deterministic out",
+        )
+    if config.deterministic and config.cluster.device == "gpu":
+        yield Problem(
+            "deterministic = true with cluster.device = gpu",
+            "CPUs: the kernels that sample on GPUs do not repeat bit for bit",
+            "add --cluster.device cpu, or leave --deterministic out",
+        )
+
+
+def _resume(config: Config) -> Iterator[Problem]:
+    if config.clean and config.resume.wanted:
+        yield Problem(
+            "--clean together with --resume",
+            "one of them: --clean empties the run directory, --resume goes on from what it holds",
+            "leave one out; with --resume nothing is overwritten, what is superseded moves to branches/",
+        )
+    if config.resume.force and not config.resume.wanted:
+        yield Problem(
+            "--resume.force alone",
+            "something to resume",
+            "add --resume, --resume.step N or --resume.dir PATH",
         )
 
 

@@ -7,7 +7,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ HUB_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a decoder. `num_parameters` counts what the sizes imply (see `count_parameters`)."""
+    """Sizes of a decoder. `num_parameters` counts what the sizes imply (see `count_parameters`); `described` is the
+    whole config.json."""
 
     name: str
     architecture: str
@@ -32,6 +33,7 @@ class ModelFacts:
     num_parameters: int
     tied_embeddings: bool
     max_position_embeddings: int
+    described: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def kv_values_per_token(self) -> int:
@@ -67,6 +69,7 @@ class ModelFacts:
                 num_parameters=count_parameters(config),
                 tied_embeddings=bool(config.get("tie_word_embeddings", False)),
                 max_position_embeddings=config["max_position_embeddings"],
+                described=config,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Problem(

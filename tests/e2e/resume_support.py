@@ -1,0 +1,67 @@
+"""Kills whole runs at chosen points, and compares what resumed ones leave with what uninterrupted ones leave."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from run_support import DEADLINE_S, Running, in_directory
+
+DETERMINISTIC = [
+    *("--deterministic", "--orchestrator.max-steps-off-policy", "0", "--max-steps", "6", "--checkpoint.every", "2"),
+    *("--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--checkpoint.keep-last", "1"),
+]
+NOT_COMPARED = ("time/", "perf/")
+"""Columns of metrics.jsonl that say how fast, not what. `attempt` differs by its meaning."""
+
+
+def run_and_kill(tmp_path: Path, flags: Sequence[str], *, at: str | None = None, after_s: float = DEADLINE_S) -> str:
+    """Starts `rl` and kills its whole tree of processes: at the fault point `at` (`name@passage`), or after `after_s`
+    seconds, whatever it is doing then, or nothing any more. Returns what it printed. Raises AssertionError if it never
+    comes to the point."""
+    with tempfile.TemporaryDirectory(prefix="tr-") as directory:
+        reached, out = Path(directory, "reached"), Path(directory, "out")
+        environ = {"TRIREME_FAULT_REACHED": str(reached)} | ({"TRIREME_FAULTS": f"{at}=freeze"} if at else {})
+        with out.open("w") as stream:
+            running = Running.start(*in_directory(tmp_path), *flags, environ=environ, out=stream)
+        deadline = time.monotonic() + after_s
+        try:
+            while not reached.exists() and running.process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert at is None or reached.exists(), f"never came to {at}:\n{out.read_text()}"
+        finally:
+            running.kill_tree()
+            running.files_left()
+        assert running.shm_left() == set()
+        return out.read_text()
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def comparable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in row.items() if name != "attempt" and not name.startswith(NOT_COMPARED)}
+        for row in rows
+    ]
+
+
+def contents(commit: Path) -> dict[str, str]:
+    """Checksum of each file of a commit but the orchestrator's, whose state names attempts."""
+    files = json.loads((commit / "manifest.json").read_text())["files"]
+    return {file["path"]: file["checksum"] for file in files if not file["path"].startswith("orchestrator/")}
+
+
+def assert_same_run(root: Path, reference: Path) -> None:
+    """The same rows, the same problems in the same steps, the same commits: bit for bit."""
+    assert comparable(rows_of(root / "metrics.jsonl")) == comparable(rows_of(reference / "metrics.jsonl"))
+    assert comparable(rows_of(root / "trained.jsonl")) == comparable(rows_of(reference / "trained.jsonl"))
+    steps = sorted(path.name for path in (reference / "checkpoints").iterdir())
+    assert sorted(path.name for path in (root / "checkpoints").iterdir()) == steps
+    for step in steps:
+        assert contents(root / "checkpoints" / step) == contents(reference / "checkpoints" / step), step

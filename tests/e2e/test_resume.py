@@ -1,0 +1,266 @@
+"""Whatever is killed comes back exactly: real Ray, FSDP2 over gloo and vLLM, whole trees of processes killed.
+
+A chain is one run that is killed at one point after another, resumed each time, and in the end compared with a run that
+nothing happened to: every row, every problem, every file of every commit. Deterministic mode, so the comparison is bit
+for bit; `weights/digest` in each row says that the weights of every step are the same.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from resume_support import DETERMINISTIC, assert_same_run, comparable, rows_of, run_and_kill
+from run_support import TINY, Ended, assert_bound_and_conservation, at_step, run_rl
+
+from trireme.checkpoint.store import CheckpointStore
+from trireme.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_SIGTERM
+
+START_UP = ["trainer.start@1", "inference.start@1", "orchestrator.start@1"]
+STEP = [
+    "orchestrator.minibatch@2",
+    "inference.sample@2",
+    "trainer.forward_backward@2",
+    "trainer.optim_step@2",
+    "trainer.publish@3",
+    "inference.update@3",
+    "inference.loaded@3",
+    "orchestrator.release@2",
+]
+COMMIT = [
+    "commit.draft@1",
+    "commit.parts@1",
+    "orchestrator.save@1",
+    "commit.orchestrator@1",
+    "trainer.save@1",
+    "commit.trainer@1",
+    "commit.inference@1",
+    "commit.manifest@1",
+    "commit.renamed@1",
+]
+RESUME = ["trainer.load@1", "checkout.parked@1", "checkout.rows@1"]
+RANDOM_KILLS = 10
+
+
+LONGER = [*DETERMINISTIC, "--max-steps", "24", "--checkpoint.every", "3"]
+SMALL = [*TINY, "--checkpoint.every", "2"]
+"""Asynchronous: the quickstart's max_steps_off_policy = 1, and commits in the background."""
+
+
+def reference_run(tmp_path: Path, flags: list[str]) -> Ended:
+    ended = run_rl(tmp_path, *flags)
+    assert ended.code == EXIT_OK, ended.out
+    ended.assert_nothing_left()
+    return ended
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A deterministic run that nothing happens to."""
+    return reference_run(tmp_path_factory.mktemp("r"), DETERMINISTIC)
+
+
+def assert_goes_on_to_the_end(tmp_path: Path, reference: Ended, *flags: str) -> None:
+    ended = run_rl(tmp_path, *flags, "--resume")
+    assert ended.code == EXIT_OK, ended.out
+    assert_same_run(ended.root, reference.root)
+    ended.assert_nothing_left()
+
+
+def test_two_runs_are_equal(tmp_path: Path, reference: Ended) -> None:
+    assert_same_run(reference_run(tmp_path, DETERMINISTIC).root, reference.root)
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_killed_at_every_point(tmp_path: Path, reference: Ended, asynchronous: str) -> None:
+    flags = [*DETERMINISTIC, "--checkpoint.async-save", asynchronous]
+    points = COMMIT if asynchronous == "true" else [*START_UP, *STEP, *COMMIT]
+    for point in [*points, *RESUME, "commit.prune@1"]:
+        run_and_kill(tmp_path, [*flags, "--resume"], at=point)
+        done = rows_of(tmp_path / "run" / "metrics.jsonl")
+        assert comparable(done) == comparable(reference.rows[: len(done)]), point
+    assert_goes_on_to_the_end(tmp_path, reference, *flags)
+
+
+def test_killed_at_random_times(tmp_path: Path) -> None:
+    """Ten times, anywhere between the start of the program and its end."""
+    times = random.Random(0)
+    started = time.monotonic()
+    reference = reference_run(tmp_path / "reference", LONGER)
+    longest_s = time.monotonic() - started
+    for _ in range(RANDOM_KILLS):
+        run_and_kill(tmp_path, [*LONGER, "--resume"], after_s=times.uniform(0.05, 0.9) * longest_s)
+    assert_goes_on_to_the_end(tmp_path, reference, *LONGER)
+
+
+class TestAsynchronous:
+    """One asynchronous run, killed in the middle and resumed with another layout: what must hold all the same."""
+
+    STEPS = 12
+
+    @pytest.fixture(scope="class")
+    def ended(self, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+        tmp_path = tmp_path_factory.mktemp("r")
+        flags = [*SMALL, "--max-steps", str(self.STEPS), "--checkpoint.every", "3"]
+        run_and_kill(tmp_path, flags, at="orchestrator.minibatch@6")
+        run_and_kill(tmp_path, [*flags, "--resume"], at="trainer.forward_backward@5")
+        changed = ["--trainer.shards", "1", "--inference.replicas", "2", "--trainer.micro-batch-tokens", "64"]
+        return run_rl(tmp_path, *flags, "--resume", *changed)
+
+    def test_goes_on_to_the_end(self, ended: Ended) -> None:
+        assert ended.code == EXIT_OK, ended.out
+        assert [row["step"] for row in ended.rows] == list(range(self.STEPS))
+        assert [row["attempt"] for row in ended.rows] == [1] * 3 + [2] * 3 + [3] * 6
+        ended.assert_nothing_left()
+
+    def test_bound_and_conservation_hold(self, ended: Ended) -> None:
+        assert_bound_and_conservation(ended, bound=1)
+        assert ended.rows[-1]["ledger/trained"] == 4 * self.STEPS
+        assert ended.rows[-1]["ledger/active"] == 0
+
+    def test_every_problem_is_trained_exactly_once_in_the_order_of_the_data(self, ended: Ended) -> None:
+        """The witness: nothing is lost, nothing is trained twice, and no problem comes before its time."""
+        rows = rows_of(ended.root / "trained.jsonl")
+        assert [row["step"] for row in rows] == list(range(self.STEPS))
+        problems = [group["problem"] for row in rows for group in row["groups"]]
+        data = [f"0.{n // 16}.{n % 16}" for n in range(4 * self.STEPS)]
+        assert sorted(problems, key=data.index) == data
+        for row in rows:  # at most (K + 1) batches are under way
+            assert all(data.index(group["problem"]) < 4 * (row["step"] + 2) for group in row["groups"])
+
+    def test_what_was_superseded_lies_under_branches(self, ended: Ended) -> None:
+        branches = CheckpointStore(ended.root).branch
+        parked = [rows_of(path) for path in sorted((ended.root / "branches").glob("*/metrics.jsonl"))]
+        assert branches
+        assert [row["attempt"] for rows in parked for row in rows]
+
+    def test_each_commit_opens_with_transformers(self, ended: Ended) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        for commit in CheckpointStore(ended.root).commits():
+            model = AutoModelForCausalLM.from_pretrained(commit / "inference")
+            assert len(AutoTokenizer.from_pretrained(commit / "inference")) == model.config.vocab_size
+
+    def test_a_commit_opens_with_vllm(self, ended: Ended, tmp_path: Path) -> None:
+        """A run whose base model is a commit's inference part: its first update agrees with its trainer."""
+        model = ended.root / "checkpoints" / f"step_{self.STEPS:06d}" / "inference"
+        flags = [*TINY, "--model.name", str(model), "--max-steps", "1", "--orchestrator.max-steps-off-policy", "0"]
+        again = run_rl(tmp_path, *flags, "--trainer.shards", "1")
+        assert again.code == EXIT_OK, again.out
+        assert again.rows[0]["weights/canary_max_diff"] < 1e-4
+
+    def test_another_loss_is_refused_with_the_difference(self, ended: Ended) -> None:
+        refused = run_rl(ended.root.parent, *SMALL, "--resume", "--trainer.loss-normalization", "sum")
+        assert refused.code == EXIT_BAD_INPUT
+        assert "token_mean" in refused.out
+        assert "sum" in refused.out
+        assert "--resume.force" in refused.out
+
+    def test_at_max_steps_there_is_nothing_to_do(self, ended: Ended) -> None:
+        again = run_rl(ended.root.parent, *SMALL, "--resume", "--max-steps", str(self.STEPS))
+        assert again.code == EXIT_OK
+        assert "nothing to do" in again.out
+
+
+@pytest.mark.parametrize(("send", "code"), [(signal.SIGINT, EXIT_INTERRUPTED), (signal.SIGTERM, EXIT_SIGTERM)])
+def test_a_signal_commits_and_says_how_to_go_on(tmp_path: Path, send: signal.Signals, code: int) -> None:
+    flags = [*TINY, "--max-steps", "200"]
+    ended = run_rl(tmp_path, *flags, on_line=at_step(3, send))
+    assert ended.code == code, ended.out
+    ended.assert_nothing_left()
+    commits = CheckpointStore(ended.root).commits()
+    assert [commit.name for commit in commits] == [f"step_{len(ended.rows):06d}"]
+    command = ended.out.split("goes on with:\n")[1].split("uv run rl ")[1].split()
+    again = run_rl(tmp_path, *command, "--max-steps", str(len(ended.rows) + 1), directory=False)
+    assert again.code == EXIT_OK, again.out
+    assert [row["step"] for row in again.rows] == list(range(len(ended.rows) + 1))
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_commits(tmp_path: Path) -> None:
+    """The run directory is a file system of 14 MB: the first commits fit, a later one does not."""
+    with small_file_system(tmp_path / "run", "14m"):
+        ended = run_rl(tmp_path, *SMALL, "--max-steps", "8", "--checkpoint.keep-last", "9")
+        assert ended.code == EXIT_FAILED, ended.out
+        assert "MiB free" in ended.out
+        assert "step_0000" in ended.out
+        found = CheckpointStore(tmp_path / "run").newest()
+        assert found.commit is not None
+        assert not found.passed_over
+        assert CheckpointStore(tmp_path / "run").partial() == []
+        again = run_rl(tmp_path, *SMALL, "--max-steps", "8", "--resume", "--checkpoint.keep-last", "1")
+        assert again.code == EXIT_OK, again.out
+
+
+def test_a_full_disk_may_be_endured(tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "run", "14m"):
+        flags = ["--max-steps", "8", "--checkpoint.keep-last", "9", "--checkpoint.max-missed", "9"]
+        ended = run_rl(tmp_path, *SMALL, *flags)
+        assert len(ended.rows) == 8
+        assert ended.code == EXIT_FAILED  # the last commit is what a run is for
+        assert "commit missed" in ended.out
+
+
+@contextmanager
+def small_file_system(place: Path, size: str) -> Iterator[None]:
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"needs to mount a file system: {mounted.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+class TestDamage:
+    """The newest commit is damaged: the one before is taken, and that is said; an explicit step is refused."""
+
+    @pytest.fixture(scope="class")
+    def ended(self, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+        return reference_run(tmp_path_factory.mktemp("r"), [*SMALL, "--max-steps", "4"])
+
+    def test_an_explicit_step_is_refused(self, ended: Ended, tmp_path: Path) -> None:
+        shutil.copytree(ended.root, tmp_path / "run")
+        flip_a_bit(tmp_path / "run" / "checkpoints" / "step_000004" / "inference" / "model-00001.safetensors")
+        refused = run_rl(tmp_path, *SMALL, "--resume.step", "4")
+        assert refused.code == EXIT_BAD_INPUT
+        assert "model-00001.safetensors" in refused.out
+
+    def test_the_one_before_is_taken(self, ended: Ended, tmp_path: Path) -> None:
+        shutil.copytree(ended.root, tmp_path / "run")
+        flip_a_bit(next((tmp_path / "run" / "checkpoints" / "step_000004" / "trainer").glob("*.distcp")))
+        again = run_rl(tmp_path, *SMALL, "--resume", "--max-steps", "5")
+        assert again.code == EXIT_OK, again.out
+        assert "passed over" in again.out
+        assert "step_000004" in again.out
+        assert [row["attempt"] for row in again.rows] == [1, 1, 2, 2, 2]
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_back_to_an_earlier_step_and_a_fork(tmp_path: Path) -> None:
+    """Going back parks what came after; a fork leaves the run that it comes from as it is."""
+    ended = reference_run(tmp_path, [*SMALL, "--max-steps", "4"])
+    before = sorted(path.relative_to(ended.root) for path in ended.root.rglob("*"))
+    fork = ["--resume.dir", str(ended.root), "--resume.step", "2", "--run.name", "fork", "--max-steps", "3"]
+    forked = run_rl(tmp_path, *SMALL, *fork)
+    assert forked.code == EXIT_OK, forked.out
+    assert sorted(path.relative_to(ended.root) for path in ended.root.rglob("*")) == before
+    assert [row["step"] for row in rows_of(tmp_path / "fork" / "metrics.jsonl")] == [0, 1, 2]
+    again = run_rl(tmp_path, *SMALL, "--resume.step", "2", "--max-steps", "3")
+    assert again.code == EXIT_OK, again.out
+    assert [row["attempt"] for row in again.rows] == [1, 1, 2]
+    (branch,) = (ended.root / "branches").iterdir()
+    assert [path.name for path in (branch / "checkpoints").iterdir()] == ["step_000004"]
+    assert [row["step"] for row in rows_of(branch / "metrics.jsonl")] == [2, 3]

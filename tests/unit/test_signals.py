@@ -1,0 +1,92 @@
+"""How a run is asked to end. Signals are sent to a process of their own, as a shell or a scheduler would."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import signal, sys, time
+from trireme import signals
+
+def wait(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+mode, grace = sys.argv[1], float(sys.argv[2])
+try:
+    if mode == "starting":
+        signals.arm()
+        print("ready", flush=True)
+        wait(60)
+    with signals.graceful(grace) as stop:
+        print("ready", flush=True)
+        while mode == "deaf" or stop.exit_code is None:
+            wait(0.05)
+        print("noted", flush=True)
+        if mode == "slow":
+            wait(60)
+        stop.check()
+except signals.GraceOver as over:
+    print("grace over", flush=True)
+    sys.exit(over.exit_code)
+except signals.Stopped as stopped:
+    print("stopped", flush=True)
+    sys.exit(stopped.exit_code)
+"""
+
+
+def start(mode: str, grace_s: float) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, mode, str(grace_s)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def rest(process: subprocess.Popen[str]) -> tuple[str, int]:
+    out, _ = process.communicate(timeout=30)
+    return out, process.returncode
+
+
+@pytest.mark.parametrize(("send", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("mode", "says"), [("starting", "stopped\n"), ("training", "noted\nstopped\n")])
+def test_a_signal_stops_where_it_is_looked_for(send: signal.Signals, code: int, mode: str, says: str) -> None:
+    process = start(mode, grace_s=30)
+    process.send_signal(send)
+    assert rest(process) == (says, code)
+
+
+def test_the_grace_time_ends_what_does_not_look() -> None:
+    process = start("deaf", grace_s=0.2)
+    process.send_signal(signal.SIGTERM)
+    assert rest(process) == ("grace over\n", 75)
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    process = start("slow", grace_s=30)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "noted\n"
+    process.send_signal(signal.SIGINT)
+    assert rest(process) == ("", 130)
+
+
+def test_a_frozen_point_says_that_it_was_reached(tmp_path: Path) -> None:
+    """`freeze` stops a thread for certain where a test wants to kill the whole tree."""
+    reached = tmp_path / "reached"
+    code = (
+        "from trireme.faults import fault_point; fault_point('here'); print('passed', flush=True); fault_point('here')"
+    )
+    environ = {"TRIREME_FAULTS": "here@2=freeze", "TRIREME_FAULT_REACHED": str(reached)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "passed\n"
+    while not reached.exists():
+        assert process.poll() is None
+    process.kill()
+    assert rest(process) == ("", -signal.SIGKILL)
