@@ -2,12 +2,15 @@
 
 import os
 import signal
+import warnings
 
 import numpy as np
 import pytest
 import ray
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from trainer_support import make_batch, make_config, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,7 +18,8 @@ from trainer.batching import plan, scatter_outputs
 from trainer.group import TrainerGroup
 from trainer.shard import Shard
 from trireme import waits
-from trireme.errors import BadInput, ProvenanceError, RoomFailed, TriremeError
+from trireme.checkpoint.files import checksum_of
+from trireme.errors import BadInput, ProvenanceError, RoomFailed, StorageFailed, TriremeError
 from trireme.types import AdamParams, ForwardBackwardOutput, Provenance, WeightIdentity
 from trireme.weights import check_received
 
@@ -83,10 +87,15 @@ class Alone:
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
         self._shard = Shard(make_config(model, trainer__micro_batch_tokens=24), 0, 1, store, put=ray.put)
         self.optim_step, self.publish_weights = self._shard.optim_step, self._shard.publish_weights
+        self.load_state = self._shard.load_state
 
     def forward_backward(self, batch, loss_fn, loss_fn_config):
         output = self._shard.forward_backward(batch, loss_fn, loss_fn_config, None)
         return ForwardBackwardOutput(scatter_outputs(batch, [output]), output.metrics)
+
+    def save(self, path):
+        self._shard.begin_save(path)
+        self._shard.finish_save(path)
 
 
 @pytest.fixture(scope="module")
@@ -130,18 +139,131 @@ def test_published_names_are_those_of_the_checkpoint(models, stepped, key):
 
 def test_saved_weights_open_with_from_pretrained(groups, stepped, tmp_path):
     group, after = groups[QWEN, 2], stepped[QWEN, 2][4]
-    group.save_weights(tmp_path / "saved")
-    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    published = group.publish_weights(1)
+    records = group.save_weights(tmp_path / "inference", published).wait(60)
+    check_records(tmp_path, records)
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "inference")
     parameters = dict(reopened.named_parameters())
     assert parameters.keys() == after.keys()
     assert all(torch.equal(parameters[name], after[name]) for name in after)
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode("0129")[-1] == 9
+    assert AutoTokenizer.from_pretrained(tmp_path / "inference").encode("0129")[-1] == 9
     batch = make_batch((5, 2), temperature=1.0)
     with torch.no_grad():
         logits = reopened(torch.from_numpy(batch.tokens[:5].astype(np.int64))[None]).logits[0]
     targets = torch.from_numpy(batch.columns["target_tokens"][:5].astype(np.int64))
     expected = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     np.testing.assert_allclose(group.forward(batch)[:5], expected.numpy(), atol=1e-5)
+
+
+def check_records(commit, records):
+    """All files below `commit` are recorded, once, with what they hold."""
+    assert sorted(r.path for r in records) == sorted(
+        str(f.relative_to(commit)) for f in commit.rglob("*") if f.is_file()
+    )
+    for record in records:
+        assert (record.size, record.checksum) == (
+            (commit / record.path).stat().st_size,
+            checksum_of(commit / record.path),
+        )
+
+
+def saved(path):
+    """The state that `path` holds, as whole tensors, read by DCP's own reader; the ranks' random generators apart."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # says that this process has no group
+        everything = _load_state_dict_from_keys(storage_reader=dcp.FileSystemReader(path))
+    random = {name for name in everything if name.startswith("random.")}
+    return {name: tensor for name, tensor in everything.items() if name not in random}, {
+        int(name.split(".")[1]) for name in random
+    }
+
+
+def train(group, seed):
+    """One step; its metrics, and the digest of what came out."""
+    output = group.forward_backward(make_batch(LENGTHS, seed=seed), "ppo", {})
+    update = group.optim_step(AdamParams(learning_rate=1e-2), 40.0)
+    return output.metrics, update.metrics, group.publish_weights(1).identity.digest
+
+
+@pytest.fixture(scope="module")
+def resharded(models, groups, stepped, alone, tmp_path_factory):
+    """The state of two shards, then saved by one that had loaded it, then by three that had loaded that."""
+    root = tmp_path_factory.mktemp("saves")
+    group = groups[QWEN, 2]
+    records = group.save_state(root / "two" / "trainer").wait(60)
+    check_records(root / "two", records)
+    one = Alone(models[QWEN])
+    one.load_state(root / "two" / "trainer", [])
+    one.save(root / "one" / "trainer")
+    trained = train(one, 5)
+    dist.destroy_process_group()
+    groups[QWEN, 3].load_state(root / "one" / "trainer", [])
+    groups[QWEN, 3].save_state(root / "three" / "trainer").wait(60)
+    return root, trained
+
+
+def test_two_shards_one_and_three_hold_exactly_the_same_state(resharded, stepped):
+    root, _ = resharded
+    two, one, three = (saved(root / shards / "trainer") for shards in ("two", "one", "three"))
+    assert [ranks for _, ranks in (two, one, three)] == [{0, 1}, {0}, {0, 1, 2}]
+    torch.testing.assert_close(one[0], two[0], rtol=0, atol=0)
+    torch.testing.assert_close(three[0], two[0], rtol=0, atol=0)
+    weights = {name.removeprefix("model."): t for name, t in two[0].items() if name.startswith("model.")}
+    torch.testing.assert_close(weights, stepped[QWEN, 2][4], rtol=0, atol=0)
+    moments = [t for name, t in two[0].items() if name.endswith("exp_avg_sq")]
+    assert len(moments) == len(weights)
+    assert all(float(t.abs().max()) > 0 for t in moments)
+    assert {float(t) for name, t in two[0].items() if name.endswith(".step")} == {1.0}
+
+
+def test_a_resharded_group_trains_on_as_the_one_before(groups, resharded):
+    """With the moments of AdamW: the step after the load is that of the group that was saved."""
+    _, expected = resharded
+    metrics, update, _ = train(groups[QWEN, 3], 5)
+    assert metrics == pytest.approx(expected[0], rel=1e-5)
+    assert update == pytest.approx(expected[1], rel=1e-5)
+
+
+def test_a_group_that_goes_back_repeats_itself_bit_for_bit(groups, resharded):
+    group, path = groups[QWEN, 2], resharded[0] / "two" / "trainer"
+    runs = []
+    for _ in range(2):
+        group.load_state(path, [])
+        runs.append([train(group, 5), train(group, 6)])
+    assert runs[0] == runs[1]
+    assert runs[0][0][2] != runs[0][1][2]
+
+
+def test_training_goes_on_while_a_save_is_written(groups, resharded, tmp_path):
+    """Rank 1's write is held up; the group makes a step meanwhile, and what is saved is the state of before."""
+    group, path = groups[QWEN, 2], resharded[0] / "two" / "trainer"
+    group.load_state(path, [])
+    expected = train(group, 5)
+    group.load_state(path, [])
+    os.mkfifo(tmp_path / "__1_0.distcp")
+    pending = group.save_state(tmp_path)
+    assert train(group, 5) == expected
+    assert not (tmp_path / ".metadata").exists()
+    reader = os.open(tmp_path / "__1_0.distcp", os.O_RDONLY)
+    content = b"".join(iter(lambda: os.read(reader, 2**20), b""))
+    os.close(reader)
+    with pytest.raises(StorageFailed, match=r"__1_0\.distcp: Invalid argument"):  # a pipe cannot be forced onto a disk
+        pending.wait(60)
+    assert len(content) == (path / "__1_0.distcp").stat().st_size
+    assert group.publish_weights(1).identity.digest == expected[2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_on_one_rank_is_said_and_the_group_goes_on(groups, resharded, tmp_path, rank):
+    group, path = groups[QWEN, 2], resharded[0] / "two" / "trainer"
+    group.load_state(path, [])
+    full, good = tmp_path / "full" / "trainer", tmp_path / "good" / "trainer"
+    full.mkdir(parents=True)
+    (full / f"__{rank}_0.distcp").symlink_to("/dev/full")
+    with pytest.raises(StorageFailed, match=rf"cannot write {full}/__{rank}_0.distcp: No space left"):
+        group.save_state(full).wait(60)
+    group.save_state(good).wait(60)
+    torch.testing.assert_close(saved(good)[0], saved(path)[0], rtol=0, atol=0)
 
 
 def test_batches_of_unknown_or_stale_weights_are_refused_and_the_group_goes_on(groups):
@@ -157,7 +279,7 @@ def test_batches_of_unknown_or_stale_weights_are_refused_and_the_group_goes_on(g
         train(2, [0, 2], identities[2])
     with pytest.raises(ProvenanceError, match="floor 3, age -1"):
         train(2, [3, 2], identities[2])
-    with pytest.raises(ProvenanceError, match="not among the last 2 published"):
+    with pytest.raises(ProvenanceError, match="not among those of the last 2 versions published"):
         train(2, [1, 2], identities[0])
     with pytest.raises(ProvenanceError, match="not among"):
         train(2, [2, 2], WeightIdentity(2, 2, identities[2].digest))
