@@ -1,7 +1,19 @@
 """Reads the configuration: defaults < `@ files` left to right < environment (`TRIREME__...`) < command line.
 
-Everything given becomes a `Given` (path, value, where it was written), so that each refusal can name its place.
-pydantic checks the values; all problems are reported at once.
+Each layer is a source of pydantic-settings (`Layer`); `Settings` gives their order, and pydantic-settings merges them
+and validates the result. Ours is what it cannot do:
+
+- Each refusal names the value's place, all come at once, and an unknown key is refused with the one that was meant.
+  Sources pass on values without places and stop at the first that cannot be read; `TomlConfigSettingsSource` ignores a
+  missing file. So all that is given becomes a `Given` first: path, value, place.
+- Each layer's values are checked, those of files strictly. pydantic-settings validates once and all alike.
+- `EnvSettingsSource` sees unknown variables only below a known field, leaves `TRIREME__ENV__ARGS__N=5` a string, and
+  drops it without a word when the variable `TRIREME__ENV__ARGS` comes after it. Here such entries are JSON or TOML.
+- The command line takes `@ FILE`, `--section @ FILE` and short flags; `CliSettingsSource` (argparse) has no such files.
+- A later layer may use another alias of a key, so all are stored under one path, and those that disagree within a layer
+  are refused. pydantic-settings would keep those of two layers side by side, and pydantic would refuse that.
+- A value or an empty table replaces a table for good. pydantic-settings merges from the last layer down: under an
+  empty table, or a third layer's table in the place of the value, the first layer's entries would come back.
 """
 
 from __future__ import annotations
@@ -9,13 +21,15 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import combinations
 from pathlib import Path as File
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from trireme.config.keys import Key, Path, keys, nearest, sections, short_flags, spellings, type_in_words
 from trireme.config.problems import Problem, refuse
@@ -69,17 +83,94 @@ def load(argv: list[str], environ: Mapping[str, str] | None = None) -> Loaded:
         print(f"trireme {version('trireme')}")
         raise SystemExit(0)
     line = read_command_line(argv)
-    problems = line.problems
-    layers = [_read_file(root, file, problems) for root, file in line.files]
-    layers += [_read_environment(os.environ if environ is None else environ), line.flags]
-    values: dict[Path, Any] = {}
-    given: set[Path] = set()
-    for layer in layers:
-        _overlay(values, given, layer, problems)
-    config = _validate(values, given, problems)
-    refuse(problems)
-    assert config is not None
-    return Loaded(config, line.dry_run)
+    files = [Layer(_read_file(root, file, line.problems)) for root, file in line.files]
+    environment = Layer(_read_environment(os.environ if environ is None else environ))
+    flags = Layer(line.flags)
+    layers = [*files, environment, flags]
+    named = {path for layer in layers for path in layer.named}
+    missing = [key for key in keys().values() if key.field.is_required() and key.path not in named]
+    refuse([*line.problems, *(p for layer in layers for p in layer.problems), *map(_missing, missing)])
+    return Loaded(Settings(files=files, environment=environment, flags=flags).config, line.dry_run)
+
+
+# --- the layers ---------------------------------------------------------------------------------------------------
+
+
+class Settings(BaseSettings):
+    """Merges layers into a `Config`, which stays a plain model that reads nothing when it is built."""
+
+    model_config = SettingsConfigDict(extra="ignore")  # the layers come as keywords
+    config: Config
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        given = init_settings()
+        first_to_last: list[Layer] = [*given["files"], given["environment"], given["flags"]]
+        for layer, later in combinations(first_to_last, 2):
+            _drop_replaced(layer.tree, later.tree)
+        return tuple(reversed(first_to_last))
+
+
+class Layer(InitSettingsSource):
+    """The values of one layer as a tree. `named`: every path that the layer names, also those whose value is wrong."""
+
+    def __init__(self, given: Iterable[Given]) -> None:
+        self.problems: list[Problem] = []
+        self.named: set[Path] = set()
+        self.tree: dict[str, Any] = {}
+        super().__init__(Settings, {"config": self.tree})
+        for path, value in self._checked(given).items():
+            _put(self.tree, path, value)
+
+    def _checked(self, layer: Iterable[Given]) -> dict[Path, Any]:
+        spelled: dict[Path, Given] = {}
+        values: dict[Path, Any] = {}
+        for given in layer:
+            path = _stored_path(given.spelling)
+            if path is None:
+                self.problems.append(_unknown(given))
+                continue
+            self.named.add(path)
+            try:
+                value = _convert(path, given)
+            except ValidationError:
+                self.problems.append(_wrong_type(path, given))
+                continue
+            before = spelled.get(path)
+            if before and before.spelling != given.spelling and values[path] != value:
+                self.problems.append(_disagreement(path, before, given))
+            spelled[path], values[path] = given, value
+        return values
+
+
+def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
+    """Stores a value; entries of a free-form table are stored one by one, so that they add to those that are there."""
+    if isinstance(value, dict) and (value or path in keys()):
+        for name, part in value.items():
+            _put(tree, (*path, name), part)
+        return
+    for name in path[:-1]:
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        tree = tree[name]
+    tree[path[-1]] = value
+
+
+def _drop_replaced(tree: dict[str, Any], later: dict[str, Any]) -> None:
+    """Takes the tables out of `tree` in whose place `later` puts a value or an empty table."""
+    for name in tree.keys() & later.keys():
+        if isinstance(tree[name], dict):
+            if isinstance(later[name], dict) and later[name]:
+                _drop_replaced(tree[name], later[name])
+            else:
+                del tree[name]
 
 
 # --- the command line ---------------------------------------------------------------------------------------------
@@ -283,75 +374,12 @@ def _wrong_type(path: Path, given: Given) -> Problem:
     return Problem(given.said, f"`{'.'.join(path)}` takes: {expected}", f"correct it in: {given.place}")
 
 
-# --- all together -------------------------------------------------------------------------------------------------
-
-
-def _overlay(values: dict[Path, Any], given_paths: set[Path], layer: list[Given], problems: list[Problem]) -> None:
-    """Puts one layer over `values`. Adds every path it names to `given_paths`, also those whose value is wrong."""
-    written: dict[Path, tuple[Given, Any]] = {}
-    for given in layer:
-        path = _stored_path(given.spelling)
-        if path is None:
-            problems.append(_unknown(given))
-            continue
-        given_paths.add(path)
-        try:
-            value = _convert(path, given)
-        except ValidationError:
-            problems.append(_wrong_type(path, given))
-            continue
-        before = written.get(path)
-        if before and before[0].spelling != given.spelling and before[1] != value:
-            problems.append(_disagreement(path, before[0], given))
-        written[path] = (given, value)
-    for path, (_, value) in written.items():
-        _put(values, path, value)
-
-
 def _disagreement(path: Path, first: Given, second: Given) -> Problem:
     return Problem(
         f"{first.said} and {second.said}",
         f"one value: both are spellings of `{'.'.join(path)}`",
         "leave one of them out",
     )
-
-
-def _put(values: dict[Path, Any], path: Path, value: Any) -> None:
-    """Stores a value; entries of a free-form table are stored one by one, so that layers add to each other."""
-    key = keys().get(path)
-    if isinstance(value, dict) and (key is None or key.entry_type is not None):
-        for name, part in value.items():
-            _put(values, (*path, name), part)
-        if value or key is not None:
-            return
-    for other in [p for p in values if p != path and (p[: len(path)] == path or path[: len(p)] == p)]:
-        del values[other]
-    values[path] = value
-
-
-def _validate(values: dict[Path, Any], given_paths: set[Path], problems: list[Problem]) -> Config | None:
-    tree: dict[str, Any] = {}
-    for path in sorted(sections()):
-        _descend(tree, path)
-    for path, value in values.items():
-        _descend(tree, path[:-1])[path[-1]] = value
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        missing = [_path_of(item["loc"]) for item in error.errors() if item["type"] == "missing"]
-    problems += [_missing(keys()[path]) for path in missing if path not in given_paths]
-    return None
-
-
-def _path_of(location: tuple[int | str, ...]) -> Path:
-    path = tuple(str(part) for part in location)
-    return spellings().get(path, path)
-
-
-def _descend(tree: dict[str, Any], path: Path) -> dict[str, Any]:
-    for name in path:
-        tree = tree.setdefault(name, {})
-    return tree
 
 
 def _missing(key: Key) -> Problem:

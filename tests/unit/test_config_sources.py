@@ -1,0 +1,70 @@
+"""What pydantic-settings does with the layers, and that it still cannot do what is done around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+
+from trireme.config import Config
+from trireme.config import load as loading
+from trireme.config.load import load
+from trireme.config.schema import EnvConfig
+
+REQUIRED = {
+    "model": {"name": "m"},
+    "env": {"id": "sort"},
+    "orchestrator": {"batch_size": 16},
+    "inference": {"sampling": {"max_tokens": 10}},
+}
+FLAGS = [
+    *("--model.name", "m", "--env.id", "sort"),
+    *("--orchestrator.batch-size", "16", "--inference.sampling.max-tokens", "10"),
+]
+
+
+def test_a_config_from_values_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIREME__SEED", "5")
+    monkeypatch.setenv("SEED", "5")
+    assert Config.model_validate(REQUIRED).seed == 0
+    assert type(load(FLAGS).config) is Config
+    assert load(FLAGS).config.seed == 5
+
+
+def args_of_layers(tmp_path: Path, *layers: str) -> dict:
+    words = list(FLAGS)
+    for n, layer in enumerate(layers):
+        (tmp_path / f"{n}.toml").write_text(f"[env.args]\n{layer}")
+        words += ["@", str(tmp_path / f"{n}.toml")]
+    return load(words, {}).config.env.args
+
+
+@pytest.mark.parametrize(
+    ("layers", "args", "merged_without_care"),
+    [
+        (("a.x = 1", "a = 5", "a.y = 2"), {"a": {"y": 2}}, {"a": {"x": 1, "y": 2}}),
+        (("a.x = 1", "a = {}"), {"a": {}}, {"a": {"x": 1}}),
+        (("a.x = 1", "a = {}", "a.y = 2"), {"a": {"y": 2}}, {"a": {"x": 1, "y": 2}}),
+    ],
+)
+def test_a_replaced_table_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: tuple[str, ...], args: dict, merged_without_care: dict
+) -> None:
+    assert args_of_layers(tmp_path, *layers) == args
+    monkeypatch.setattr(loading, "_drop_replaced", lambda tree, later: None)
+    assert args_of_layers(tmp_path, *layers) == merged_without_care  # else `_drop_replaced` is no longer needed
+
+
+def test_why_the_environment_is_not_read_by_pydantic_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On failure: `EnvSettingsSource` may have become fit to read the environment; see the text of `load`."""
+
+    class ByPrefix(BaseSettings):
+        model_config = SettingsConfigDict(env_prefix="TRIREME__", env_nested_delimiter="__")
+        env: EnvConfig
+
+    monkeypatch.setenv("TRIREME__SEEED", "5")
+    monkeypatch.setenv("TRIREME__ENV__ARGS__N", "5")
+    assert EnvSettingsSource(ByPrefix)() == {"env": {"args": {"n": "5"}}}
+    monkeypatch.setenv("TRIREME__ENV__ARGS", '{"a": 1}')
+    assert EnvSettingsSource(ByPrefix)() == {"env": {"args": {"a": 1}}}
