@@ -1,0 +1,292 @@
+"""What a run directory holds: its commits, what is in them and whether it is whole, and how its lineages descend."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.filesize import decimal
+from rich.table import Table
+from rich.tree import Tree
+
+from trireme.checkpoint.manifest import Manifest, read_manifest, step_of, verify
+from trireme.checkpoint.store import CheckpointStore, Head
+from trireme.errors import CheckpointInvalid
+
+
+@dataclass(frozen=True)
+class Part:
+    """One room's part of a commit: number of `files`, their `bytes`, and what they `hold` beyond that, by name."""
+
+    files: int
+    bytes: int
+    holds: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """`path` relative to the run. `branch`: the lineage under whose branch it is parked; None on HEAD's. `invalid`:
+    why it does not verify, None if it does. `manifest` None: it cannot be read."""
+
+    path: Path
+    step: int
+    branch: str | None
+    invalid: str | None
+    manifest: Manifest | None
+    parts: Mapping[str, Part]
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something in checkpoints/ that is no commit; goes with the next resume."""
+
+    path: Path
+    bytes: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of a run. `lineages`: the current one last; empty with `damage` when a HEAD cannot be read. `commits` of each
+    branch in order of step, HEAD's branch last. `newest` is the step that a resume takes."""
+
+    root: Path
+    lineages: tuple[Head, ...]
+    damage: str | None
+    commits: tuple[Commit, ...]
+    leftovers: tuple[Leftover, ...]
+    attempts: tuple[int, ...]
+    newest: int | None
+
+    @property
+    def head(self) -> Head | None:
+        return self.lineages[-1] if self.lineages else None
+
+    @property
+    def resume(self) -> str | None:
+        """The command that goes on from the newest commit, or starts again where there is none."""
+        config = self.root / "config.json"
+        if not config.exists():
+            return None
+        place = ("--run.output-dir", str(self.root.parent), "--run.name", self.root.name)
+        return shlex.join(["uv", "run", "rl", "@", str(config), *place, "--resume"])
+
+
+# ---------------------------------------------------------------------------------------------------------- finding out
+
+
+def inspect(root: Path, on_commit: Callable[[Path], None]) -> Report:
+    """Reads the run directory `root`, every byte of its commits included; `on_commit` is told which is next."""
+    store = CheckpointStore(root)
+    branches = sorted(root.glob("branches/*/checkpoints"))
+    places = [*(CheckpointStore(branch.parent) for branch in branches), store]
+    commits = []
+    for place in places:
+        for path in place.commits():
+            on_commit(path.relative_to(root))
+            commit = _commit(root, path, branch=None if place is store else place.root.name)
+            if path.exists():  # a run that is under way may have deleted it
+                commits.append(commit)
+    lineages, damage = _lineages(store)
+    whole = [commit.step for commit in commits if commit.branch is None and commit.invalid is None]
+    return Report(
+        root=root,
+        lineages=lineages,
+        damage=damage,
+        commits=tuple(commits),
+        leftovers=tuple(_leftover(root, path) for path in store.partial()),
+        attempts=tuple(sorted(_numbers(root.glob("logs/attempt_*"), r"attempt_(\d+)"))),
+        newest=max(whole, default=None),
+    )
+
+
+def _lineages(store: CheckpointStore) -> tuple[tuple[Head, ...], str | None]:
+    try:
+        heads = store.lineages()
+    except CheckpointInvalid as error:
+        return (), str(error)
+    return tuple({head.lineage: head for head in heads}.values()), None  # one being left may be there twice
+
+
+def _commit(root: Path, path: Path, branch: str | None) -> Commit:
+    step = step_of(path.name)
+    assert step is not None
+    try:
+        manifest = verify(path)
+        parts = _parts(path, manifest)
+    except (CheckpointInvalid, FileNotFoundError) as error:
+        return Commit(path.relative_to(root), step, branch, str(error), _readable_manifest(path), {})
+    return Commit(path.relative_to(root), step, branch, None, manifest, parts)
+
+
+def _readable_manifest(path: Path) -> Manifest | None:
+    try:
+        return read_manifest(path)
+    except CheckpointInvalid:
+        return None
+
+
+def _parts(path: Path, manifest: Manifest) -> dict[str, Part]:
+    groups = json.loads((path / "orchestrator" / "state.json").read_bytes())["ledger"]["groups"]
+    finished = sum(group["finished"] for group in groups)
+    dtype = json.loads((path / "inference" / "config.json").read_bytes())["dtype"]
+    return {
+        "trainer": _part(manifest, "trainer", shards=manifest.shards),
+        "orchestrator": _part(
+            manifest, "orchestrator", groups_finished=finished, groups_in_flight=len(groups) - finished
+        ),
+        "inference": _part(manifest, "inference", replicas=manifest.replicas, dtype=dtype),
+    }
+
+
+def _part(manifest: Manifest, room: str, **holds: Any) -> Part:
+    sizes = [record.size for record in manifest.files if record.path.startswith(f"{room}/")]
+    return Part(len(sizes), sum(sizes), holds)
+
+
+def _leftover(root: Path, path: Path) -> Leftover:
+    attempt = _numbers([path], r".*\.partial-(\d+)")
+    what = f"attempt {attempt[0]} is writing it, or ended while it did" if attempt else "its deletion has not ended"
+    return Leftover(path.relative_to(root), sum(_sizes(path)), what)
+
+
+def _sizes(directory: Path) -> Iterator[int]:
+    """Bytes of each file below, of those that are still there when they are looked at."""
+    for file in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            yield file.lstat().st_size if file.is_file() else 0
+
+
+def _numbers(paths: Iterable[Path], pattern: str) -> list[int]:
+    """The numbers in those names that `pattern` matches as a whole."""
+    return [int(match[1]) for path in paths if (match := re.fullmatch(pattern, path.name))]
+
+
+# ------------------------------------------------------------------------------------------------------------- showing
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The report as JSON values."""
+    return {
+        "run": str(report.root),
+        "head": asdict(report.head) if report.head else None,
+        "lineages": [asdict(head) for head in report.lineages],
+        "damage": report.damage,
+        "commits": [_commit_to_json(commit) for commit in report.commits],
+        "leftovers": [asdict(leftover) | {"path": str(leftover.path)} for leftover in report.leftovers],
+        "attempts": list(report.attempts),
+        "newest": report.newest,
+        "resume": report.resume,
+    }
+
+
+def _commit_to_json(commit: Commit) -> dict[str, Any]:
+    manifest = commit.manifest
+    shown = ("lineage", "attempt", "shards", "replicas", "created")
+    return {
+        "path": str(commit.path),
+        "step": commit.step,
+        "branch": commit.branch,
+        "verifies": commit.invalid is None,
+        "reason": commit.invalid,
+        **{name: getattr(manifest, name, None) for name in shown},
+        "parent": asdict(manifest.parent) if manifest and manifest.parent else None,
+        "identity": str(manifest.identity) if manifest else None,
+        "bytes": manifest.size if manifest else None,
+        "parts": {room: asdict(part) for room, part in commit.parts.items()},
+    }
+
+
+def render(report: Report) -> Iterator[RenderableType]:
+    """What a person reads, part by part."""
+    head = report.head
+    yield f"run {report.root}"
+    if report.damage:
+        yield f"damaged: {report.damage}"
+    if head:
+        logs = ", ".join(f"attempt_{attempt}" for attempt in report.attempts) or "none"
+        yield f"HEAD: run id {head.run_id}, lineage {head.lineage}, attempt {head.attempt}; logs: {logs}"
+        yield _lineage_tree(report.lineages)
+    for branch in dict.fromkeys(commit.branch for commit in report.commits):
+        yield _table(branch, [commit for commit in report.commits if commit.branch == branch])
+    if not report.commits:
+        yield "no commits"
+    for commit in report.commits:
+        if commit.invalid:
+            yield f"{commit.path} does not verify: {commit.invalid}"
+    for leftover in report.leftovers:
+        yield f"{leftover.path} is no commit ({decimal(leftover.bytes)}): {leftover.what}"
+    if report.resume:
+        start = "the beginning: there is no commit that verifies" if report.newest is None else f"step {report.newest}"
+        yield f"\ngo on from {start}\n  {report.resume}"
+
+
+def _lineage_tree(lineages: tuple[Head, ...]) -> Tree:
+    """Which lineage descends from which, and from which step of it."""
+    known = {head.lineage for head in lineages}
+    tree = Tree("lineages")
+
+    def grow(below: Tree, parent: str | None) -> None:
+        for head in lineages:
+            base = head.base.lineage if head.base else None
+            if (base if base in known else None) == parent:
+                grow(below.add(_lineage_label(head, known, current=head == lineages[-1])), head.lineage)
+
+    grow(tree, None)
+    return tree
+
+
+def _lineage_label(head: Head, known: set[str], current: bool) -> str:
+    state = "current" if current else f"left in attempt {head.attempt}, see branches/{head.lineage}"
+    if head.base is None:
+        return f"{head.lineage} from the beginning ({state})"
+    origin = "" if head.base.lineage in known else f" of lineage {head.base.lineage}, which is not in this run"
+    return f"{head.lineage} from step {head.base.step}{origin} ({state})"
+
+
+def _table(branch: str | None, commits: list[Commit]) -> Table:
+    title = "commits" if branch is None else f"superseded commits, in branches/{branch}"
+    table = Table(title=title, title_justify="left", show_lines=True)
+    for column in ("step", "lineage", "attempt", "written", "size", "verifies"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("holds")
+    for commit in commits:
+        manifest = commit.manifest
+        about = ["?"] * 4
+        if manifest:
+            written = age(manifest.created, datetime.now(UTC))
+            about = [manifest.lineage, str(manifest.attempt), written, decimal(manifest.size)]
+        table.add_row(str(commit.step), *about, "NO" if commit.invalid else "yes", _holds(commit))
+    return table
+
+
+def _holds(commit: Commit) -> str:
+    """A line for each room; nothing of a commit that does not verify."""
+    lines = []
+    for room, part in commit.parts.items():
+        counts = [f"{name.replace('_', ' ')} {value}" for name, value in part.holds.items()]
+        lines.append(", ".join([f"{room} {decimal(part.bytes)}", *counts]))
+    return "\n".join(lines)
+
+
+def age(created: str, now: datetime) -> str:
+    """How long ago the time `created` (ISO 8601) was, by the clock of this machine.
+
+    >>> age("2026-01-01T10:00:00+00:00", datetime(2026, 1, 1, 12, 30, tzinfo=UTC))
+    '2 h ago'
+    """
+    past = now - datetime.fromisoformat(created)
+    if past < timedelta(0):
+        return created  # the clock was set back
+    for unit, length in (("d", timedelta(days=1)), ("h", timedelta(hours=1)), ("min", timedelta(minutes=1))):
+        if past >= length:
+            return f"{past // length} {unit} ago"
+    return f"{past.seconds} s ago"
