@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,12 +36,20 @@ def took(taken: Taken | None) -> tuple[list[int], list[int]]:
     return [g.index for g in taken.groups], [g.index for g in taken.evicted]
 
 
+def saved(ledger: Ledger) -> Any:
+    return json.loads(json.dumps(ledger.state_dict()))
+
+
+POLICIES = st.sampled_from(["requeue", "drop", "wait"])
+BATCHES = st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (6, 3)])
+
+
 class LedgerMachine(RuleBasedStateMachine):
     """Drives a ledger as pipeline and driver do, in any order, and keeps books of its own."""
 
     @initialize(
-        policy=st.sampled_from(["requeue", "drop", "wait"]),
-        batches=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (6, 3)]),
+        policy=POLICIES,
+        batches=BATCHES,
         max_age=st.integers(0, 8),
         max_requeues=st.integers(0, 2),
         max_steps=st.sampled_from([3, 1000]),
@@ -55,6 +66,7 @@ class LedgerMachine(RuleBasedStateMachine):
     ) -> None:
         batch_size, self.count = batches[0], batches[0] // batches[1]
         self.ledger = Ledger(batch_size, max_age, policy, max_requeues, max_steps)
+        self.resized = False
         self.acknowledged = dict.fromkeys(range(replicas), 0)
         self.num_replicas = replicas
         self.ledger.acknowledge(self.acknowledged)
@@ -169,6 +181,41 @@ class LedgerMachine(RuleBasedStateMachine):
         self.acknowledged = joined
         self.ledger.acknowledge(joined)
 
+    @rule()
+    def resume(self) -> None:
+        """A new process goes on from the last boundary: nothing that was finished is lost."""
+        old = self.ledger
+        fresh = Ledger(old.batch_size, old.max_age, old.policy, old.max_requeues, old.max_steps)
+        assert self.load(fresh) == [], "with unchanged options everything fits"
+
+    @rule(policy=POLICIES, batches=BATCHES, max_age=st.integers(0, 4), max_requeues=st.integers(0, 2))
+    def resume_with_other_options(
+        self, policy: StalePolicy, batches: tuple[int, int], max_age: int, max_requeues: int
+    ) -> None:
+        self.resized = True
+        self.count = batches[0] // batches[1]
+        given_back = self.load(Ledger(batches[0], max_age, policy, max_requeues, self.ledger.max_steps))
+        self.pending = [group.problem for group in given_back] + self.pending
+
+    def load(self, fresh: Ledger) -> list[Group]:
+        """Replaces the ledger by `fresh`, which goes on from its state; the groups that were given back."""
+        taken = [group for _, groups in self.training for group in groups]
+        before = sorted([*taken, *self.finished.values(), *self.running.values()], key=lambda group: group.index)
+        state, boundary, requeued = saved(self.ledger), self.ledger.released, self.ledger.tally.requeued
+        self.ledger = fresh
+        self.ledger.load_state_dict(state)
+        given_back = [group for group in before if group.index not in fresh.active]
+        assert fresh.tally.requeued == requeued + len(given_back)
+        for group in (group for group in before if group.index in fresh.active):
+            floor = group.floor if group.finished else boundary
+            assert fresh.active[group.index] == Group(group.index, group.problem, group.requeues, floor, group.finished)
+        self.finished = {index: group for index, group in fresh.active.items() if group.finished}
+        self.running = {index: group for index, group in fresh.active.items() if not group.finished}
+        self.training = []
+        self.published, self.acknowledged = boundary, dict.fromkeys(range(self.num_replicas), boundary)
+        self.ledger.acknowledge(self.acknowledged)
+        return given_back
+
     @precondition(lambda self: self.ledger.batch < self.ledger.max_steps)
     @rule()
     def no_deadlock(self) -> None:
@@ -202,8 +249,8 @@ class LedgerMachine(RuleBasedStateMachine):
         alive = [g.problem for g in (*self.running.values(), *self.finished.values())]
         alive += [g.problem for _, groups in self.training for g in groups] + self.pending
         assert sorted([*alive, *self.ended]) == sorted(f"p{i + 1}" for i in range(self.problems))
-        useful = self.ledger.max_steps * self.ledger.batch_size
-        assert counts["trained"] + counts["in_training"] + counts["active"] <= useful
+        useful = (self.ledger.max_steps - self.ledger.released) * self.ledger.batch_size
+        assert self.resized or counts["in_training"] + counts["active"] <= useful
 
 
 TestLedger = LedgerMachine.TestCase
@@ -314,3 +361,102 @@ def test_no_replica_no_dispatch() -> None:
     assert ledger.can_dispatch()
     ledger.acknowledge({})
     assert not ledger.can_dispatch()
+
+
+def test_a_boundary_is_that_before_the_step_under_way() -> None:
+    ledger = make("requeue", batch_size=2, max_age=1)
+    groups = fill(ledger)
+    for group in groups[1:]:
+        ledger.finish(group)
+    assert took(ledger.take(0, 2)) == ([1, 2], [])
+    state = saved(ledger)
+    assert state["released"] == 0
+    assert [(g["index"], g["finished"]) for g in state["groups"]] == [(0, False), (1, True), (2, True), (3, True)]
+    ledger.release(0)
+    assert [g["index"] for g in saved(ledger)["groups"]] == [0, 3]
+    resumed = Ledger(2, 1, "requeue", 2, 100)
+    resumed.load_state_dict(saved(ledger))
+    assert [(g.index, g.floor) for g in resumed.active.values()] == [(0, 1), (3, 0)], "0 is sampled again"
+
+
+def test_after_the_next_version_is_published_there_is_no_way_back() -> None:
+    ledger = make(max_age=0)
+    for group in fill(ledger):
+        ledger.finish(group)
+    ledger.take(0, 2)
+    ledger.acknowledge({0: 1})
+    with pytest.raises(ValueError, match=r"0 batches are released, but replicas hold later versions: \{0: 1\}"):
+        ledger.state_dict()
+
+
+def test_replicas_must_hold_the_boundary_before_anything_is_dispatched() -> None:
+    ledger = make(max_age=0)
+    for group in fill(ledger):
+        ledger.finish(group)
+    ledger.take(0, 2)
+    ledger.acknowledge({0: 1})
+    ledger.release(0)
+    resumed = Ledger(2, 0, "requeue", 2, 100)
+    resumed.load_state_dict(saved(ledger))
+    assert not resumed.can_dispatch()
+    with pytest.raises(ProvenanceError, match="promised version 1"):
+        resumed.acknowledge({0: 0})
+    resumed.acknowledge({0: 1})
+    assert [(g.index, g.floor) for g in fill(resumed)] == [(2, 1), (3, 1)]
+
+
+def stale_state() -> Any:
+    """Boundary 1 of K = 2, B = 2 under `wait`: groups 2 .. 5 are finished with floor 0, 6 and 7 run with floor 1."""
+    ledger = make("wait", batch_size=2, max_age=2)
+    for group in fill(ledger):
+        ledger.finish(group)
+    ledger.take(0, 2)
+    ledger.acknowledge({0: 1})
+    ledger.release(0)
+    assert [g.index for g in fill(ledger)] == [6, 7]
+    return saved(ledger)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "max_age", "policy", "kept"),
+    [
+        (2, 2, "wait", [2, 3, 4, 5, 6, 7]),
+        (2, 3, "wait", [2, 3, 4, 5, 6, 7]),
+        (2, 1, "wait", [2, 3, 6, 7]),
+        (2, 1, "drop", [2, 3, 4, 5]),
+        (2, 0, "wait", [6, 7]),
+        (1, 2, "wait", [2, 3, 6]),
+        (1, 2, "drop", [2, 3, 4]),
+        (4, 1, "wait", [2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_what_other_options_have_no_room_for_is_sampled_afresh(
+    batch_size: int, max_age: int, policy: StalePolicy, kept: list[int]
+) -> None:
+    ledger = Ledger(batch_size, max_age, policy, 2, 100)
+    ledger.load_state_dict(stale_state())
+    assert list(ledger.active) == kept
+    back = [index for index in range(2, 8) if index not in kept]
+    assert list(ledger.requeue) == [(f"p{index}", 1) for index in back]
+    assert ledger.counts()["requeued"] == len(back)
+
+
+def test_more_steps_than_before_are_used() -> None:
+    ledger = make(batch_size=2, max_age=0, max_steps=1)
+    for group in fill(ledger):
+        ledger.finish(group)
+    ledger.take(0, 2)
+    ledger.acknowledge({0: 1})
+    ledger.release(0)
+    assert fill(ledger) == []
+    longer = Ledger(3, 0, "requeue", 2, max_steps=2)
+    longer.load_state_dict(saved(ledger))
+    longer.acknowledge({0: 1})
+    assert len(fill(longer)) == 3, "as many as a batch now has, whatever it had before"
+
+
+def test_a_state_that_does_not_add_up_is_refused() -> None:
+    state = stale_state()
+    del state["groups"][0]
+    with pytest.raises(ProvenanceError, match="lost"):
+        Ledger(2, 2, "wait", 2, 100).load_state_dict(state)
