@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import set_seed
 
 from trainer.batching import DEFAULT_MICRO_BATCH_TOKENS, MicroBatch, ShardOutput, pad_rows, plan
 from trainer.checkpoint import Checkpointer, make_adam_state
@@ -84,7 +85,7 @@ class Shard:
         torch.use_deterministic_algorithms(config.deterministic)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._dtype = inference_dtype(config.model.dtype, self._device)
-        torch.manual_seed(config.seed)
+        set_seed(config.seed)  # of torch, numpy and Python
         source = load_source(config.model.name, config.model.attn) if rank == 0 else None
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",
