@@ -69,9 +69,9 @@ class Lockstep(OwnPace):
         await self._turn(index, END)
 
     async def _turn(self, index: int, sample: int) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting[index, sample] = turn
-        self._go_on()
+        loop = asyncio.get_running_loop()
+        turn = self._waiting[index, sample] = loop.create_future()
+        loop.call_soon(self._go_on)  # not at once: whoever comes last would be first, without waiting at all
         try:
             await turn
         finally:

@@ -1,0 +1,233 @@
+"""Deterministic mode: whoever is faster, rows and batches are the same, also after a resume."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from orchestrator_fakes import FakeSampler, Problem, Problems, Run, config, whole_run
+
+from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Trajectory
+from orchestrator.snapshot import read_snapshot, write_snapshot
+from trireme.config import Config
+from trireme.types import SampledSequence, SampleRequest
+
+
+class Jitter:
+    """Takes a random number of turns of the event loop."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    async def __call__(self) -> None:
+        for _ in range(self._random.choice([0, 0, 1, 2, 5, 40])):
+            await asyncio.sleep(0)
+
+
+class Engine(FakeSampler):
+    """Answers in random order. As in a real engine an answer depends on what else is computed at the same time."""
+
+    def __init__(self, jitter: Jitter) -> None:
+        super().__init__()
+        self.jitter = jitter
+        self.waves: list[list[str]] = []
+        self.in_flight = 0
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        if not self.in_flight:
+            self.waves.append([])
+        wave = self.waves[-1]
+        wave.append(request.request_id)
+        self.in_flight += 1
+        await asyncio.sleep(0)
+        company = zlib.crc32(" ".join(wave).encode()) % 1000
+        await self.jitter()
+        sampled = await super().sample(request)
+        self.in_flight -= 1
+        return SampledSequence(sampled.tokens, sampled.logprobs - company / 1000, "stop", sampled.spans)
+
+
+class Game(Env):
+    """One to three turns; now and then it raises: once, or every time."""
+
+    def __init__(self, problem: Problem, sample: int, jitter: Jitter) -> None:
+        self.problem, self.sample, self.jitter = problem, sample, jitter
+        self.turns = 1 + (problem.number + sample) % 3
+
+    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+        await self.jitter()
+        return [self.problem.number, self.sample], ()
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        await self.jitter()
+        number, tries = self.problem.number, self.problem.dataset.tries
+        self.turns -= 1
+        if self.turns:
+            return StepResult(0.1, False, next_observation=[number, *action, self.turns])
+        tries[number, self.sample] += 1
+        if (number, self.sample) == (4, 0) and tries[4, 0] == 1:
+            raise KeyError("once")
+        if number % 7 == 3 and self.sample:
+            raise ZeroDivisionError("every time")
+        return StepResult(0.7 / (1 + self.sample), True, metrics={"asked": 0.1 * number})
+
+
+class Games(Problems):
+    def __init__(self, jitter: Jitter) -> None:
+        super().__init__()
+        self.jitter = jitter
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return [GameProblem(self, 3 * index + i) for i in range(3)]
+
+
+class GameProblem(Problem):
+    """Every fourth has equal rewards; after every fifth cleaning up fails."""
+
+    dataset: Games
+
+    async def make_envs(self) -> Sequence[Env]:
+        await self.dataset.jitter()
+        return [Game(self, sample, self.dataset.jitter) for sample in range(2)]
+
+    async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
+        await self.dataset.jitter()
+        return [(0.3 - t.reward * (self.number % 4 == 1), {"shared": 0.1}) for t in trajectories_G]
+
+    async def cleanup(self) -> None:
+        await self.dataset.jitter()
+        if self.number % 5 == 0:
+            raise OSError("in use")
+
+
+def game_run(cfg: Config, seed: int, start: int = 0) -> Run:
+    jitter = Jitter(seed)
+    return Run(cfg, Games(jitter), sampler=Engine(jitter), start=start)
+
+
+def game_config(deterministic: bool = True, minibatches: int = 1) -> Config:
+    return config(
+        4,
+        5,
+        minibatches=minibatches,
+        deterministic=deterministic,
+        max_steps_off_policy=0,
+        retries=1,
+        max_failure_rate=1.0,
+        remove_constant_reward_groups=True,
+    )
+
+
+def outcome(run: Run) -> list[Any]:
+    """All that must be equal, step by step."""
+    rows = [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in run.rows]
+    batches = [
+        [(m.batch.tokens.tolist(), {n: c.tolist() for n, c in m.batch.columns.items()}) for m in batch]
+        for batch in run.batches
+    ]
+    return list(zip(rows, batches, [released.trained for released in run.released], strict=True))
+
+
+def waves(run: Run) -> list[list[str]]:
+    assert isinstance(run.sampler, Engine)
+    return run.sampler.waves
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_nothing_depends_on_who_is_faster(minibatches: int) -> None:
+    cfg = game_config(minibatches=minibatches)
+    first, *others = [asyncio.run(whole_run(game_run(cfg, seed))) for seed in range(8)]
+    for other in others:
+        assert outcome(other) == outcome(first)
+        assert waves(other) == waves(first)
+    row = first.rows[-1]
+    assert row["ledger/filtered"] > 1
+    assert row["ledger/failed"] > 1
+    errors = {name for row in first.rows for name in row if name.startswith("rollout_errors/")}
+    assert errors == {f"rollout_errors/{name}" for name in ("KeyError", "ZeroDivisionError", "OSError")}
+
+
+def test_without_lockstep_it_does() -> None:
+    outcomes = [outcome(asyncio.run(whole_run(game_run(game_config(deterministic=False), seed)))) for seed in range(8)]
+    assert any(other != outcomes[0] for other in outcomes)
+
+
+def test_all_of_a_step_is_submitted_together_and_in_order() -> None:
+    run = asyncio.run(whole_run(game_run(game_config(), 0)))
+    assert waves(run)[0] == [f"0.{p // 3}.{p % 3}/{s}/0/0" for p in range(4) for s in range(2)]
+    assert waves(run)[1] == ["0.0.0/1/0/1", "0.0.1/0/0/1", "0.0.1/1/0/1", "0.0.2/0/0/1", "0.1.0/1/0/1"]
+
+
+@pytest.mark.parametrize("boundary", [0, 1, 3])
+@pytest.mark.parametrize("turns", [0, 30, 300])
+def test_a_resume_repeats_the_step_that_was_under_way(boundary: int, turns: int, tmp_path: Path) -> None:
+    cfg = game_config(minibatches=2)
+
+    async def scenario() -> tuple[Run, Run]:
+        interrupted = game_run(cfg, 1)
+        async with interrupted:
+            for step in range(boundary):
+                await interrupted.step(step)
+            doing = asyncio.create_task(interrupted.pipeline.next_minibatch(boundary, 0))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            write_snapshot(interrupted.pipeline.snapshot(), tmp_path / "o")
+            doing.cancel()
+        resumed = game_run(cfg, 2, start=boundary)
+        resumed.pipeline.load(read_snapshot(tmp_path / "o"))
+        return interrupted, await whole_run(resumed)
+
+    interrupted, resumed = asyncio.run(scenario())
+    reference = asyncio.run(whole_run(game_run(cfg, 3)))
+    assert outcome(interrupted) + outcome(resumed) == outcome(reference)
+    assert waves(resumed) == waves(reference)[-len(waves(resumed)) :]
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """Time jumps to the next timer as soon as nothing else can happen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        select = self._selector.select  # type: ignore[attr-defined]
+
+        def jump(timeout: float | None) -> Any:
+            self.now += timeout or 0
+            return select(0)
+
+        self._selector.select = jump  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self.now
+
+
+def test_waiting_for_others_does_not_count_as_time_of_a_rollout() -> None:
+    async def hangs(problem: Problem, sample: int) -> float:
+        if (problem.number, sample) == (0, 0):
+            await asyncio.Event().wait()
+        return float(sample)
+
+    class TwoTurns(Problems):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            return [Hanging(self, 3 * index + i) for i in range(3)]
+
+    class Hanging(Problem):
+        async def make_envs(self) -> Sequence[Env]:
+            return [HangingGame(self, sample, Jitter(0)) for sample in range(2)]
+
+    class HangingGame(Game):
+        async def step(self, action: Sequence[int]) -> StepResult:
+            await hangs(self.problem, self.sample)
+            return await super().step(action)
+
+    cfg = config(2, 1, timeout_s=1000, deterministic=True, max_steps_off_policy=0, retries=2, generation_timeout_s=100)
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        run = runner.run(whole_run(Run(cfg, TwoTurns())))
+        assert runner.get_loop().time() >= 300
+    assert run.rows[0]["rollout_errors/TimeoutError"] == 3, "three tries of the one that hangs"
+    assert [group["problem"] for group in run.released[0].trained] == ["0.0.1", "0.0.2"]
