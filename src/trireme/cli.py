@@ -20,7 +20,7 @@ from trireme.config.model_facts import ModelFacts, with_absolute_paths
 from trireme.environ import cluster_address, prepare_existing_cluster, prepare_local_cluster
 from trireme.errors import EXIT_OK, BadInput, LimitReached, TriremeError
 from trireme.plan import Plan, Resources
-from trireme.rundir import RunDir
+from trireme.rundir import RunDir, resume_command
 
 if TYPE_CHECKING:
     from trireme.launch import Rooms
@@ -147,14 +147,12 @@ def telling_how_to_go_on(run: RunDir) -> Iterator[None]:
 def how_to_go_on(run: RunDir) -> str:
     commits = run.store.commits()
     begun = f"The newest commit is {commits[-1].name}" if commits else "There is no commit yet"
-    place = f"--run.output-dir {run.root.parent} --run.name {run.root.name}"
-    return f"{begun}; the run goes on with:\n  uv run rl @ {run.config_json} {place} --resume"
+    return f"{begun}; the run goes on with:\n  {resume_command(run.root)}"
 
 
 def whats_next(config: Config, root: Path, seconds: float) -> str:
     """What a user may want to do with a finished run."""
     weights = root / "checkpoints" / f"step_{config.max_steps:06d}" / "inference"
-    place = f"--run.output-dir {root.parent} --run.name {root.name}"
     return "\n".join(
         [
             f"\nstep {config.max_steps} reached after {seconds:.0f} s. What next:",
@@ -166,7 +164,7 @@ def whats_next(config: Config, root: Path, seconds: float) -> str:
             "what the run holds, and its checkpoints:",
             f"  uv run --no-sync trireme inspect {root}",
             "the same run, for longer:",
-            f"  uv run rl @ {root}/config.json {place} --resume --max-steps {2 * config.max_steps}",
+            f"  {resume_command(root)} --max-steps {2 * config.max_steps}",
             "a new run with another seed:",
             f"  uv run rl @ {root}/config.json --run.name {root.name}-seed-{config.seed + 1} --seed {config.seed + 1}",
         ]

@@ -1,8 +1,8 @@
 """When commits are taken, and that training goes on while they are written. One is in flight at a time.
 
-    all rooms hold version N   at_boundary   draft; snapshots of trainer and orchestrator; the published weights
-    the step's row is written  seal          in the background: all parts waited for, manifest, rename, prune
-    something failed                         the draft is removed, the commit counts as missed
+all rooms hold version N   at_boundary   draft; snapshots of trainer and orchestrator; the published weights
+the step's row is written  seal          in the background: all parts waited for, manifest, rename, prune
+something failed                         the draft is removed, the commit counts as missed
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,12 @@ BEFORE_MARKS = (LOCK, *(f"{mark}.new" for mark in MARKS))
 def default_name(config: Config, suffix: str) -> str:
     """Name of a run that was given none."""
     return f"{config.env.label}-{Path(config.model.name).name}-{suffix}"
+
+
+def resume_command(root: Path) -> str:
+    """The command that goes on with the run in `root`."""
+    place = ["--run.output-dir", str(root.parent), "--run.name", root.name]
+    return shlex.join(["uv", "run", "rl", "@", str(root / "config.json"), *place, "--resume"])
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from rich.tree import Tree
 from trireme.checkpoint.manifest import Manifest, read_manifest, step_of, verify
 from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.errors import CheckpointInvalid
+from trireme.rundir import resume_command
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,7 @@ class Report:
     @property
     def resume(self) -> str | None:
         """The command that goes on from the newest commit, or starts again where there is none."""
-        config = self.root / "config.json"
-        if not config.exists():
-            return None
-        place = ("--run.output-dir", str(self.root.parent), "--run.name", self.root.name)
-        return shlex.join(["uv", "run", "rl", "@", str(config), *place, "--resume"])
+        return resume_command(self.root) if (self.root / "config.json").exists() else None
 
 
 # ---------------------------------------------------------------------------------------------------------- finding out
