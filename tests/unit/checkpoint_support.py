@@ -60,7 +60,7 @@ class Crashing:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         self.real_write = HashingWriter.write
-        changes = {name: self.instead_of(getattr(os, name)) for name in CHANGES}
+        changes: dict[str, Any] = {name: self.instead_of(getattr(os, name)) for name in CHANGES}
 
         def write(writer: HashingWriter, chunk: bytes) -> int:
             return self.write(writer, chunk)

@@ -25,7 +25,7 @@ from trireme.errors import EXIT_FAILED, StorageFailed
 
 def test_a_record_says_what_was_written(tmp_path: Path) -> None:
     array = np.arange(6, dtype=np.int64)
-    record = write_bytes(tmp_path / "step" / "trainer", "a.bin", b"abc", memoryview(array), b"")
+    record = write_bytes(tmp_path / "step" / "trainer", "a.bin", b"abc", array.data, b"")
     contents = b"abc" + array.tobytes()
     assert (tmp_path / "step" / "trainer" / "a.bin").read_bytes() == contents
     assert record == FileRecord("trainer/a.bin", 51, xxhash.xxh3_128_hexdigest(contents))
@@ -48,7 +48,7 @@ def test_the_checksum_of_a_file_of_many_reads(tmp_path: Path) -> None:
 
 def test_an_array_of_two_dimensions_counts_in_bytes(tmp_path: Path) -> None:
     with HashingWriter(tmp_path / "f") as writer:
-        assert writer.write(memoryview(np.zeros((2, 3), dtype=np.float32))) == 24
+        assert writer.write(np.zeros((2, 3), dtype=np.float32).data) == 24
         assert writer.tell() == 24
 
 
