@@ -41,7 +41,7 @@ def run_and_kill(tmp_path: Path, flags: Sequence[str], *, at: str | None = None,
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def comparable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

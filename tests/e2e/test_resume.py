@@ -109,8 +109,10 @@ class TestAsynchronous:
     def ended(self, tmp_path_factory: pytest.TempPathFactory) -> Ended:
         tmp_path = tmp_path_factory.mktemp("r")
         flags = [*SMALL, "--max-steps", str(self.STEPS), "--checkpoint.every", "3"]
-        run_and_kill(tmp_path, flags, at="orchestrator.minibatch@6")
-        run_and_kill(tmp_path, [*flags, "--resume"], at="trainer.forward_backward@5")
+        flags += ["--wandb.project", "test", "--wandb.mode", "offline"]
+        waiting = ["--checkpoint.async-save", "false"]  # so that it is certain which commits are there
+        run_and_kill(tmp_path, [*flags, *waiting], at="orchestrator.minibatch@6")
+        run_and_kill(tmp_path, [*flags, *waiting, "--resume"], at="trainer.forward_backward@5")
         changed = ["--trainer.shards", "1", "--inference.replicas", "2", "--trainer.micro-batch-tokens", "64"]
         return run_rl(tmp_path, *flags, "--resume", *changed)
 
