@@ -48,7 +48,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(
     step=st.integers(0, 10**7),
     parent=st.none() | st.builds(CommitRef, texts, st.integers(0)),
@@ -149,6 +149,7 @@ class TestTheManifestItself:
         assert verify(made.rename(made.with_name("best"))).step == 20
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**8))
 def test_names_of_commits(step: int) -> None:
     assert step_of(step_name(step)) == step

@@ -23,7 +23,7 @@ from checkpoint_support import (
     steps,
     truncate,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.checkpoint.manifest import MANIFEST, verify
@@ -142,6 +142,7 @@ class TestWhatMayNotChange:
         notes = check_fixed(self.chosen(store), now, force=True)
         assert notes == ("changed, and forced: model.hidden_size: 64 in the commit, 128 now",)
 
+    @settings(deadline=None)
     @given(values, values)
     def test_equal_values_and_only_they_have_no_difference(
         self, one: dict[str, object], other: dict[str, object]
