@@ -76,7 +76,7 @@ class Problem(EnvGroupBuilder):
         return [OneStep(self, sample) for sample in range(self.dataset.group_size)]
 
     async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
-        return [(10.0, {"shared": 2.0}) for _ in trajectories_G]
+        return [(np.float32(10), {"shared": np.float32(2)}) for _ in trajectories_G]  # type: ignore[misc]
 
     async def cleanup(self) -> None:
         self.dataset.cleaned[self.number] += 1
@@ -145,6 +145,9 @@ class Run:
         self.released: list[Released] = []
         self.batches: list[list[Minibatch]] = []
 
+    async def train(self) -> None:
+        """What a driver does between two minibatches; no time passes."""
+
     async def step(self, step: int) -> None:
         self.batches.append([])
         for substep in range(self.cfg.trainer.num_substeps):
@@ -152,6 +155,7 @@ class Run:
             while not last:
                 minibatch = await self.pipeline.next_minibatch(step, substep)
                 self.batches[-1].append(minibatch)
+                await self.train()
                 last = minibatch.last
         await self.pipeline.update_weights(published(step + 1))
         self.released.append(self.pipeline.release(step))

@@ -13,8 +13,10 @@ import pytest
 from orchestrator_fakes import FakeSampler, Problem, Problems, Run, config, whole_run
 
 from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Trajectory
+from orchestrator.lockstep import Lockstep
 from orchestrator.snapshot import read_snapshot, write_snapshot
 from trireme.config import Config
+from trireme.errors import LimitReached
 from trireme.types import SampledSequence, SampleRequest
 
 
@@ -105,12 +107,16 @@ class GameProblem(Problem):
             raise OSError("in use")
 
 
-def game_run(cfg: Config, seed: int, start: int = 0) -> Run:
-    jitter = Jitter(seed)
-    return Run(cfg, Games(jitter), sampler=Engine(jitter), start=start)
+class GameRun(Run):
+    def __init__(self, cfg: Config, seed: int, start: int = 0) -> None:
+        self.jitter = Jitter(seed)
+        super().__init__(cfg, Games(self.jitter), sampler=Engine(self.jitter), start=start)
+
+    async def train(self) -> None:
+        await self.jitter()
 
 
-def game_config(deterministic: bool = True, minibatches: int = 1) -> Config:
+def game_config(deterministic: bool = True, minibatches: int = 1, max_failure_rate: float = 1.0) -> Config:
     return config(
         4,
         5,
@@ -118,8 +124,8 @@ def game_config(deterministic: bool = True, minibatches: int = 1) -> Config:
         deterministic=deterministic,
         max_steps_off_policy=0,
         retries=1,
-        max_failure_rate=1.0,
         remove_constant_reward_groups=True,
+        max_failure_rate=max_failure_rate,
     )
 
 
@@ -138,10 +144,10 @@ def waves(run: Run) -> list[list[str]]:
     return run.sampler.waves
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("minibatches", [1, 4])
 def test_nothing_depends_on_who_is_faster(minibatches: int) -> None:
     cfg = game_config(minibatches=minibatches)
-    first, *others = [asyncio.run(whole_run(game_run(cfg, seed))) for seed in range(8)]
+    first, *others = [asyncio.run(whole_run(GameRun(cfg, seed))) for seed in range(8)]
     for other in others:
         assert outcome(other) == outcome(first)
         assert waves(other) == waves(first)
@@ -153,14 +159,44 @@ def test_nothing_depends_on_who_is_faster(minibatches: int) -> None:
 
 
 def test_without_lockstep_it_does() -> None:
-    outcomes = [outcome(asyncio.run(whole_run(game_run(game_config(deterministic=False), seed)))) for seed in range(8)]
+    outcomes = [outcome(asyncio.run(whole_run(GameRun(game_config(deterministic=False), seed)))) for seed in range(8)]
     assert any(other != outcomes[0] for other in outcomes)
 
 
 def test_all_of_a_step_is_submitted_together_and_in_order() -> None:
-    run = asyncio.run(whole_run(game_run(game_config(), 0)))
+    run = asyncio.run(whole_run(GameRun(game_config(), 0)))
     assert waves(run)[0] == [f"0.{p // 3}.{p % 3}/{s}/0/0" for p in range(4) for s in range(2)]
     assert waves(run)[1] == ["0.0.0/1/0/1", "0.0.1/0/0/1", "0.0.1/1/0/1", "0.0.2/0/0/1", "0.1.0/1/0/1"]
+    assert waves(run)[2] == ["0.0.1/1/0/2", "0.0.2/0/0/2", "0.1.0/1/1/0"], "the last one is tried again"
+    assert waves(run)[3] == ["0.1.0/1/1/1", "0.1.1/0/0/0", "0.1.1/1/0/0"], "problem 1 is filtered and replaced first"
+
+
+def test_a_limit_is_reached_at_the_same_place() -> None:
+    async def until_limit(run: Run) -> tuple[str, int, int]:
+        with pytest.raises(LimitReached) as stopped:
+            await whole_run(run)
+        return str(stopped.value).partition("he first fail")[0], len(run.rows), len(waves(run))
+
+    cfg = game_config(max_failure_rate=0.08)
+    first, *others = [asyncio.run(until_limit(GameRun(cfg, seed))) for seed in range(8)]
+    assert first[1] > 1
+    assert all(other == first for other in others)
+
+
+def test_a_rollout_that_was_cancelled_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        lockstep = Lockstep(lambda: False)
+        lockstep.enter(0, rollouts=1)
+        lockstep.enter(1, rollouts=1)
+        async with asyncio.timeout(60) as deadline:
+            waiting = asyncio.create_task(lockstep.before_sample(0, 0, deadline))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            lockstep.leave(1)
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("boundary", [0, 1, 3])
@@ -169,7 +205,7 @@ def test_a_resume_repeats_the_step_that_was_under_way(boundary: int, turns: int,
     cfg = game_config(minibatches=2)
 
     async def scenario() -> tuple[Run, Run]:
-        interrupted = game_run(cfg, 1)
+        interrupted = GameRun(cfg, 1)
         async with interrupted:
             for step in range(boundary):
                 await interrupted.step(step)
@@ -178,12 +214,12 @@ def test_a_resume_repeats_the_step_that_was_under_way(boundary: int, turns: int,
                 await asyncio.sleep(0)
             write_snapshot(interrupted.pipeline.snapshot(), tmp_path / "o")
             doing.cancel()
-        resumed = game_run(cfg, 2, start=boundary)
+        resumed = GameRun(cfg, 2, start=boundary)
         resumed.pipeline.load(read_snapshot(tmp_path / "o"))
         return interrupted, await whole_run(resumed)
 
     interrupted, resumed = asyncio.run(scenario())
-    reference = asyncio.run(whole_run(game_run(cfg, 3)))
+    reference = asyncio.run(whole_run(GameRun(cfg, 3)))
     assert outcome(interrupted) + outcome(resumed) == outcome(reference)
     assert waves(resumed) == waves(reference)[-len(waves(resumed)) :]
 

@@ -146,6 +146,35 @@ def test_evicted_rollouts_are_cancelled_cleaned_up_and_sampled_afresh() -> None:
     assert tries[-1].route_key != tries[0].route_key
 
 
+def test_cleaning_up_is_not_interrupted_by_an_eviction() -> None:
+    class Slow(Problem):
+        async def cleanup(self) -> None:
+            await cleaning_may_end.wait()
+            await super().cleanup()
+
+    class OneSlow(Problems):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            return [Problem(self, 3 * index + i) if index or i else Slow(self, 0) for i in range(3)]
+
+    cleaning_may_end = asyncio.Event()
+
+    async def scenario() -> None:
+        run = Run(config(1, 4), OneSlow())
+        async with run:
+            await run.step(0)
+            await run.step(1)
+            assert run.rows[1]["off_policy/expired_running"] == 1
+            await quiesce()
+            assert run.dataset.cleaned[0] == 0  # type: ignore[attr-defined]
+            cleaning_may_end.set()
+            await run.step(2)
+            await run.step(3)
+            await quiesce()
+            assert run.dataset.cleaned[0] == 2, "evicted, and sampled afresh"  # type: ignore[attr-defined]
+
+    asyncio.run(scenario())
+
+
 def test_failed_rollouts_are_retried() -> None:
     async def fails_once(problem: Problem, sample: int) -> float:
         if problem.dataset.tries[problem.number, sample] == 1:
