@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from checkpoint_support import FIXED, PARTS, Crash, append_rows, crash_at, fill, flip, manifest, read_json_lines, steps
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
@@ -23,6 +24,8 @@ from trireme.checkpoint.store import KEEP
 from trireme.config import Config
 from trireme.config.load import load
 from trireme.rundir import RunDir
+
+pytestmark = pytest.mark.usefixtures("instant_disk")
 
 KEEP_LAST = 2
 crash_points = st.none() | st.integers(1, 60)

@@ -22,6 +22,8 @@ from trireme.checkpoint.files import (
 )
 from trireme.errors import EXIT_FAILED, StorageFailed
 
+pytestmark = pytest.mark.usefixtures("instant_disk")
+
 
 def test_a_record_says_what_was_written(tmp_path: Path) -> None:
     array = np.arange(6, dtype=np.int64)

@@ -28,6 +28,8 @@ from trireme.checkpoint.store import CheckpointStore
 from trireme.errors import CheckpointInvalid
 from trireme.types import WeightIdentity
 
+pytestmark = pytest.mark.usefixtures("instant_disk")
+
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:

@@ -31,6 +31,8 @@ from trireme.checkpoint.resume import Chosen, check_fixed, choose, differences, 
 from trireme.checkpoint.store import KEEP, CheckpointStore, Head
 from trireme.errors import EXIT_BAD_INPUT, BadInput, CheckpointInvalid
 
+pytestmark = pytest.mark.usefixtures("instant_disk")
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:

@@ -38,6 +38,8 @@ from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore, Head
 from trireme.errors import CheckpointInvalid, StorageFailed
 from trireme.faults import InjectedFault
 
+pytestmark = pytest.mark.usefixtures("instant_disk")
+
 FIRST = Head("cafecafe", "aaaaaaaa", 1, None)
 
 

@@ -33,6 +33,8 @@ from trireme.config.load import load
 from trireme.errors import EXIT_BAD_INPUT, BadInput
 from trireme.rundir import MARKS, RunDir, resume_command
 
+pytestmark = pytest.mark.usefixtures("instant_disk")
+
 
 def config(output_dir: Path, name: str | None = "r", *flags: str) -> Config:
     required = ["--model.name", "./assets/tiny", "--env.id", "my.envs:Sort", "--orchestrator.batch-size", "2"]
