@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,8 +33,8 @@ class SeededSampler:
 
 
 class GuessEnv(Env):
-    def __init__(self, number: int, broken: bool) -> None:
-        self.number, self.broken = number, broken
+    def __init__(self, number: int, broken: bool, hangs: bool) -> None:
+        self.number, self.broken, self.hangs = number, broken, hangs
 
     async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
         return [self.number], ()
@@ -41,25 +42,27 @@ class GuessEnv(Env):
     async def step(self, action: Sequence[int]) -> StepResult:
         if self.broken:
             raise ZeroDivisionError("the environment is broken")
+        if self.hangs:
+            await asyncio.Event().wait()
         return StepResult(float(action[0] % 2), episode_done=True)
 
 
 class GuessBuilder(EnvGroupBuilder):
-    def __init__(self, number: int, group_size: int, broken: bool) -> None:
-        self.number, self.group_size, self.broken = number, group_size, broken
+    def __init__(self, number: int, group_size: int, broken: bool, hangs: bool) -> None:
+        self.number, self.group_size, self.broken, self.hangs = number, group_size, broken, hangs
 
     async def make_envs(self) -> Sequence[Env]:
-        return [GuessEnv(self.number, self.broken) for _ in range(self.group_size)]
+        return [GuessEnv(self.number, self.broken, self.hangs) for _ in range(self.group_size)]
 
 
 class Guesses(RLDataset):
-    """Eight problems in one batch; `broken`: none of them works."""
+    """Eight problems in one batch; `broken`: none of them works; those from `hang_from` on hang."""
 
-    def __init__(self, context: EnvContext, broken: bool = False) -> None:
-        self.context, self.broken = context, broken
+    def __init__(self, context: EnvContext, broken: bool = False, hang_from: int = 8) -> None:
+        self.context, self.broken, self.hang_from = context, broken, hang_from
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        return [GuessBuilder(i, self.context.group_size, self.broken) for i in range(8)]
+        return [GuessBuilder(i, self.context.group_size, self.broken, i >= self.hang_from) for i in range(8)]
 
     def __len__(self) -> int:
         return 1

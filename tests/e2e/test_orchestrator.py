@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from orchestrator.handle import OrchestratorHandle
 from trireme import waits
 from trireme.config import Config
-from trireme.errors import BadInput, LimitReached, RoomFailed
+from trireme.errors import BadInput, LimitReached, RoomFailed, StorageFailed
 from trireme.types import WeightIdentity
 from trireme.weights import Canary, PublishedWeights
 
@@ -29,13 +29,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def start(model_dir: Path, log_dir: Path | None = None, faults: str = "", **env: Any) -> OrchestratorHandle:
+def start(
+    model_dir: Path, log_dir: Path | None = None, faults: str = "", policy: str = "requeue", **env: Any
+) -> OrchestratorHandle:
     cfg = Config.model_validate(
         {
             "max_steps": 3,
             "model": {"name": str(model_dir)},
             "trainer": {"num_minibatches": 2},
-            "orchestrator": {"batch_size": 4, "group_size": 4, "retries": 0},
+            "orchestrator": {"batch_size": 4, "group_size": 4, "retries": 0, "stale_policy": policy},
             "env": {"id": "orchestrator_support:Guesses", "name": "guesses", **env},
             "inference": {"sampling": {"max_tokens": 4}},
         }
@@ -66,7 +68,7 @@ def test_a_run_of_three_steps_and_a_sudden_death(model_dir: Path, tmp_path: Path
             assert minibatch.provenance.step == step
             assert minibatch.batch.columns["versions"].max() <= step
         handle.update_weights(published(step + 1))
-        row = handle.release(step)
+        row = handle.release(step).metrics
         assert 0 < row["env/guesses/reward/total"] < 1
         assert row["off_policy/max"] <= 1
         assert row["ledger/trained"] == 4 * (step + 1)
@@ -87,3 +89,44 @@ def test_what_goes_wrong_in_the_actor_reaches_the_driver(model_dir: Path) -> Non
         next(broken.minibatches(0, 0))
     for handle in (unknown, broken):
         handle.stop()
+
+
+class GivenUp(Exception):
+    """What a driver's tick raises when a signal has come."""
+
+
+def give_up() -> None:
+    raise GivenUp
+
+
+def test_a_step_is_given_up_and_another_process_goes_on_from_its_start(model_dir: Path, tmp_path: Path) -> None:
+    first = start(model_dir, faults="orchestrator.save@3=raise", policy="wait", args={"hang_from": 6})
+    second = start(model_dir, policy="wait")
+    wait_ready(first)
+    first.update_weights(published(0))
+    list(first.minibatches(0, 0))
+    first.update_weights(published(1))
+    assert [group["problem"] for group in first.release(0).trained] == ["0.0.0", "0.0.1", "0.0.2", "0.0.3"]
+    minibatches = first.minibatches(1, 0, on_tick=give_up)
+    taken = next(minibatches)
+    with pytest.raises(GivenUp):
+        next(minibatches)
+    records = first.save_state(tmp_path / "commit" / "orchestrator").wait(60)
+    assert {record.path for record in records} == {"orchestrator/state.json", "orchestrator/groups.safetensors"}
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageFailed, match=r"cannot write .*/file/orchestrator"):
+        first.save_state(tmp_path / "file" / "orchestrator").wait(60)
+    with pytest.raises(RoomFailed, match=r"its part of a commit.*raised InjectedFault"):
+        first.save_state(tmp_path / "third" / "orchestrator").wait(60)
+    first.stop()
+
+    wait_ready(second)
+    second.load_state(tmp_path / "commit" / "orchestrator")
+    second.update_weights(published(1))
+    again = list(second.minibatches(1, 0))
+    np.testing.assert_array_equal(again[0].batch.tokens, taken.batch.tokens)
+    second.update_weights(published(2))
+    released = second.release(1)
+    assert [group["problem"] for group in released.trained] == ["0.0.4", "0.0.5", "0.0.6", "0.0.7"]
+    assert released.metrics["ledger/trained"] == 8
+    second.stop()
