@@ -134,7 +134,11 @@ class RLDataset(ABC):
 
 @dataclass(frozen=True)
 class EnvContext:
-    """What a dataset is given beside its own arguments. `tokenizer` is a `transformers` tokenizer."""
+    """What a dataset is given beside its own arguments. `tokenizer` is a `transformers` tokenizer.
+
+    For runs that are repeated bit for bit, all randomness of an environment follows from `seed` and the problem: the
+    state of a process's random generators is not saved.
+    """
 
     tokenizer: Any
     seed: int
