@@ -143,6 +143,15 @@ def test_replacing_a_file_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
     assert file.read_bytes() == b"the new contents"
 
 
+def test_a_reader_of_a_replaced_file_keeps_the_old_one(tmp_path: Path) -> None:
+    file = tmp_path / "HEAD"
+    replace_file(file, b"old contents")
+    with file.open("rb", buffering=0) as reader:
+        replace_file(file, b"new")
+        assert reader.read() == b"old contents"
+    assert os.listdir(tmp_path) == ["HEAD"]
+
+
 def test_the_crashes_of_these_tests_do_happen(tmp_path: Path) -> None:
     with pytest.raises(Crash), crash_at(1):
         write_bytes(tmp_path, "f", b"abcdef")
