@@ -85,7 +85,7 @@ class Pipeline:
 
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
         """Brings all replicas to `weights`, in flight, and notes their acknowledgements."""
-        self._raise_error()
+        self._raise_error(but_limits=True)
         reports = await self._sampler.update_weights(weights)
         self._ledger.acknowledge(self._sampler.acknowledged())
         if not self._background:
@@ -128,7 +128,7 @@ class Pipeline:
     def release(self, step: int) -> Released:
         """Step `step` has been trained on: its slots are free once its version is acknowledged."""
         fault_point("orchestrator.release")
-        self._raise_error()
+        self._raise_error(but_limits=True)
         groups = self._ledger.release(step)
         self._slots_changed.set()
         counts = self._ledger.counts()
@@ -246,8 +246,10 @@ class Pipeline:
             self._error = self._error or error
             self._groups_changed.set()
 
-    def _raise_error(self) -> None:
-        if self._error:
+    def _raise_error(self, but_limits: bool = False) -> None:
+        """`but_limits`: a limit of the run waits for the next minibatch, so that the step in hand is finished and the
+        run can be committed where it stops."""
+        if self._error and not (but_limits and isinstance(self._error, LimitReached)):
             raise self._error
 
     # ---- one group

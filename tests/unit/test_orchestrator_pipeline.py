@@ -271,6 +271,30 @@ def test_nothing_but_equal_rewards_stops_the_run() -> None:
         asyncio.run(whole_run(run))
 
 
+def test_a_limit_reached_while_training_waits_for_the_end_of_the_step() -> None:
+    """So that the run stops, and can be committed, at a boundary."""
+
+    class SlowTrainer(Run):
+        async def train(self) -> None:
+            while self.pipeline._error is None:
+                await asyncio.sleep(0)
+
+    async def equal_from_two_on(problem: Problem, sample: int) -> float:
+        return float(sample) if problem.number < 2 else 1.0
+
+    async def run() -> Run:
+        cfg = config(remove_constant_reward_groups=True, max_filtered_batches=1)
+        async with SlowTrainer(cfg, Problems(equal_from_two_on)) as run:
+            await run.step(0)
+            with pytest.raises(LimitReached, match="last 2 groups"):
+                await run.step(1)
+        return run
+
+    ended = asyncio.run(run())
+    assert len(ended.rows) == 1
+    assert ended.pipeline.snapshot().ledger["released"] == 1
+
+
 def test_errors_of_a_loop_surface_in_the_call_that_waits() -> None:
     class Torn(Problems):
         def get_batch(self, index: int) -> list[EnvGroupBuilder]:
