@@ -150,6 +150,8 @@ class Checkpointer:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, timeout_s: float) -> None:
+        # Files have checksums of their own. Those within, of each tensor, would take longer than all of the copying.
+        torch.serialization.set_crc32_options(False)
         self._live = named_state(parameters, optimizer)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._buffers: dict[str, Tensor] = {}

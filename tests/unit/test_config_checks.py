@@ -189,14 +189,14 @@ class TestInstallation:
 
 class TestDeterministicAndResume:
     def test_deterministic_needs_a_synchronous_run(self) -> None:
-        with pytest.raises(BadInput, match="--orchestrator.max-steps-off-policy 0"):
+        with pytest.raises(BadInput, match=r"--orchestrator\.max-steps-off-policy 0"):
             check(Config.model_validate({**config().model_dump(), "deterministic": True}), FACTS)
         synchronous = config(orchestrator={"max_steps_off_policy": 0}).model_dump()
         assert check(Config.model_validate({**synchronous, "deterministic": True}), FACTS) == []
 
     def test_deterministic_refuses_gpus(self) -> None:
         given = config(orchestrator={"max_steps_off_policy": 0}, cluster={"device": "gpu"}).model_dump()
-        with pytest.raises(BadInput, match="cluster.device cpu"):
+        with pytest.raises(BadInput, match=r"cluster\.device cpu"):
             check(Config.model_validate({**given, "deterministic": True}), FACTS)
 
     def test_clean_and_resume_exclude_each_other(self) -> None:
