@@ -69,7 +69,7 @@ def _rl(argv: list[str], console: Console) -> int:
 def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> None:
     if cluster_address(config) is None:
         plan.check_resources()
-        prepare_local_cluster(plan.threads)
+        prepare_local_cluster(plan.threads, config.deterministic)
     else:
         prepare_existing_cluster()
     from trireme import launch  # Ray and the rooms: only a run that starts pays for importing them

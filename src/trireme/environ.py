@@ -14,10 +14,12 @@ def cluster_address(config: Config) -> str | None:
     return config.cluster.address or os.environ.get("RAY_ADDRESS")
 
 
-def prepare_local_cluster(threads: int) -> None:
-    """For a cluster started here, whose processes inherit this environment: `threads` for each of them, and a token of
-    its own for authentication. (Without one Ray writes a token into the home directory, and says so at every start.)"""
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+def prepare_local_cluster(threads: int, deterministic: bool) -> None:
+    """For a cluster started here, whose processes inherit this environment: `threads` for each of them (unless
+    OMP_NUM_THREADS says otherwise; `deterministic` does not let it), and a token of its own for authentication.
+    (Without one Ray writes a token into the home directory, and says so at every start.)"""
+    if deterministic or "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 
