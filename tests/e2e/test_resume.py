@@ -177,12 +177,12 @@ def test_a_signal_commits_and_says_how_to_go_on(tmp_path: Path, send: signal.Sig
     ended = run_rl(tmp_path, *flags, on_line=at_step(3, send))
     assert ended.code == code, ended.out
     ended.assert_nothing_left()
-    commits = CheckpointStore(ended.root).commits()
-    assert [commit.name for commit in commits] == [f"step_{len(ended.rows):06d}"]
+    done = len(ended.rows)
+    assert [commit.name for commit in CheckpointStore(ended.root).commits()] == [f"step_{done:06d}"]
     command = ended.out.split("goes on with:\n")[1].split("uv run rl ")[1].split()
-    again = run_rl(tmp_path, *command, "--max-steps", str(len(ended.rows) + 1), directory=False)
+    again = run_rl(tmp_path, *command, "--max-steps", str(done + 1), directory=False)
     assert again.code == EXIT_OK, again.out
-    assert [row["step"] for row in again.rows] == list(range(len(ended.rows) + 1))
+    assert [row["step"] for row in again.rows] == list(range(done + 1))
 
 
 def test_a_full_disk_stops_the_run_and_leaves_the_commits(tmp_path: Path) -> None:

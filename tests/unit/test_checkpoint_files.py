@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from pathlib import Path
 
@@ -104,6 +105,24 @@ class TestErrors:
         assert failed.value.exit_code == EXIT_FAILED
         for part in (str(tmp_path / "trainer" / "a.bin"), "No space left on device", "MiB free", "make room"):
             assert part in str(failed.value)
+
+    def test_no_space_in_the_middle_of_what_torch_saves(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """torch.save hides the first error behind one of its own, that the file is not as long as it should be."""
+        import torch
+
+        class Nearly(io.FileIO):
+            def write(self, chunk: memoryview) -> int:  # type: ignore[override]
+                if self.tell() + len(chunk) > 1000:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return super().write(chunk)
+
+        def save(file: Path) -> None:
+            with storage_errors(file), HashingWriter(file) as writer:
+                monkeypatch.setattr(writer, "_file", Nearly(file, "wb"))
+                torch.save(torch.zeros(1000), writer)
+
+        with pytest.raises(StorageFailed, match="No space left on device"):
+            save(tmp_path / "weights")
 
     def test_no_space_when_forced_onto_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(_: int) -> None:

@@ -71,13 +71,16 @@ class HashingWriter:
     """A new binary file that hashes what is written through it, in order; it cannot seek.
 
     An existing file of that name is replaced. All methods raise OSError as files do (see `storage_errors`). As a
-    context manager it closes at the end of the block; when the block raises, without forcing anything onto the disk.
+    context manager it closes at the end of the block; when the block raises, without forcing anything onto the disk,
+    and raises the OSError of a failed write again where something else hides it (torch.save ends a file that it could
+    not write by complaining of its length).
     """
 
     def __init__(self, file: Path) -> None:
         self._file: IO[bytes] = file.open("wb", buffering=0)
         self._hash = xxhash.xxh3_128()
         self._size = 0
+        self._failure: OSError | None = None
 
     def write(self, chunk: Chunk) -> int:
         """Writes all of `chunk` (any contiguous buffer); returns its size in bytes."""
@@ -85,8 +88,12 @@ class HashingWriter:
         size = len(rest)
         self._hash.update(rest)
         self._size += size
-        while len(rest):
-            rest = rest[self._file.write(rest) :]
+        try:
+            while len(rest):
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._failure = error
+            raise
         return size
 
     def tell(self) -> int:
@@ -119,6 +126,8 @@ class HashingWriter:
             self.close()
         else:
             self._file.close()
+        if self._failure:
+            raise self._failure
 
 
 def write_bytes(directory: Path, name: str, *chunks: Chunk) -> FileRecord:
