@@ -39,14 +39,15 @@ ROOMS = (
 
 @dataclass(frozen=True)
 class Result:
-    """One benchmark. `ratio` = `value` over the same of what it is measured `against`; `holds`: the target is met."""
+    """One benchmark. `ratio` = `value` over the same of what it is measured `against`; `holds`: the target is met
+    (None: there is none)."""
 
     name: str
     value: float
     unit: str
     ratio: float
-    target: float
-    holds: bool
+    target: float | None
+    holds: bool | None
     against: str
     detail: Mapping[str, Any]
 
@@ -100,19 +101,20 @@ def cpu_by_room(driver: psutil.Process) -> dict[str, list[float]]:
     return {room: sorted(seconds, reverse=True) for room, seconds in found.items()}
 
 
-def run_rl(config: Path, *flags: str) -> RunMeasured:
-    """Runs `rl @ config` with a directory of its own, and measures it. Raises RuntimeError when it fails."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        metrics = Path(directory) / "run" / "metrics.jsonl"
-        place = ["--run.output-dir", directory, "--run.name", "run"]
+def run_rl(config: Path, *flags: str, directory: Path | None = None, first_step: int = 0) -> RunMeasured:
+    """Runs `rl @ config` as the run `run` in `directory` (none: one of its own), and measures it until `first_step` is
+    done and to its end. Raises RuntimeError when it fails."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as own:
+        metrics = (directory or Path(own)) / "run" / "metrics.jsonl"
+        place = ["--run.output-dir", str(directory or own), "--run.name", "run"]
         command = [sys.executable, "-m", "trireme.cli", "@", str(config), *place, *flags]
         load_before = os.getloadavg()[0]
-        log = Path(directory) / "output.txt"
+        log = Path(own) / "output.txt"
         started_unix, started = time.time(), time.monotonic()
         with log.open("w") as output:
             process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
-            first_row = wait_for_first_row(process, metrics, log, started + DEADLINE_S)
+            first_row = wait_for_row(process, metrics, first_step, log, started + DEADLINE_S)
             cpu_s = cpu_by_room(psutil.Process(process.pid))
             code = process.wait(max(started + DEADLINE_S - time.monotonic(), 1.0))
             total_s = time.monotonic() - started
@@ -124,15 +126,18 @@ def run_rl(config: Path, *flags: str) -> RunMeasured:
     return RunMeasured(first_row["time/unix"] - started_unix, total_s, cpu_s, load_before, rows)
 
 
-def wait_for_first_row(process: subprocess.Popen[bytes], metrics: Path, log: Path, deadline: float) -> dict[str, Any]:
-    """The row of the first step, as soon as it is there. Raises RuntimeError when the run ends before or is late."""
+def wait_for_row(
+    process: subprocess.Popen[bytes], metrics: Path, step: int, log: Path, deadline: float
+) -> dict[str, Any]:
+    """The row of `step`, as soon as it is there. Raises RuntimeError when the run ends before or is late."""
     while time.monotonic() < deadline:
-        if metrics.exists() and "\n" in (text := metrics.read_text()):
-            return json.loads(text.partition("\n")[0])
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        if len(lines) > step and lines[step].endswith("\n"):
+            return json.loads(lines[step])
         if process.poll() is not None:
-            raise failed(process.args, f"ended with exit code {process.returncode} before its first step", log)
+            raise failed(process.args, f"ended with exit code {process.returncode} before step {step}", log)
         time.sleep(POLL_S)
-    raise failed(process.args, f"had no first step after {DEADLINE_S:.0f} s", log)
+    raise failed(process.args, f"had not done step {step} after {DEADLINE_S:.0f} s", log)
 
 
 def failed(command: Any, what: str, log: Path) -> RuntimeError:
