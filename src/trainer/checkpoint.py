@@ -1,5 +1,11 @@
 """The trainer's part of a commit: weights, AdamW's state and random generators, by torch.distributed.checkpoint (DCP).
 
+What is saved, under these names; any number of ranks can read it:
+  parameters.<name>      [3, *shape], float32: the parameter and AdamW's exp_avg and exp_avg_sq, stacked
+  steps                  [parameters], float32: AdamW's count of steps of each, in order of name
+  random.<rank>.<kind>   see `random_state`
+(Stacked, because what DCP does for every tensor it writes costs about 1 ms in which no other Python code runs.)
+
 A save copies what this rank holds to buffers in host memory, and writes them, in a thread: training goes on meanwhile.
 Nothing of the state changes between one optimiser step and the next, so only `optim_step` has to wait, and only for the
 copy (`Checkpointer.wait_until_copied`). The buffers are made at the first save and used again. DCP's collectives have a
@@ -12,10 +18,11 @@ brings such errors to every rank as long as they come up inside the hooks that i
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -27,11 +34,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from trireme.checkpoint.files import FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
 from trireme.errors import CheckpointInvalid, StorageFailed
 from trireme.faults import fault_point
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_adam_state(optimizer: torch.optim.AdamW) -> None:
@@ -40,16 +50,8 @@ def make_adam_state(optimizer: torch.optim.AdamW) -> None:
     (DCP's own way is a step with gradients of zero, after which AdamW counts one step too many.)
     """
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
         optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
-
-
-def named_state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """All parameters and their AdamW state under names of their own: the tensors themselves, not copies."""
-    state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-    for name, parameter in parameters.items():
-        state.update({f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()})
-    return state
 
 
 def random_state() -> dict[str, Tensor]:
@@ -131,16 +133,37 @@ class Writer(dcp.FileSystemWriter):
         return super().write_data(plan, planner)
 
 
-def _buffer_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Room in host memory for what this rank holds of `tensor`, sharded like it over the CPU `mesh`."""
-    if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device="cpu")
-    local = torch.empty_like(tensor.to_local(), device="cpu", pin_memory=tensor.device.type == "cuda")
-    return DTensor.from_local(local, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+class Staging:
+    """Room in host memory for what this rank holds of each parameter and its moments.
+
+    `buffers`: by the name under which it is saved, sharded as the parameter is, over the CPU `mesh`. `host`, `live`:
+    their parts, and the tensors that those are copies of, in the same order.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, mesh: DeviceMesh) -> None:
+        self.buffers: dict[str, Tensor] = {}
+        self.host: list[Tensor] = []
+        self.live: list[Tensor] = []
+        for name, parameter in parameters.items():
+            live = [_local(parameter), *(_local(optimizer.state[parameter][moment]) for moment in MOMENTS)]
+            local = torch.empty((len(live), *live[0].shape), dtype=live[0].dtype, pin_memory=live[0].is_cuda)
+            self.buffers[f"parameters.{name}"] = _stacked(local, parameter, mesh)
+            self.host += local.unbind()
+            self.live += live
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part: the same memory."""
+    assert isinstance(tensor, DTensor)
+    return tensor.detach().to_local()
+
+
+def _stacked(local: Tensor, parameter: Tensor, mesh: DeviceMesh) -> Tensor:
+    """`local`, stacked parts of tensors that are sharded like `parameter`, as this rank's part of their stack."""
+    assert isinstance(parameter, DTensor)
+    placements = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in parameter.placements]
+    whole = torch.empty((len(local), *parameter.shape), device="meta")
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 class Checkpointer:
@@ -152,9 +175,10 @@ class Checkpointer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, timeout_s: float) -> None:
         # Files have checksums of their own. Those within, of each tensor, would take longer than all of the copying.
         torch.serialization.set_crc32_options(False)
-        self._live = named_state(parameters, optimizer)
+        self._parameters = dict(sorted(parameters.items()))
+        self._steps = [optimizer.state[parameter]["step"] for parameter in self._parameters.values()]
+        self._optimizer = optimizer
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._buffers: dict[str, Tensor] = {}
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._saves: dict[Path, Future[list[FileRecord]]] = {}
@@ -163,14 +187,11 @@ class Checkpointer:
 
     def begin(self, path: Path) -> None:
         """Begins to save into directory `path` the state as it is now; after another save that is not yet done."""
-        if not self._buffers:
-            mesh = DeviceMesh.from_group(self._group, "cpu")
-            self._buffers = {name: _buffer_of(tensor, mesh) for name, tensor in self._live.items()}
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
-        own = {self._random_name(kind): tensor for kind, tensor in random_state().items()}
+        state = {**self._staging.buffers, **self._small_state()}
         self._copied = Event()
-        self._saves[path] = self._thread.submit(self._save, path, own, self._copied)
+        self._saves[path] = self._thread.submit(self._save, path, state, self._copied)
 
     def finish(self, path: Path) -> list[FileRecord]:
         """Waits until this rank's files in `path` are on the disk. Raises StorageFailed, also for another rank."""
@@ -186,9 +207,9 @@ class Checkpointer:
         self.wait_until_copied()
         reader = dcp.FileSystemReader(path)
         saved = set(reader.read_metadata().state_dict_metadata)
-        _refuse_other_tensors(path, {name for name in saved if not name.startswith("random.")}, set(self._live))
-        generators = {kind: tensor for kind, tensor in random_state().items() if self._random_name(kind) in saved}
-        state = {**self._live, **{self._random_name(kind): tensor for kind, tensor in generators.items()}}
+        _refuse_other_tensors(path, {name for name in saved if name.startswith("parameters.")}, self._staging.buffers)
+        small = {name: tensor for name, tensor in self._small_state().items() if name in saved}
+        state = {**self._staging.buffers, **small}
         try:
             dcp.load(
                 state,
@@ -198,12 +219,30 @@ class Checkpointer:
             )
         except dcp.CheckpointException as error:
             raise CheckpointInvalid(f"cannot load the trainer's state from {path}: {_cause(error)}") from None
-        set_random_state(generators)
+        self._take_over(small)
 
-    def _random_name(self, kind: str) -> str:
-        return f"random.{dist.get_rank()}.{kind}"
+    @cached_property
+    def _staging(self) -> Staging:
+        return Staging(self._parameters, self._optimizer, DeviceMesh.from_group(self._group, "cpu"))
 
-    def _save(self, path: Path, own: Mapping[str, Tensor], copied: Event) -> list[FileRecord]:
+    def _small_state(self) -> dict[str, Tensor]:
+        """Copies of what is copied at once."""
+        generators = {self._random_prefix + kind: tensor for kind, tensor in random_state().items()}
+        return {"steps": torch.stack(self._steps), **generators}
+
+    @torch.no_grad()
+    def _take_over(self, small: Mapping[str, Tensor]) -> None:
+        """The buffers' contents and `small` become the state."""
+        torch._foreach_copy_(self._staging.live, self._staging.host)
+        torch._foreach_copy_(self._steps, list(small["steps"].unbind()))
+        prefix = self._random_prefix
+        set_random_state({name.removeprefix(prefix): t for name, t in small.items() if name.startswith(prefix)})
+
+    @property
+    def _random_prefix(self) -> str:
+        return f"random.{dist.get_rank()}."
+
+    def _save(self, path: Path, state: dict[str, Tensor], copied: Event) -> list[FileRecord]:
         def copy() -> None:
             self._copy()
             copied.set()
@@ -211,7 +250,7 @@ class Checkpointer:
         writer = Writer(path, copy)
         try:
             dcp.save(
-                {**self._buffers, **own},
+                state,
                 storage_writer=writer,
                 planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
                 process_group=self._group,
@@ -224,9 +263,8 @@ class Checkpointer:
 
     @torch.no_grad()
     def _copy(self) -> None:
-        buffers, live = ([_local(t) for t in tensors.values()] for tensors in (self._buffers, self._live))
         with torch.cuda.stream(self._stream):  # of none: nothing
-            torch._foreach_copy_(buffers, live, non_blocking=True)
+            torch._foreach_copy_(self._staging.host, self._staging.live, non_blocking=True)
         if self._stream:
             self._stream.synchronize()
 
@@ -242,8 +280,8 @@ def _cause(error: dcp.CheckpointException) -> Exception:
     return RuntimeError(f"shard {rank}: {type(cause).__name__}: {cause}")
 
 
-def _refuse_other_tensors(path: Path, saved: set[str], expected: set[str]) -> None:
-    if saved != expected:
+def _refuse_other_tensors(path: Path, saved: Set[str], known: Mapping[str, Tensor]) -> None:
+    if saved != (expected := set(known)):
         raise CheckpointInvalid(
             f"{path} holds the state of another model: {len(expected - saved)} tensors are missing "
             f"{sorted(expected - saved)[:3]}, {len(saved - expected)} are unknown {sorted(saved - expected)[:3]}"

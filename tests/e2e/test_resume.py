@@ -188,7 +188,7 @@ def test_a_signal_commits_and_says_how_to_go_on(tmp_path: Path, send: signal.Sig
 def test_a_full_disk_stops_the_run_and_leaves_the_commits(tmp_path: Path) -> None:
     """The run directory is a file system of 14 MB: the first commits fit, a later one does not."""
     with small_file_system(tmp_path / "run", "14m"):
-        ended = run_rl(tmp_path, *SMALL, "--max-steps", "8", "--checkpoint.keep-last", "9")
+        ended = run_rl(tmp_path, *SMALL, "--max-steps", "6", "--checkpoint.keep-last", "9")
         assert ended.code == EXIT_FAILED, ended.out
         assert "MiB free" in ended.out
         assert "step_0000" in ended.out
@@ -196,15 +196,16 @@ def test_a_full_disk_stops_the_run_and_leaves_the_commits(tmp_path: Path) -> Non
         assert found.commit is not None
         assert not found.passed_over
         assert CheckpointStore(tmp_path / "run").partial() == []
-        again = run_rl(tmp_path, *SMALL, "--max-steps", "8", "--resume", "--checkpoint.keep-last", "1")
+        subprocess.run(["mount", "-o", "remount,size=28m", str(tmp_path / "run")], check=True)  # room is made
+        again = run_rl(tmp_path, *SMALL, "--max-steps", "6", "--resume")
         assert again.code == EXIT_OK, again.out
 
 
 def test_a_full_disk_may_be_endured(tmp_path: Path) -> None:
     with small_file_system(tmp_path / "run", "14m"):
-        flags = ["--max-steps", "8", "--checkpoint.keep-last", "9", "--checkpoint.max-missed", "9"]
+        flags = ["--max-steps", "7", "--checkpoint.keep-last", "9", "--checkpoint.max-missed", "9"]
         ended = run_rl(tmp_path, *SMALL, *flags)
-        assert len(ended.rows) == 8
+        assert len(ended.rows) == 7
         assert ended.code == EXIT_FAILED  # the last commit is what a run is for
         assert "commit missed" in ended.out
 
