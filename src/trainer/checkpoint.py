@@ -18,7 +18,7 @@ brings such errors to every rank as long as they come up inside the hooks that i
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -39,7 +39,6 @@ from torch.distributed.tensor import DTensor, Shard
 from trireme.checkpoint.files import FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
 from trireme.errors import CheckpointInvalid, StorageFailed
 from trireme.faults import fault_point
-
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -155,7 +154,7 @@ class Staging:
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part: the same memory."""
     assert isinstance(tensor, DTensor)
-    return tensor.detach().to_local()
+    return tensor.to_local().detach()
 
 
 def _stacked(local: Tensor, parameter: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -204,10 +203,12 @@ class Checkpointer:
     def load(self, path: Path) -> None:
         """Reads what was saved in `path`, by any number of ranks; those that had no counterpart then keep their random
         generators as they are. Raises CheckpointInvalid when it is the state of another model, or cannot be read."""
-        self.wait_until_copied()
+        self._thread.submit(int).result()  # the buffers are free when all saves before are done
         reader = dcp.FileSystemReader(path)
         saved = set(reader.read_metadata().state_dict_metadata)
-        _refuse_other_tensors(path, {name for name in saved if name.startswith("parameters.")}, self._staging.buffers)
+        _refuse_other_tensors(
+            path, {name for name in saved if not name.startswith("random.")}, {*self._staging.buffers, "steps"}
+        )
         small = {name: tensor for name, tensor in self._small_state().items() if name in saved}
         state = {**self._staging.buffers, **small}
         try:
@@ -280,8 +281,8 @@ def _cause(error: dcp.CheckpointException) -> Exception:
     return RuntimeError(f"shard {rank}: {type(cause).__name__}: {cause}")
 
 
-def _refuse_other_tensors(path: Path, saved: Set[str], known: Mapping[str, Tensor]) -> None:
-    if saved != (expected := set(known)):
+def _refuse_other_tensors(path: Path, saved: set[str], expected: set[str]) -> None:
+    if saved != expected:
         raise CheckpointInvalid(
             f"{path} holds the state of another model: {len(expected - saved)} tensors are missing "
             f"{sorted(expected - saved)[:3]}, {len(saved - expected)} are unknown {sorted(saved - expected)[:3]}"

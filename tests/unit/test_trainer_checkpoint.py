@@ -100,15 +100,13 @@ def test_what_is_saved_is_the_state_of_the_moment_though_training_goes_on(shard,
 def test_staging_buffers_are_used_again(shard, tmp_path):
     one = shard()
     save(one, tmp_path / "first")
-    before = {name: tensor.to_local().data_ptr() for name, tensor in one._checkpointer._buffers.items() if tensor.dim()}
+    before = [buffer.data_ptr() for buffer in one._checkpointer._staging.host]
     step(one, 0)
     save(one, tmp_path / "second")
-    assert before == {
-        name: tensor.to_local().data_ptr() for name, tensor in one._checkpointer._buffers.items() if tensor.dim()
-    }
+    assert before == [buffer.data_ptr() for buffer in one._checkpointer._staging.host]
     first, second = tensors(tmp_path / "first"), tensors(tmp_path / "second")
-    assert not torch.equal(first["model.model.norm.weight"], second["model.model.norm.weight"])
-    assert (first["optimizer.model.norm.weight.step"], second["optimizer.model.norm.weight.step"]) == (0, 1)
+    assert not torch.equal(first["parameters.model.norm.weight"], second["parameters.model.norm.weight"])
+    assert (set(first["steps"].tolist()), set(second["steps"].tolist())) == ({0.0}, {1.0})
 
 
 def test_the_records_are_those_of_all_files(shard, tmp_path):
@@ -122,14 +120,16 @@ def test_the_records_are_those_of_all_files(shard, tmp_path):
 
 def test_every_parameter_is_saved_once_with_its_moments(shard, model, tmp_path):
     one = shard()
+    step(one, 0)
     save(one, tmp_path / "trainer")
-    names = set(tensors(tmp_path / "trainer"))
-    parameters = {name for name, _ in AutoModelForCausalLM.from_pretrained(model).named_parameters()}
-    assert names == (
-        {f"model.{name}" for name in parameters}
-        | {f"optimizer.{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")}
-        | {f"random.0.{kind}" for kind in random_state()}
-    )
+    saved = tensors(tmp_path / "trainer")
+    unsharded = dict(AutoModelForCausalLM.from_pretrained(model).named_parameters())
+    assert set(saved) == {*(f"parameters.{n}" for n in unsharded), "steps", *(f"random.0.{k}" for k in random_state())}
+    assert saved["steps"].shape == (len(unsharded),)
+    for name, parameter in one._model.named_parameters():
+        state = one._optimizer.state[parameter]
+        expected = [t.to_local() for t in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])]
+        torch.testing.assert_close(list(saved[f"parameters.{name}"]), expected, rtol=0, atol=0)
 
 
 def test_adam_state_is_what_adamw_makes_itself():
@@ -193,10 +193,10 @@ def test_what_goes_wrong_otherwise_is_raised_and_holds_up_nobody(shard, tmp_path
 def test_the_state_of_another_model_is_refused(shard, tmp_path):
     deeper = make_model(tmp_path / "deeper", "qwen3", True, layers=3)
     save(shard(), tmp_path / "trainer")
-    with pytest.raises(CheckpointInvalid, match=r"another model: 44 tensors are missing \['model.model.layers.2"):
+    with pytest.raises(CheckpointInvalid, match=r"another model: 11 tensors are missing \['parameters.model.layers.2"):
         shard(deeper).load_state(tmp_path / "trainer", [])
     save(shard(deeper), tmp_path / "more")
-    with pytest.raises(CheckpointInvalid, match=r"0 tensors are missing .*44 are unknown"):
+    with pytest.raises(CheckpointInvalid, match=r"0 tensors are missing .*11 are unknown"):
         shard().load_state(tmp_path / "more", [])
 
 
