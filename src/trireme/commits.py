@@ -227,7 +227,7 @@ class Commits:
         sealing, self._sealing = self._sealing, None
         limit = self._config.timeouts.checkpoint_s
         try:
-            sealing.result(limit)
+            sealing.result(limit + END_S)  # a room that is late is named by its own wait, which ends before
             self._missed = 0
         except TimeoutError:
             raise RoomFailed(f"waited {limit:g} s (timeouts.checkpoint_s) for a commit in {self._run.root}") from None

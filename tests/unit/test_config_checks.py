@@ -6,25 +6,12 @@ import importlib.util
 from dataclasses import replace
 
 import pytest
+from model_support import FACTS
 
 from trireme.config import Config, checks
 from trireme.config.checks import check, check_gpu_build, check_installed, seq_limit
 from trireme.config.model_facts import ModelFacts
 from trireme.errors import BadInput
-
-FACTS = ModelFacts(
-    name="m",
-    architecture="Qwen3ForCausalLM",
-    model_type="qwen3",
-    hidden_size=128,
-    num_layers=2,
-    vocab_size=32,
-    num_kv_heads=2,
-    head_dim=32,
-    num_parameters=300_000,
-    tied_embeddings=True,
-    max_position_embeddings=64,
-)
 
 
 def config(**sections: dict) -> Config:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from model_support import FACTS
 from rich.console import Console
 
 from trireme import plan as plan_module
@@ -15,19 +16,6 @@ from trireme.config.model_facts import ModelFacts
 from trireme.errors import BadInput
 from trireme.plan import GIB, Plan, Resources, _visible_gpus
 
-FACTS = ModelFacts(
-    name="m",
-    architecture="Qwen3ForCausalLM",
-    model_type="qwen3",
-    hidden_size=128,
-    num_layers=2,
-    vocab_size=32,
-    num_kv_heads=2,
-    head_dim=32,
-    num_parameters=1_000_000,
-    tied_embeddings=True,
-    max_position_embeddings=64,
-)
 LAPTOP = Resources(nodes=1, cpus=8, gpus=0, memory_bytes=16 * GIB, source="this machine")
 
 

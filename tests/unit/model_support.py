@@ -1,0 +1,17 @@
+"""A model that exists only as its sizes."""
+
+from trireme.config.model_facts import ModelFacts
+
+FACTS = ModelFacts(
+    name="m",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    hidden_size=128,
+    num_layers=2,
+    vocab_size=32,
+    num_kv_heads=2,
+    head_dim=32,
+    num_parameters=1_000_000,
+    tied_embeddings=True,
+    max_position_embeddings=64,
+)
