@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from trireme.types import SampledSequence, SampleRequest
 from trireme.weights import PublishedWeights, UpdateReport
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """What a replica has to do: sequences that it decodes, sequences that wait for a place, the share of its KV cache
+    that is in use (0 to 1), and how often it gave up a sequence's KV for want of space since it started."""
+
+    running: int
+    waiting: int
+    kv_used: float
+    preemptions: int
 
 
 class Sampler(Protocol):
@@ -24,4 +36,8 @@ class Sampler(Protocol):
 
     def acknowledged(self) -> dict[int, int]:
         """Version that each live replica has acknowledged: {replica id: version}."""
+        ...
+
+    async def load(self) -> dict[int, ReplicaLoad]:
+        """What each live replica has to do: {replica id: load}. Raises RoomFailed when no replica is left."""
         ...

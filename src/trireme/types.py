@@ -42,11 +42,13 @@ class WeightIdentity:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens `start` (inclusive) to `end` (exclusive) of a sampled sequence came from `identity`."""
+    """Tokens `start` (inclusive) to `end` (exclusive) of a sampled sequence came from `identity`. `mixed`: its weights
+    read keys and values that older ones had computed (`inference.on_update = "keep_kv"`)."""
 
     identity: WeightIdentity
     start: int
     end: int
+    mixed: bool = False
 
 
 @dataclass(frozen=True)
