@@ -20,7 +20,6 @@ filtered since the row before. Evicted and failed groups are counted, but their 
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +47,7 @@ class Released:
 class IdleClock:
     """Adds up the seconds in which nothing was in flight: `with clock:` around each request."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._in_flight = 0
         self._since = now()

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import Counter
 from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import replace
@@ -77,7 +76,8 @@ class Pipeline:
         self._error: BaseException | None = None
         self._pace = Lockstep(self._ledger.can_dispatch) if cfg.deterministic else OwnPace()
         self._run_limits = RunLimits(cfg)
-        self._meter, self._idle = StepMeter(), IdleClock()
+        self._meter = StepMeter()
+        self._idle: IdleClock  # from the start of the loops on
         self._counts = self._ledger.counts()
         self._boundary: Snapshot | None = None
 
@@ -96,6 +96,7 @@ class Pipeline:
     def _start(self) -> None:
         """Begins the loops, and samples again what was running when the state that was loaded was saved."""
         self._note_boundary()
+        self._idle = IdleClock(asyncio.get_running_loop().time)
         for group in self._ledger.active.values():
             if not group.finished:
                 self._start_group(group)
@@ -229,10 +230,11 @@ class Pipeline:
         self._running[group.index] = self._spawn(work, f"group of problem {group.problem}")
 
     async def _lag_loop(self) -> None:
+        now = asyncio.get_running_loop().time
         while True:
-            started = time.monotonic()
+            started = now()
             await asyncio.sleep(LAG_TICK_S)
-            self._meter.lag_s = max(self._meter.lag_s, time.monotonic() - started - LAG_TICK_S)
+            self._meter.lag_s = max(self._meter.lag_s, now() - started - LAG_TICK_S)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
