@@ -1,11 +1,11 @@
 """Does learning survive staleness? The quickstart at several values of max_steps_off_policy, with several seeds.
 
-    python scripts/staleness_learning.py DIRECTORY [--steps 150] [--seeds 0 1 2] [--cases ppo:0 ppo:1 ... importance_sampling:4]
+    python scripts/staleness_learning.py DIRECTORY [--steps 150] [--seeds 0 1 2] [--cases ppo:0 ppo:4 ...]
 
 A case is `loss:K`. Each run is a run directory in DIRECTORY; those that have finished are not run again, so the script
 may be stopped and started as one likes. Prints a table in Markdown: for each case and seed the mean reward of the first
-5 and of the last 10 steps, for each case what all its runs had in common. Rewards do not depend on what else the machine
-does, ages may: a slow trainer finds older groups.
+5 and of the last 10 steps, and extremes over all its runs. Rewards do not depend on what else the machine does, ages
+may: a slow trainer finds older groups.
 """
 
 from __future__ import annotations
@@ -98,10 +98,13 @@ def main() -> None:
         table.append(table_row(case, runs))
 
     seeds = ", ".join(map(str, args.seeds))
-    print(f"| loss | K | reward, first {FIRST} steps (seeds {seeds}) | last {LAST} steps | mean | mean age | largest age "
-          "| clipped | largest ratio | largest gradient norm |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    print("\n".join(table))
+    print(
+        f"| loss | K | reward, first {FIRST} steps (seeds {seeds}) | last {LAST} steps | mean "
+        "| mean age | largest age | clipped | largest ratio | largest gradient norm |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *table,
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":
