@@ -34,11 +34,14 @@ def start_engine(cfg: Config) -> AsyncLLM:
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from inference.load import LoadLog
+
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         os.environ.update(CPU_ENVIRONMENT)
     prepare_start(on_cpu)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(cfg, on_cpu)))
+    arguments = AsyncEngineArgs(**engine_args(cfg, on_cpu))
+    return AsyncLLM.from_engine_args(arguments, stat_loggers=[LoadLog])
 
 
 def engine_args(cfg: Config, on_cpu: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from inference.replica import Replica
 from inference.router import Router
 from trireme.config import Config
 from trireme.errors import RoomFailed, TriremeError
-from trireme.protocols import Sampler
+from trireme.protocols import ReplicaLoad, Sampler
 from trireme.types import SampledSequence, SampleRequest
 from trireme.waits import get_all, get_async
 from trireme.weights import PublishedWeights, UpdateReport
@@ -50,6 +50,10 @@ class RayReplica:
         reference = self.handle.update_weights.remote(published)
         who = f"{self.name}, taking version {published.identity.version}"
         return await get_async(reference, who=who, timeout_s=self.update_s + GRACE_S, log=self.log)
+
+    async def load(self) -> ReplicaLoad:
+        who = f"{self.name}, asked for its load"
+        return await get_async(self.handle.load.remote(), who=who, timeout_s=self.update_s, log=self.log)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         reference = self.handle.abort.remote(list(request_ids))

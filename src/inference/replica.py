@@ -20,6 +20,7 @@ from trireme import logs
 from trireme.config import Config
 from trireme.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.faults import fault_point
+from trireme.protocols import ReplicaLoad
 from trireme.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.weights import PublishedWeights, UpdateReport, check_canary
 
@@ -61,6 +62,9 @@ class Replica:
         """Starts the engine and samples once: the first logprobs compile a function that a request would wait for."""
         fault_point("inference.start")
         self.engine = start_engine(self.cfg)
+        from inference.load import load_log  # imports vLLM
+
+        self.load_log = load_log(self.engine)
         self.end_ids = end_of_sequence_ids(self.engine)
         await self._in_engine("init_weight_transfer_engine", kwargs={"init_info": {}})
         await self._completion(await self._submit(WARM_UP, salt="warm-up"))
@@ -76,6 +80,11 @@ class Replica:
         self._raise_if_broken()
         label = await self._guarded("its version", self.engine.get_weight_version(), self.cfg.timeouts.update_s)
         return WeightIdentity.parse(label) if self.identity else None
+
+    async def load(self) -> ReplicaLoad:
+        """What there is to do, by the engine's last step. Raises RoomFailed or WeightsRefused when broken."""
+        self._raise_if_broken()
+        return self.load_log.load(len(self.engine.output_processor.request_states))
 
     async def stop(self) -> None:
         """Ends the engine process."""
@@ -208,6 +217,7 @@ class Replica:
             shipment = pickle.dumps(Shipment(published.identity, published.entries, paths))
             await step("receive", self._check_receipt(shipment))
             await step("pause", self.pause())
+            self.load_log.cache_cleared()
             in_flight = await step("count", self._in_engine("tokens_in_flight"))
             await step("start", self._in_engine("start_weight_update"))
             update = {"update_info": {"shipment": shipment}}

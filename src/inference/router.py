@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from trireme.errors import RoomFailed, TriremeError
+from trireme.protocols import ReplicaLoad
 from trireme.types import SampledSequence, SampleRequest
 from trireme.weights import PublishedWeights, UpdateReport
 
@@ -27,6 +28,8 @@ class ReplicaClient(Protocol):
         ...
 
     async def update_weights(self, published: PublishedWeights) -> UpdateReport: ...
+
+    async def load(self) -> ReplicaLoad: ...
 
     async def abort(self, request_ids: Sequence[str]) -> None: ...
 
@@ -56,6 +59,20 @@ class Router:
     def acknowledged(self) -> dict[int, int]:
         """Version that each live replica has acknowledged: {replica: version}. Empty before the first update."""
         return dict(self._acknowledged)
+
+    async def load(self) -> dict[int, ReplicaLoad]:
+        """What each live replica has to do: {replica: load}. One that can not say is used no more; raises RoomFailed
+        when none is left."""
+        found: dict[int, ReplicaLoad] = {}
+
+        async def ask(replica: int) -> None:
+            try:
+                found[replica] = await self._replicas[replica].load()
+            except TriremeError as failure:
+                self._mark_failed(replica, failure)
+
+        await asyncio.gather(*[ask(replica) for replica in self._live()])
+        return {replica: found[replica] for replica in self._live()}
 
     # ------------------------------------------------------------------------------------------------------ sampling
 

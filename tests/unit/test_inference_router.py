@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from inference.engine import check_spans
 from inference.router import Router
 from trireme.errors import RoomFailed, TriremeError, WeightsRefused
+from trireme.protocols import ReplicaLoad
 from trireme.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.weights import Canary, PublishedWeights, UpdateReport
 
@@ -51,6 +52,7 @@ class FakeReplica:
         self.failure: TriremeError | None = None
         self.refused: dict[str, TriremeError] = {}
         self.update = asyncio.get_running_loop().create_future()
+        self.loaded: ReplicaLoad | TriremeError = ReplicaLoad(0, 0, 0.0, 0)
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, SampledSequence | TriremeError]]:
         self.groups.append([r.request_id for r in requests])
@@ -63,6 +65,11 @@ class FakeReplica:
 
     async def update_weights(self, published: PublishedWeights) -> UpdateReport:
         return await self.update
+
+    async def load(self) -> ReplicaLoad:
+        if isinstance(self.loaded, TriremeError):
+            raise self.loaded
+        return self.loaded
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted += request_ids
@@ -221,6 +228,20 @@ async def test_a_refused_update_is_raised_after_the_others_finished() -> None:
     with pytest.raises(WeightsRefused, match="replica 0: tensor w"):
         await update
     assert router.acknowledged() == {1: 3}
+
+
+@in_loop
+async def test_the_load_of_all_that_live() -> None:
+    router, (first, second) = fleet(2)
+    first.loaded = ReplicaLoad(3, 1, 0.5, 0)
+    assert await router.load() == {0: first.loaded, 1: second.loaded}
+    first.loaded = RoomFailed("replica 0 died")
+    assert await router.load() == {1: second.loaded}
+    first.loaded = second.loaded
+    assert await router.load() == {1: second.loaded}  # used no more
+    second.loaded = RoomFailed("replica 1 died")
+    with pytest.raises(RoomFailed, match=r"no inference replica is left.*replica 0 died.*replica 1 died"):
+        await router.load()
 
 
 def test_spans_must_cover_every_token() -> None:
