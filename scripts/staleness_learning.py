@@ -72,7 +72,7 @@ def table_row(case: str, runs: Sequence[Sequence[Row]]) -> str:
         f"{mean(ends):.3f}",
         f"{mean(row['off_policy/mean'] for row in rows):.2f}",
         f"{max(row['off_policy/max'] for row in rows):.0f}",
-        f"{mean(row['optim/clip_frac'] for row in rows):.4f}",
+        f"{mean(row.get('optim/clip_frac', 0.0) for row in rows):.4f}",
         f"{max(row['optim/ratio_max'] for row in rows):.2g}",
         f"{max(row['optim/grad_norm'] for row in rows):.2g}",
     )

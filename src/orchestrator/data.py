@@ -89,9 +89,14 @@ def _datum(turns: Sequence[Transition], advantage: float, temperature: float) ->
 
 
 def mask_overlong(data_D: Sequence[Datum]) -> list[Datum]:
-    """The same datums with mask 0 throughout: an answer cut by length does not show how good it would have been."""
+    """The same datums with mask and advantage 0 throughout: an answer cut by length does not show how good it would
+    have been."""
     return [
-        replace(d, loss_fn_inputs=dict(d.loss_fn_inputs) | {"mask": np.zeros(d.model_input.length, np.float32)})
+        replace(
+            d,
+            loss_fn_inputs=dict(d.loss_fn_inputs)
+            | dict.fromkeys(("mask", "advantages"), np.zeros(d.model_input.length)),
+        )
         for d in data_D
     ]
 

@@ -22,7 +22,7 @@ from transformers import set_seed
 from trainer.batching import DEFAULT_MICRO_BATCH_TOKENS, MicroBatch, ShardOutput, pad_rows, plan
 from trainer.checkpoint import Checkpointer, make_adam_state
 from trainer.hugging_face import companion_files, write_model
-from trainer.losses import COLUMNS, monitors, resolve_loss
+from trainer.losses import Metrics, columns_of, monitors, resolve_loss
 from trainer.model import gathered_units, inference_dtype, load_source, shard_model, token_logprobs
 from trainer.publish import Packer, Put, compute_canary
 from trireme.checkpoint.files import FileRecord
@@ -56,6 +56,23 @@ def check_provenance(provenance: Provenance, published: list[WeightIdentity], ma
         raise ProvenanceError(
             f"datum {d} of step {provenance.step} has floor {provenance.floors[d]}, age {ages[d]}; "
             f"ages must be within 0 and max_steps_off_policy = {max_steps_off_policy}"
+        )
+
+
+def check_columns(batch: TokenBatch, loss_fn: str) -> None:
+    """Raises ValueError when a column is missing that the loss needs, or a token has an advantage but mask 0."""
+    needed = columns_of(loss_fn)
+    missing = [name for name in needed if name not in batch.columns]
+    if missing:
+        raise ValueError(f"loss {loss_fn} needs the columns {', '.join(needed)}; missing: {', '.join(missing)}")
+    if "advantages" not in needed:
+        return
+    stray = np.flatnonzero((batch.columns["mask"] == 0) & (batch.columns["advantages"] != 0))
+    if len(stray):
+        d = int(np.searchsorted(batch.offsets, stray[0], side="right")) - 1
+        raise ValueError(
+            f"datum {d} has an advantage of {batch.columns['advantages'][stray[0]]:g} on its token "
+            f"{stray[0] - batch.offsets[d]}, whose mask is 0 ({len(stray)} such tokens in the batch); set both, or none"
         )
 
 
@@ -116,9 +133,7 @@ class Shard:
         if provenance is not None:
             check_provenance(provenance, self._published, self._config.orchestrator.max_steps_off_policy)
         function, loss_config = resolve_loss(loss_fn, loss_fn_config)
-        missing = [name for name in COLUMNS if name not in batch.columns]
-        if missing:
-            raise ValueError(f"loss {loss_fn} needs the columns {', '.join(COLUMNS)}; missing: {', '.join(missing)}")
+        check_columns(batch, loss_fn)
         logprobs, metrics = [], []
         micro_batches = self._micro_batches(batch)
         for micro in micro_batches:
@@ -128,7 +143,8 @@ class Shard:
             loss.backward()
             logprobs.append((micro, p.detach()))
             if not micro.filler:
-                metrics.append({"loss:sum": float(loss.detach()), **loss_metrics, **monitors(p, rows)})
+                watched: Metrics = monitors(p, rows) if "logprobs" in rows else {}
+                metrics.append({"loss:sum": float(loss.detach()), **watched, **loss_metrics})
         return _output(batch, logprobs, reduce_metrics(metrics))
 
     @torch.no_grad()
@@ -221,8 +237,9 @@ class Shard:
             name: torch.from_numpy(pad_rows(column, batch.offsets, micro.datums)).to(self._device)
             for name, column in batch.columns.items()
         }
-        if micro.filler and "mask" in rows:
-            rows["mask"].zero_()
+        for name in ("mask", "weights"):
+            if micro.filler and name in rows:
+                rows[name].zero_()
         return rows
 
     def _logprobs(self, batch: TokenBatch, micro: MicroBatch, rows: Mapping[str, Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trireme.commits import Commits
@@ -12,7 +12,6 @@ from trireme.launch import Rooms
 from trireme.metrics import Clock, Journal, reduce_metrics
 from trireme.signals import Stop
 from trireme.types import LossNormalization
-from trireme.weights import UpdateReport
 
 
 def train(
@@ -57,14 +56,16 @@ def train(
             with clock("publish"):
                 weights = trainer.publish_weights(step + 1)
             with clock("update_replicas"):
-                reports = orchestrator.update_weights(weights)
+                orchestrator.update_weights(weights)  # goes on while the next batch is trained on
             released = orchestrator.release(step)
             with clock("checkpoint_stall"):
                 commits.at_boundary(weights)
         row = {
             **step_position(config, step, weights.identity.attempt),
             **released.metrics,
-            **optim_metrics(reduce_metrics(outputs), update.metrics, weights.nbytes, weights.identity.digest, reports),
+            **optim_metrics(reduce_metrics(outputs), update.metrics),
+            "weights/digest": weights.identity.digest,
+            "weights/bytes": weights.nbytes,
             **time_metrics(clock.seconds, released.metrics),
         }
         journal.write(row, released.trained)
@@ -90,28 +91,15 @@ def step_position(config: Config, step: int, attempt: int) -> dict[str, Any]:
     }
 
 
-def optim_metrics(
-    sums: Mapping[str, float],
-    update: Mapping[str, float],
-    nbytes: int,
-    digest: str,
-    reports: Sequence[UpdateReport],
-) -> dict[str, Any]:
-    """`optim/*` as means over the step's loss tokens, and `weights/*` of the version that it produced."""
+def optim_metrics(sums: Mapping[str, float], update: Mapping[str, float]) -> dict[str, float]:
+    """`optim/*`: sums as means over the step's loss tokens, `ratio:max` as `ratio_max`."""
     tokens = max(sums["loss_tokens:sum"], 1.0)
-    mean = {
-        name: sums[f"{name}:sum"] / tokens for name in ("loss", "kl_sample_train_v1", "kl_sample_train_v2", "entropy")
-    }
+    parts = [(*name.rpartition(":")[::2], value) for name, value in sums.items() if name != "loss_tokens:sum"]
     return {
         "optim/lr": update["lr"],
         "optim/grad_norm": update["grad_norm"],
-        **{f"optim/{name}": value for name, value in mean.items()},
-        "optim/ratio_max": sums["ratio:max"],
-        "optim/clip_frac": sums["clipped:sum"] / tokens,
-        "weights/digest": digest,
-        "weights/bytes": nbytes,
-        "weights/canary_max_diff": max(report.canary_max_diff for report in reports),
-        "weights/reprefill_tokens": sum(report.reprefill_tokens for report in reports),
+        **{f"optim/{name}": value / tokens for name, how, value in parts if how == "sum"},
+        **{f"optim/{name}_{how}": value for name, how, value in parts if how != "sum"},
     }
 
 

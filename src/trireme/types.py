@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 StopReason = Literal["length", "stop"]
-LossFnType = Literal["importance_sampling", "ppo"]
+LossFnType = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 LossNormalization = Literal["token_mean", "sequence_mean", "sum"]
 
 
@@ -109,6 +109,9 @@ LOSS_FN_INPUT_DTYPES: dict[str, np.dtype[Any]] = {
     "mask": np.dtype(np.float32),
     "logprobs": np.dtype(np.float32),
     "advantages": np.dtype(np.float32),
+    "weights": np.dtype(np.float32),
+    "clip_low_threshold": np.dtype(np.float32),
+    "clip_high_threshold": np.dtype(np.float32),
     "versions": np.dtype(np.int32),
 }
 """Per-token columns that a datum may carry. `versions` is the version that sampled the token, -1 where none did."""

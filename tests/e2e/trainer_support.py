@@ -57,7 +57,7 @@ def make_config(model, **overrides):
 
 
 def make_batch(lengths, temperature=0.7, seed=0):
-    """Random datums of these lengths; the first token of each is masked."""
+    """Random datums of these lengths; the first token of each is masked, and has no advantage."""
     rng = np.random.default_rng(seed)
 
     def datum(n):
@@ -67,7 +67,7 @@ def make_batch(lengths, temperature=0.7, seed=0):
                 "target_tokens": rng.integers(0, VOCAB, n),
                 "mask": np.arange(n) > 0,
                 "logprobs": -4 - rng.random(n),
-                "advantages": rng.normal(size=n),
+                "advantages": rng.normal(size=n) * (np.arange(n) > 0),
             },
             temperature,
         )

@@ -78,9 +78,12 @@ def test_group_of_one(advantage: str) -> None:
         ),
         (
             {"loss_fn": "importance_sampling", "loss_fn_config": {"clip_low_threshold": 0.8}},
-            "parameters of importance_sampling: none",
+            "parameters of importance_sampling: max_ratio, mask_ratio_low, mask_ratio_high",
         ),
         ({"loss_fn_config": {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}}, "0 <= low <= 1 <= high"),
+        ({"loss_fn": "dro"}, "add --trainer.loss-fn-config.beta VALUE"),
+        ({"loss_fn": "cross_entropy"}, "a loss for reinforcement learning"),
+        ({"loss_fn": "no_such_package:loss"}, "No module named 'no_such_package'"),
     ],
 )
 def test_loss_fn_config(trainer: dict, expected: str) -> None:

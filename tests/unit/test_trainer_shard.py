@@ -1,6 +1,8 @@
 """One shard alone, in a gloo group of one: what it computes against an unsharded model, and what it publishes."""
 
+import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from trainer_support import make_batch, make_config, make_model
 
 from trainer.batching import ShardOutput, scatter_outputs
-from trainer.losses import importance_sampling
+from trainer.losses import resolve_loss
 from trainer.model import load_source
 from trainer.publish import Packer, canary_tokens, canary_tolerance, fused_group
 from trainer.shard import Shard, check_provenance
@@ -23,6 +25,11 @@ from trireme.types import AdamParams, Provenance, WeightIdentity
 from trireme.weights import check_canary, check_received
 
 LENGTHS = (5, 9, 1, 7, 9)
+
+
+def importance_sampling(p, columns):
+    function, config = resolve_loss("importance_sampling", {})
+    return function(p, columns, config)
 
 
 @pytest.fixture(scope="module", params=[("qwen3", True), ("llama", False)], ids=["qwen3-tied", "llama-untied"])
@@ -68,7 +75,7 @@ def test_gradient_is_that_of_the_whole_sum_whatever_the_micro_batches(shard, mod
     one = shard(trainer__micro_batch_tokens=micro_batch_tokens)
     output = one.forward_backward(batch, "importance_sampling", {}, None)
     p, unsharded = reference(model, batch)
-    loss, _ = importance_sampling(p, {name: torch.from_numpy(c) for name, c in batch.columns.items()}, {})
+    loss, _ = importance_sampling(p, {name: torch.from_numpy(c) for name, c in batch.columns.items()})
     loss.backward()
     assert output.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
     assert output.metrics["loss_tokens:sum"] == sum(LENGTHS) - len(LENGTHS)
@@ -81,7 +88,7 @@ def test_update_is_adamw_on_the_normalised_and_clipped_gradient(shard, model):
     one = shard()
     p, unsharded = reference(model, batch)
     columns = {name: torch.from_numpy(c) for name, c in batch.columns.items()}
-    (importance_sampling(p, columns, {})[0] / 8.0).backward()
+    (importance_sampling(p, columns)[0] / 8.0).backward()
     norm = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.5)
     optimizer = torch.optim.AdamW(unsharded.parameters(), lr=1e-2, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)
     optimizer.step()
@@ -180,3 +187,30 @@ def test_nothing_published_means_nothing_accepted():
     with pytest.raises(ProvenanceError, match="holds version None"):
         check_provenance(provenance, [], 1)
     check_provenance(provenance, [WeightIdentity(1, 0, "aa")], 0)
+
+
+def test_an_advantage_where_the_mask_is_0_is_refused_by_its_datum(shard):
+    batch = make_batch(LENGTHS)
+    batch.columns["advantages"][LENGTHS[0]] = 2.0
+    with pytest.raises(ValueError, match="datum 1 has an advantage of 2 on its token 0, whose mask is 0"):
+        shard().forward_backward(batch, "ppo", {}, None)
+
+
+@pytest.mark.parametrize("loss_fn", ["cispo", "gspo", "cross_entropy"])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
+def test_other_losses_too_do_not_depend_on_micro_batches(shard, model, loss_fn, micro_batch_tokens):
+    batch = make_batch(LENGTHS)
+    if loss_fn == "cross_entropy":
+        columns = {"target_tokens": batch.columns["target_tokens"], "weights": batch.columns["mask"] * 0.5}
+        batch = replace(batch, columns=columns)
+    one = shard(trainer__micro_batch_tokens=micro_batch_tokens)
+    output = one.forward_backward(batch, loss_fn, {}, None)
+    p, _ = reference(model, batch)
+    function, config = resolve_loss(loss_fn, {})
+    rows = [slice(int(a), int(b)) for a, b in itertools.pairwise(batch.offsets)]
+    expected = sum(
+        float(function(p[row], {name: torch.from_numpy(c[row]) for name, c in batch.columns.items()}, config)[0])
+        for row in rows
+    )
+    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    assert output.metrics["loss_tokens:sum"] == sum(LENGTHS) - len(LENGTHS)

@@ -6,11 +6,11 @@ import importlib.util
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
+from trireme.config.losses import loss_problems
 from trireme.config.model_facts import ModelFacts
 from trireme.config.problems import Problem, refuse
 from trireme.config.schema import Config
 
-LOSS_FN_CONFIG = {"ppo": ("clip_low_threshold", "clip_high_threshold"), "importance_sampling": ()}
 AUTO_LEARNING_RATE_FAMILIES = ("qwen", "llama")
 EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 INSTALL_CPU = "uv sync"
@@ -66,21 +66,14 @@ def _group(config: Config) -> Iterator[Problem]:
 
 
 def _loss(config: Config) -> Iterator[Problem]:
-    known = LOSS_FN_CONFIG[config.loss_fn]
-    options = config.trainer.loss_fn_config
-    for name in sorted(set(options) - set(known)):
+    if config.loss_fn == "cross_entropy":
         yield Problem(
-            f"trainer.loss_fn_config.{name} with the loss {config.loss_fn}",
-            f"parameters of {config.loss_fn}: {', '.join(known) or 'none'}",
-            "leave it out, or choose another --trainer.loss-fn",
+            "trainer.loss_fn = cross_entropy",
+            "a loss for reinforcement learning: rollouts have advantages, and no weights",
+            "leave --trainer.loss-fn out, or choose importance_sampling, ppo, cispo, dro or gspo",
         )
-    low, high = options.get("clip_low_threshold", 0.8), options.get("clip_high_threshold", 1.2)
-    if not 0 <= low <= 1 <= high:
-        yield Problem(
-            f"clip_low_threshold = {low:g}, clip_high_threshold = {high:g}",
-            "absolute ratios with 0 <= low <= 1 <= high",
-            "write 0.8 and 1.2 for what is elsewhere called a clip range of 0.2",
-        )
+        return
+    yield from loss_problems(config.loss_fn, config.trainer.loss_fn_config)
 
 
 def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:

@@ -84,11 +84,16 @@ class TrainerConfig(Section):
         json_schema_extra={"flag": "trainer-gpus"},
         description="Number of FSDP2 shards, one process each (one GPU each where there are GPUs).",
     )
-    loss_fn: LossFnType | None = Field(
-        None, description="Loss; none = `importance_sampling` if max_steps_off_policy is 0, else `ppo`."
+    loss_fn: LossFnType | Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = Field(
+        None,
+        description="Loss, or one of your own as `package.module:function`; none = `importance_sampling` if "
+        "max_steps_off_policy is 0, else `ppo`.",
     )
     loss_fn_config: dict[str, float] = Field(
-        {}, description="Parameters of the loss: `clip_low_threshold` (0.8), `clip_high_threshold` (1.2) for ppo."
+        {},
+        description="Parameters of the loss: `clip_low_threshold` and `clip_high_threshold` (ppo 0.8 and 1.2, "
+        "cispo 0 and 4, gspo 0.9997 and 1.0004), `beta` (dro, required), `max_ratio` (off), `mask_ratio_low` and "
+        "`mask_ratio_high` (off).",
     )
     loss_normalization: LossNormalization = Field(
         "token_mean",
@@ -213,6 +218,12 @@ class TimeoutsConfig(Section):
     checkpoint_s: PositiveFloat = Field(1800.0, description="Deadline for a commit to be written, or read.")
 
 
+class TraceConfig(Section):
+    max_mb: NonNegativeInt = Field(
+        64, description="Megabytes of trace that each process writes (what it did when; `docs/seeing.md`); 0 = none."
+    )
+
+
 class WandbConfig(Section):
     project: str | None = Field(None, description="Weights & Biases project; none = off.")
     name: str | None = Field(None, description="Name of the W&B run; none = the run's name.")
@@ -240,10 +251,11 @@ class Config(Section):
     inference: InferenceConfig
     cluster: ClusterConfig = ClusterConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    trace: TraceConfig = TraceConfig()
     wandb: WandbConfig = WandbConfig()
 
     @property
-    def loss_fn(self) -> LossFnType:
+    def loss_fn(self) -> str:
         return self.trainer.loss_fn or ("ppo" if self.orchestrator.max_steps_off_policy else "importance_sampling")
 
     @property
