@@ -10,6 +10,7 @@ import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
@@ -58,16 +59,17 @@ class Score:
         return 0.5 * self.matching + 0.5 * self.exact
 
 
-def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of sampled ids, one by one; an id without a token (models pad their vocabulary) is one unknown sign."""
-    return "".join(tokenizer.decode([t]) if t < len(tokenizer) else UNKNOWN for t in tokens)
+@cache
+def token_text(tokenizer: Any, token: int) -> str:
+    """The text of one sampled id; one without a token (models pad their vocabulary) is one unknown sign."""
+    return tokenizer.decode([token]) if token < len(tokenizer) else UNKNOWN
 
 
 def score(tokenizer: Any, digits: str, tokens: Sequence[int]) -> Score:
     """Grades sampled ids, up to the first end of sequence; without one the answer is not finished, so not exact."""
-    tokens = list(tokens)
-    finished = tokenizer.eos_token_id in tokens
-    text = decode(tokenizer, tokens[: tokens.index(tokenizer.eos_token_id)] if finished else tokens)
+    tokens, end = list(tokens), tokenizer.eos_token_id
+    finished = end in tokens
+    text = "".join(token_text(tokenizer, token) for token in (tokens[: tokens.index(end)] if finished else tokens))
     target = sorted_digits(digits)
     right = sum(a == b for a, b in zip(text, target, strict=False))
     return Score(text, right / max(len(text), len(target)), finished and text == target)
@@ -75,13 +77,14 @@ def score(tokenizer: Any, digits: str, tokens: Sequence[int]) -> Score:
 
 @dataclass(frozen=True)
 class SortEnv(Env):
-    """One answer to one problem."""
+    """One answer to one problem, whose `prompt` is tokens."""
 
     tokenizer: Any
     digits: str
+    prompt: Sequence[int]
 
     async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
-        return self.tokenizer.encode(prompt_text(self.digits)), ()
+        return self.prompt, ()
 
     async def step(self, action: Sequence[int]) -> StepResult:
         scored = score(self.tokenizer, self.digits, action)
@@ -100,7 +103,8 @@ class SortGroupBuilder(EnvGroupBuilder):
     group_size: int
 
     async def make_envs(self) -> Sequence[Env]:
-        return [SortEnv(self.tokenizer, self.digits) for _ in range(self.group_size)]
+        prompt = self.tokenizer.encode(prompt_text(self.digits))
+        return [SortEnv(self.tokenizer, self.digits, prompt) for _ in range(self.group_size)]
 
 
 class SortDataset(RLDataset):
