@@ -1,0 +1,256 @@
+"""What each process does when, as Chrome's trace events: Perfetto and `trireme report` draw them.
+
+    <run>/trace/attempt_1/trainer_0.json     of one process; its name is that of its log
+
+    with trace.span("publish", version=3):   spans of one track nest
+    with trace.overlapping("env.step"):      spans of which many run at once; those under a millisecond are left out
+    with trace.life("group", 17):            begun and ended by events of their own: seen from the start, also by a kill
+    busy = trace.Busy("sampling"); with busy: from the first that comes until the last that goes
+
+Each process calls `start` once, next to where it opens its log; until then, and with `trace.max_mb` = 0, a span costs a
+function call. Events are put into a queue; a thread writes the queue ten times a second, so a process that is killed
+loses less than a second. Every event is a whole line of a JSON array that is never closed, as the format allows: the
+file can be read at any time.
+
+One clock: microseconds since 1970, as the system's clock said when the process started, counted on by the monotonic
+clock. Processes of one machine agree to microseconds. Those of several agree as well as their system clocks do: a few
+milliseconds under NTP, by which a span may seem to begin before its cause on another node.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, BinaryIO
+
+WRITE_EVERY_S = 0.1
+CLOSE_S = 5.0
+SHORTEST_NS = 1_000_000
+"""Of a span that may overlap others: a rollout has many, and most are over at once."""
+MB = 1_000_000
+LAST_LINE_BYTES = 300
+FULL = "the trace ends here: it has trace.max_mb megabytes"
+ROOMS = ("driver", "orchestrator", "trainer", "inference")
+"""In the order in which viewers show them."""
+
+_log = logging.getLogger(__name__)
+_numbers = count()
+_nothing = nullcontext()
+_to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII: as many bytes as characters
+_writer: Writer | None = None
+
+
+def directory(log_dir: Path) -> Path:
+    """Where the attempt that logs to `<run>/logs/attempt_N` keeps its trace."""
+    return log_dir.parent.parent / "trace" / log_dir.name
+
+
+def start(log_dir: Path | None, process: str, max_mb: int) -> None:
+    """Begins the trace of this process, `process` being a room and a number (`trainer_0`); it ends when its file has
+    `max_mb` megabytes. Without a `log_dir`, or with 0 megabytes, there is none."""
+    global _writer
+    stop()
+    if log_dir is not None and max_mb:
+        _writer = Writer(directory(log_dir) / f"{process}.json", max_mb * MB)
+
+
+def stop() -> None:
+    """Writes what is left, and ends the trace of this process."""
+    global _writer
+    writer, _writer = _writer, None
+    if writer:
+        writer.close()
+
+
+def span(name: str, track: str = "main", **args: Any) -> AbstractContextManager[Any]:
+    """The time of the `with` block, on a track where spans follow or contain each other."""
+    return _Span(_writer, name, track, args) if _writer else _nothing
+
+
+def overlapping(name: str, **args: Any) -> AbstractContextManager[Any]:
+    """The time of the `with` block, if it takes a millisecond; many may run at once."""
+    return _Overlapping(_writer, name, name, args) if _writer else _nothing
+
+
+@contextmanager
+def life(name: str, number: int, **args: Any) -> Iterator[dict[str, Any]]:
+    """The life of thing `number`; what is put into the dict that it gives is noted at its end."""
+    ending: dict[str, Any] = {}
+    writer = _writer
+    if writer:
+        writer.add("b", name, name, _now(), cat=name, id=number, args=args)
+    try:
+        yield ending
+    finally:
+        if writer:
+            writer.add("e", name, name, _now(), cat=name, id=number, args=ending)
+
+
+class Busy:
+    """`with busy:` around each of many things: one span, on a track of its own, while at least one is under way, and a
+    counter of them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._under_way = 0
+        self._since: int | None = None
+        self._paused = False
+        self._args: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self._count(+1)
+        if self._since is None and not self._paused:
+            self._since = _now()
+
+    def __exit__(self, *error: object) -> None:
+        self._count(-1)
+        if not self._under_way:
+            self._end()
+
+    def pause(self) -> None:
+        """All stand still: the span ends here."""
+        self._paused = True
+        self._end()
+
+    def resume(self, **args: Any) -> None:
+        """They go on, if there are any. `args` are noted of the spans from here on."""
+        if self._paused and self._under_way:
+            self._since = _now()
+        self._paused, self._args = False, args
+
+    def _end(self) -> None:
+        if _writer and self._since is not None:
+            _writer.add_span(self._name, self._name, self._since, _now(), self._args)
+        self._since = None
+
+    def _count(self, change: int) -> None:
+        self._under_way += change
+        if _writer:
+            _writer.counters[self._name] = self._under_way
+
+
+class _Span:
+    __slots__ = ("_args", "_name", "_started", "_track", "_writer")
+
+    def __init__(self, writer: Writer, name: str, track: str, args: dict[str, Any]) -> None:
+        self._writer, self._name, self._track, self._args = writer, name, track, args
+
+    def __enter__(self) -> None:
+        self._started = _now()
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.add_span(self._name, self._track, self._started, _now(), self._args)
+
+
+class _Overlapping(_Span):
+    __slots__ = ()
+
+    def __exit__(self, *error: object) -> None:
+        ended = _now()
+        if ended - self._started >= SHORTEST_NS:
+            same = {"cat": self._name, "id": next(_numbers)}
+            self._writer.add("b", self._name, self._track, self._started, args=self._args, **same)
+            self._writer.add("e", self._name, self._track, ended, **same)
+
+
+def _now() -> int:
+    return time.perf_counter_ns()
+
+
+class Writer:
+    """The file of one process. `counters` {name: value} are written as far as they changed since the last time."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.counters: dict[str, int] = {}
+        self._path, self._max_bytes = path, max_bytes
+        self._epoch = (time.time_ns() - _now()) // 1000 * 1000
+        room, _, index = path.stem.rpartition("_")
+        self._rank = ROOMS.index(room)
+        self._pid = (self._rank + 1) * 1_000_000 + int(index) * 100  # the system's are not unique over several nodes
+        self._tids: dict[str, int] = {}
+        self._counted: dict[str, int] = {}
+        self._queue: deque[dict[str, Any]] = deque()
+        self._closing = Event()
+        self._thread = Thread(target=self._run, name="trace", daemon=True)
+        self._thread.start()
+
+    def add(self, phase: str, name: str, track: str, at: int, **more: Any) -> None:
+        """An event in the terms of the format, from any thread. `at`: ns of the monotonic clock."""
+        self._queue.append({"ph": phase, "name": name, "track": track, "ts": self._us(at), **more})
+
+    def add_span(self, name: str, track: str, started: int, ended: int, args: dict[str, Any]) -> None:
+        self.add("X", name, track, started, dur=ended // 1000 - started // 1000, args=args)
+
+    def close(self) -> None:
+        """Writes what is left, as long as the disk takes it in time."""
+        self._closing.set()
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        """Writes until the end. A trace is worth less than the run that it shows: when it can not be written (a full
+        disk) it ends with a warning, and the run goes on. Hence the `try`."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                last = not self._append(file, self._about())
+                while not last:
+                    last = self._closing.wait(WRITE_EVERY_S)
+                    last = not self._append(file, self._news()) or last
+        except OSError as error:
+            _log.warning("the trace %s ends here, the run goes on: %s", self._path, error)
+        finally:
+            self._queue = deque(maxlen=0)  # which takes nothing
+
+    def _append(self, file: BinaryIO, events: Iterator[dict[str, Any]]) -> bool:
+        """Whether there was room for all `events`; where there was none, the last line says so."""
+        lines, size, room = [], file.tell(), True
+        for event in events:
+            # A line begins with the end of the one before it, which a process that was killed may have left torn.
+            lines.append(("\n," if size else "[") + _to_json(event))
+            size += len(lines[-1])
+            room = size <= self._max_bytes - LAST_LINE_BYTES
+            if not room:
+                lines[-1] = "\n," + _to_json(self._event("i", FULL, s="p"))
+                break
+        file.write("".join(lines).encode())
+        file.flush()
+        return room
+
+    def _about(self) -> Iterator[dict[str, Any]]:
+        """What viewers show this process as."""
+        yield self._meta("process_name", name=self._path.stem)
+        yield self._meta("process_sort_index", sort_index=self._rank)
+        yield self._meta("process_labels", labels=f"process {os.getpid()} on {socket.gethostname()}")
+
+    def _news(self) -> Iterator[dict[str, Any]]:
+        """What came since the last time."""
+        for _ in range(len(self._queue)):
+            event = self._queue.popleft()
+            track = event.pop("track")
+            if track not in self._tids:
+                self._tids[track] = self._pid + 1 + len(self._tids)
+                yield self._meta("thread_name", name=track) | {"tid": self._tids[track]}
+            yield event | {"pid": self._pid, "tid": self._tids[track]}
+        for name, value in self.counters.copy().items():
+            if self._counted.get(name) != value:
+                self._counted[name] = value
+                yield self._event("C", name, args={"number": value})
+
+    def _event(self, phase: str, name: str, **more: Any) -> dict[str, Any]:
+        """One of the process as a whole."""
+        return {"ph": phase, "name": name, "pid": self._pid, "ts": self._us(_now()), **more}
+
+    def _meta(self, about: str, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": about, "pid": self._pid, "args": args}
+
+    def _us(self, at: int) -> int:
+        return (at + self._epoch) // 1000
