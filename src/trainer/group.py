@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from trainer.batching import ShardOutput, scatter_outputs
+from trainer.custom import CustomLoss, surrogate
 from trireme import waits
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
@@ -177,6 +178,13 @@ class TrainerGroup:
         return ForwardBackwardOutput(
             scatter_outputs(batch, outputs_R), reduce_metrics([output.metrics for output in outputs_R])
         )
+
+    def forward_backward_custom(self, batch: TokenBatch, loss: CustomLoss) -> ForwardBackwardOutput:
+        """Accumulates the gradient of a loss that is a function of all log-probabilities: see `trainer.custom`."""
+        logprobs = self.forward(batch)
+        weighted, metrics = surrogate(batch, logprobs, loss)
+        output = self.forward_backward(weighted, "cross_entropy", {})
+        return ForwardBackwardOutput(output.logprobs, {**output.metrics, **metrics})
 
     def forward(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
         """Log-probabilities of the batch's `target_tokens`: float32 [T]."""

@@ -53,11 +53,26 @@ def state(weights):
     }
 
 
-def one_step(group):
-    """A step whose batch comes in two parts; what it returned, and the weights before and after."""
+def importance_sampling(data_D, p_D):
+    """The built-in loss, as a loss of one's own on log-probabilities."""
+    columns_D = [{name: torch.from_numpy(c) for name, c in d.loss_fn_inputs.items()} for d in data_D]
+    sums = [
+        -(c["mask"] * (p - c["logprobs"]).exp() * c["advantages"]).sum() for c, p in zip(columns_D, p_D, strict=True)
+    ]
+    return torch.stack(sums).sum(), {"own:sum": 1.0}
+
+
+def one_step(group, custom=False):
+    """A step whose batch comes in two parts; what it returned, and the weights before and after. `custom`: the loss of
+    the second part is computed here, from the log-probabilities."""
     before = group.publish_weights(0)
     first = group.forward_backward(make_batch(LENGTHS), "ppo", {})
-    second = group.forward_backward(make_batch((6,), seed=1), "importance_sampling", {})
+    second_part = make_batch((6,), seed=1)
+    if custom:
+        second = group.forward_backward_custom(second_part, importance_sampling)
+        assert second.metrics["own:sum"] == 1
+    else:
+        second = group.forward_backward(second_part, "importance_sampling", {})
     update = group.optim_step(AdamParams(learning_rate=1e-2), 40.0)
     return first, second, update, state(before), state(group.publish_weights(1))
 
@@ -109,7 +124,7 @@ def alone(models, ray_cluster):
 
 @pytest.fixture(scope="module")
 def stepped(groups):
-    return {key: one_step(group) for key, group in groups.items()}
+    return {key: one_step(group, custom=key == (QWEN, 2)) for key, group in groups.items()}
 
 
 @pytest.mark.parametrize(("key", "shards"), [(QWEN, 2), (QWEN, 3), (LLAMA, 2)])
@@ -283,7 +298,7 @@ def test_batches_of_unknown_or_stale_weights_are_refused_and_the_group_goes_on(g
         train(2, [2, 2], WeightIdentity(2, 2, identities[2].digest))
     with pytest.raises(ProvenanceError, match="step 1 came while the trainer holds version 2"):
         train(1, [1, 1], identities[1])
-    with pytest.raises(BadInput, match="known: clip_low_threshold"):
+    with pytest.raises(BadInput, match="parameters of ppo: clip_low_threshold"):
         group.forward_backward(batch, "ppo", {"beta": 1.0})
     assert train(2, [2, 2], identities[2]).metrics["loss_tokens:sum"] == 7
 
