@@ -113,6 +113,12 @@ class ScoredGroup:
     tags: tuple[str, ...]
     temperature: float
 
+    @property
+    def versions(self) -> tuple[int, int]:
+        """The oldest and the newest version that sampled one of its tokens."""
+        turns = [turn for trajectory in self.trajectories_G for turn in trajectory.transitions]
+        return min(int(turn.versions.min()) for turn in turns), max(int(turn.versions.max()) for turn in turns)
+
 
 def group_to_data(scored: ScoredGroup, kind: AdvantageKind, overlong_filter: bool) -> list[Datum]:
     """The datums of all trajectories of a group. `overlong_filter`: those cut by length do not count in the loss."""

@@ -21,6 +21,7 @@ from orchestrator.rollout import (
     check_reward,
     run_rollout,
 )
+from trireme import trace
 from trireme.config.schema import SamplingConfig
 from trireme.errors import TriremeError
 from trireme.types import SampledSequence, SampleRequest
@@ -73,7 +74,7 @@ class Player:
         return Played(outcomes_G, scored)
 
     async def _rollouts(self, group: Group, builder: EnvGroupBuilder) -> list[Trajectory | Exception]:
-        envs = asyncio.ensure_future(builder.make_envs())
+        envs = asyncio.ensure_future(self._make_envs(group, builder))
         rollouts = [
             asyncio.ensure_future(self._rollout(group, builder, envs, sample)) for sample in range(self.rules.size)
         ]
@@ -90,12 +91,16 @@ class Player:
         for retry in range(self.rules.retries + 1):
             attempt = group.requeues * (self.rules.retries + 1) + retry
             key = RolloutKey(self.rules.env, group.problem, sample, attempt, f"{group.problem}/{group.requeues}")
-            made, deadline = builder.make_envs() if retry else asyncio.shield(envs), self._deadline()
+            made, deadline = self._make_envs(group, builder) if retry else asyncio.shield(envs), self._deadline()
             outcome = await self._attempt(self._play_one(group, made, key, deadline), deadline)
             if isinstance(outcome, Trajectory | PromptTooLong):
                 break
         self.pace.rollout_over(group.index)
         return outcome
+
+    async def _make_envs(self, group: Group, builder: EnvGroupBuilder) -> Sequence[Env]:
+        with trace.overlapping("make_envs", "environment", problem=group.problem):
+            return await builder.make_envs()
 
     async def _play_one(
         self, group: Group, made: Awaitable[Sequence[Env]], key: RolloutKey, deadline: asyncio.Timeout
@@ -138,7 +143,8 @@ class Player:
         return None if isinstance(outcome, Exception) else outcome
 
     async def _rewards(self, group: Group, builder: EnvGroupBuilder, trajectories_G: list[Trajectory]) -> ScoredGroup:
-        extra_G = await builder.compute_group_rewards(trajectories_G)
+        with trace.overlapping("compute_group_rewards", "environment", problem=group.problem):
+            extra_G = await builder.compute_group_rewards(trajectories_G)
         rewards_G = [float(t.reward + reward) for t, (reward, _) in zip(trajectories_G, extra_G, strict=True)]
         for reward in rewards_G:
             check_reward(reward, self.rules.env, group.problem)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.env import Env, StepResult, StopCondition, Trajectory, Transition
+from trireme import trace
 from trireme.config.schema import SamplingConfig
 from trireme.faults import fault_point
 from trireme.types import SampledSequence, SampleRequest, VersionSpan
@@ -76,7 +77,8 @@ async def run_rollout(
 ) -> Trajectory:
     """Plays one episode to its end. Raises RolloutError, and whatever the environment or the sampler raises."""
     fault_point("orchestrator.rollout")
-    observation, stop = await env.initial_observation()
+    with trace.overlapping("initial_observation", "environment", problem=key.problem):
+        observation, stop = await env.initial_observation()
     transitions: list[Transition] = []
     while True:
         prompt = _checked_prompt(observation, key, limits)
@@ -88,7 +90,8 @@ async def run_rollout(
         request = _request(key, len(transitions), prompt, stop, limits, sampling, run_seed)
         sampled = await sample(request)
         _check_sample(sampled, key)
-        result = await env.step([int(t) for t in sampled.tokens])
+        with trace.overlapping("step", "environment", problem=key.problem):
+            result = await env.step([int(t) for t in sampled.tokens])
         transitions.append(_transition(prompt, sampled, result, key))
         if result.episode_done:
             return Trajectory(tuple(transitions), sampled.stop_reason)

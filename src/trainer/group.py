@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 
 from trainer.batching import ShardOutput, scatter_outputs
 from trainer.custom import CustomLoss, surrogate
-from trireme import waits
+from trireme import trace, waits
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
 from trireme.errors import RoomFailed
@@ -45,6 +45,7 @@ class ShardActor:
 
     def __init__(self, config: Config, rank: int, world_size: int, log_dir: Path | None, attempt: int) -> None:
         redirect(log_dir, f"trainer_{rank}")
+        trace.start(log_dir, f"trainer_{rank}", config.trace.max_mb)
         import trainer.shard  # noqa: F401  seconds of imports, spent while the other shards do the same
 
         self._config, self._rank, self._world_size, self._attempt = config, rank, world_size, attempt
@@ -80,33 +81,39 @@ class ShardActor:
     def forward_backward(
         self, batch: TokenBatch, loss_fn: str, loss_fn_config: Mapping[str, float], provenance: Provenance | None
     ) -> ShardOutput:
-        return self._shard.forward_backward(batch, loss_fn, loss_fn_config, provenance)
+        with trace.span("forward_backward", tokens=len(batch.tokens)):
+            return self._shard.forward_backward(batch, loss_fn, loss_fn_config, provenance)
 
     def forward(self, batch: TokenBatch) -> ShardOutput:
         return self._shard.forward(batch)
 
     def optim_step(self, adam: AdamParams, normalizer: float) -> OptimStepResponse:
-        return self._shard.optim_step(adam, normalizer)
+        with trace.span("optim"):
+            return self._shard.optim_step(adam, normalizer)
 
     def publish_weights(self, version: int) -> PublishedWeights | None:
-        return self._shard.publish_weights(version)
+        with trace.span("publish", version=version):
+            return self._shard.publish_weights(version)
 
     def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> None:
         self._shard.load_state(path, identities)
 
     def begin_save(self, path: Path) -> None:
-        self._shard.begin_save(path)
+        with trace.span("begin_save"):
+            self._shard.begin_save(path)
 
     @ray.method(concurrency_group="save")
     def finish_save(self, path: Path, _begun: None) -> list[FileRecord]:
         """`_begun` is what `begin_save` returned: Ray calls this only when it has."""
-        return self._shard.finish_save(path)
+        with trace.span("finish_save", "saving"):
+            return self._shard.finish_save(path)
 
     @ray.method(concurrency_group="save")
     def save_weights(self, path: Path, published: PublishedWeights) -> list[FileRecord]:
         names = [f"bucket {i} of version {published.identity.version}" for i in range(len(published.buckets))]
-        buckets = waits.get_all(published.buckets, who=names, timeout_s=self._config.timeouts.checkpoint_s)
-        return self._shard.save_weights(path, published.entries, buckets)
+        with trace.span("save_weights", "saving weights"):
+            buckets = waits.get_all(published.buckets, who=names, timeout_s=self._config.timeouts.checkpoint_s)
+            return self._shard.save_weights(path, published.entries, buckets)
 
     @ray.method(concurrency_group="watch")
     def stack(self) -> str:

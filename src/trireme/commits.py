@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from trireme import trace
 from trireme.checkpoint.files import FileRecord, storage_errors
 from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.config import Config
@@ -175,9 +176,10 @@ class Commits:
         """Waits for all parts, and makes them a commit."""
         store, options = self._run.store, self._config.checkpoint
         try:
-            files = self._collect(saving)
-            self._force_rows()
-            store.publish(saving.draft, self._manifest(saving, files))
+            with trace.span("commit", "commits", version=saving.version):
+                files = self._collect(saving)
+                self._force_rows()
+                store.publish(saving.draft, self._manifest(saving, files))
         except StorageFailed:
             self._abandon(saving)
             raise

@@ -36,7 +36,7 @@ def train(
     for step in range(start, config.max_steps):
         stop.check()
         clock = Clock()
-        with clock("step"):
+        with clock("step", step=step):
             outputs: list[Mapping[str, float]] = []
             for substep in range(config.trainer.num_substeps):
                 loss_tokens = sequences = 0

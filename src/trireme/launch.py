@@ -27,7 +27,7 @@ from inference.group import InferenceGroup
 from orchestrator.handle import OrchestratorHandle
 from trainer.group import TrainerGroup
 from trainer.schedule import learning_rate_schedule
-from trireme import waits
+from trireme import trace, waits
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.environ import cluster_address
@@ -187,6 +187,8 @@ def check_rooms(config: Config, plan: Plan) -> None:
 def journal(config: Config, run: RunDir, out: TextIO) -> Iterator[Journal]:
     """All that is written about each step."""
     with ExitStack() as ending:
+        trace.start(run.logs, "driver_0", config.trace.max_mb)
+        ending.callback(trace.stop)
         sinks: list[Sink] = [JsonlSink(run.metrics), ConsoleSink(config.max_steps, out)]
         if config.wandb.project:
             sinks.append(WandbSink(config, run.run_id, run.root.name, run.root))

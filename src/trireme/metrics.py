@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol, TextIO
 
+from trireme import trace
 from trireme.config import Config
 
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min, "mean": mean}
@@ -31,16 +32,17 @@ def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds spent in the named parts of a step."""
+    """Seconds spent in the named parts of a step, each also a span of the trace."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str, **args: Any) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            yield
+            with trace.span(name, **args):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 

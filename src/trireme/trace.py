@@ -3,7 +3,7 @@
     <run>/trace/attempt_1/trainer_0.json     of one process; its name is that of its log
 
     with trace.span("publish", version=3):   spans of one track nest
-    with trace.overlapping("env.step"):      spans of which many run at once; those under a millisecond are left out
+    with trace.overlapping("step", "env"):   spans of which many run at once; those under a millisecond are left out
     with trace.life("group", 17):            begun and ended by events of their own: seen from the start, also by a kill
     busy = trace.Busy("sampling"); with busy: from the first that comes until the last that goes
 
@@ -76,9 +76,9 @@ def span(name: str, track: str = "main", **args: Any) -> AbstractContextManager[
     return _Span(_writer, name, track, args) if _writer else _nothing
 
 
-def overlapping(name: str, **args: Any) -> AbstractContextManager[Any]:
-    """The time of the `with` block, if it takes a millisecond; many may run at once."""
-    return _Overlapping(_writer, name, name, args) if _writer else _nothing
+def overlapping(name: str, track: str, **args: Any) -> AbstractContextManager[Any]:
+    """The time of the `with` block, if it takes a millisecond, on a track where many may run at once."""
+    return _Overlapping(_writer, name, track, args) if _writer else _nothing
 
 
 @contextmanager
@@ -157,7 +157,7 @@ class _Overlapping(_Span):
     def __exit__(self, *error: object) -> None:
         ended = _now()
         if ended - self._started >= SHORTEST_NS:
-            same = {"cat": self._name, "id": next(_numbers)}
+            same = {"cat": self._track, "id": next(_numbers)}
             self._writer.add("b", self._name, self._track, self._started, args=self._args, **same)
             self._writer.add("e", self._name, self._track, ended, **same)
 

@@ -114,14 +114,14 @@ def test_a_block_that_raises_is_a_span_too(tmp_path: Path) -> None:
 
 def test_of_what_overlaps_the_short_is_left_out(tmp_path: Path) -> None:
     file = start(tmp_path)
-    with trace.overlapping("env.step", problem="long"):
-        with trace.overlapping("env.step", problem="short"):
+    with trace.overlapping("step", "environment", problem="long"):
+        with trace.overlapping("step", "environment", problem="short"):
             pass
         time.sleep(0.002)
-    with trace.overlapping("env.step", problem="next"):
+    with trace.overlapping("step", "environment", problem="next"):
         time.sleep(0.002)
     trace.stop()
-    first, its_end, second, _ = named(file, "env.step")
+    first, its_end, second, _ = named(file, "step")
     assert (first["ph"], its_end["ph"], first["id"]) == ("b", "e", its_end["id"])
     assert its_end["ts"] - first["ts"] >= 2000
     assert (first["args"], second["args"]) == ({"problem": "long"}, {"problem": "next"})
@@ -186,7 +186,7 @@ def test_a_full_file_says_so_and_takes_no_more(
 def test_off(tmp_path: Path, given: str) -> None:
     trace.start(None if given == "no directory" else tmp_path / LOGS, "trainer_0", 0 if given == "no megabytes" else 1)
     busy = trace.Busy("sampling")
-    with trace.span("optim"), trace.overlapping("env.step"), trace.life("group", 1) as ending, busy:
+    with trace.span("optim"), trace.overlapping("step", "environment"), trace.life("group", 1) as ending, busy:
         ending["versions"] = [1]
     trace.stop()
     assert list(tmp_path.iterdir()) == []
