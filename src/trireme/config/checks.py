@@ -77,7 +77,10 @@ def _loss(config: Config) -> Iterator[Problem]:
 
 
 def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
-    limit, answer = seq_limit(config, facts), config.inference.sampling.max_tokens
+    limit = seq_limit(config, facts)
+    answers = {"inference.sampling.max_tokens": config.inference.sampling.max_tokens}
+    if config.eval.max_tokens:
+        answers["eval.max_tokens"] = config.eval.max_tokens
     engine, wanted = config.inference.max_model_len, config.model.max_seq_len
     for name, value in (("model.max_seq_len", wanted), ("inference.max_model_len", engine)):
         if facts and value and value > facts.max_position_embeddings:
@@ -86,12 +89,13 @@ def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
                 f"at most {facts.max_position_embeddings}, the max_position_embeddings of {facts.name}",
                 f"set it to {facts.max_position_embeddings} or less, or take a model with a longer context",
             )
-    if limit and answer >= limit:
-        yield Problem(
-            f"inference.sampling.max_tokens = {answer} with sequences of at most {limit} tokens",
-            "an answer shorter than the sequence, which holds the prompt too",
-            "lower --inference.sampling.max-tokens, or raise --model.max-seq-len",
-        )
+    for key, answer in answers.items():
+        if limit and answer >= limit:
+            yield Problem(
+                f"{key} = {answer} with sequences of at most {limit} tokens",
+                "an answer shorter than the sequence, which holds the prompt too",
+                f"lower --{key.replace('_', '-')}, or raise --model.max-seq-len",
+            )
     if engine and wanted and engine < wanted:
         yield Problem(
             f"inference.max_model_len = {engine} with model.max_seq_len = {wanted}",

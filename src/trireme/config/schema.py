@@ -167,6 +167,29 @@ class EnvConfig(Section):
         return self.name or self.id.partition(":")[0].rpartition(".")[2]
 
 
+class HeldOutConfig(Section):
+    id: str | None = Field(None, description="Environment of evaluations; none = the run's own.")
+    args: dict[str, Any] = Field({}, description="Arguments of its dataset; of the run's own: laid over `env.args`.")
+    name: str | None = Field(None, description="Name in metrics; none = from the id, or that of the run's own.")
+
+
+class EvalConfig(Section):
+    every: NonNegativeInt = Field(
+        0, description="Steps between evaluations; there is one before the first step and one at the end too. 0 = off."
+    )
+    env: HeldOutConfig = HeldOutConfig()
+    problems: PositiveInt | None = Field(
+        128, description="Held-out problems in an evaluation, the same in each: the first ones; none = all."
+    )
+    samples: PositiveInt = Field(1, description="Rollouts per problem; several give avg@k and pass@k.")
+    max_tokens: PositiveInt | None = Field(
+        None, description="Longest answer in an evaluation, in tokens; none = inference.sampling.max_tokens."
+    )
+    temperature: PositiveFloat | None = Field(
+        None, description="Sampling temperature of evaluations; none = inference.sampling.temperature."
+    )
+
+
 class SamplingConfig(Section):
     max_tokens: PositiveInt = Field(description="Longest answer, in tokens.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the trainer divides logits by it too.")
@@ -248,6 +271,7 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig
     env: EnvConfig
+    eval: EvalConfig = EvalConfig()
     inference: InferenceConfig
     cluster: ClusterConfig = ClusterConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
@@ -269,6 +293,20 @@ class Config(Section):
     @property
     def groups_per_minibatch(self) -> int:
         return self.orchestrator.batch_size // (self.trainer.num_substeps * self.trainer.num_minibatches)
+
+    @property
+    def eval_env(self) -> EnvConfig:
+        """The environment of evaluations, whose held-out problems they take."""
+        own = self.eval.env
+        if own.id is not None:
+            return EnvConfig(**own.model_dump())
+        return EnvConfig(id=self.env.id, args=self.env.args | own.args, name=own.name or self.env.name)
+
+    @property
+    def eval_sampling(self) -> SamplingConfig:
+        """How evaluations sample."""
+        own = {"max_tokens": self.eval.max_tokens, "temperature": self.eval.temperature}
+        return self.inference.sampling.model_copy(update={k: v for k, v in own.items() if v is not None})
 
     def adam_params(self, learning_rate: float) -> AdamParams:
         """AdamW's parameters with the learning rate of a step."""

@@ -1,0 +1,258 @@
+"""Evaluation within a run: the same held-out problems again and again, each time under the weights of one version.
+
+    update to v delivered --due--> all problems of the split, group by group --all ended--> row of step v
+             ^                                                                    |
+             +---------------- the next update waits, and so the trainer ---------+
+
+When. Before the first step that is trained here, every `eval.every` steps, and at the end. The evaluation of version v
+stands in the row of step v, which begins with these weights; that of the last version in the last row, as there is no
+later one. A row holds one evaluation: the one that would share the last row is left out.
+
+Never two versions. Replicas keep theirs until the evaluation has ended: the driver asks for that before it publishes
+the next one, and an update that comes all the same waits. Training goes on meanwhile, on what has been and is being
+sampled by the same version. Each token is checked: another version is a ProvenanceError.
+
+Failed rollouts are tried again as in training. Those that fail for good are counted (`failed`) and left out of every
+mean: they are no zeros. A refused prompt fails at once.
+
+Metrics, all under `eval/<environment>/`
+  version, problems   which weights; how many problems have at least one rollout
+  n, failed           rollouts that count, and rollouts that failed for good
+  errors/<type>       failed tries
+  avg@k               mean over problems of the mean reward of their rollouts; k = `eval.samples`
+  pass@k              mean over problems of the chance that one of k rollouts passes (its reward is at least 1), for
+                      k = 1, 2, 4 .. and `eval.samples`: unbiased (arXiv:2107.03374). A problem with fewer than k
+                      rollouts that count is left out.
+  .../ci95            half the width of the 95 % interval of such a mean, problems being the sample
+  reward/total, ...   what `env/all/*` and `stop/*` are in training
+
+State. A snapshot says which version was evaluated last, what is not in a row yet, and whether an evaluation was due or
+under way: that one is done again, with the weights of the commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import comb, sqrt
+from typing import Any
+
+import numpy as np
+
+from orchestrator.cursor import Cursor
+from orchestrator.data import ScoredGroup
+from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
+from orchestrator.ledger import Group
+from orchestrator.lockstep import Lockstep, OwnPace
+from orchestrator.metrics import env_metrics
+from orchestrator.player import Played, Player, Rules
+from orchestrator.rollout import RolloutLimits, Sample
+from trireme.config import Config
+from trireme.errors import ProvenanceError, RoomFailed
+from trireme.faults import fault_point
+
+PASSED_REWARD = 1.0
+"""A rollout passes with this reward or more: full marks."""
+CI95 = 1.96
+"""Half the width of a 95 % interval, in standard errors."""
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When evaluations are due. `every` = 0: never. `last` is the version that the run ends with."""
+
+    every: int
+    last: int
+
+    def due(self, version: int, done: int | None, owed: bool) -> bool:
+        """Whether `version` is to be evaluated. `done` was evaluated last; `owed`: one was begun and has not ended."""
+        if not self.every or version == done or version == self.last - 1:  # it would share the last row
+            return False
+        return done is None or owed or version % self.every == 0 or version == self.last
+
+    def row(self, version: int) -> int:
+        """The step whose row holds the evaluation of `version`."""
+        return min(version, self.last - 1)
+
+
+class Evaluator:
+    """Evaluates when it is due, one version at a time. Without a `dataset` it never is."""
+
+    def __init__(self, cfg: Config, dataset: RLDataset | None, sample: Sample, limits: RolloutLimits) -> None:
+        self._cfg, self._dataset, self._sample = cfg, dataset, sample
+        self._schedule = Schedule(cfg.eval.every if dataset else 0, cfg.max_steps)
+        options = cfg.orchestrator
+        self._rules = Rules(
+            env=cfg.eval_env.label,
+            size=cfg.eval.samples,
+            needed=1,
+            sampling=cfg.eval_sampling,
+            limits=limits,
+            seed=cfg.seed,
+            retries=options.retries,
+            timeout_s=options.generation_timeout_s,
+        )
+        self._task: asyncio.Task[None] | None = None
+        self._done: int | None = None
+        self._owed = False
+        self._rows: dict[int, dict[str, float]] = {}
+
+    def begin(self, version: int, spawn: Spawn) -> None:
+        """All replicas hold `version`: begins its evaluation if it is due."""
+        if self._schedule.due(version, self._done, self._owed):
+            self._owed = True
+            self._task = spawn(self._evaluate(version), f"evaluation of version {version}")
+
+    async def ended(self) -> None:
+        """Returns when no evaluation is under way. Raises what it failed with."""
+        if self._task:
+            await asyncio.wait([self._task])  # it has a deadline of its own
+            if not self._task.cancelled():
+                self._task.result()
+
+    def give_up(self) -> None:
+        """Ends the evaluation under way, if there is one; it stays due."""
+        if self._task:
+            self._task.cancel()
+
+    def take(self, step: int) -> dict[str, float]:
+        """What the row of `step` is to hold; nothing when no evaluation belongs there."""
+        return self._rows.pop(step, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON values; rows as pairs, because their keys are numbers."""
+        return {"done": self._done, "owed": self._owed, "rows": [[step, row] for step, row in self._rows.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._done, self._owed = state["done"], state["owed"]
+        self._rows = {step: dict(row) for step, row in state["rows"]}
+
+    # ---- one evaluation
+
+    async def _evaluate(self, version: int) -> None:
+        """Raises RoomFailed after `timeouts.step_s`, saying how much is missing; and ProvenanceError."""
+        fault_point("orchestrator.evaluation")
+        now, limit_s = asyncio.get_running_loop().time, self._cfg.timeouts.step_s
+        started, evaluation = now(), Evaluation(version, self._problems(version))
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._play(evaluation)
+        except TimeoutError:
+            raise RoomFailed(
+                f"waited {limit_s:g} s (timeouts.step_s) for the evaluation of version {version}: "
+                f"{evaluation.missing} of {len(evaluation.problems_P)} problems of environment {self._rules.env}, with "
+                f"{self._rules.size} rollouts each, are not done. Failed tries so far: {dict(evaluation.errors)}. "
+                "Lower eval.problems or eval.samples, or raise the deadline"
+            ) from None
+        row = evaluation_metrics(version, evaluation.in_order(), self._rules.size, evaluation.errors)
+        named = {f"eval/{self._rules.env}/{name}": value for name, value in row.items()}
+        self._rows[self._schedule.row(version)] = named | {"perf/evaluation_s": now() - started}
+        self._done, self._owed = version, False
+
+    def _problems(self, version: int) -> list[tuple[Group, EnvGroupBuilder]]:
+        """The first `eval.problems` of the dataset, under ids that no training rollout has: ids lead to seeds."""
+        assert self._dataset is not None
+        cursor = Cursor(self._dataset)
+        found: list[tuple[Group, EnvGroupBuilder]] = []
+        while cursor.epoch == 0 and len(found) != self._cfg.eval.problems:
+            problem = cursor.next_problem()
+            group = Group(len(found), f"eval/{self._rules.env}/{version}/{problem}", requeues=0, floor=version)
+            found.append((group, cursor.builder(problem)))
+        return found
+
+    async def _play(self, evaluation: Evaluation) -> None:
+        pace = Lockstep(lambda: False) if self._cfg.deterministic else OwnPace()
+        player = Player(self._rules, self._sample, pace, evaluation.note, evaluation.check)
+        for group, _ in evaluation.problems_P:
+            pace.enter(group.index, self._rules.size)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for group, builder in evaluation.problems_P:
+                    tasks.create_task(self._play_group(evaluation, player, group, builder))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _play_group(self, evaluation: Evaluation, player: Player, group: Group, builder: EnvGroupBuilder) -> None:
+        evaluation.played[group.index] = await player.play(group, builder, lambda: None)
+        player.pace.leave(group.index)
+
+
+@dataclass
+class Evaluation:
+    """One evaluation under way: what has been played so far, and the failed tries by type."""
+
+    version: int
+    problems_P: Sequence[tuple[Group, EnvGroupBuilder]]
+    played: dict[int, Played] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def missing(self) -> int:
+        return len(self.problems_P) - len(self.played)
+
+    def in_order(self) -> list[Played]:
+        return [self.played[index] for index in sorted(self.played)]
+
+    def note(self, error: Exception) -> None:
+        self.errors[type(error).__name__] += 1
+
+    def check(self, group: Group, trajectories_G: Sequence[Trajectory]) -> None:
+        """Raises ProvenanceError when a token is not of the version that is evaluated."""
+        sampled_by = {int(v) for t in trajectories_G for turn in t.transitions for v in np.unique(turn.versions)}
+        if sampled_by != {self.version}:
+            raise ProvenanceError(
+                f"problem {group.problem} was to be evaluated under version {self.version} alone, but its tokens were "
+                f"sampled by versions {sorted(sampled_by)}: the replicas took other weights before the end"
+            )
+
+
+def evaluation_metrics(
+    version: int, played_P: Sequence[Played], samples: int, errors: Mapping[str, int]
+) -> dict[str, float]:
+    """The metrics that the module's docstring lists, without their prefix."""
+    scored_P = [played.scored for played in played_P if played.scored]
+    n = sum(len(scored.rewards_G) for scored in scored_P)
+    counted = {
+        "version": version,
+        "problems": len(scored_P),
+        "n": n,
+        "failed": samples * len(played_P) - n,
+        **{f"errors/{name}": count for name, count in sorted(errors.items())},
+    }
+    row = {name: float(count) for name, count in counted.items()}
+    return row | _scores(scored_P, samples) if scored_P else row
+
+
+def _scores(scored_P: Sequence[ScoredGroup], samples: int) -> dict[str, float]:
+    as_in_training = env_metrics(scored_P)
+    row = {
+        name.removeprefix("env/all/"): value
+        for name, value in as_in_training.items()
+        if name.startswith(("env/all/", "stop/"))
+    }
+    row |= _with_interval(f"avg@{samples}", [float(np.mean(scored.rewards_G)) for scored in scored_P])
+    for k in sorted({samples, *(2**i for i in range(samples.bit_length()) if 2**i <= samples)}):
+        enough_P = [scored.rewards_G for scored in scored_P if len(scored.rewards_G) >= k]
+        row |= _with_interval(f"pass@{k}", [pass_at_k(len(r), sum(x >= PASSED_REWARD for x in r), k) for r in enough_P])
+    return row
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """The chance that at least one of k rollouts passes, drawn without replacement from n of which `passed` did.
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    return 1 - comb(n - passed, k) / comb(n, k)
+
+
+def _with_interval(name: str, values_P: Sequence[float]) -> dict[str, float]:
+    """The mean over problems and its interval; only what can be computed from as many as there are."""
+    row = {name: float(np.mean(values_P))} if values_P else {}
+    if len(values_P) > 1:
+        row[f"{name}/ci95"] = float(CI95 * np.std(values_P, ddof=1) / sqrt(len(values_P)))
+    return row
