@@ -44,7 +44,8 @@ class RayReplica:
                 reference = await get_async(anext(stream), who=who, timeout_s=self.step_s, log=self.log)
             except StopAsyncIteration:
                 return
-            yield await get_async(reference, who=who, timeout_s=self.step_s, log=self.log)
+            for answer in await get_async(reference, who=who, timeout_s=self.step_s, log=self.log):
+                yield answer
 
     async def update_weights(self, published: PublishedWeights) -> UpdateReport:
         reference = self.handle.update_weights.remote(published)

@@ -92,11 +92,12 @@ class Replica:
 
     # ------------------------------------------------------------------------------------------------------ sampling
 
-    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        """Samples all `requests` at once; yields (index, sequence or that request's error) as each finishes.
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, Outcome]]]:
+        """Samples all `requests` at once; yields (index, sequence or that request's error) of those that have finished,
+        as soon as there is one.
 
-        Ray calls cost about a millisecond, so requests come in groups. Aborted requests are left out. Raises at the end
-        when this replica broke meanwhile.
+        Ray's calls and items of a stream cost about a millisecond, so requests come in groups, and answers go in
+        groups. Aborted requests are left out. Raises at the end when this replica broke meanwhile.
         """
         fault_point("inference.sample")
         finished: asyncio.Queue[tuple[int, asyncio.Task[SampledSequence]]] = asyncio.Queue()
@@ -106,12 +107,14 @@ class Replica:
             task = asyncio.create_task(self._answer(request, entry))
             self.running[request.request_id] = task
             task.add_done_callback(partial(self._finished, finished, index, request.request_id))
-        for _ in requests:
-            index, task = await finished.get()
-            if not task.cancelled():
-                yield index, outcome(task)
-            elif self.broken:
-                yield index, self.broken
+        left = len(requests)
+        while left:
+            together = [await finished.get()]
+            while not finished.empty():
+                together.append(finished.get_nowait())
+            left -= len(together)
+            outcomes = [(index, self.broken if task.cancelled() else outcome(task)) for index, task in together]
+            yield [(index, answer) for index, answer in outcomes if answer]
         self._raise_if_broken()
 
     def _finished(self, finished: asyncio.Queue[Any], index: int, request_id: str, task: asyncio.Task[Any]) -> None:

@@ -54,8 +54,8 @@ def test_a_broken_replica_refuses_every_request_with_the_reason() -> None:
     answers: list[Any] = []
 
     async def sample() -> None:
-        async for _, outcome in broken.sample(requests_of("a", "b")):
-            answers.append(outcome)
+        async for together in broken.sample(requests_of("a", "b")):
+            answers.extend(outcome for _, outcome in together)
 
     with pytest.raises(WeightsRefused, match="tensor w"):  # so the router uses it no more
         asyncio.run(sample())
@@ -124,7 +124,7 @@ def requests_of(*names: str) -> list[SampleRequest]:
 
 
 async def outcomes(of: Replica, requests: list[SampleRequest]) -> list[Any]:
-    found = {index: outcome async for index, outcome in of.sample(requests)}
+    found = dict([answer async for together in of.sample(requests) for answer in together])
     return [found[index] for index in sorted(found)]
 
 
@@ -146,6 +146,21 @@ def test_requests_are_not_held_up_outside_deterministic_mode() -> None:
         made = SamplingReplica(deterministic=False)
         await outcomes(made, requests_of("b", "a"))
         assert made.engine.calls == ["b", "a"]
+
+    asyncio.run(run())
+
+
+def test_answers_that_finish_together_go_together() -> None:
+    async def run() -> None:
+        made = SamplingReplica(deterministic=False)
+        made.engine.going.clear()
+        answering = asyncio.create_task(together(made))
+        await asyncio.sleep(0.01)
+        made.engine.going.set()
+        assert [[index for index, _ in group] for group in await answering] == [[0, 1, 2]]
+
+    async def together(made: Replica) -> list[Any]:
+        return [group async for group in made.sample(requests_of("a", "b", "c"))]
 
     asyncio.run(run())
 
