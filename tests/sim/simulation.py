@@ -1,0 +1,427 @@
+"""The real pipeline, ledger and router with replicas and a trainer that exist in virtual time only.
+
+    Scenario --simulate--> Pipeline <--Router--> SimReplica (one timer per sequence)
+                              |
+                              +--minibatches--> a trainer that sleeps, as `trireme.driver` calls the real one
+
+A replica decodes `slots` sequences at once, each at its own speed whatever the others do, and starts the others in the
+order in which they came. An update pauses it: what is in flight is prefilled again and goes on under the new weights.
+The token that it samples says which version sampled it, so that what the spans promise can be compared.
+
+Lengths are lognormal, cut at `LONGEST` times the median. Half of the variance belongs to the problem, half to the
+rollout: a problem with long answers has long answers when it is sampled afresh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import virtual_time
+
+from inference.router import Router
+from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+from orchestrator.metrics import Released
+from orchestrator.pipeline import Pipeline
+from orchestrator.rollout import RolloutLimits
+from trainer.shard import check_provenance, recent
+from trireme.config import Config
+from trireme.errors import RoomFailed, TriremeError
+from trireme.protocols import ReplicaLoad
+from trireme.types import Minibatch, SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
+from trireme.weights import Canary, PublishedWeights, UpdateReport
+
+LONGEST = 50
+NO_DEADLINE_S = 1e9
+"""Deadlines are so far away that the virtual clock sees a deadlock first."""
+PROBLEMS_PER_FILE = 64
+VOCABULARY = 1_000_000
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated. Maps are by replica. Problems whose number is divisible by `failing` raise, by `constant`
+    have equal rewards (0: none do)."""
+
+    policy: str = "requeue"
+    max_age: int = 1
+    max_requeues: int = 2
+    batch_size: int = 8
+    group_size: int = 4
+    steps: int = 12
+    substeps: int = 1
+    minibatches: int = 1
+    replicas: int = 4
+    slots: int = 16
+    median: int = 20
+    spread: float = 1.6
+    turns: int = 1
+    token_s: float = 0.05
+    prefill_token_s: float = 0.0001
+    update_s: float = 0.5
+    train_s: float = 8.0
+    publish_s: float = 0.5
+    slower: Mapping[int, float] = field(default_factory=dict)
+    acknowledges_late_s: Mapping[int, float] = field(default_factory=dict)
+    dies_at_s: Mapping[int, float] = field(default_factory=dict)
+    failing: int = 0
+    constant: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self) -> Config:
+        return Config.model_validate(
+            {
+                "max_steps": self.steps,
+                "model": {"name": "none"},
+                "trainer": {"num_substeps": self.substeps, "num_minibatches": self.minibatches},
+                "orchestrator": {
+                    "batch_size": self.batch_size,
+                    "group_size": self.group_size,
+                    "max_steps_off_policy": self.max_age,
+                    "stale_policy": self.policy,
+                    "max_requeues": self.max_requeues,
+                    "generation_timeout_s": NO_DEADLINE_S,
+                    "retries": 0,
+                    "remove_constant_reward_groups": bool(self.constant),
+                    "max_failure_rate": 1.0,
+                    **self.options,
+                },
+                "env": {"id": "simulation:Problems", "name": "sim"},
+                "inference": {"sampling": {"max_tokens": LONGEST * self.median}},
+                "timeouts": {"step_s": NO_DEADLINE_S, "update_s": NO_DEADLINE_S},
+            }
+        )
+
+
+# ---- environment
+
+
+class Answer(Env):
+    """Rewards differ between the samples of a problem, unless it is one of the constant ones."""
+
+    def __init__(self, dataset: Problems, number: int, sample: int) -> None:
+        self._dataset, self._number, self._sample, self._turns = dataset, number, sample, 0
+        self._tokens = [number, sample]
+
+    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+        return self._tokens, ()
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        scenario = self._dataset.scenario
+        if scenario.failing and self._number % scenario.failing == 0:
+            raise ArithmeticError(f"problem {self._number} fails")
+        self._turns += 1
+        self._tokens = [*self._tokens, *action, 0]
+        constant = scenario.constant and self._number % scenario.constant == 0
+        reward = 1.0 if constant else float(self._sample)
+        return StepResult(reward, self._turns == scenario.turns, self._tokens)
+
+
+class Problem(EnvGroupBuilder):
+    def __init__(self, dataset: Problems, number: int) -> None:
+        self._dataset, self._number = dataset, number
+
+    async def make_envs(self) -> Sequence[Env]:
+        self._dataset.made[self._number] += 1
+        return [Answer(self._dataset, self._number, sample) for sample in range(self._dataset.scenario.group_size)]
+
+    async def cleanup(self) -> None:
+        self._dataset.cleaned[self._number] += 1
+
+
+class Problems(RLDataset):
+    """Problem n shows its number; `made` and `cleaned` count how often its environments were."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.made: Counter[int] = Counter()
+        self.cleaned: Counter[int] = Counter()
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return [Problem(self, PROBLEMS_PER_FILE * index + i) for i in range(PROBLEMS_PER_FILE)]
+
+    def __len__(self) -> int:
+        return VOCABULARY // PROBLEMS_PER_FILE
+
+    @staticmethod
+    def number(problem: str) -> int:
+        """Of the id `epoch.batch.position`, in epoch 0."""
+        epoch, batch, position = map(int, problem.split("."))
+        assert epoch == 0
+        return PROBLEMS_PER_FILE * batch + position
+
+
+# ---- replicas
+
+
+@dataclass(eq=False)
+class InFlight:
+    """One request on a replica: `made` tokens of `length` so far, those since `since` not counted yet."""
+
+    request: SampleRequest
+    index: int
+    length: int
+    outbox: asyncio.Queue[Any]
+    made: int = 0
+    since: float = 0.0
+    spans: list[VersionSpan] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+
+
+class SimReplica:
+    """An `inference.router.ReplicaClient`. Every request ends with its sequence, an abort, or this replica's death."""
+
+    def __init__(self, index: int, scenario: Scenario) -> None:
+        self.name = f"simulated replica {index}"
+        self.tokens = 0
+        """Sampled so far, whoever gets them."""
+        self.busy_s = 0.0
+        """Time that sequences have spent in decoding, added up."""
+        self.lengths: list[int] = []
+        """Of all requests that were ever asked for, as long as they would become."""
+        self._index, self._scenario = index, scenario
+        self._token_s = scenario.token_s * scenario.slower.get(index, 1.0)
+        self._identity: WeightIdentity | None = None
+        self._paused = False
+        self._running: dict[str, InFlight] = {}
+        self._waiting: dict[str, InFlight] = {}
+        self._dead: RoomFailed | None = None
+
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, SampledSequence | TriremeError]]:
+        outbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._raise_if_dead()
+        for index, request in enumerate(requests):
+            length = draw_length(request, self._scenario)
+            self.lengths.append(length)
+            self._waiting[request.request_id] = InFlight(request, index, length, outbox)
+        self._fill()
+        for _ in requests:
+            answer = await outbox.get()
+            self._raise_if_dead()
+            if answer is not None:
+                yield answer
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if sequence := self._running.pop(request_id, None) or self._waiting.pop(request_id, None):
+                self._stand_still(sequence)
+                sequence.outbox.put_nowait(None)
+        self._fill()
+
+    async def update_weights(self, published: PublishedWeights) -> UpdateReport:
+        self._raise_if_dead()
+        self._paused = True
+        for sequence in self._running.values():
+            self._stand_still(sequence)
+        prefilled = sum(len(sequence.request.prompt) + sequence.made for sequence in self._running.values())
+        seconds = self._scenario.update_s + prefilled * self._scenario.prefill_token_s
+        await asyncio.sleep(seconds)
+        self._raise_if_dead()
+        self._identity, self._paused = published.identity, False
+        for sequence in self._running.values():
+            self._go_on(sequence)
+        self._fill()
+        await asyncio.sleep(self._scenario.acknowledges_late_s.get(self._index, 0.0))
+        self._raise_if_dead()
+        return UpdateReport(self._index, published.identity, 0.0, prefilled, seconds)
+
+    async def load(self) -> ReplicaLoad:
+        self._raise_if_dead()
+        return ReplicaLoad(len(self._running), len(self._waiting), len(self._running) / self._scenario.slots, 0)
+
+    def die(self) -> None:
+        self._dead = RoomFailed(f"{self.name} died")
+        for sequence in (*self._running.values(), *self._waiting.values()):
+            self._stand_still(sequence)
+            sequence.outbox.put_nowait(None)
+
+    def _raise_if_dead(self) -> None:
+        if self._dead:
+            raise self._dead
+
+    def _fill(self) -> None:
+        """Starts what waits, as far as there are places."""
+        while self._waiting and len(self._running) < self._scenario.slots and not self._paused:
+            sequence = self._waiting.pop(next(iter(self._waiting)))
+            self._running[sequence.request.request_id] = sequence
+            self._go_on(sequence)
+
+    def _go_on(self, sequence: InFlight) -> None:
+        loop = asyncio.get_running_loop()
+        sequence.since = loop.time()
+        seconds = (sequence.length - sequence.made) * self._token_s
+        sequence.timer = loop.call_later(seconds, self._done, sequence)
+
+    def _stand_still(self, sequence: InFlight) -> None:
+        """Counts what a sequence has got so far, if it is running; at least its last token is still to come."""
+        if sequence.timer:
+            sequence.timer.cancel()
+            sequence.timer = None
+            seconds = asyncio.get_running_loop().time() - sequence.since
+            self._count(sequence, seconds, min(int(seconds / self._token_s), sequence.length - 1 - sequence.made))
+
+    def _count(self, sequence: InFlight, seconds: float, tokens: int) -> None:
+        assert self._identity is not None, "a replica samples only once it has weights"
+        self.busy_s += seconds
+        self.tokens += tokens
+        if tokens:
+            sequence.spans.append(VersionSpan(self._identity, sequence.made, sequence.made + tokens))
+        sequence.made += tokens
+
+    def _done(self, sequence: InFlight) -> None:
+        seconds = asyncio.get_running_loop().time() - sequence.since
+        self._count(sequence, seconds, sequence.length - sequence.made)
+        del self._running[sequence.request.request_id]
+        sequence.outbox.put_nowait((sequence.index, sampled(sequence)))
+        self._fill()
+
+
+def draw_length(request: SampleRequest, scenario: Scenario) -> int:
+    """Tokens of the answer to a request, the same whenever it is asked."""
+    deviation = scenario.spread * math.sqrt(0.5)
+    exponent = deviation * (normal(f"problem {request.prompt[0]}") + normal(f"rollout {request.request_id}"))
+    return max(1, min(round(scenario.median * math.exp(exponent)), request.params.max_tokens))
+
+
+def normal(name: str) -> float:
+    """A draw of the standard normal distribution that belongs to `name`."""
+    draw = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest())
+    return NormalDist().inv_cdf((draw + 0.5) / 2**48)
+
+
+def sampled(sequence: InFlight) -> SampledSequence:
+    """The answer: each token is 1 more than the version that sampled it."""
+    tokens = np.concatenate([np.full(s.end - s.start, s.identity.version + 1, np.int32) for s in sequence.spans])
+    stop: StopReason = "length" if sequence.length == sequence.request.params.max_tokens else "stop"
+    return SampledSequence(tokens, np.full(len(tokens), -1.0, np.float32), stop, tuple(sequence.spans))
+
+
+class ResendingRouter(Router):
+    """The router, when the loss of a replica is no loss: its requests are sampled again on another one."""
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        while True:
+            try:
+                return await super().sample(request)
+            except RoomFailed:
+                if not self.acknowledged():
+                    raise
+
+    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
+        try:
+            return await super().update_weights(weights)
+        except RoomFailed:
+            if not self.acknowledged():
+                raise
+            return [UpdateReport(replica, weights.identity, 0.0, 0, 0.0) for replica in self.acknowledged()]
+
+
+# ---- trainer
+
+
+def published(version: int) -> PublishedWeights:
+    identity = WeightIdentity(1, version, f"d{version}")
+    return PublishedWeights(identity, (), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4))
+
+
+@dataclass
+class Outcome:
+    """What a simulated run leaves behind. `rows` are the orchestrator's rows of metrics, `seconds` virtual ones."""
+
+    scenario: Scenario
+    problems: Problems
+    replicas: list[SimReplica]
+    minibatches: list[list[Minibatch]] = field(default_factory=list)
+    released: list[Released] = field(default_factory=list)
+    trained_lengths: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        return [released.metrics for released in self.released]
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(replica.tokens for replica in self.replicas)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(self.trained_lengths)
+
+    @property
+    def waste(self) -> float:
+        """Share of the sampled tokens that were never trained on."""
+        return 1 - self.trained_tokens / self.sampled_tokens
+
+    @property
+    def trainer_idle(self) -> float:
+        return 1 - self.scenario.steps * self.scenario.train_s / self.seconds
+
+    @property
+    def replicas_idle(self) -> float:
+        """Share of the replicas' places that held no sequence in decoding."""
+        busy_s = sum(replica.busy_s for replica in self.replicas)
+        return 1 - busy_s / (self.seconds * len(self.replicas) * self.scenario.slots)
+
+    @property
+    def length_bias(self) -> float:
+        """Mean length trained over mean length dispatched."""
+        dispatched = [length for replica in self.replicas for length in replica.lengths]
+        return float(np.mean(self.trained_lengths) / np.mean(dispatched))
+
+
+def simulate(scenario: Scenario, router: type[Router] = Router) -> Outcome:
+    """A whole run. Raises what the pipeline raises, and Deadlock."""
+    with mock.patch("orchestrator.pipeline.LAG_TICK_S", NO_DEADLINE_S):  # a virtual clock never lags
+        return virtual_time.run(_simulate(scenario, router))
+
+
+async def _simulate(scenario: Scenario, router: type[Router]) -> Outcome:
+    loop = asyncio.get_running_loop()
+    outcome = Outcome(scenario, Problems(scenario), [SimReplica(i, scenario) for i in range(scenario.replicas)])
+    sampler = router(dict(enumerate(outcome.replicas)))
+    pipeline = Pipeline(scenario.config(), outcome.problems, sampler, RolloutLimits(VOCABULARY, VOCABULARY))
+    for replica, seconds in scenario.dies_at_s.items():
+        loop.call_later(seconds, outcome.replicas[replica].die)
+    try:
+        await drive(pipeline, outcome)
+    finally:
+        await pipeline.stop()
+    return outcome
+
+
+async def drive(pipeline: Pipeline, outcome: Outcome) -> None:
+    """The loop of `trireme.driver.train`."""
+    scenario, loop = outcome.scenario, asyncio.get_running_loop()
+    await pipeline.update_weights(published(0))
+    started, identities = loop.time(), [published(0).identity]
+    part_s = scenario.train_s / (scenario.substeps * scenario.minibatches)
+    for step in range(scenario.steps):
+        outcome.minibatches.append([])
+        for substep in range(scenario.substeps):
+            last = False
+            while not last:
+                minibatch = await pipeline.next_minibatch(step, substep)
+                check_provenance(minibatch.provenance, recent(identities, scenario.max_age), scenario.max_age)
+                note(outcome, minibatch)
+                await asyncio.sleep(part_s)
+                last = minibatch.last
+        await asyncio.sleep(scenario.publish_s)
+        identities.append(published(step + 1).identity)
+        await pipeline.update_weights(published(step + 1))
+        outcome.released.append(pipeline.release(step))
+    outcome.seconds = loop.time() - started
+
+
+def note(outcome: Outcome, minibatch: Minibatch) -> None:
+    outcome.minibatches[-1].append(minibatch)
+    masks = np.add.reduceat(minibatch.batch.columns["mask"], minibatch.batch.offsets[:-1])
+    outcome.trained_lengths += masks.astype(int).tolist()

@@ -1,0 +1,185 @@
+"""The real pipeline over hours of virtual time: whoever is slow, late or dead, no rule of the ledger is broken.
+
+Every outcome goes through `check`, which knows nothing of the ledger but its metrics: what was dispatched, cleaned up
+and trained on is counted by the environments, the replicas and the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from simulation import LONGEST, Outcome, ResendingRouter, Scenario, simulate
+from virtual_time import Deadlock
+
+from inference.router import Router
+from orchestrator.ledger import Ledger
+from trireme.errors import ProvenanceError, RoomFailed
+from trireme.types import SampledSequence, SampleRequest
+
+POLICIES = ["requeue", "drop", "wait"]
+ENDS = ("trained", "in_training", "filtered", "requeued", "dropped", "failed", "active")
+
+
+def check(outcome: Outcome) -> Outcome:
+    scenario = outcome.scenario
+    assert len(outcome.released) == len(outcome.minibatches) == scenario.steps
+    for step in range(scenario.steps):
+        check_batch(outcome, step)
+    for row in outcome.rows:
+        assert row["ledger/dispatched"] == sum(row[f"ledger/{end}"] for end in ENDS)
+    check_problems(outcome)
+    return outcome
+
+
+def check_batch(outcome: Outcome, step: int) -> None:
+    """A batch has its size, each rollout once, no group beyond the bound, and tokens of the versions that it says."""
+    scenario, minibatches = outcome.scenario, outcome.minibatches[step]
+    assert len(minibatches) == scenario.substeps * scenario.minibatches
+    rollouts = []
+    for minibatch in minibatches:
+        batch, floors_D = minibatch.batch, minibatch.provenance.floors
+        starts = batch.offsets[:-1]
+        rollouts += list(zip(batch.tokens[starts].tolist(), batch.tokens[starts + 1].tolist(), strict=True))
+        assert (step - scenario.max_age <= floors_D).all()
+        assert (floors_D <= step).all()
+        versions, floors = batch.columns["versions"], np.repeat(floors_D, batch.lengths)
+        made = versions >= 0
+        assert (floors[made] <= versions[made]).all()
+        assert (versions[made] <= step).all()
+        assert (batch.columns["target_tokens"][made] == versions[made] + 1).all(), "each token tells who sampled it"
+    problems = [outcome.problems.number(group["problem"]) for group in outcome.released[step].trained]
+    assert len(problems) == scenario.batch_size
+    assert sorted(rollouts) == sorted((p, sample) for p in problems for sample in range(scenario.group_size))
+
+
+def check_problems(outcome: Outcome) -> None:
+    """Each problem that was begun ended exactly once, or is still under way."""
+    scenario, made, last = outcome.scenario, outcome.problems.made, outcome.rows[-1]
+    counts = {name.removeprefix("ledger/"): int(n) for name, n in last.items() if name.startswith("ledger/")}
+    trained = [outcome.problems.number(g["problem"]) for released in outcome.released for g in released.trained]
+    assert len(set(trained)) == len(trained) == counts["trained"] == scenario.steps * scenario.batch_size
+    assert sorted(made) == list(range(len(made))), "the dataset is gone through in order"
+    assert outcome.problems.cleaned == made
+    assert made.total() == counts["dispatched"]
+    assert max(made.values()) <= 1 + (scenario.max_requeues if scenario.policy == "requeue" else 0)
+    under_way = counts["active"] + counts["to_requeue"]
+    assert len(made) == len(trained) + counts["filtered"] + counts["failed"] + counts["dropped"] + under_way
+    unusable = {n for n in made if is_multiple(n, scenario.failing) or is_multiple(n, scenario.constant)}
+    assert not unusable & set(trained)
+    assert counts["filtered"] + counts["failed"] <= len(unusable)
+    assert len(set(made) - set(trained) - unusable) <= counts["dropped"] + under_way, "nothing else is lost"
+
+
+def is_multiple(number: int, divisor: int) -> bool:
+    return divisor > 0 and number % divisor == 0
+
+
+TROUBLES: dict[str, dict[str, Any]] = {
+    "long tails": {},
+    "a slow replica": {"slower": {1: 6.0}},
+    "one replica alone, overloaded": {"replicas": 1, "slots": 8},
+    "a late acknowledgement": {"acknowledges_late_s": {2: 20.0}},
+    "updates longer than a step": {"update_s": 30.0},
+    "a trainer that waits for nobody": {"train_s": 0.0, "publish_s": 0.0},
+    "a slow trainer": {"train_s": 200.0},
+    "streaming, two substeps": {"substeps": 2, "minibatches": 2},
+    "failures and groups of equal rewards": {"failing": 5, "constant": 3},
+    "three turns": {"turns": 3, "median": 8},
+    "everything at once": {
+        "slower": {1: 6.0},
+        "acknowledges_late_s": {2: 20.0},
+        "failing": 5,
+        "constant": 3,
+        "minibatches": 2,
+        "turns": 2,
+        "median": 10,
+    },
+}
+
+
+@pytest.mark.parametrize("max_age", [0, 1, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("trouble", TROUBLES.values(), ids=TROUBLES.keys())
+def test_no_rule_is_broken(trouble: Mapping[str, Any], policy: str, max_age: int) -> None:
+    outcome = check(simulate(Scenario(policy=policy, max_age=max_age, **trouble)))
+    ages = [row["off_policy/max"] for row in outcome.rows]
+    assert max(ages) > 0 or max_age == 0, "the bound is put to the test"
+
+
+def test_the_longest_is_fifty_times_the_median() -> None:
+    outcome = simulate(Scenario(policy="wait"))
+    assert max(outcome.trained_lengths) == LONGEST * outcome.scenario.median
+    assert np.median(outcome.trained_lengths) == pytest.approx(outcome.scenario.median, rel=0.2)
+
+
+@pytest.mark.parametrize("max_age", [0, 1, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_requests_of_a_dead_replica_are_answered_elsewhere(policy: str, max_age: int) -> None:
+    scenario = Scenario(policy=policy, max_age=max_age, acknowledges_late_s={2: 5.0}, dies_at_s={0: 6.0, 1: 40.0})
+    outcome = check(simulate(scenario, ResendingRouter))
+    asked = [len(replica.lengths) for replica in outcome.replicas]
+    assert 0 < max(asked[:2]) < min(asked[2:])
+    assert sum(asked) > outcome.rows[-1]["ledger/dispatched"] * scenario.group_size, "some were asked for twice"
+
+
+@pytest.mark.parametrize("at_s", [0.2, 15.0])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_that_a_dead_replica_ends_the_run_with_its_name(policy: str, at_s: float) -> None:
+    """In the middle of its first update, or while it samples."""
+    with pytest.raises(RoomFailed, match="simulated replica 0 died"):
+        simulate(Scenario(policy=policy, dies_at_s={0: at_s}))
+
+
+def test_the_same_scenario_twice_is_the_same_run() -> None:
+    """So that a failure in here can be looked at."""
+    once, again = (simulate(Scenario(slower={1: 6.0}, failing=5, constant=3)) for _ in range(2))
+    assert once.rows == again.rows
+    assert once.seconds == again.seconds
+
+
+class Forgetful(Router):
+    """Never answers one request."""
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        if request.prompt == (3, 1):
+            await asyncio.Event().wait()
+        return await super().sample(request)
+
+
+def test_a_request_without_an_answer_is_seen_as_a_deadlock() -> None:
+    with pytest.raises(Deadlock, match=r"(?s)nothing will ever happen.*tasks wait:\n.*Event\.wait"):
+        simulate(Scenario(policy="wait"), Forgetful)
+    check(simulate(Scenario(policy="drop"), Forgetful))
+
+
+def test_a_ledger_that_admits_too_much_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "slots", property(lambda ledger: (ledger.max_age + 2) * ledger.batch_size))
+    with pytest.raises(ProvenanceError, match="age 2, at most 1"):
+        simulate(Scenario(policy="wait"))
+
+
+def test_waiting_is_never_biased_and_wastes_nothing() -> None:
+    outcome = simulate(Scenario(policy="wait", max_age=2))
+    assert (outcome.waste, outcome.length_bias) == (0, 1)
+
+
+def test_dropping_is_biased_against_long_answers() -> None:
+    outcome = simulate(Scenario(policy="drop", max_age=1))
+    assert outcome.waste > 0
+    assert outcome.length_bias < 1
+
+
+def test_asynchrony_pays() -> None:
+    """The same work takes less virtual time the older the groups may be; how much is in docs/asynchrony.md."""
+    seconds = [simulate(Scenario(policy="wait", max_age=max_age)).seconds for max_age in (0, 1, 4)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_more_replicas_are_not_slower() -> None:
+    scenario = Scenario(policy="wait", max_age=0, slots=4)
+    assert simulate(replace(scenario, replicas=8)).seconds < simulate(replace(scenario, replicas=1)).seconds
