@@ -18,6 +18,8 @@ import numpy.typing as npt
 from trireme.types import TokenBatch
 
 DEFAULT_MICRO_BATCH_TOKENS = 16384
+GOOD_ENOUGH = 1e-4
+"""By how much the rank with the most to do may exceed the mean before it is worth another round."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +30,51 @@ class MicroBatch:
     filler: bool = False
 
 
-def _deal(lengths_D: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Datums of each rank, longest first; each goes to the rank with the fewest tokens so far."""
-    order = sorted(range(len(lengths_D)), key=lambda d: (-lengths_D[d], d))
-    datums_R: list[list[int]] = [[] for _ in range(num_ranks)]
-    load = [(0, rank) for rank in range(num_ranks)]
+def balance(costs: npt.NDArray[np.int64], num_ranks: int) -> list[list[int]]:
+    """Datums of each rank, dearest first, such that the ranks' sums of `costs` (int64 [D]) are close. Deterministic.
+
+    First each datum, dearest first, goes to the rank with the least (Graham 1969). Then, again and again, the rank with
+    the most gives up one datum, or swaps one for another rank's, whichever leaves the larger of the two smallest; until
+    the rank with the most is within GOOD_ENOUGH of the mean, or nothing helps.
+    """
+    order = np.argsort(-costs, kind="stable")
+    rank_D = np.zeros(len(costs), np.int64)
+    heap = [(0, rank) for rank in range(num_ranks)]
     for d in order:
-        tokens, rank = heapq.heappop(load)
-        datums_R[rank].append(d)
-        heapq.heappush(load, (tokens + lengths_D[d], rank))
-    return datums_R
+        load, rank = heapq.heappop(heap)
+        rank_D[d] = rank
+        heapq.heappush(heap, (load + int(costs[d]), rank))
+    _swap(costs, rank_D, num_ranks)
+    return [[int(d) for d in order if rank_D[d] == rank] for rank in range(num_ranks)]
+
+
+def _swap(costs: npt.NDArray[np.int64], rank_D: npt.NDArray[np.int64], num_ranks: int) -> None:
+    """Improves `rank_D`, the rank of each datum, in place. Every round makes the largest load smaller, or leaves fewer
+    ranks that have it, so it ends."""
+    loads_R = np.bincount(rank_D, costs, num_ranks).astype(np.int64)
+    nothing = np.arange(num_ranks)  # what a rank gives that only takes
+    while loads_R.max() > loads_R.mean() * (1 + GOOD_ENOUGH):
+        most = int(loads_R.argmax())
+        own, others = np.flatnonzero(rank_D == most), np.flatnonzero(rank_D != most)
+        partner = np.concatenate([rank_D[others], nothing])
+        given = costs[own][:, None] - np.concatenate([costs[others], np.zeros(num_ranks, np.int64)])
+        larger = np.maximum(loads_R[most] - given, loads_R[partner] + given)
+        larger[:, partner == most] = loads_R[most]
+        best = int(larger.argmin())
+        if larger.flat[best] >= loads_R[most]:
+            return
+        mine, theirs = divmod(best, len(partner))
+        rank_D[own[mine]] = partner[theirs]
+        if theirs < len(others):
+            rank_D[others[theirs]] = most
+        loads_R[most] -= given[mine, theirs]
+        loads_R[partner[theirs]] += given[mine, theirs]
+
+
+def compute_cost(lengths: npt.NDArray[np.int64], attention_length: int) -> npt.NDArray[np.int64]:
+    """Cost of computing each sequence, int64 [D], in arbitrary units: n tokens cost n (attention_length + n), where
+    `attention_length` is that at which attention, which grows with n^2, costs as much as everything else."""
+    return lengths * (attention_length + lengths)
 
 
 def _cut(datums: Sequence[int], lengths_D: Sequence[int], micro_batch_tokens: int) -> list[MicroBatch]:
@@ -52,13 +89,16 @@ def _cut(datums: Sequence[int], lengths_D: Sequence[int], micro_batch_tokens: in
     return [*micro_batches, MicroBatch(tuple(rows))] if rows else micro_batches
 
 
-def plan(lengths: npt.NDArray[np.int64], num_ranks: int, micro_batch_tokens: int) -> list[list[MicroBatch]]:
+def plan(
+    lengths: npt.NDArray[np.int64], num_ranks: int, micro_batch_tokens: int, attention_length: int
+) -> list[list[MicroBatch]]:
     """Micro-batches of each rank, [R][M] with the same M for all: every datum exactly once, not counting fillers.
 
-    `lengths` int64 [D], D >= 1. Deterministic.
+    `lengths` int64 [D], D >= 1; `attention_length` as in `compute_cost`. Deterministic.
     """
     lengths_D = [int(n) for n in lengths]
-    micro_R = [_cut(datums, lengths_D, micro_batch_tokens) for datums in _deal(lengths_D, num_ranks)]
+    datums_R = balance(compute_cost(lengths, attention_length), num_ranks)
+    micro_R = [_cut(datums, lengths_D, micro_batch_tokens) for datums in datums_R]
     most = max(len(micro_M) for micro_M in micro_R)
     filler = MicroBatch((int(np.argmin(lengths)),), filler=True)
     return [micro_M + [filler] * (most - len(micro_M)) for micro_M in micro_R]

@@ -59,6 +59,14 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise BadInput(f"{type(model).__name__} has no list of {count} decoder layers: this architecture cannot be sharded")
 
 
+def attention_length(model: PreTrainedModel) -> int:
+    """The length at which causal attention costs as much as all else, in multiplications per token: with n tokens of
+    context on average n / 2 keys and as many values are multiplied in each layer, against every parameter once."""
+    config = model.config.get_text_config()
+    width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    return max(1, model.num_parameters() // (config.num_hidden_layers * width))
+
+
 def shard_model(
     name: str, attn: str, source: PreTrainedModel | None, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from trainer.batching import DEFAULT_MICRO_BATCH_TOKENS, MicroBatch, ShardOutput
 from trainer.checkpoint import Checkpointer, make_adam_state
 from trainer.hugging_face import companion_files, write_model
 from trainer.losses import Metrics, columns_of, monitors, resolve_loss
-from trainer.model import gathered_units, inference_dtype, load_source, shard_model, token_logprobs
+from trainer.model import attention_length, gathered_units, inference_dtype, load_source, shard_model, token_logprobs
 from trainer.publish import Packer, Put, compute_canary
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
@@ -229,7 +229,7 @@ class Shard:
 
     def _micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
         budget = self._config.trainer.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
-        return plan(batch.lengths, dist.get_world_size(), budget)[self._rank]
+        return plan(batch.lengths, dist.get_world_size(), budget, attention_length(self._model))[self._rank]
 
     def _rows(self, batch: TokenBatch, micro: MicroBatch) -> dict[str, Tensor]:
         """The columns as [B, L] on the device; a filler's mask is 0 everywhere."""

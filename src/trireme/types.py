@@ -13,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trireme.wire import Packed, pack, unpack
+
 StopReason = Literal["length", "stop"]
 LossFnType = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 LossNormalization = Literal["token_mean", "sequence_mean", "sum"]
@@ -176,6 +178,11 @@ class TokenBatch:
             temperatures=np.asarray([d.temperature for d in data_D], dtype=np.float32),
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels in the compact form of `trireme.wire`."""
+        packed = pack(self.tokens, self.offsets, self.columns)
+        return _arrived, (self.tokens, self.offsets, packed, self.temperatures)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -191,6 +198,15 @@ class TokenBatch:
             {name: column[part] for name, column in self.columns.items()},
             float(self.temperatures[d]),
         )
+
+
+def _arrived(
+    tokens: npt.NDArray[np.int32],
+    offsets: npt.NDArray[np.int64],
+    packed: Mapping[str, Packed],
+    temperatures: npt.NDArray[np.float32],
+) -> TokenBatch:
+    return TokenBatch(tokens, offsets, unpack(tokens, offsets, packed), temperatures)
 
 
 @dataclass(frozen=True)

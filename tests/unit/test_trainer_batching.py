@@ -4,7 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batching import MicroBatch, pad_rows, plan
+from trainer.batching import GOOD_ENOUGH, MicroBatch, balance, compute_cost, pad_rows, plan
+
+ATTENTION = 10
 
 cases = given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=80).map(lambda x: np.array(x, dtype=np.int64)),
@@ -15,41 +17,65 @@ cases = given(
 
 @cases
 def test_every_datum_is_computed_exactly_once(lengths, num_ranks, budget):
-    real = [d for micro_M in plan(lengths, num_ranks, budget) for m in micro_M if not m.filler for d in m.datums]
+    real = [
+        d for micro_M in plan(lengths, num_ranks, budget, ATTENTION) for m in micro_M if not m.filler for d in m.datums
+    ]
     assert sorted(real) == list(range(len(lengths)))
 
 
 @cases
 def test_the_budget_is_kept_unless_one_datum_exceeds_it(lengths, num_ranks, budget):
-    for micro in (m for micro_M in plan(lengths, num_ranks, budget) for m in micro_M):
+    for micro in (m for micro_M in plan(lengths, num_ranks, budget, ATTENTION) for m in micro_M):
         padded = len(micro.datums) * max(lengths[list(micro.datums)])
         assert padded <= budget or len(micro.datums) == 1
 
 
 @cases
 def test_all_ranks_run_the_same_number(lengths, num_ranks, budget):
-    micro_R = plan(lengths, num_ranks, budget)
+    micro_R = plan(lengths, num_ranks, budget, ATTENTION)
     assert len(micro_R) == num_ranks
     assert len({len(micro_M) for micro_M in micro_R}) == 1
     assert any(not any(m.filler for m in micro_M) for micro_M in micro_R), "fillers only where another rank has more"
 
 
+def loads(costs, datums_R):
+    return np.array([costs[datums].sum() for datums in datums_R])
+
+
 @cases
 def test_ranks_are_balanced_to_within_one_datum(lengths, num_ranks, budget):
-    tokens_R = [
-        sum(int(lengths[list(m.datums)].sum()) for m in micro_M if not m.filler)
-        for micro_M in plan(lengths, num_ranks, budget)
-    ]
-    assert max(tokens_R) - min(tokens_R) <= lengths.max()
+    costs = compute_cost(lengths, ATTENTION)
+    load_R = loads(costs, balance(costs, num_ranks))
+    assert max(load_R) - min(load_R) <= costs.max()
+    # a bound for what is left after the first pass alone (Graham 1969); swaps can only lower the maximum
+    assert max(load_R) <= costs.sum() / num_ranks + costs.max() * (1 - 1 / num_ranks)
+
+
+def test_many_unequal_datums_are_balanced_by_what_they_cost():
+    lengths = np.random.default_rng(0).lognormal(8, 0.8, 1024).clip(64, 16384).astype(np.int64)
+    costs = compute_cost(lengths, 8192)
+    load_R = loads(costs, balance(costs, 64))
+    assert max(load_R) <= load_R.mean() * (1 + GOOD_ENOUGH)
+    tokens_R = loads(lengths, balance(costs, 64))
+    assert max(tokens_R) > tokens_R.mean() * (1 + 10 * GOOD_ENOUGH), "tokens alone would have been another goal"
+
+
+def test_one_datum_that_dominates_is_alone():
+    assert balance(np.array([1, 1, 1000, 1, 1]), 2) == [[2], [0, 1, 3, 4]]
+
+
+def test_a_datum_of_the_attention_length_costs_twice_its_tokens():
+    cost = compute_cost(np.array([1, 100, 200]), 100) / 100
+    assert cost.tolist() == [1.01, 200, 600]
 
 
 def test_rows_of_near_equal_length_are_padded_together():
-    micro_R = plan(np.array([10, 1, 9, 2]), 1, 20)
+    micro_R = plan(np.array([10, 1, 9, 2]), 1, 20, ATTENTION)
     assert micro_R == [[MicroBatch((0, 2)), MicroBatch((3, 1))]]
 
 
 def test_a_rank_without_datums_runs_fillers():
-    assert plan(np.array([5]), 2, 10) == [[MicroBatch((0,))], [MicroBatch((0,), filler=True)]]
+    assert plan(np.array([5]), 2, 10, ATTENTION) == [[MicroBatch((0,))], [MicroBatch((0,), filler=True)]]
 
 
 def test_padding_is_on_the_right():
