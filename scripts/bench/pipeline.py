@@ -39,6 +39,7 @@ import psutil
 from _common import ROOT, Result, median, run_for_json
 
 from trireme.environ import prepare_local_cluster
+from trireme.protocols import ReplicaLoad
 from trireme.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.weights import Canary, PublishedWeights, UpdateReport
 
@@ -75,8 +76,7 @@ class Measured:
 
 
 class ReadyAnswers:
-    """A replica whose answers are ready. It speaks as `inference.replica.Replica` does: it serves as a client in the
-    same process, and as the actor behind a `RayReplica`. `hold`: the first answer waits for that many requests."""
+    """The client of a replica whose answers are ready. `hold`: the first one waits for that many requests."""
 
     name = "replica with ready answers"
 
@@ -98,8 +98,18 @@ class ReadyAnswers:
         self._answers = [answer(rng, weights.identity) for _ in range(DISTINCT_ANSWERS)]
         return UpdateReport(0, weights.identity, 0.0, 0, 0.0)
 
+    async def load(self) -> ReplicaLoad:
+        return ReplicaLoad(running=0, waiting=0, kv_used=0.0, preemptions=0)
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Nothing is aborted here."""
+
+
+class ReadyActor(ReadyAnswers):
+    """The same as an actor, which speaks as `inference.replica.Replica` does: answers that are there go together."""
+
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, SampledSequence]]]:  # type: ignore[override]
+        yield [each async for each in super().sample(requests)]
 
 
 def answer(rng: np.random.Generator, identity: WeightIdentity) -> SampledSequence:
@@ -186,7 +196,7 @@ def ray_replica() -> Iterator[Any]:
     pin(cores - {ORCHESTRATOR_CORE} or cores)
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
-        actor = ray.remote(ReadyAnswers).options(max_concurrency=MAX_CALLS, num_cpus=0).remote()
+        actor = ray.remote(ReadyActor).options(max_concurrency=MAX_CALLS, num_cpus=0).remote()
         waits.get(actor.abort.remote([]), who="the replica", timeout_s=START_S)
         pin({ORCHESTRATOR_CORE})
         yield RayReplica(actor, ReadyAnswers.name, None, START_S, START_S)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +91,7 @@ async def run_rollout(
         sampled = await sample(request)
         _check_sample(sampled, key)
         with trace.overlapping("step", "environment", problem=key.problem):
-            result = await env.step([int(t) for t in sampled.tokens])
+            result = await env.step(sampled.tokens.tolist())
         transitions.append(_transition(prompt, sampled, result, key))
         if result.episode_done:
             return Trajectory(tuple(transitions), sampled.stop_reason)
@@ -128,12 +128,11 @@ def _request(
     sampling: SamplingConfig,
     run_seed: int,
 ) -> SampleRequest:
-    params = sampling.params(key.seed(run_seed, turn), tuple(stop))
     room = limits.max_seq_len - len(prompt)
     return SampleRequest(
         request_id=f"{key.problem}/{key.sample}/{key.attempt}/{turn}",
-        prompt=tuple(int(t) for t in prompt),
-        params=replace(params, max_tokens=min(params.max_tokens, room)),
+        prompt=tuple(prompt.tolist()),
+        params=sampling.params(key.seed(run_seed, turn), tuple(stop), room),
         route_key=key.route_key,
     )
 
@@ -177,6 +176,7 @@ def token_versions(spans: Sequence[VersionSpan], length: int) -> npt.NDArray[np.
     bounds = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != bounds[:-1] or bounds[-1] != length:
         raise BadSample(f"version spans {spans} do not cover the {length} tokens that were sampled")
-    return np.repeat(
-        np.asarray([span.identity.version for span in spans], np.int32), [span.end - span.start for span in spans]
-    )
+    versions = np.empty(length, np.int32)
+    for span in spans:
+        versions[span.start : span.end] = span.identity.version
+    return versions

@@ -198,8 +198,10 @@ class SamplingConfig(Section):
     min_p: Share = Field(0.0, description="Cut below this share of the likeliest; the trainer cannot match it.")
     repetition_penalty: PositiveFloat = Field(1.0, description="1 = off. The trainer cannot match it.")
 
-    def params(self, seed: int, stop: tuple[int, ...]) -> SamplingParams:
-        return SamplingParams(**self.model_dump(), seed=seed, stop=stop)
+    def params(self, seed: int, stop: tuple[int, ...], room: int) -> SamplingParams:
+        """For one request, whose answer has room for `room` tokens."""
+        fields = vars(self) | {"max_tokens": min(self.max_tokens, room)}  # not model_dump, which takes ten times as long
+        return SamplingParams(**fields, seed=seed, stop=stop)
 
 
 class InferenceConfig(Section):
