@@ -11,13 +11,14 @@ from orchestrator.metrics import Released
 from orchestrator.pipeline import Pipeline
 from orchestrator.snapshot import Snapshot, read_snapshot, write_snapshot
 from orchestrator.tokenizer import load_tokenizer, rollout_limits
+from trireme import trace
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
 from trireme.faults import fault_point
 from trireme.logs import redirect
 from trireme.protocols import Sampler
 from trireme.types import Minibatch
-from trireme.weights import PublishedWeights, UpdateReport
+from trireme.weights import PublishedWeights
 
 
 class OrchestratorActor:
@@ -25,6 +26,7 @@ class OrchestratorActor:
 
     def __init__(self, cfg: Config, sampler_factory: Callable[[], Sampler], log_dir: Path | None) -> None:
         redirect(log_dir, "orchestrator_0")
+        trace.start(log_dir, "orchestrator_0", cfg.trace.max_mb)
         self._cfg, self._sampler_factory = cfg, sampler_factory
 
     async def start(self) -> None:
@@ -35,8 +37,8 @@ class OrchestratorActor:
         dataset = load_dataset(cfg.env, context)
         self._pipeline = Pipeline(cfg, dataset, self._sampler_factory(), rollout_limits(cfg))
 
-    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        return await self._pipeline.update_weights(weights)
+    async def update_weights(self, weights: PublishedWeights) -> None:
+        await self._pipeline.update_weights(weights)
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         return await self._pipeline.next_minibatch(step, substep)
@@ -57,6 +59,7 @@ class OrchestratorActor:
 
     async def stop(self) -> None:
         await self._pipeline.stop()
+        trace.stop()
 
 
 def _write(snapshot: Snapshot, path: Path) -> list[FileRecord]:

@@ -11,12 +11,13 @@ import ray
 
 from orchestrator.actor import OrchestratorActor
 from orchestrator.metrics import Released
+from orchestrator.pipeline import update_deadline_s
 from trireme import waits
 from trireme.config import Config
 from trireme.errors import TriremeError
 from trireme.protocols import Sampler
 from trireme.types import Minibatch
-from trireme.weights import PublishedWeights, UpdateReport
+from trireme.weights import PublishedWeights
 
 ANSWER_S = 30.0
 """On top of a deadline that the actor keeps itself, so that its own message, which says what is missing, is first."""
@@ -42,10 +43,13 @@ class OrchestratorHandle:
         """References that are there once the actor is ready, and the names of their owners."""
         return [self._started], ["orchestrator"]
 
-    def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings all replicas to `weights`, in flight; one report for each."""
-        timeouts = self._cfg.timeouts
-        return self._wait(self._actor.update_weights.remote(weights), "the replicas' update", timeouts.update_s)
+    def update_weights(self, weights: PublishedWeights) -> None:
+        """Begins to bring all replicas to `weights`, in flight, once the update before has ended.
+
+        What it fails with is raised by the next call. The first and the last of a run, and all of a synchronous one,
+        end before it returns."""
+        two_updates_s = 2 * update_deadline_s(self._cfg)
+        self._wait(self._actor.update_weights.remote(weights), "the replicas' update", two_updates_s)
 
     def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] | None = None) -> Iterator[Minibatch]:
         """The minibatches of a substep as their groups finish: one unless streaming. `on_tick` is called about once a

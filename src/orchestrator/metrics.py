@@ -13,6 +13,9 @@ filtered since the row before. Evicted and failed groups are counted, but their 
                           ended so since the last row
   ledger/*                the terms of the conservation equation, since the start of the run
   rollout_errors/<type>   failed tries since the last row
+  weights/canary_max_diff, reprefill_tokens, time/update  of the update to the version that the step was trained with:
+                          largest difference, tokens whose KV was computed again, seconds from its start to the last
+                          replica's acknowledgement
   perf/rollouts, tokens   rollouts trained on, and their sampled tokens
   perf/inference_idle_s   seconds since then in which no request was in flight
   perf/event_loop_lag     largest delay of a timer since then, in seconds
@@ -28,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.data import ScoredGroup, is_constant
+from trireme.weights import UpdateReport
 
 GOOD_REWARD = 0.5
 """A group of equal rewards counts as all good from here on, as all bad below."""
@@ -95,6 +99,15 @@ class StepMeter:
             "perf/inference_idle_s": idle_s,
             "perf/event_loop_lag": self.lag_s,
         }
+
+
+def update_metrics(reports: Sequence[UpdateReport], seconds: float) -> dict[str, float]:
+    """What one update of all replicas leaves in a row."""
+    return {
+        "weights/canary_max_diff": max(report.canary_max_diff for report in reports),
+        "weights/reprefill_tokens": float(sum(report.reprefill_tokens for report in reports)),
+        "time/update": seconds,
+    }
 
 
 def env_metrics(scored_P: Sequence[ScoredGroup]) -> dict[str, float]:

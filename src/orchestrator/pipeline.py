@@ -12,11 +12,16 @@
   dispatch        free slots, problems  `_slots_changed`     new weights, release, a group's end     group tasks
   group (many)    one problem           sampler, env         the sampler; eviction cancels it        a settled group
   next_minibatch  finished groups       `_groups_changed`    a settled group, an error               a minibatch
+  update          published weights     the replicas         all of them having it, or a failure     free slots
   lag             nothing               its own clock        time                                    event_loop_lag
 
 Back-pressure is the ledger's slots and nothing else: when the trainer does not take or release, slots stay taken,
 dispatch stops, and the replicas run dry. An error in any loop is raised by the driver's next call, at once if one is
 waiting.
+
+Updates. One at a time, and the driver goes on meanwhile: it trains on what was sampled before. Its next update waits
+for the one before. Where it could not go on, and where nothing later would show a failure, the verb returns when the
+update has ended: the first and the last version of a run, and every one when max_steps_off_policy = 0.
 
 State. A snapshot is of the last boundary: what has been taken for a step that is not released is finished again, in its
 place. What was sampled since then is kept, except in deterministic mode: the groups sampled afresh would be fewer, so
@@ -28,32 +33,39 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from orchestrator.cursor import Cursor
 from orchestrator.data import ScoredGroup, build_minibatch, group_to_data, is_constant
-from orchestrator.env import Env, EnvGroupBuilder, RLDataset, Trajectory
+from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.ledger import Group, Ledger, Taken
 from orchestrator.limits import RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
-from orchestrator.metrics import IdleClock, Released, StepMeter
-from orchestrator.rollout import PromptTooLong, RolloutError, RolloutKey, RolloutLimits, check_reward, run_rollout
+from orchestrator.metrics import IdleClock, Released, StepMeter, update_metrics
+from orchestrator.player import Player, Rules
+from orchestrator.rollout import PromptTooLong, RolloutLimits
 from orchestrator.snapshot import Snapshot
+from trireme import trace
 from trireme.config import Config
-from trireme.errors import LimitReached, ProvenanceError, RoomFailed, TriremeError
+from trireme.errors import LimitReached, ProvenanceError, RoomFailed
 from trireme.faults import fault_point
 from trireme.protocols import Sampler
 from trireme.types import Minibatch, SampledSequence, SampleRequest
-from trireme.weights import PublishedWeights, UpdateReport
+from trireme.weights import PublishedWeights
 
 LAG_TICK_S = 0.25
+ANSWER_S = 60.0
+"""On top of the replicas' own deadlines for an update, so that their message, which says what was late, is first."""
 WITNESSED = ("problem", "index", "requeues", "floor")
 
-T = TypeVar("T")
+
+def update_deadline_s(cfg: Config) -> float:
+    """How long an update of all replicas may take, at worst one after the other. Each keeps its own deadline."""
+    return cfg.timeouts.update_s * cfg.inference.replicas + ANSWER_S
 
 
 class Pipeline:
@@ -74,7 +86,11 @@ class Pipeline:
         self._background: set[asyncio.Task[None]] = set()
         self._slots_changed, self._groups_changed = asyncio.Event(), asyncio.Event()
         self._error: BaseException | None = None
+        self._update: asyncio.Task[None] | None = None
+        self._newest = -1
+        self._update_rows: dict[int, dict[str, float]] = {}
         self._pace = Lockstep(self._ledger.can_dispatch) if cfg.deterministic else OwnPace()
+        self._player = Player(self._rules(), self._sample, self._pace, self._note_error, self._check_floor)
         self._run_limits = RunLimits(cfg)
         self._meter = StepMeter()
         self._idle: IdleClock  # from the start of the loops on
@@ -83,20 +99,46 @@ class Pipeline:
 
     # ---- the driver's verbs
 
-    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings all replicas to `weights`, in flight, and notes their acknowledgements."""
+    async def update_weights(self, weights: PublishedWeights) -> None:
+        """Begins to bring all replicas to `weights`, in flight, once the update before has ended. See Updates, above.
+
+        What an update fails with is raised by the next verb. Raises RoomFailed when the one before does not end.
+        """
         self._raise_error(but_limits=True)
-        reports = await self._sampler.update_weights(weights)
-        self._ledger.acknowledge(self._sampler.acknowledged())
-        if not self._background:
+        await self._update_ended()
+        first, self._newest = self._update is None, weights.identity.version
+        if first:
+            self._idle = IdleClock(asyncio.get_running_loop().time)
+        self._update = self._spawn(self._update_replicas(weights), f"update to version {self._newest}")
+        if first or self._newest == self._cfg.max_steps or not self._options.max_steps_off_policy:
+            await self._update_ended()
+        if first:
             self._start()
+
+    async def _update_ended(self) -> None:
+        """Returns when no update is under way. Raises what the last one failed with."""
+        if self._update is None:
+            return
+        limit = update_deadline_s(self._cfg)
+        ended, _ = await asyncio.wait([self._update], timeout=limit)
+        if not ended:
+            raise RoomFailed(
+                f"waited {limit:g} s (timeouts.update_s for each replica, and {ANSWER_S:g}) for the "
+                f"{self._update.get_name()}; versions acknowledged by replicas: {self._sampler.acknowledged()}"
+            )
+        self._update.result()
+
+    async def _update_replicas(self, weights: PublishedWeights) -> None:
+        now = asyncio.get_running_loop().time
+        started = now()
+        reports = await self._sampler.update_weights(weights)
+        self._update_rows[weights.identity.version] = update_metrics(reports, now() - started)
+        self._ledger.acknowledge(self._sampler.acknowledged())
         self._slots_changed.set()
-        return reports
 
     def _start(self) -> None:
         """Begins the loops, and samples again what was running when the state that was loaded was saved."""
         self._note_boundary()
-        self._idle = IdleClock(asyncio.get_running_loop().time)
         for group in self._ledger.active.values():
             if not group.finished:
                 self._start_group(group)
@@ -118,7 +160,8 @@ class Pipeline:
             )
         try:
             async with asyncio.timeout(self._cfg.timeouts.step_s):
-                taken = await self._take(step, count)
+                with trace.span("wait", "minibatches", step=step, groups=count):
+                    taken = await self._take(step, count)
         except TimeoutError:
             raise RoomFailed(self._overdue(step, count)) from None
         scored_P = [self._finished.pop(group.index) for group in taken.groups]
@@ -127,19 +170,22 @@ class Pipeline:
         return self._minibatch(step, scored_P, last=(done + count) % per_substep == 0)
 
     def release(self, step: int) -> Released:
-        """Step `step` has been trained on: its slots are free once its version is acknowledged."""
+        """Step `step` has been trained on: its slots are free once its version is acknowledged.
+
+        The row tells of the update to version `step`, which it was trained with: the next one may still be under way.
+        """
         fault_point("orchestrator.release")
         self._raise_error(but_limits=True)
         groups = self._ledger.release(step)
         self._slots_changed.set()
         counts = self._ledger.counts()
-        row = self._meter.row(step, counts, self._counts, self._idle.take())
+        row = self._meter.row(step, counts, self._counts, self._idle.take()) | self._update_rows.pop(step)
         self._meter, self._counts = StepMeter(), counts
         self._note_boundary()
         return Released(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups])
 
     def snapshot(self) -> Snapshot:
-        """The last boundary, at any moment until the next version is published. Raises ValueError after that."""
+        """The last boundary, at any moment until the update to the next version begins. Raises ValueError then."""
         return self._boundary or self._snapshot()
 
     def load(self, snapshot: Snapshot) -> None:
@@ -168,6 +214,10 @@ class Pipeline:
             self._boundary = self._snapshot()
 
     def _snapshot(self) -> Snapshot:
+        if self._newest > self._ledger.released:
+            raise ValueError(
+                f"{self._ledger.released} batches are released, but the update to {self._newest} has begun"
+            )
         stopped_by_limit = isinstance(
             self._error, LimitReached
         )  # then a resume, after what was wrong was mended, counts anew
@@ -257,105 +307,37 @@ class Pipeline:
     # ---- one group
 
     async def _run_group(self, group: Group, builder: EnvGroupBuilder) -> None:
-        try:
-            outcomes_G = await self._play_group(group, builder)
-            scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
-        finally:
+        def over() -> None:
             self._running.pop(group.index, None)  # an eviction must not interrupt the cleaning up
-            await self._attempt(builder.cleanup(), self._deadline())
-        await self._pace.before_end(group.index)
-        self._settle(group, scored, outcomes_G)
 
-    async def _play_group(self, group: Group, builder: EnvGroupBuilder) -> list[Trajectory | Exception]:
-        """All rollouts of a group; in place of one that failed for good, its last error."""
-        envs = asyncio.ensure_future(builder.make_envs())
-        rollouts = [
-            asyncio.ensure_future(self._rollout(group, builder, envs, sample))
-            for sample in range(self._options.group_size)
-        ]
-        try:
-            return await asyncio.gather(*rollouts)
-        finally:
-            for task in (envs, *rollouts):
-                task.cancel()
+        with trace.life("group", group.index, problem=group.problem, floor=group.floor) as ending:
+            played = await self._player.play(group, builder, over)
+            await self._pace.before_end(group.index)
+            self._settle(group, played.scored, played.outcomes_G)
+            ending["versions"] = played.scored.versions if played.scored else None
 
-    async def _rollout(
-        self, group: Group, builder: EnvGroupBuilder, envs: asyncio.Future[Sequence[Env]], sample: int
-    ) -> Trajectory | Exception:
-        """One rollout with its retries. A prompt that was refused is not tried again."""
-        for retry in range(self._options.retries + 1):
-            attempt = group.requeues * (self._options.retries + 1) + retry
-            key = RolloutKey(self._cfg.env.label, group.problem, sample, attempt, f"{group.problem}/{group.requeues}")
-            made, deadline = builder.make_envs() if retry else asyncio.shield(envs), self._deadline()
-            outcome = await self._attempt(self._play(group, made, key, deadline), deadline)
-            if isinstance(outcome, Trajectory | PromptTooLong):
-                break
-        self._pace.rollout_over(group.index)
-        return outcome
-
-    async def _play(
-        self, group: Group, made: Awaitable[Sequence[Env]], key: RolloutKey, deadline: asyncio.Timeout
-    ) -> Trajectory:
-        envs = await made
-        if len(envs) != self._options.group_size:
-            raise RolloutError(
-                f"environment {key.env}, problem {key.problem}: make_envs gave {len(envs)} environments, expected "
-                f"group_size = {self._options.group_size}"
-            )
-
-        async def sample(request: SampleRequest) -> SampledSequence:
-            await self._pace.before_sample(group.index, key.sample, deadline)
-            with self._idle:
-                return await self._sampler.sample(request)
-
-        sampling = self._cfg.inference.sampling
-        return await run_rollout(envs[key.sample], sample, key, self._limits, sampling, self._cfg.seed)
-
-    def _deadline(self) -> asyncio.Timeout:
-        return asyncio.timeout(self._options.generation_timeout_s)
-
-    async def _attempt(self, work: Awaitable[T], deadline: asyncio.Timeout) -> T | Exception:
-        """The one place where what an environment raises is caught: counted, and returned. Errors of the rooms
-        themselves (TriremeError) go on to the driver."""
-        try:
-            async with deadline:
-                return await work
-        except TriremeError:
-            raise
-        except Exception as error:
-            self._meter.errors[type(error).__name__] += 1
-            self._run_limits.note_failure(error)
-            return error
-
-    async def _score(
-        self, group: Group, builder: EnvGroupBuilder, trajectories_G: list[Trajectory]
-    ) -> ScoredGroup | None:
-        """The group with its rewards; none when too few rollouts succeeded or its rewards cannot be computed."""
-        size = self._options.group_size
-        needed = max(math.ceil(self._options.min_viable_group * size), min(2, size))  # one alone has advantage 0
-        if len(trajectories_G) < needed:
-            return None
-        self._check_floor(group, trajectories_G)
-        outcome = await self._attempt(self._group_rewards(group, builder, trajectories_G), self._deadline())
-        return None if isinstance(outcome, Exception) else outcome
-
-    async def _group_rewards(
-        self, group: Group, builder: EnvGroupBuilder, trajectories_G: list[Trajectory]
-    ) -> ScoredGroup:
-        extra_G = await builder.compute_group_rewards(trajectories_G)
-        rewards_G = [float(t.reward + reward) for t, (reward, _) in zip(trajectories_G, extra_G, strict=True)]
-        for reward in rewards_G:
-            check_reward(reward, self._cfg.env.label, group.problem)
-        return ScoredGroup(
-            group=group,
-            trajectories_G=tuple(trajectories_G),
-            rewards_G=tuple(rewards_G),
-            metrics_G=tuple(metrics for _, metrics in extra_G),
-            tags=(self._cfg.env.label, *builder.logging_tags()),
-            temperature=self._cfg.inference.sampling.temperature,
+    def _rules(self) -> Rules:
+        options, size = self._options, self._options.group_size
+        return Rules(
+            env=self._cfg.env.label,
+            size=size,
+            needed=max(math.ceil(options.min_viable_group * size), min(2, size)),  # one alone has advantage 0
+            sampling=self._cfg.inference.sampling,
+            limits=self._limits,
+            seed=self._cfg.seed,
+            retries=options.retries,
+            timeout_s=options.generation_timeout_s,
         )
 
-    def _check_floor(self, group: Group, trajectories_G: list[Trajectory]) -> None:
+    async def _sample(self, request: SampleRequest) -> SampledSequence:
+        with self._idle:
+            return await self._sampler.sample(request)
+
+    def _note_error(self, error: Exception) -> None:
+        self._meter.errors[type(error).__name__] += 1
+        self._run_limits.note_failure(error)
+
+    def _check_floor(self, group: Group, trajectories_G: Sequence[Trajectory]) -> None:
         """Raises ProvenanceError when a token is older than the group's floor promises."""
         oldest = min(int(np.min(turn.versions)) for t in trajectories_G for turn in t.transitions)
         if oldest < group.floor:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+from trireme.protocols import ReplicaLoad
 from trireme.types import SampledSequence, SampleRequest, VersionSpan
 from trireme.weights import PublishedWeights, UpdateReport
 
@@ -26,10 +27,13 @@ class SeededSampler:
 
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
         self.weights = weights
-        return [UpdateReport(0, weights.identity, 0.0, 0, 0.0)]
+        return [UpdateReport(0, weights.identity, 0.0, 10 * weights.identity.version, 0.0)]
 
     def acknowledged(self) -> dict[int, int]:
         return {} if self.weights is None else {0: self.weights.identity.version}
+
+    async def load(self) -> dict[int, ReplicaLoad]:
+        return {0: ReplicaLoad(running=0, waiting=0, kv_used=0.0, preemptions=0)}
 
 
 class GuessEnv(Env):

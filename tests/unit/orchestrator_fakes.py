@@ -14,6 +14,7 @@ from orchestrator.metrics import Released
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trireme.config import Config
+from trireme.protocols import ReplicaLoad
 from trireme.types import Minibatch, SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.weights import Canary, PublishedWeights, UpdateReport
 
@@ -32,10 +33,15 @@ class FakeSampler:
         self.version = -1
         self.requests: list[SampleRequest] = []
         self.held: dict[int, asyncio.Event] = {}
+        self.held_updates: dict[int, asyncio.Event] = {}
+        self.update_error: Exception | None = None
         self.label_with: int | None = None
 
     def hold(self, problem: int) -> asyncio.Event:
         return self.held.setdefault(problem, asyncio.Event())
+
+    def hold_update(self, version: int) -> asyncio.Event:
+        return self.held_updates.setdefault(version, asyncio.Event())
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
         self.requests.append(request)
@@ -48,11 +54,19 @@ class FakeSampler:
         return SampledSequence(np.full(n, request.prompt[-1], np.int32), np.full(n, -1.0, np.float32), "stop", spans)
 
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        self.version = weights.identity.version
-        return [UpdateReport(0, weights.identity, 0.0, 0, 0.0)]
+        version = weights.identity.version
+        if event := self.held_updates.get(version):
+            await event.wait()
+        if self.update_error:
+            raise self.update_error
+        self.version = version
+        return [UpdateReport(0, weights.identity, version / 100, 10 * version, 0.0)]
 
     def acknowledged(self) -> dict[int, int]:
         return {} if self.version < 0 else {0: self.version}
+
+    async def load(self) -> dict[int, ReplicaLoad]:
+        return {0: ReplicaLoad(0, 0, 0.0, 0)}
 
 
 class OneStep(Env):
@@ -110,6 +124,7 @@ def config(
     substeps: int = 1,
     minibatches: int = 1,
     timeout_s: float = 60,
+    update_s: float = 60,
     deterministic: bool = False,
     temperature: float = 1.0,
     **options: Any,
@@ -123,7 +138,7 @@ def config(
             "orchestrator": {"batch_size": batch_size, "group_size": 2, **options},
             "env": {"id": "tests:Problems", "name": "fake"},
             "inference": {"sampling": {"max_tokens": 4, "temperature": temperature}},
-            "timeouts": {"step_s": timeout_s},
+            "timeouts": {"step_s": timeout_s, "update_s": update_s},
         }
     )
 

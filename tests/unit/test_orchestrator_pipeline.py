@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from orchestrator.env import EnvGroupBuilder
 from orchestrator.limits import MIN_WINDOW
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
-from trireme.errors import LimitReached, ProvenanceError, RoomFailed
+from trireme.errors import LimitReached, ProvenanceError, RoomFailed, WeightsRefused
 from trireme.types import SampledSequence, SampleRequest
 
 
@@ -127,6 +130,98 @@ def test_tokens_know_their_versions_over_an_update() -> None:
     assert run.rows[1]["off_policy/versions_spanned"] == 2
 
 
+def test_an_update_does_not_hold_up_the_driver() -> None:
+    """Back-pressure is in the slots: they are free once the update has ended."""
+
+    async def scenario() -> None:
+        async with Run(config(2, 5)) as run:
+            update = run.sampler.hold_update(1)
+            await run.step(0)
+            await quiesce()
+            assert (run.sampler.version, len(run.sampler.requests)) == (0, 8), "two batches' worth, no slot is free"
+            await run.pipeline.next_minibatch(1, 0)
+            update.set()
+            await quiesce()
+            assert (run.sampler.version, len(run.sampler.requests)) == (1, 12)
+
+    asyncio.run(scenario())
+
+
+def test_the_next_update_waits_for_the_one_before() -> None:
+    async def scenario() -> None:
+        async with Run(config(2, 5)) as run:
+            update = run.sampler.hold_update(1)
+            await run.step(0)
+            second = asyncio.create_task(run.step(1))
+            await quiesce()
+            assert (run.sampler.version, second.done()) == (0, False)
+            update.set()
+            await second
+            await quiesce()
+            assert run.sampler.version == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.pipeline.ANSWER_S", 0.0)
+
+    async def scenario() -> None:
+        async with Run(config(2, 5, update_s=0.05)) as run:
+            run.sampler.hold_update(1)
+            await run.step(0)
+            with pytest.raises(RoomFailed, match=r"timeouts.update_s.* update to version 1; .*replicas: \{0: 0\}"):
+                await run.step(1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("held", "max_steps", "max_age"), [(0, 5, 1), (1, 1, 1), (1, 5, 0)], ids=["first", "last", "synchronous"]
+)
+def test_where_nothing_goes_on_without_it_an_update_ends_before_the_verb_returns(
+    held: int, max_steps: int, max_age: int
+) -> None:
+    async def scenario() -> None:
+        run = Run(config(2, max_steps, max_steps_off_policy=max_age))
+        update = run.sampler.hold_update(held)
+        async with run if held else nullcontext():
+            verb = asyncio.create_task(run.step(0) if held else run.pipeline.update_weights(published(0)))
+            await quiesce()
+            assert (run.sampler.version, verb.done()) == (held - 1, False)
+            update.set()
+            await verb
+            assert run.sampler.version == held
+        await run.pipeline.stop()
+
+    asyncio.run(scenario())
+
+
+async def release(pipeline: Pipeline) -> None:
+    pipeline.release(0)
+
+
+@pytest.mark.parametrize("verb", [release, lambda p: p.next_minibatch(1, 0), lambda p: p.update_weights(published(2))])
+def test_a_failed_update_is_raised_by_the_next_verb(verb: Callable[[Pipeline], Coroutine[Any, Any, Any]]) -> None:
+    async def scenario() -> None:
+        async with Run(config(2, 5)) as run:
+            await run.pipeline.next_minibatch(0, 0)
+            run.sampler.update_error = WeightsRefused("canary of version 1")
+            await run.pipeline.update_weights(published(1))
+            await quiesce()
+            with pytest.raises(WeightsRefused, match="canary of version 1"):
+                await verb(run.pipeline)
+
+    asyncio.run(scenario())
+
+
+def test_a_row_tells_of_the_update_to_the_version_that_was_trained_on() -> None:
+    run = asyncio.run(whole_run(Run(config(2, 3))))
+    assert [row["weights/canary_max_diff"] for row in run.rows] == [0.0, 0.01, 0.02]
+    assert [row["weights/reprefill_tokens"] for row in run.rows] == [0, 10, 20]
+    assert all(row["time/update"] >= 0 for row in run.rows)
+
+
 def test_evicted_rollouts_are_cancelled_cleaned_up_and_sampled_afresh() -> None:
     async def scenario() -> Run:
         run = Run(config(1, 3, max_requeues=2))
@@ -167,10 +262,10 @@ def test_cleaning_up_is_not_interrupted_by_an_eviction() -> None:
             await quiesce()
             assert run.dataset.cleaned[0] == 0  # type: ignore[attr-defined]
             cleaning_may_end.set()
-            await run.step(2)
-            await run.step(3)
             await quiesce()
             assert run.dataset.cleaned[0] == 2, "evicted, and sampled afresh"  # type: ignore[attr-defined]
+            await run.step(2)
+            await run.step(3)
 
     asyncio.run(scenario())
 

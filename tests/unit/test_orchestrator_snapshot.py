@@ -258,7 +258,7 @@ def test_the_row_of_the_next_step_misses_nothing(tmp_path: Path) -> None:
             return again.rows[0]
 
     def exact(row: Mapping[str, float]) -> dict[str, float]:
-        return {name: value for name, value in row.items() if not name.startswith("perf/")}
+        return {name: value for name, value in row.items() if not name.startswith(("perf/", "time/"))}
 
     row = asyncio.run(scenario(interrupted=True))
     assert exact(row) == exact(asyncio.run(scenario(interrupted=False)))
@@ -341,10 +341,32 @@ def test_data_that_lack_the_place_are_refused(tmp_path: Path) -> None:
 def test_no_snapshot_between_two_versions() -> None:
     async def scenario() -> None:
         async with Run(config()) as run:
+            run.sampler.hold_update(1)
             await run.pipeline.next_minibatch(0, 0)
             await run.pipeline.update_weights(published(1))
-            with pytest.raises(ValueError, match="replicas hold later versions"):
+            with pytest.raises(ValueError, match="0 batches are released, but the update to 1 has begun"):
                 run.pipeline.snapshot()
+            run.pipeline.release(0)
+            assert run.pipeline.snapshot().ledger["released"] == 1, "not all replicas are there yet"
+
+    asyncio.run(scenario())
+
+
+def test_a_boundary_whose_update_has_not_ended_is_gone_on_from_like_any_other(tmp_path: Path) -> None:
+    async def scenario() -> Run:
+        async with Run(config(2, 6, max_steps_off_policy=2)) as run:
+            await run.step(0)
+            run.sampler.hold(7)
+            run.sampler.hold_update(2)
+            await run.step(1)
+            await run.pipeline.next_minibatch(2, 0)
+            await quiesce()
+            again = resumed(run, tmp_path / "o")
+        return await whole_run(again)
+
+    run = asyncio.run(scenario())
+    assert trained(run) == [["0.1.1", "0.1.2"], ["0.2.0", "0.2.1"], ["0.2.2", "0.3.0"], ["0.3.1", "0.3.2"]]
+    assert [row["off_policy/max"] for row in run.rows] == [2, 2, 2, 2]
 
     asyncio.run(scenario())
 
