@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -104,13 +105,25 @@ def plan(
     return [micro_M + [filler] * (most - len(micro_M)) for micro_M in micro_R]
 
 
-def pad_rows(values: npt.NDArray, offsets: npt.NDArray[np.int64], datums: Sequence[int]) -> npt.NDArray:
-    """Rows `datums` of a [T] column as [len(datums), longest], padded with 0 on the right."""
-    rows = [values[offsets[d] : offsets[d + 1]] for d in datums]
-    padded = np.zeros((len(rows), max(len(row) for row in rows)), dtype=values.dtype)
-    for padded_row, row in zip(padded, rows, strict=True):
-        padded_row[: len(row)] = row
-    return padded
+@dataclass(frozen=True)
+class Rows:
+    """Where the tokens of some datums stand when each is a row of a rectangle, padded on the right: `index` int64
+    [rows, longest] into the batch's tokens, `there` bool, False at the padding."""
+
+    index: npt.NDArray[np.int64]
+    there: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, offsets: npt.NDArray[np.int64], datums: Sequence[int]) -> Rows:
+        chosen = np.asarray(datums, np.int64)
+        starts, lengths = offsets[chosen], offsets[chosen + 1] - offsets[chosen]
+        place = np.arange(lengths.max())
+        there = place < lengths[:, None]
+        return cls((starts[:, None] + place) * there, there)
+
+    def pad(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """A [T] column as [rows, longest], 0 at the padding."""
+        return np.where(self.there, values[self.index], values.dtype.type(0))
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from trainer.logprobs import add_token_logprobs
 from trireme.errors import BadInput
-
-LOGITS_CHUNK_TOKENS = 4096
-"""Tokens whose logits are held in float32 at once: with a vocabulary of 150,000 they are 2.5 GB."""
 
 
 def inference_dtype(configured: str, device: torch.device) -> torch.dtype:
@@ -90,6 +87,7 @@ def shard_model(
         _shard(unit, mesh, policy)
     if source is not None:
         model.generation_config = source.generation_config
+    add_token_logprobs(model)
     return model
 
 
@@ -142,23 +140,3 @@ def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]
         _fsdp(layer).unshard()
         yield [(names[layer] + name, parameter.detach()) for name, parameter in layer.named_parameters()]
         _fsdp(layer).reshard()
-
-
-def token_logprobs(model: nn.Module, tokens: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-    """Log-probability of each target under logits / temperature: float32 [B, L].
-
-    `tokens`, `targets` int64 [B, L], padded on the right, which a causal model needs no mask for: no token sees a later
-    one, and positions count from the left. `temperatures` float32 [B].
-    """
-    logits = model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
-    temperature = temperatures[:, None].expand(tokens.shape).flatten()
-    chunks = [t.split(LOGITS_CHUNK_TOKENS) for t in (logits, targets.flatten(), temperature)]
-    # Computed again in the backward pass, so that the float32 logits of only one chunk exist at a time.
-    parts = [checkpoint(selected_logprobs, *chunk, use_reentrant=False) for chunk in zip(*chunks, strict=True)]
-    return torch.cat(parts).view(tokens.shape)
-
-
-def selected_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
-    """log softmax(logits [T, V] / temperature [T]) at targets [T], in float32."""
-    scaled = logits.float() / temperature[:, None]
-    return scaled.gather(-1, targets[:, None]).squeeze(-1) - scaled.logsumexp(-1)

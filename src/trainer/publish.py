@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer.model import selected_logprobs
 from trireme.weights import Canary, TensorEntry, hash_bytes
 
 Put = Callable[[npt.NDArray[np.uint8]], Any]
@@ -114,7 +113,7 @@ def compute_canary(model: PreTrainedModel, max_seq_len: int, device: torch.devic
     config = model.config.get_text_config()
     tokens = canary_tokens(config.vocab_size, max_seq_len)
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    output = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
-    logprobs = selected_logprobs(output, ids[1:], torch.ones(len(ids) - 1, device=device))
-    tolerance = canary_tolerance(output.dtype, float(output.abs().max()), config.num_hidden_layers)
+    logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+    logprobs = logits.float().log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+    tolerance = canary_tolerance(logits.dtype, float(logits.abs().max()), config.num_hidden_layers)
     return Canary(tokens, logprobs.cpu().numpy(), tolerance)

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import set_seed
 
-from trainer.batching import DEFAULT_MICRO_BATCH_TOKENS, MicroBatch, ShardOutput, pad_rows, plan
+from trainer.batching import DEFAULT_MICRO_BATCH_TOKENS, MicroBatch, Rows, ShardOutput, plan
 from trainer.checkpoint import Checkpointer, make_adam_state
 from trainer.hugging_face import companion_files, write_model
+from trainer.logprobs import token_logprobs
 from trainer.losses import Metrics, columns_of, monitors, resolve_loss
-from trainer.model import attention_length, gathered_units, inference_dtype, load_source, shard_model, token_logprobs
+from trainer.model import attention_length, gathered_units, inference_dtype, load_source, shard_model
 from trainer.publish import Packer, Put, compute_canary
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
@@ -232,10 +233,11 @@ class Shard:
         return plan(batch.lengths, dist.get_world_size(), budget, attention_length(self._model))[self._rank]
 
     def _rows(self, batch: TokenBatch, micro: MicroBatch) -> dict[str, Tensor]:
-        """The columns as [B, L] on the device; a filler's mask is 0 everywhere."""
+        """Inputs (`tokens`) and columns as [B, L] on the device; a filler's mask is 0 everywhere."""
+        layout = Rows.of(batch.offsets, micro.datums)
         rows = {
-            name: torch.from_numpy(pad_rows(column, batch.offsets, micro.datums)).to(self._device)
-            for name, column in batch.columns.items()
+            name: torch.from_numpy(layout.pad(column)).to(self._device)
+            for name, column in (*batch.columns.items(), ("tokens", batch.tokens))
         }
         for name in ("mask", "weights"):
             if micro.filler and name in rows:
@@ -243,9 +245,8 @@ class Shard:
         return rows
 
     def _logprobs(self, batch: TokenBatch, micro: MicroBatch, rows: Mapping[str, Tensor]) -> Tensor:
-        tokens = torch.from_numpy(pad_rows(batch.tokens, batch.offsets, micro.datums)).to(self._device)
         temperatures = torch.from_numpy(batch.temperatures[list(micro.datums)]).to(self._device)
-        return token_logprobs(self._model, tokens.long(), rows["target_tokens"].long(), temperatures)
+        return token_logprobs(self._model, rows["tokens"].long(), rows["target_tokens"].long(), temperatures)
 
     def _global_norm(self, gradients: list[Tensor]) -> float:
         """Euclidean norm over all shards, accumulated in float64 so that it does not depend on their number."""

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batching import GOOD_ENOUGH, MicroBatch, balance, compute_cost, pad_rows, plan
+from trainer.batching import GOOD_ENOUGH, MicroBatch, Rows, balance, compute_cost, plan
 
 ATTENTION = 10
 
@@ -80,5 +80,9 @@ def test_a_rank_without_datums_runs_fillers():
 
 def test_padding_is_on_the_right():
     values, offsets = np.arange(1, 7, dtype=np.int32), np.array([0, 3, 4, 6])
-    assert pad_rows(values, offsets, (1, 0)).tolist() == [[4, 0, 0], [1, 2, 3]]
-    assert pad_rows(values, offsets, (2,)).dtype == np.int32
+    assert Rows.of(offsets, (1, 0)).pad(values).tolist() == [[4, 0, 0], [1, 2, 3]]
+    assert Rows.of(offsets, (2,)).pad(values).tolist() == [[5, 6]]
+    assert Rows.of(offsets, (2,)).pad(values).dtype == np.int32
+    assert Rows.of(offsets, (1, 0)).pad(np.full(6, np.nan, np.float32))[0, 1] == 0, (
+        "padding is 0, whatever is elsewhere"
+    )
