@@ -58,34 +58,36 @@ def trajectory_to_data(trajectory: Trajectory, advantage: float, temperature: fl
 
 def _extending_turns(transitions: Sequence[Transition]) -> list[list[Transition]]:
     runs: list[list[Transition]] = []
-    tokens = np.zeros(0, np.int32)
     for turn in transitions:
-        if runs and np.array_equal(turn.observation[: len(tokens)], tokens):
+        if runs and _extends(turn, runs[-1][-1]):
             runs[-1].append(turn)
         else:
             runs.append([turn])
-        tokens = np.concatenate([turn.observation, turn.action])
     return runs
+
+
+def _extends(turn: Transition, before: Transition) -> bool:
+    observed, sampled = len(before.observation), len(before.observation) + len(before.action)
+    return np.array_equal(turn.observation[:observed], before.observation) and np.array_equal(
+        turn.observation[observed:sampled], before.action
+    )
 
 
 def _datum(turns: Sequence[Transition], advantage: float, temperature: float) -> Datum:
     if not len(turns[0].observation):
         raise ValueError("a turn has an empty observation: nothing predicts its first sampled token")
     tokens = np.concatenate([turns[-1].observation, turns[-1].action])
-    columns = {
-        "logprobs": np.zeros(len(tokens), np.float32),
-        "advantages": np.zeros(len(tokens), np.float32),
-        "mask": np.zeros(len(tokens), np.float32),
-        "versions": np.full(len(tokens), -1, np.int32),
-    }
+    logprobs, advantages, mask = np.zeros((3, len(tokens) - 1), np.float32)
+    versions = np.full(len(tokens) - 1, -1, np.int32)
     for turn in turns:
-        sampled = slice(len(turn.observation), len(turn.observation) + len(turn.action))
-        columns["logprobs"][sampled] = turn.logprobs
-        columns["advantages"][sampled] = advantage
-        columns["mask"][sampled] = 1
-        columns["versions"][sampled] = turn.versions
-    targets = {"target_tokens": tokens[1:]} | {name: column[1:] for name, column in columns.items()}
-    return Datum(ModelInput(tokens[:-1]), targets, temperature)
+        first = len(turn.observation) - 1  # as targets, tokens are one place further left
+        sampled = slice(first, first + len(turn.action))
+        logprobs[sampled] = turn.logprobs
+        advantages[sampled] = advantage
+        mask[sampled] = 1
+        versions[sampled] = turn.versions
+    columns = {"logprobs": logprobs, "advantages": advantages, "mask": mask, "versions": versions}
+    return Datum(ModelInput(tokens[:-1]), {"target_tokens": tokens[1:], **columns}, temperature)
 
 
 def mask_overlong(data_D: Sequence[Datum]) -> list[Datum]:

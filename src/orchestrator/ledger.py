@@ -188,7 +188,7 @@ class Ledger:
         lacking = self.batch_size - self.assembled
         if step != self.batch or not 0 < count <= lacking:
             raise ValueError(f"asked for {count} groups of batch {step}; batch {self.batch} lacks {lacking}")
-        groups = self._takeable()[:count]
+        groups = self._takeable(count)
         if len(groups) < count:
             return None
         for group in groups:
@@ -201,13 +201,13 @@ class Ledger:
         self.consumed.setdefault(step, []).extend(groups)
         return Taken(tuple(groups), self._cut() if count == lacking else ())
 
-    def _takeable(self) -> list[Group]:
-        """Finished groups in order of dispatch, up to the first protected group that is still running."""
-        groups = []
+    def _takeable(self, count: int) -> list[Group]:
+        """At most `count` finished groups in order of dispatch, up to the first protected one that is still running."""
+        groups: list[Group] = []
         for group in self.active.values():
             if group.finished:
                 groups.append(group)
-            elif self.protected(group):
+            if len(groups) == count or (not group.finished and self.protected(group)):
                 break
         return groups
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrator.ledger import Tally
 from trireme.config import Config
 from trireme.errors import LimitReached
 
@@ -21,6 +22,7 @@ class RunLimits:
         self._options, self._env = cfg.orchestrator, cfg.env.label
         window = max(MIN_WINDOW, self._options.batch_size * self._options.group_size)
         self._failures: deque[bool] = deque(maxlen=window)
+        self._failed = 0  # the sum of these: adding them up would cost the more, the larger the batch
         self._unusable_in_a_row = 0
         self.first_failure = "none"
 
@@ -31,8 +33,11 @@ class RunLimits:
 
     def judge_rollout(self, succeeded: bool) -> None:
         """A rollout ended, after all retries. Raises LimitReached when too many of the recent ones failed."""
+        if len(self._failures) == self._failures.maxlen:
+            self._failed -= self._failures[0]
         self._failures.append(not succeeded)
-        rate = sum(self._failures) / len(self._failures)
+        self._failed += not succeeded
+        rate = self._failed / len(self._failures)
         if len(self._failures) == self._failures.maxlen and rate > self._options.max_failure_rate:
             raise LimitReached(
                 f"{rate:.0%} of the last {len(self._failures)} rollouts of environment {self._env} failed "
@@ -41,15 +46,15 @@ class RunLimits:
                 f"{self.first_failure}"
             )
 
-    def judge_group(self, usable: bool, counts: Mapping[str, int]) -> None:
-        """A group ended; `counts` are the ledger's. Raises LimitReached after a long stretch of unusable ones."""
+    def judge_group(self, usable: bool, tally: Tally) -> None:
+        """A group ended; `tally` is the ledger's. Raises LimitReached after a long stretch of unusable ones."""
         self._unusable_in_a_row = 0 if usable else self._unusable_in_a_row + 1
         limit = self._options.max_filtered_batches * self._options.batch_size
         if self._unusable_in_a_row >= limit:
             raise LimitReached(
                 f"the last {limit} groups (orchestrator.max_filtered_batches = {self._options.max_filtered_batches} "
-                f"batches) held not one to train on; so far {counts['filtered']} had equal rewards throughout and "
-                f"{counts['failed']} failed. Choose problems that the model solves sometimes, or another base model. "
+                f"batches) held not one to train on; so far {tally.filtered} had equal rewards throughout and "
+                f"{tally.failed} failed. Choose problems that the model solves sometimes, or another base model. "
                 f"The first failed rollout: {self.first_failure}"
             )
 
@@ -62,5 +67,6 @@ class RunLimits:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._failures.extend(state["failures"])
+        self._failed = sum(self._failures)
         self._unusable_in_a_row = state["unusable_in_a_row"]
         self.first_failure = state["first_failure"]

@@ -159,16 +159,14 @@ def off_policy_metrics(
 ) -> dict[str, float]:
     """`off_policy/*`; `trained` holds at least one group."""
     ages = [step - scored.group.floor for scored in trained]
-    rollouts = [
-        np.concatenate([turn.versions for turn in trajectory.transitions])
-        for scored in trained
-        for trajectory in scored.trajectories_G
-    ]
+    rollouts = [trajectory.transitions for scored in trained for trajectory in scored.trajectories_G]
+    versions = np.concatenate([turn.versions for turns in rollouts for turn in turns])
+    spanned = [len({identity.version for turn in turns for identity in turn.identities}) for turns in rollouts]
     return {
         "off_policy/mean": float(np.mean(ages)),
         "off_policy/max": float(max(ages)),
-        "off_policy/token_mean": float(step - np.mean(np.concatenate(rollouts))),
-        "off_policy/versions_spanned": float(max(len(np.unique(versions)) for versions in rollouts)),
+        "off_policy/token_mean": float(step - np.mean(versions)),
+        "off_policy/versions_spanned": float(max(spanned)),
         "off_policy/in_flight": float(counts["running"]),
         "off_policy/in_queue": float(counts["finished"]),
         **{f"off_policy/{name}": float(counts[name] - before[name]) for name in ENDINGS},

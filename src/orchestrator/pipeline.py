@@ -236,7 +236,8 @@ class Pipeline:
     async def _take(self, step: int, count: int) -> Taken:
         while True:
             self._raise_error()
-            if taken := self._ledger.take(step, count):
+            enough = len(self._finished) >= count  # the ledger would look at all groups to find out
+            if enough and (taken := self._ledger.take(step, count)):
                 return taken
             self._groups_changed.clear()
             await self._groups_changed.wait()
@@ -361,7 +362,7 @@ class Pipeline:
         else:
             self._ledger.finish(group)
             self._finished[group.index] = scored
-        self._run_limits.judge_group(group.finished, self._ledger.counts())
+        self._run_limits.judge_group(group.finished, self._ledger.tally)
         self._slots_changed.set()
         self._groups_changed.set()
         self._pace.leave(group.index)
