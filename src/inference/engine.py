@@ -55,13 +55,16 @@ def engine_args(cfg: Config, on_cpu: bool) -> dict[str, Any]:
         "generation_config": "vllm",  # the model's own sampling defaults must not change what the trainer assumes
         "logprobs_mode": "processed_logprobs",  # raw ones ignore the temperature
         "worker_extension_cls": "inference.worker.WorkerExtension",
-        "weight_transfer_config": {"backend": "trireme"},
         "distributed_executor_backend": "uni",  # inside a placement group vLLM would choose Ray
         "enable_log_requests": False,
         "disable_log_stats": True,
         "seed": cfg.seed,
     }
     args |= cpu_args(cfg) if on_cpu else {"gpu_memory_utilization": cfg.inference.gpu_memory_utilization}
+    if cfg.inference.on_update == "keep_kv":
+        # Scheduling ahead of the samples, vLLM hands a request's last token from step to step within the batch. The
+        # canary's step lies between two of them, and with a kept cache nothing hands that token over anew.
+        args["async_scheduling"] = False
     if cfg.deterministic:
         args["enable_prefix_caching"] = False  # what is cached depends on what was asked before, and when
     if clash := sorted(args.keys() & cfg.inference.engine_args.keys()):
@@ -111,16 +114,22 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:
     )
 
 
-def sampled_sequence(request_id: str, completion: Any) -> SampledSequence:
-    """What vLLM's final CompletionOutput says. Raises RoomFailed unless its version spans cover every token."""
+def sampled_sequence(request_id: str, completion: Any, kept_from: WeightIdentity | None) -> SampledSequence:
+    """What vLLM's final CompletionOutput says. Raises RoomFailed unless its version spans cover every token.
+
+    `kept_from`: the weights under which the request entered, where its KV cache outlives them (`keep_kv`), else None.
+    """
     tokens = np.asarray(completion.token_ids, dtype=np.int32)
     logprobs = [at[int(token)].logprob for at, token in zip(completion.logprobs, tokens, strict=True)]
-    spans = tuple(
-        VersionSpan(WeightIdentity.parse(s.version), s.start, s.end) for s in completion.weight_versions or ()
-    )
+    spans = tuple(version_span(span, kept_from) for span in completion.weight_versions or ())
     check_spans(request_id, spans, len(tokens))
     reason: StopReason = "length" if completion.finish_reason == "length" else "stop"
     return SampledSequence(tokens, np.asarray(logprobs, dtype=np.float32), reason, spans)
+
+
+def version_span(span: Any, kept_from: WeightIdentity | None) -> VersionSpan:
+    identity = WeightIdentity.parse(span.version)
+    return VersionSpan(identity, span.start, span.end, mixed=kept_from not in (None, identity))
 
 
 def check_spans(request_id: str, spans: tuple[VersionSpan, ...], num_tokens: int) -> None:

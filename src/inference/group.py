@@ -61,8 +61,8 @@ class RayReplica:
         await get_async(reference, who=f"{self.name}, aborting", timeout_s=self.update_s, log=self.log)
 
 
-def make_router(clients: dict[int, RayReplica], fixed: bool) -> Sampler:
-    return Router(clients, fixed=fixed)
+def make_router(clients: dict[int, RayReplica], fixed: bool, max_updating: int | None) -> Sampler:
+    return Router(clients, fixed=fixed, max_updating=max_updating)
 
 
 class InferenceGroup:
@@ -95,7 +95,7 @@ class InferenceGroup:
             index: RayReplica(handle, self._name(index), self._log(index), timeouts.step_s, timeouts.update_s)
             for index, handle in self.replicas.items()
         }
-        return partial(make_router, clients, self.cfg.deterministic)
+        return partial(make_router, clients, self.cfg.deterministic, self.cfg.inference.max_updating)
 
     def stop(self) -> None:
         """Ends all replicas and their engine processes, the unwilling ones by force."""

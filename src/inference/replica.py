@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 
 from inference.engine import end_of_sequence_ids, sampled_sequence, start_engine, vllm_params
 from inference.shipment import Shipment, in_memory_files
-from trireme import logs
+from trireme import logs, trace
 from trireme.config import Config
 from trireme.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.faults import fault_point
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 Outcome = SampledSequence | TriremeError
+Step = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 HEALTH_TICK_S = 0.5
+NAMED = 8
 WARM_UP = SampleRequest("warm-up", (0, 0), SamplingParams(max_tokens=2, seed=0), "")
 
 
@@ -41,6 +43,14 @@ class Health:
     identity: WeightIdentity | None
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A request in the engine: the weights that were in use when it entered, and where its answer will come."""
+
+    identity: WeightIdentity
+    collector: RequestOutputCollector
+
+
 class Replica:
     """Ray actor (many concurrent calls). `index` is its number; `start` must have answered before any other verb.
 
@@ -50,6 +60,8 @@ class Replica:
 
     def __init__(self, cfg: Config, index: int, log_dir: Path | None) -> None:
         logs.redirect(log_dir, f"inference_{index}")
+        trace.start(log_dir, f"inference_{index}", cfg.trace.max_mb)
+        self.sampling = trace.Busy("sampling")
         self.cfg = cfg
         self.index = index
         self.name = f"inference replica {index}"
@@ -57,6 +69,8 @@ class Replica:
         self.broken: TriremeError | None = None
         self.running: dict[str, asyncio.Task[SampledSequence]] = {}
         self.pausing = asyncio.Lock()  # held by whoever has paused the engine, so that nobody else lets it go on
+        self._keeps_kv = cfg.inference.on_update == "keep_kv"
+        self._drains = cfg.inference.on_update == "drain"
 
     async def start(self) -> Health:
         """Starts the engine and samples once: the first logprobs compile a function that a request would wait for."""
@@ -66,7 +80,6 @@ class Replica:
 
         self.load_log = load_log(self.engine)
         self.end_ids = end_of_sequence_ids(self.engine)
-        await self._in_engine("init_weight_transfer_engine", kwargs={"init_info": {}})
         await self._completion(await self._submit(WARM_UP, salt="warm-up"))
         return await self.health()
 
@@ -89,6 +102,7 @@ class Replica:
     async def stop(self) -> None:
         """Ends the engine process."""
         self.engine.shutdown()
+        trace.stop()
 
     # ------------------------------------------------------------------------------------------------------ sampling
 
@@ -101,7 +115,7 @@ class Replica:
         """
         fault_point("inference.sample")
         finished: asyncio.Queue[tuple[int, asyncio.Task[SampledSequence]]] = asyncio.Queue()
-        async with self._starting_together():
+        async with self._entering():
             entered = [await self._enter(request) for request in requests]
         for index, (request, entry) in enumerate(zip(requests, entered, strict=True)):
             task = asyncio.create_task(self._answer(request, entry))
@@ -122,40 +136,45 @@ class Replica:
         finished.put_nowait((index, task))
 
     @asynccontextmanager
-    async def _starting_together(self) -> AsyncIterator[None]:
-        """In deterministic mode, requests that enter the engine within start in one step, in order of entry: it stands
-        still until all are there. So the composition of every step follows from the requests alone, and with it the
-        order in which numbers are added up. Otherwise the first would run ahead by as many steps as the machine allows.
-        Costs 20 ms a call: vLLM's pause ends in a sleep of that length.
-        """
-        if not self.cfg.deterministic:
-            yield
-            return
-        async with self.pausing:
-            self._raise_if_broken()
-            limit = self.cfg.timeouts.update_s
-            await self._guarded("a pause before sampling", self._stand_still(clear_cache=False), limit)
-            yield
-            await self._guarded("the start of sampling", self.resume(), limit)
+    async def _entering(self) -> AsyncIterator[None]:
+        """Requests enter the engine within.
 
-    async def _enter(self, request: SampleRequest) -> RequestOutputCollector | TriremeError:
+        With `drain` they wait for an update that waits for the engine to be empty. In deterministic mode all start in
+        one step, in order of entry: the engine stands still until they are there. So the composition of every step
+        follows from the requests alone, and with it the order in which numbers are added up; otherwise the first would
+        run ahead by as many steps as the machine allows.
+        """
+        async with AsyncExitStack() as stack:
+            if self.cfg.deterministic or self._drains:
+                await stack.enter_async_context(self.pausing)
+                self._raise_if_broken()
+            limit = self.cfg.timeouts.update_s
+            if self.cfg.deterministic:
+                await self._guarded("a pause before sampling", self._stand_still(clear_cache=False), limit)
+            yield
+            if self.cfg.deterministic:
+                await self._guarded("the start of sampling", self.resume(), limit)
+
+    async def _enter(self, request: SampleRequest) -> Entry | TriremeError:
         """Hands `request` to the engine: where its answer will come, or why it can not be sampled."""
         try:
             self._raise_if_broken()
             if self.identity is None:
                 raise RoomFailed(f"{self.name} was asked to sample before any weights were published to it")
-            return await self._submit(request, salt=self.identity.digest)
+            return Entry(self.identity, await self._submit(request, salt=str(self.identity)))
         except Exception as error:
             return self._can_not_sample(request, error)
 
-    async def _answer(self, request: SampleRequest, entry: RequestOutputCollector | TriremeError) -> SampledSequence:
+    async def _answer(self, request: SampleRequest, entry: Entry | TriremeError) -> SampledSequence:
         if isinstance(entry, TriremeError):
             raise entry
         try:
-            completion = await self._completion(entry)
+            with self.sampling:
+                completion = await self._completion(entry.collector)
         except Exception as error:
             raise self._can_not_sample(request, error) from error
-        return sampled_sequence(request.request_id, completion)
+        kept_from = entry.identity if self._keeps_kv else None
+        return sampled_sequence(request.request_id, completion, kept_from)
 
     def _can_not_sample(self, request: SampleRequest, error: Exception) -> TriremeError:
         """What failed: this replica as a whole, or `request` alone."""
@@ -187,15 +206,19 @@ class Replica:
     # ------------------------------------------------------------------------------------------------------- weights
 
     async def pause(self) -> None:
-        """Stops between two steps, keeps the requests, drops all KV: it is computed again under the next weights."""
-        await self._stand_still(clear_cache=True)
+        """Stops between two steps and keeps the requests. Their KV, and all that is cached, is dropped and computed
+        again under the next weights; with `keep_kv` it stays."""
+        await self._stand_still(clear_cache=not self._keeps_kv)
+        self.sampling.pause()
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
-        await self.engine.pause_generation(mode="keep", clear_cache=clear_cache)
+        # AsyncLLM.pause_generation would do no more but sleep for 20 ms in the end.
+        await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
     async def resume(self) -> None:
-        """Goes on with the requests, prefilling each again."""
+        """Goes on with the requests."""
         await self.engine.resume_generation()
+        self.sampling.resume(version=self.identity.version if self.identity else None)
 
     async def update_weights(self, published: PublishedWeights) -> UpdateReport:
         """Takes `published` while requests are in flight. Raises WeightsRefused or RoomFailed; after either this
@@ -204,53 +227,75 @@ class Replica:
         self._raise_if_broken()
         try:
             fault_point("inference.update")
-            async with self.pausing:
-                diff, reprefill_tokens = await self._take(published, started + self.cfg.timeouts.update_s)
+            step = partial(self._step, deadline=started + self.cfg.timeouts.update_s)
+            with trace.span("update", "update", version=published.identity.version):
+                await self._receive(published, step)
+                async with self.pausing:
+                    if self._drains:
+                        await self._drained(published.identity, started)
+                    return await self._take(published, step, started)
         except Exception as error:
             self.broken = as_failure(f"{self.name}, taking version {published.identity.version}", error)
             self._fail_running()
             raise self.broken from error
-        return UpdateReport(self.index, published.identity, diff, reprefill_tokens, time.monotonic() - started)
 
-    async def _take(self, published: PublishedWeights, deadline: float) -> tuple[float, int]:
-        """One update, step by step: the canary's largest difference, and how many tokens are prefilled again."""
-        step = partial(self._step, deadline=deadline)
+    async def _receive(self, published: PublishedWeights, step: Step) -> None:
+        """Brings the bytes into the engine process and checks them, while requests go on."""
         buckets = await step("fetch", asyncio.gather(*published.buckets))
         with in_memory_files(buckets) as paths:
             shipment = pickle.dumps(Shipment(published.identity, published.entries, paths))
-            await step("receive", self._check_receipt(shipment))
-            await step("pause", self.pause())
-            self.load_log.cache_cleared()
-            in_flight = await step("count", self._in_engine("tokens_in_flight"))
-            await step("start", self._in_engine("start_weight_update"))
-            update = {"update_info": {"shipment": shipment}}
-            await step("update", self._in_engine("update_weights", kwargs=update))
-            await step("finish", self._in_engine("finish_weight_update"))
-        diff = await step("canary", self._check_canary(published))
-        await step("label", self.engine.update_weight_version(str(published.identity)))
-        self.identity = published.identity
-        unfinished = self.engine.output_processor.request_states
-        await step("resume", self.resume())
-        return diff, sum(tokens for request_id, tokens in in_flight.items() if request_id in unfinished)
-
-    async def _check_receipt(self, shipment: bytes) -> None:
-        if reason := await self._in_engine("refusal_of", args=(shipment,)):
+            reason = await step("receive", self._in_engine("receive_weights", args=(shipment,)))
+        if reason:
             raise WeightsRefused(f"{self.name}: {reason}")
 
-    async def _check_canary(self, published: PublishedWeights) -> float:
-        tokens = [int(token) for token in published.canary.tokens]
-        logprobs = await self._in_engine("canary_logprobs", args=(tokens,))
+    async def _drained(self, identity: WeightIdentity, started: float) -> None:
+        """Returns when no request is in flight; new ones wait in `_entering`."""
+        limit = self.cfg.timeouts.update_s
+        while self.running:
+            self._raise_if_broken()
+            left = started + limit - time.monotonic()
+            if left <= 0:
+                raise RoomFailed(
+                    f"{self.name} could not take version {identity.version} within {limit:g} s: it waited for "
+                    f"{len(self.running)} requests in flight ({', '.join(sorted(self.running)[:NAMED])}). Raise "
+                    "timeouts.update_s, or let updates come in flight: inference.on_update = recompute_kv"
+                )
+            await asyncio.wait(self.running.values(), timeout=min(left, HEALTH_TICK_S))
+
+    async def _take(self, published: PublishedWeights, step: Step, started: float) -> UpdateReport:
+        """From the engine's pause to its going on, in few calls to its process: requests in flight wait meanwhile."""
+        asked = time.monotonic()
+        await step("pause", self.pause())
+        still = time.monotonic()
+        canary = [int(token) for token in published.canary.tokens]
+        taken = await step("take", self._in_engine("take_weights", args=(canary,)))
+        diff = self._check_canary(published, taken["canary_logprobs"])
+        await step("label", self.engine.update_weight_version(str(published.identity)))
+        self.identity = published.identity
+        prefilled = 0 if self._keeps_kv else self._cleared(taken["tokens_in_flight"])
+        await step("resume", self.resume())
+        now = time.monotonic()
+        return UpdateReport(self.index, published.identity, diff, prefilled, now - started, still - asked, now - still)
+
+    def _cleared(self, in_flight: dict[str, int]) -> int:
+        """How many tokens are prefilled again: of the requests that have not been answered or aborted meanwhile."""
+        self.load_log.cache_cleared()
+        unfinished = self.engine.output_processor.request_states
+        return sum(tokens for request_id, tokens in in_flight.items() if request_id in unfinished)
+
+    def _check_canary(self, published: PublishedWeights, logprobs: Sequence[float]) -> float:
         try:
             return check_canary(published.identity, published.canary, np.asarray(logprobs, dtype=np.float32))
         except WeightsRefused as refused:
             raise WeightsRefused(f"{self.name}: {refused}") from None
 
-    async def _in_engine(self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    async def _in_engine(self, method: str, args: tuple[Any, ...]) -> Any:
         """Calls a method of vLLM's worker in the engine process; the answer of its first rank."""
-        return (await self.engine.collective_rpc(method, args=args, kwargs=kwargs))[0]
+        return (await self.engine.collective_rpc(method, args=args))[0]
 
     async def _step(self, name: str, awaitable: Awaitable[Value], *, deadline: float) -> Value:
-        return await self._guarded(f"update step {name!r}", awaitable, deadline - time.monotonic())
+        with trace.span(name, "update"):
+            return await self._guarded(f"update step {name!r}", awaitable, deadline - time.monotonic())
 
     # ------------------------------------------------------------------------------------------------------ failures
 

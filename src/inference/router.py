@@ -6,16 +6,20 @@ A router lives in one event loop (the orchestrator's, or a user's own).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
-from trireme.errors import RoomFailed, TriremeError
+from trireme.errors import ProvenanceError, RoomFailed, TriremeError
 from trireme.protocols import ReplicaLoad
-from trireme.types import SampledSequence, SampleRequest
+from trireme.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.weights import PublishedWeights, UpdateReport
 
 ROUTES_KEPT = 65536
+NAMED = 4
+log = logging.getLogger(__name__)
 
 
 class ReplicaClient(Protocol):
@@ -40,17 +44,26 @@ Pending = tuple[SampleRequest, "asyncio.Future[SampledSequence]"]
 class Router:
     """Implements `trireme.protocols.Sampler`.
 
-    Requests of equal `route_key` stay on one replica (they share prefixes), others go where the fewest are in flight.
+    Requests of equal `route_key` stay on one replica (they share prefixes), even while it takes weights: their turn
+    there comes sooner than a prefix is computed elsewhere. Others go to a replica that is not taking weights, if there
+    is one, and among those where the fewest are in flight.
     With `fixed` (deterministic mode) routes are forgotten whenever nothing is in flight: requests that are then asked
     for in one turn of the event loop go where their own order says, whatever was asked before or in an earlier process.
-    A replica that fails is used no more: its requests raise what it failed with, `acknowledged` leaves it out.
+    A replica that fails is used no more: its requests raise what it failed with, `acknowledged` leaves it out. One that
+    names weights which it was never given is used no more either, but what was asked of it is asked of another.
+    At most `max_updating` replicas take weights at the same time (None: all).
     """
 
-    def __init__(self, replicas: Mapping[int, ReplicaClient], *, fixed: bool = False) -> None:
+    def __init__(
+        self, replicas: Mapping[int, ReplicaClient], *, fixed: bool = False, max_updating: int | None = None
+    ) -> None:
         self._replicas = dict(replicas)
         self._fixed = fixed
+        self._max_updating = max_updating or len(self._replicas)
+        self._updating: set[int] = set()
+        self._given: dict[int, list[WeightIdentity]] = {replica: [] for replica in replicas}
         self._failures: dict[int, TriremeError] = {}
-        self._in_flight = dict.fromkeys(replicas, 0)
+        self._asked: dict[int, dict[asyncio.Future[SampledSequence], str]] = {replica: {} for replica in replicas}
         self._routes: OrderedDict[str, int] = OrderedDict()
         self._acknowledged: dict[int, int] = {}
         self._queued: defaultdict[int, list[Pending]] = defaultdict(list)
@@ -79,27 +92,33 @@ class Router:
     async def sample(self, request: SampleRequest) -> SampledSequence:
         """Samples one sequence. Cancelling the caller aborts it on its replica. Raises RoomFailed or WeightsRefused
         when its replica failed, or none is left."""
-        replica = self._route(request.route_key)
+        while True:
+            replica = self._route(request.route_key)
+            with suppress(ProvenanceError):  # that replica is out; another one samples the request, whole
+                return await self._sample_on(replica, request)
+
+    async def _sample_on(self, replica: int, request: SampleRequest) -> SampledSequence:
         future: asyncio.Future[SampledSequence] = asyncio.get_running_loop().create_future()
         if not self._queued:  # requests of one turn of the event loop go out together
             asyncio.get_running_loop().call_soon(self._send_queued)
         self._queued[replica].append((request, future))
-        self._in_flight[replica] += 1
+        self._asked[replica][future] = request.request_id
         try:
             return await future
         except asyncio.CancelledError:
-            self._spawn(self._abort(replica, request.request_id))
+            self._spawn(self._abort(replica, [request.request_id]))
             raise
         finally:
-            self._in_flight[replica] -= 1
+            del self._asked[replica][future]
 
     def _route(self, key: str) -> int:
         live = self._live()
-        if self._fixed and not any(self._in_flight.values()):
+        if self._fixed and not any(self._asked.values()):
             self._routes.clear()
         replica = self._routes.pop(key, None)
         if replica is None or replica in self._failures:
-            replica = min(live, key=lambda candidate: self._in_flight[candidate])
+            free = [candidate for candidate in live if candidate not in self._updating]
+            replica = min(free or live, key=lambda candidate: len(self._asked[candidate]))
         self._routes[key] = replica
         if len(self._routes) > ROUTES_KEPT:
             self._routes.popitem(last=False)
@@ -117,6 +136,8 @@ class Router:
         ended: TriremeError = RoomFailed(f"{client.name} ended its answers before this one")
         try:
             async for index, outcome in client.sample([request for request, _ in pending]):
+                if isinstance(outcome, SampledSequence):
+                    self._check_given(replica, "sampled tokens from", [span.identity for span in outcome.spans])
                 settle(pending[index][1], outcome)
         except TriremeError as failure:
             ended = failure
@@ -125,9 +146,9 @@ class Router:
             for _, future in pending:
                 settle(future, ended)
 
-    async def _abort(self, replica: int, request_id: str) -> None:
+    async def _abort(self, replica: int, request_ids: Sequence[str]) -> None:
         try:
-            await self._replicas[replica].abort([request_id])
+            await self._replicas[replica].abort(request_ids)
         except TriremeError as failure:
             self._mark_failed(replica, failure)
 
@@ -139,25 +160,55 @@ class Router:
     # ------------------------------------------------------------------------------------------------------- weights
 
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings every live replica to `weights`, all at once. When one fails, the others still finish; then the
-        first failure is raised (RoomFailed or WeightsRefused)."""
-        live = [replica for replica in self._replicas if replica not in self._failures]
+        """Brings every live replica to `weights`. When one fails, the others still finish; then the first failure is
+        raised (RoomFailed or WeightsRefused). One that reports other weights than these is left out."""
+        turns = asyncio.Semaphore(self._max_updating)
         results = await asyncio.gather(
-            *(self._update_one(replica, weights) for replica in live), return_exceptions=True
+            *(self._update_one(replica, weights, turns) for replica in self._live()), return_exceptions=True
         )
         for result in results:
-            if isinstance(result, BaseException):
+            if isinstance(result, BaseException) and not isinstance(result, ProvenanceError):
                 raise result
+        self._live()
         return [result for result in results if isinstance(result, UpdateReport)]
 
-    async def _update_one(self, replica: int, weights: PublishedWeights) -> UpdateReport:
-        try:
-            report = await self._replicas[replica].update_weights(weights)
-        except TriremeError as failure:
-            self._mark_failed(replica, failure)
-            raise
+    async def _update_one(self, replica: int, weights: PublishedWeights, turns: asyncio.Semaphore) -> UpdateReport:
+        async with turns:
+            self._raise_if_failed(replica)  # while it waited
+            self._updating.add(replica)
+            self._given[replica].append(weights.identity)
+            try:
+                report = await self._replicas[replica].update_weights(weights)
+                self._check_given(replica, "reports that it has", [report.identity], [weights.identity])
+            except TriremeError as failure:
+                self._mark_failed(replica, failure)
+                raise
+            finally:
+                self._updating.discard(replica)
+        self._raise_if_failed(replica)
         self._acknowledged[replica] = weights.identity.version
         return report
+
+    def _raise_if_failed(self, replica: int) -> None:
+        if replica in self._failures:
+            raise self._failures[replica]
+
+    def _check_given(
+        self,
+        replica: int,
+        says: str,
+        identities: Sequence[WeightIdentity],
+        expected: Sequence[WeightIdentity] | None = None,
+    ) -> None:
+        """Raises ProvenanceError unless all `identities` are among those that `replica` was given."""
+        given = self._given[replica] if expected is None else expected
+        strange = [identity for identity in identities if identity not in reversed(given)]  # it will be a late one
+        if not strange:
+            return
+        raise ProvenanceError(
+            f"{self._replicas[replica].name} {says} weights {', '.join(map(str, strange))} (attempt:version:digest); "
+            f"it was given {', '.join(map(str, given[-NAMED:])) or 'none'}"
+        )
 
     def _live(self) -> list[int]:
         live = [replica for replica in self._replicas if replica not in self._failures]
@@ -167,8 +218,17 @@ class Router:
         return live
 
     def _mark_failed(self, replica: int, failure: TriremeError) -> None:
-        self._failures.setdefault(replica, failure)
+        """Uses `replica` no more. Nothing that it still answers counts if it named weights that it was not given."""
+        if replica in self._failures:
+            return
+        self._failures[replica] = failure
         self._acknowledged.pop(replica, None)
+        if isinstance(failure, ProvenanceError):
+            log.error("%s. It is used no more; other replicas sample what was asked of it.", failure)
+            asked = dict(self._asked[replica])
+            for future in asked:
+                settle(future, failure)
+            self._spawn(self._abort(replica, list(asked.values())))
 
 
 def settle(future: asyncio.Future[SampledSequence], outcome: SampledSequence | TriremeError) -> None:

@@ -1,12 +1,14 @@
 """The part of a replica that lives in vLLM's engine process: taking weights, and proving that they are in use.
 
 vLLM imports this module in the engine process because the replica names `WorkerExtension` as its
-`worker_extension_cls`; the import registers the weight transfer engine. All of it runs between two forward steps.
+`worker_extension_cls`. All of it runs between two forward steps.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.sampling_params import SamplingParams
@@ -31,55 +27,30 @@ from trireme.errors import WeightsRefused
 from trireme.faults import fault_point
 from trireme.weights import TensorEntry, check_received
 
-BACKEND = "trireme"
 CANARY_REQUEST = "trireme-canary"
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    """Nothing to set up: buckets come as files in memory."""
+@dataclass(frozen=True)
+class Received:
+    """Weights that have arrived whole, and wait for a pause to be loaded."""
+
+    entries: tuple[TensorEntry, ...]
+    buckets: list[npt.NDArray[np.uint8]]
 
 
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """`shipment`: a pickled `Shipment` (vLLM's calls between processes carry bytes, not classes)."""
-
-    shipment: bytes
-
-
-class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads the tensors of one version out of byte buckets, by vLLM's life cycle start - update - finish.
-
-    The whole version comes in one `update_weights`: fused groups (q, k, v; gate and up) must be loaded together, and
-    layerwise reloading keeps references to the tensors until their layer is complete.
-    """
-
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        pass
-
-    def start_weight_update(self) -> None:
-        # Linear weights are packed for the CPU at load and their parameters become empty, so model.load_weights alone
-        # would raise half-way. Layerwise reloading restores the parameters, loads, packs, and copies into place.
-        initialize_layerwise_reload(self.model)
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        shipment: Shipment = pickle.loads(update_info.shipment)
-        buckets = shipment.open()
-        self.model.load_weights((entry.name, tensor_of(entry, buckets)) for entry in shipment.entries)
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        if fault_point("inference.repack") != "skip":
-            repack_output_heads(self.model)
-        if fault_point("inference.loaded") == "corrupt":
-            corrupt_one_weight(self.model)
-
-    def shutdown(self) -> None:
-        pass
+def load(model: torch.nn.Module, received: Received, model_config: Any) -> None:
+    """Loads one version whole: fused groups (q, k, v; gate and up) must be loaded together."""
+    # Linear weights are packed for the CPU at load and their parameters become empty, so model.load_weights alone
+    # would raise half-way. Layerwise reloading restores the parameters, loads, packs, and copies into place.
+    initialize_layerwise_reload(model)
+    model.load_weights((entry.name, tensor_of(entry, received.buckets)) for entry in received.entries)  # type: ignore[operator]
+    finalize_layerwise_reload(model, model_config)
+    if fault_point("inference.repack") != "skip":
+        repack_output_heads(model)
+    if fault_point("inference.loaded") == "corrupt":
+        corrupt_one_weight(model)
+    torch.accelerator.synchronize()
 
 
 def tensor_of(entry: TensorEntry, buckets: list[npt.NDArray[np.uint8]]) -> torch.Tensor:
@@ -110,9 +81,13 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
+    received: Received | None = None
 
-    def refusal_of(self, shipment_bytes: bytes) -> str | None:
-        """Checks what arrived against its digest; the reason to refuse it, None if it is what was published."""
+    def receive_weights(self, shipment_bytes: bytes) -> str | None:
+        """Checks what arrived against its digest; the reason to refuse it, None if it is what was published.
+
+        What was checked stays mapped, and is in memory by then: the pause in which it is loaded needs to fetch nothing.
+        """
         shipment: Shipment = pickle.loads(shipment_bytes)
         buckets = shipment.open()
         if fault_point("inference.received") == "corrupt":
@@ -122,26 +97,34 @@ class WorkerExtension:
             check_received(shipment.identity, shipment.entries, buckets)
         except WeightsRefused as refused:
             return str(refused)
+        self.received = Received(shipment.entries, buckets)
         return None
 
-    def tokens_in_flight(self) -> dict[str, int]:
-        """Tokens (prompt and answer so far) of each request that holds KV blocks: {vLLM's request id: tokens}."""
+    def take_weights(self, canary: list[int]) -> dict[str, Any]:
+        """Loads what was received, while the scheduler is paused. `canary_logprobs`: of the tokens `canary` under these
+        weights; `tokens_in_flight`: {vLLM's request id: tokens} of each request in the batch, prompt and answer."""
+        assert self.received is not None
         runner = self.model_runner
-        return {request: runner.requests[request].num_tokens for request in runner.input_batch.req_ids}
-
-    def canary_logprobs(self, tokens: list[int]) -> list[float]:
-        """Logprobs of tokens[1:], each given what precedes it, by one prefill through the model runner itself.
-
-        Only while the scheduler is paused with its cache cleared: then no request owns a KV block, and the pass may
-        write to the first ones (block 0 is vLLM's null block). Requests that were running are resumed by vLLM with
-        new blocks and a full prefill, so nothing they read is touched. The path is the one that user requests take:
-        the same packed weights, attention kernels and sampler.
-        """
+        in_flight = {request: runner.requests[request].num_tokens for request in runner.input_batch.req_ids}
         with set_current_vllm_config(self.vllm_config):
-            output = self._run_once(canary_step(tokens, self.model_runner.kv_cache_config))
-            forget = SchedulerOutput.make_empty()
-            forget.finished_req_ids = {CANARY_REQUEST}
-            self.model_runner.execute_model(forget)
+            load(runner.get_model(), self.received, self.vllm_config.model_config)
+            self.received = None
+            return {"canary_logprobs": self._logprobs(canary), "tokens_in_flight": in_flight}
+
+    def _logprobs(self, tokens: list[int]) -> list[float]:
+        """Logprobs of tokens[1:], each given what precedes it, by one prefill through the model runner itself: the
+        path that user requests take, with the same packed weights, attention kernels and sampler.
+
+        Only while the scheduler is paused. The pass writes to the first KV blocks (block 0 is vLLM's null block) and
+        leaves them as they were: requests in flight may own them, or cached prefixes. Requests fall out of the batch,
+        as they do in any step for which they are not scheduled, and come back with the next.
+        """
+        config = self.model_runner.kv_cache_config
+        with unchanged(first_blocks(self.model_runner.kv_caches, config, len(tokens))):
+            output = self._run_once(canary_step(tokens, config))
+        forget = SchedulerOutput.make_empty()
+        forget.finished_req_ids = {CANARY_REQUEST}
+        self.model_runner.execute_model(forget)
         logprobs = output.prompt_logprobs_dict[CANARY_REQUEST].logprobs[:, 0]
         return [float(value) for value in logprobs]
 
@@ -152,12 +135,34 @@ class WorkerExtension:
         return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
 
 
+def num_blocks(tokens: int, group: Any) -> int:
+    return 1 + (tokens - 1) // int(group.kv_cache_spec.block_size)
+
+
+def first_blocks(kv_caches: list[torch.Tensor], kv_cache_config: Any, tokens: int) -> list[torch.Tensor]:
+    """The parts of the layers' caches that the canary writes to, as views: vLLM's caches count blocks first. An
+    attention kernel may have smaller blocks, then several rows of a cache make one."""
+    blocks = max(num_blocks(tokens, group) for group in kv_cache_config.kv_cache_groups)
+    parts = []
+    for cache in kv_caches:
+        rows, rest = divmod(cache.shape[0], kv_cache_config.num_blocks)
+        assert rest == 0, f"a KV cache of shape {tuple(cache.shape)} has no {kv_cache_config.num_blocks} blocks"
+        parts.append(cache[rows : rows * (1 + blocks)])
+    return parts
+
+
+@contextmanager
+def unchanged(parts: list[torch.Tensor]) -> Iterator[None]:
+    """Restores the contents of `parts` at the end."""
+    saved = [part.clone() for part in parts]
+    yield
+    for part, before in zip(parts, saved, strict=True):
+        part.copy_(before)
+
+
 def canary_step(tokens: list[int], kv_cache_config: Any) -> SchedulerOutput:
     """A scheduler's order to prefill `tokens` alone and to report the logprob of each."""
-    block_ids = tuple(
-        list(range(1, 2 + (len(tokens) - 1) // group.kv_cache_spec.block_size))
-        for group in kv_cache_config.kv_cache_groups
-    )
+    block_ids = tuple(list(range(1, 1 + num_blocks(len(tokens), group))) for group in kv_cache_config.kv_cache_groups)
     request = NewRequestData(
         req_id=CANARY_REQUEST,
         prompt_token_ids=tokens,
@@ -174,7 +179,3 @@ def canary_step(tokens: list[int], kv_cache_config: Any) -> SchedulerOutput:
     step.num_scheduled_tokens = {CANARY_REQUEST: len(tokens)}
     step.total_num_scheduled_tokens = len(tokens)
     return step
-
-
-if BACKEND not in WeightTransferEngineFactory._registry:  # registering a name twice raises
-    WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)

@@ -76,13 +76,16 @@ class PublishedWeights:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """A replica's acknowledgement: it now samples from `identity`. Times in seconds."""
+    """A replica's acknowledgement: it now samples from `identity`. Times in seconds: `seconds` of the whole update; of
+    that `wait_s` for the step in progress, and `pause_s` from when the engine stood still until it went on."""
 
     replica: int
     identity: WeightIdentity
     canary_max_diff: float
     reprefill_tokens: int
     seconds: float
+    wait_s: float = 0.0
+    pause_s: float = 0.0
 
 
 def check_received(

@@ -11,19 +11,22 @@ import numpy as np
 import pytest
 
 from inference.engine import engine_args
+from inference.load import LoadLog
 from inference.replica import Replica
 from inference.shipment import Shipment, in_memory_files
 from trireme.config import Config
 from trireme.errors import BadInput, RoomFailed, WeightsRefused
 from trireme.types import SampleRequest, SamplingParams, WeightIdentity
+from trireme.weights import Canary, PublishedWeights
 
 IDENTITY = WeightIdentity(1, 0, "d")
 
 
-def config(deterministic: bool = False, **inference: Any) -> Config:
+def config(deterministic: bool = False, update_s: float = 60.0, **inference: Any) -> Config:
     return Config.model_validate(
         {
             "deterministic": deterministic,
+            "timeouts": {"update_s": update_s},
             "model": {"name": "m"},
             "orchestrator": {"batch_size": 2, "max_steps_off_policy": 0},
             "env": {"id": "sort"},
@@ -79,15 +82,22 @@ class EngineOfRequests:
         self.calls: list[str] = []
         self.going = asyncio.Event()
         self.going.set()
+        self.label = str(IDENTITY)
+        self.engine_core = self
+        self.output_processor = SimpleNamespace(request_states={})
 
-    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         await asyncio.sleep(0)
         self.going.clear()
-        self.calls.append(f"pause {mode}")
+        self.calls.append(f"pause {mode}{', clear' if clear_cache else ''}")
 
     async def resume_generation(self) -> None:
         self.going.set()
         self.calls.append("resume")
+
+    async def update_weight_version(self, label: str) -> None:
+        self.label = label
+        self.calls.append(f"label {label}")
 
     async def add(self, name: str) -> Any:
         if name == "impossible":
@@ -95,11 +105,16 @@ class EngineOfRequests:
         for _ in range(len(name)):  # the more letters, the longer the way
             await asyncio.sleep(0)
         self.calls.append(name)
-        return SimpleNamespace(get=lambda: self._answer())
+        self.output_processor.request_states[name] = None
+        return SimpleNamespace(get=lambda: self._answer(name), request_id=name)
 
-    async def _answer(self) -> Any:
+    async def abort(self, name: str, internal: bool) -> None:
+        del self.output_processor.request_states[name]
+
+    async def _answer(self, name: str) -> Any:
         await self.going.wait()
-        span = SimpleNamespace(version=str(IDENTITY), start=0, end=1)
+        del self.output_processor.request_states[name]
+        span = SimpleNamespace(version=self.label, start=0, end=1)
         logprobs = [{7: SimpleNamespace(logprob=-1.0)}]
         return SimpleNamespace(
             outputs=[SimpleNamespace(token_ids=[7], logprobs=logprobs, weight_versions=[span], finish_reason="stop")]
@@ -111,12 +126,17 @@ class SamplingReplica(Replica):
 
     engine: Any
 
-    def __init__(self, deterministic: bool) -> None:
-        super().__init__(config(deterministic), 0, None)
+    def __init__(self, deterministic: bool, **settings: Any) -> None:
+        super().__init__(config(deterministic, **settings), 0, None)
         self.engine, self.identity = EngineOfRequests(), IDENTITY
 
     async def _submit(self, request: SampleRequest, salt: str) -> Any:
         return await self.engine.add(request.request_id)
+
+
+async def turns(n: int = 20) -> None:
+    for _ in range(n):
+        await asyncio.sleep(0)
 
 
 def requests_of(*names: str) -> list[SampleRequest]:
@@ -173,8 +193,7 @@ def test_nobody_lets_an_engine_go_on_that_takes_weights() -> None:
         await made.pausing.acquire()  # as an update does
         begun = asyncio.create_task(outcomes(made, requests_of("a")))
         refused = asyncio.create_task(outcomes(made, requests_of("b")))
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turns()
         assert made.engine.calls == []
         made.pausing.release()
         await begun
@@ -185,6 +204,105 @@ def test_nobody_lets_an_engine_go_on_that_takes_weights() -> None:
             await outcomes(made, requests_of("c"))
         assert "c" not in made.engine.calls
         assert made.engine.calls.count("resume") == 2
+
+    asyncio.run(run())
+
+
+class UpdatingReplica(SamplingReplica):
+    """Whose engine process takes whatever it is sent, and logs it in `engine.calls`."""
+
+    canary = (-1.0,)
+
+    def __init__(self, on_update: str, update_s: float = 60.0) -> None:
+        super().__init__(deterministic=False, on_update=on_update, update_s=update_s)
+        self.load_log = LoadLog(None)
+
+    async def _in_engine(self, method: str, args: tuple[Any, ...]) -> Any:
+        self.engine.calls.append(method)
+        running = dict.fromkeys(self.engine.output_processor.request_states, 10)
+        return {"canary_logprobs": self.canary, "tokens_in_flight": running} if method == "take_weights" else None
+
+
+async def empty_bucket() -> Any:
+    return np.zeros(0, np.uint8)
+
+
+def published(version: int) -> PublishedWeights:
+    canary = Canary(np.zeros(2, np.int32), np.full(1, -1.0, np.float32), 1e-4)
+    return PublishedWeights(WeightIdentity(1, version, "d"), (), (empty_bucket(),), canary)
+
+
+@pytest.mark.parametrize(
+    ("on_update", "pause", "reprefilled"), [("recompute_kv", "pause keep, clear", 20), ("keep_kv", "pause keep", 0)]
+)
+def test_requests_in_flight_see_an_update_between_two_steps(on_update: str, pause: str, reprefilled: int) -> None:
+    async def run() -> None:
+        made = UpdatingReplica(on_update)
+        made.engine.going.clear()
+        sampling = asyncio.create_task(outcomes(made, requests_of("a", "b")))
+        await turns()
+        report = await made.update_weights(published(version=1))
+        assert made.engine.calls == [
+            *("a", "b", "receive_weights", pause, "take_weights", "label 1:1:d", "resume"),
+        ]
+        assert report.reprefill_tokens == reprefilled
+        assert report.seconds >= report.wait_s + report.pause_s > 0
+        for answer in await sampling:
+            assert [span.identity.version for span in answer.spans] == [1]
+            assert [span.mixed for span in answer.spans] == [on_update == "keep_kv"]
+        (later,) = await outcomes(made, requests_of("later"))
+        assert [span.mixed for span in later.spans] == [False]
+
+    asyncio.run(run())
+
+
+def test_drain_finishes_what_is_in_flight_and_lets_new_requests_wait() -> None:
+    async def run() -> None:
+        made = UpdatingReplica("drain")
+        made.engine.going.clear()
+        sampling = asyncio.create_task(outcomes(made, requests_of("a")))
+        await turns()
+        update = asyncio.create_task(made.update_weights(published(version=1)))
+        await turns()
+        new = asyncio.create_task(outcomes(made, requests_of("new")))
+        await turns()
+        assert made.engine.calls == ["a", "receive_weights"]
+        made.engine.going.set()
+        assert (await update).reprefill_tokens == 0
+        old, new_one = (await sampling)[0], (await new)[0]
+        assert made.engine.calls == [
+            *("a", "receive_weights", "pause keep, clear", "take_weights", "label 1:1:d", "resume", "new"),
+        ]
+        assert [span.identity.version for answer in (old, new_one) for span in answer.spans] == [0, 1]
+
+    asyncio.run(run())
+
+
+def test_a_drain_that_takes_too_long_says_who_is_waited_for() -> None:
+    async def run() -> None:
+        made = UpdatingReplica("drain", update_s=0.05)
+        made.engine.going.clear()
+        sampling = asyncio.create_task(outcomes(made, requests_of("slow one", "slow two")))
+        await turns()
+        expected = (
+            r"inference replica 0 could not take version 1 within 0.05 s: it waited for 2 requests in flight "
+            r"\(slow one, slow two\). Raise timeouts.update_s, .* inference.on_update = recompute_kv"
+        )
+        with pytest.raises(RoomFailed, match=expected):
+            await made.update_weights(published(version=1))
+        with pytest.raises(RoomFailed, match=expected):
+            await sampling
+
+    asyncio.run(run())
+
+
+def test_a_refused_canary_leaves_the_engine_paused_and_labelled_as_before() -> None:
+    async def run() -> None:
+        made = UpdatingReplica("recompute_kv")
+        made.canary = (-2.0,)
+        with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
+            await made.update_weights(published(version=1))
+        assert made.engine.calls == ["receive_weights", "pause keep, clear", "take_weights"]
 
     asyncio.run(run())
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.engine import check_spans
@@ -24,10 +25,10 @@ WEIGHTS = PublishedWeights(
 )
 
 
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @functools.wraps(test)
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 30))
+    def run(*args: Any, **fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **fixtures), 30))
 
     return run
 
@@ -52,6 +53,8 @@ class FakeReplica:
         self.failure: TriremeError | None = None
         self.refused: dict[str, TriremeError] = {}
         self.update = asyncio.get_running_loop().create_future()
+        self.updates = 0
+        self.spans: tuple[VersionSpan, ...] = ()
         self.loaded: ReplicaLoad | TriremeError = ReplicaLoad(0, 0, 0.0, 0)
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, SampledSequence | TriremeError]]:
@@ -61,9 +64,11 @@ class FakeReplica:
             raise self.failure
         for index in reversed(range(len(requests))):
             if requests[index].request_id not in self.aborted:
-                yield index, self.refused.get(requests[index].request_id) or answer(requests[index])
+                answered = replace(answer(requests[index]), spans=self.spans)
+                yield index, self.refused.get(requests[index].request_id) or answered
 
     async def update_weights(self, published: PublishedWeights) -> UpdateReport:
+        self.updates += 1
         return await self.update
 
     async def load(self) -> ReplicaLoad:
@@ -84,9 +89,9 @@ async def turns(n: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def fleet(n: int, fixed: bool = False) -> tuple[Router, list[FakeReplica]]:
+def fleet(n: int, fixed: bool = False, max_updating: int | None = None) -> tuple[Router, list[FakeReplica]]:
     fakes = [FakeReplica(f"replica {i}") for i in range(n)]
-    return Router(dict(enumerate(fakes)), fixed=fixed), fakes
+    return Router(dict(enumerate(fakes)), fixed=fixed, max_updating=max_updating), fakes
 
 
 @in_loop
@@ -122,6 +127,7 @@ async def wave(router: Router, keys: Sequence[str]) -> None:
     await asyncio.gather(*[router.sample(request(f"{key}{i}", key)) for i, key in enumerate(keys)])
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=12), max_size=4), st.integers(1, 4))
 def test_fixed_routes_follow_from_the_wave_alone(earlier: list[list[str]], replicas: int) -> None:
     """A router with a past sends a wave where a new one does: as after a resume. Equal keys still travel together."""
@@ -200,7 +206,7 @@ async def test_a_request_cancelled_before_it_left_is_never_sent() -> None:
     await asyncio.gather(cancelled, return_exceptions=True)
     await router.sample(request("kept"))
     assert only.groups == [["kept"]]
-    assert router._in_flight == {0: 0}
+    assert router._asked == {0: {}}
 
 
 @in_loop
@@ -228,6 +234,119 @@ async def test_a_refused_update_is_raised_after_the_others_finished() -> None:
     with pytest.raises(WeightsRefused, match="replica 0: tensor w"):
         await update
     assert router.acknowledged() == {1: 3}
+
+
+@in_loop
+async def test_replicas_take_weights_one_after_the_other_and_new_requests_avoid_the_one_that_does() -> None:
+    router, fakes = fleet(3, max_updating=1)
+    for fake in fakes:
+        fake.go.set()
+    await router.sample(request("a0", "a"))  # on the first
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    for replica, fake in enumerate(fakes):
+        await turns()
+        assert [f.updates for f in fakes] == [1] * (replica + 1) + [0] * (2 - replica)
+        assert router.acknowledged() == dict.fromkeys(range(replica), 3)
+        before = len(fake.groups)
+        await wave(router, [f"new{replica}{i}" for i in range(4)])
+        assert len(fake.groups) == before
+        await router.sample(request(f"a{replica + 1}", "a"))  # its key stays, paused or not
+        assert fakes[0].groups[-1] == [f"a{replica + 1}"]
+        fake.update.set_result(report(replica))
+    assert await update == [report(0), report(1), report(2)]
+
+
+@in_loop
+async def test_all_replicas_take_weights_at_once_by_default_and_requests_go_to_the_least_loaded() -> None:
+    router, (first, second) = fleet(2)
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    await turns()
+    assert (first.updates, second.updates) == (1, 1)
+    tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
+    await turns()
+    assert (first.groups, second.groups) == ([["r0"]], [["r1"]])
+    for task in (update, *tasks):
+        task.cancel()
+
+
+@in_loop
+async def test_a_replica_that_failed_while_it_waited_for_its_turn_is_not_updated() -> None:
+    router, (first, second) = fleet(2, max_updating=1)
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    await turns()
+    second.loaded = RoomFailed("replica 1 died")
+    await router.load()
+    first.update.set_result(report(0))
+    with pytest.raises(RoomFailed, match="replica 1 died"):
+        await update
+    assert second.updates == 0
+    assert router.acknowledged() == {0: 3}
+
+
+UNKNOWN = VersionSpan(WeightIdentity(1, 2, "other"), 0, 4)
+KNOWN = VersionSpan(WEIGHTS.identity, 0, 4)
+
+
+async def updated_fleet(n: int) -> tuple[Router, list[FakeReplica]]:
+    router, fakes = fleet(n)
+    for replica, fake in enumerate(fakes):
+        fake.update.set_result(report(replica))
+        fake.spans = (KNOWN,)
+    await router.update_weights(WEIGHTS)
+    return router, fakes
+
+
+@in_loop
+async def test_a_replica_that_names_weights_it_was_never_given_is_out_and_others_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    router, (liar, honest) = await updated_fleet(2)
+    liar.spans = (KNOWN, UNKNOWN)
+    early = asyncio.create_task(router.sample(request("early", "a")))
+    other = asyncio.create_task(router.sample(request("other", "b")))
+    await turns()
+    late = asyncio.create_task(router.sample(request("late", "a")))  # another call to the same replica
+    await turns()
+    assert (liar.groups, honest.groups) == ([["early"], ["late"]], [["other"]])
+    liar.go.set()
+    await turns(20)
+    assert "late" in liar.aborted
+    assert router.acknowledged() == {1: 3}
+    assert honest.groups == [["other"], ["early", "late"]]
+    honest.go.set()
+    for task in (early, other, late):
+        assert (await task).spans == (KNOWN,)
+    assert "replica 0 sampled tokens from weights 1:2:other" in caplog.text
+    assert "it was given 1:3:d" in caplog.text
+    honest.spans = (UNKNOWN,)
+    with pytest.raises(RoomFailed, match=r"no inference replica is left: replica 0 .*; replica 1 sampled tokens from"):
+        await router.sample(request("last"))
+
+
+@in_loop
+async def test_a_replica_that_reports_other_weights_than_it_was_sent_is_out_and_the_update_goes_on() -> None:
+    router, (liar, honest) = fleet(2)
+    liar.update.set_result(replace(report(0), identity=WeightIdentity(1, 2, "d")))
+    honest.update.set_result(report(1))
+    assert await router.update_weights(WEIGHTS) == [report(1)]
+    assert router.acknowledged() == {1: 3}
+    honest.update = asyncio.get_running_loop().create_future()
+    honest.update.set_result(replace(report(1), identity=WeightIdentity(1, 3, "e")))
+    with pytest.raises(RoomFailed, match=r"no inference replica is left.*replica 1 reports that it has weights 1:3:e"):
+        await router.update_weights(WEIGHTS)
+
+
+@in_loop
+async def test_tokens_of_weights_that_are_on_their_way_are_known() -> None:
+    """They may come before the report does."""
+    router, (only,) = fleet(1)
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    await turns()
+    only.spans = (KNOWN,)
+    only.go.set()
+    await router.sample(request("during"))
+    only.update.set_result(report(0))
+    await update
 
 
 @in_loop

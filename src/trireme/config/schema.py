@@ -148,7 +148,14 @@ class OrchestratorConfig(Section):
         10, description="Stop after this many batches' worth of filtered groups in a row without a usable one."
     )
     overlong_filter: bool = Field(False, description="Answers cut by length do not count in the loss.")
-    generation_timeout_s: PositiveFloat = Field(600.0, description="Limit for one rollout, in seconds.")
+    max_concurrent: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="Most rollouts in flight; auto = what the replicas decode at once and a quarter more at first, then "
+        "by their KV caches and preemptions.",
+    )
+    generation_timeout_s: PositiveFloat = Field(
+        600.0, description="Limit for one rollout over all its turns, in seconds, from its first on."
+    )
     max_prompt_len: PositiveInt | None = Field(None, description="Longer prompts are refused before sampling.")
     retries: NonNegativeInt = Field(2, description="How often a failed rollout is tried again.")
     min_viable_group: Share = Field(0.75, description="Share of a group's rollouts that must succeed.")
@@ -212,6 +219,15 @@ class InferenceConfig(Section):
     )
     transport: Literal["auto", "object_store"] = Field(
         "auto", description="How weights travel to the replicas; auto = object_store."
+    )
+    on_update: Literal["recompute_kv", "keep_kv", "drain"] = Field(
+        "recompute_kv",
+        description="What happens to requests in flight when new weights come: their KV cache is computed again under "
+        "the new weights; it is kept (shorter pause; the tokens after it come from no policy exactly, and are marked "
+        "mixed); or they are finished first, while new ones wait.",
+    )
+    max_updating: PositiveInt | None = Field(
+        None, description="Replicas that take new weights at the same time; none = all, 1 = one after the other."
     )
     sampling: SamplingConfig
     max_model_len: PositiveInt | None = Field(None, description="Context of the engine; none = model.max_seq_len.")
@@ -309,6 +325,12 @@ class Config(Section):
         """How evaluations sample."""
         own = {"max_tokens": self.eval.max_tokens, "temperature": self.eval.temperature}
         return self.inference.sampling.model_copy(update={k: v for k, v in own.items() if v is not None})
+
+    def first_max_concurrent(self, *, on_gpus: bool) -> int:
+        """`max_concurrent = auto` at first: a quarter more than the replicas decode at once waits there, so that none
+        runs dry while answers travel."""
+        decoded = self.inference.replicas * self.inference.sequences(on_gpus=on_gpus)
+        return max(decoded + decoded // 4, self.orchestrator.group_size)
 
     def adam_params(self, learning_rate: float) -> AdamParams:
         """AdamW's parameters with the learning rate of a step."""
