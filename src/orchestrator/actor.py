@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.env import EnvContext, load_dataset
@@ -34,14 +35,23 @@ class OrchestratorActor:
         fault_point("orchestrator.start")
         cfg = self._cfg
         context = EnvContext(load_tokenizer(cfg.tokenizer_name), cfg.seed, cfg.orchestrator.group_size, "train")
-        dataset = load_dataset(cfg.env, context)
-        self._pipeline = Pipeline(cfg, dataset, self._sampler_factory(), rollout_limits(cfg))
+        held_out = replace(context, group_size=cfg.eval.samples, split="eval")
+        self._pipeline = Pipeline(
+            cfg,
+            load_dataset(cfg.env, context),
+            self._sampler_factory(),
+            rollout_limits(cfg),
+            load_dataset(cfg.eval_env, held_out, "eval.env") if cfg.eval.every else None,
+        )
 
     async def update_weights(self, weights: PublishedWeights) -> None:
         await self._pipeline.update_weights(weights)
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         return await self._pipeline.next_minibatch(step, substep)
+
+    async def give_up_evaluation(self) -> None:
+        self._pipeline.give_up_evaluation()
 
     async def release(self, step: int) -> Released:
         return self._pipeline.release(step)

@@ -146,41 +146,41 @@ class EnvContext:
     split: Literal["train", "eval"] = "train"
 
 
-def load_dataset(env: EnvConfig, context: EnvContext) -> RLDataset:
-    """The dataset that `env.id` names, built as `Class(context, **env.args)`.
+def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> RLDataset:
+    """The dataset that `env.id` names, built as `Class(context, **env.args)`. Errors name the keys in `section`.
 
     Raises BadInput for an id that does not lead to a dataset, and for arguments that it does not take.
     """
-    dataset_class = _find_class(env.id)
+    dataset_class = _find_class(env.id, section)
     try:
         inspect.signature(dataset_class).bind(context, **env.args)
         dataset = dataset_class(context, **env.args)
     except (TypeError, ValueError) as error:
         raise BadInput(
-            f"env.args = {env.args!r} does not suit environment {env.id!r}: {error}. "
+            f"{section}.args = {env.args!r} does not suit environment {env.id!r}: {error}. "
             f"Its arguments: {_arguments(dataset_class)}"
         ) from error
     if len(dataset) < 1:
         raise BadInput(
-            f"environment {env.id!r} with env.args = {env.args!r} has no problems; expected at least one batch"
+            f"environment {env.id!r} with {section}.args = {env.args!r} has no problems; expected at least one batch"
         )
     return dataset
 
 
-def _find_class(env_id: str) -> Callable[..., RLDataset]:
+def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
     expected = f"expected a built-in name ({', '.join(BUILT_IN)}) or `package.module:Class`"
     module_name, _, class_name = BUILT_IN.get(env_id, env_id).partition(":")
     if not module_name or not class_name:
-        raise BadInput(f"env.id = {env_id!r} names no environment; {expected}")
+        raise BadInput(f"{section}.id = {env_id!r} names no environment; {expected}")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise BadInput(
-            f"env.id = {env_id!r} cannot be loaded: {error}; {expected}, importable from where the run starts "
+            f"{section}.id = {env_id!r} cannot be loaded: {error}; {expected}, importable from where the run starts "
             "(install the package or set PYTHONPATH)"
         ) from error
     if not (isinstance(found, type) and issubclass(found, RLDataset)):
-        raise BadInput(f"env.id = {env_id!r} is {found!r}; expected a subclass of orchestrator.env.RLDataset")
+        raise BadInput(f"{section}.id = {env_id!r} is {found!r}; expected a subclass of orchestrator.env.RLDataset")
     return found
 
 

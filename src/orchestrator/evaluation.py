@@ -100,6 +100,7 @@ class Evaluator:
         self._done: int | None = None
         self._owed = False
         self._rows: dict[int, dict[str, float]] = {}
+        self._waited_s = 0.0
 
     def begin(self, version: int, spawn: Spawn) -> None:
         """All replicas hold `version`: begins its evaluation if it is due."""
@@ -109,10 +110,14 @@ class Evaluator:
 
     async def ended(self) -> None:
         """Returns when no evaluation is under way. Raises what it failed with."""
-        if self._task:
-            await asyncio.wait([self._task])  # it has a deadline of its own
-            if not self._task.cancelled():
-                self._task.result()
+        if self._task is None:
+            return
+        now = asyncio.get_running_loop().time
+        started = now()
+        await asyncio.wait([self._task])  # it has a deadline of its own
+        self._waited_s += now() - started
+        if not self._task.cancelled():
+            self._task.result()
 
     def give_up(self) -> None:
         """Ends the evaluation under way, if there is one; it stays due."""
@@ -121,7 +126,9 @@ class Evaluator:
 
     def take(self, step: int) -> dict[str, float]:
         """What the row of `step` is to hold; nothing when no evaluation belongs there."""
-        return self._rows.pop(step, {})
+        row = self._rows.pop(step, {})
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return row | {"time/wait_for_evaluation": waited_s} if row else row
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values; rows as pairs, because their keys are numbers."""

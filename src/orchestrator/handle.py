@@ -43,13 +43,22 @@ class OrchestratorHandle:
         """References that are there once the actor is ready, and the names of their owners."""
         return [self._started], ["orchestrator"]
 
-    def update_weights(self, weights: PublishedWeights) -> None:
-        """Begins to bring all replicas to `weights`, in flight, once the update before has ended.
+    def update_weights(self, weights: PublishedWeights, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Begins to bring all replicas to `weights`, in flight, once the update before has ended, and the evaluation of
+        its version if there is one. What it fails with is raised by the next call. The first and the last of a run, and
+        all of a synchronous one, end before this returns; so does the evaluation of the last version.
 
-        What it fails with is raised by the next call. The first and the last of a run, and all of a synchronous one,
-        end before it returns."""
-        two_updates_s = 2 * update_deadline_s(self._cfg)
-        self._wait(self._actor.update_weights.remote(weights), "the replicas' update", two_updates_s)
+        Once `hurry()` is true an evaluation is given up; it is due again after a resume.
+        """
+
+        def tick() -> None:
+            if hurry():
+                self._actor.give_up_evaluation.remote()
+
+        limit_s = 2 * update_deadline_s(self._cfg)
+        if self._cfg.eval.every:
+            limit_s += self._cfg.timeouts.step_s
+        self._wait(self._actor.update_weights.remote(weights), "the replicas' update", limit_s, tick)
 
     def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] | None = None) -> Iterator[Minibatch]:
         """The minibatches of a substep as their groups finish: one unless streaming. `on_tick` is called about once a

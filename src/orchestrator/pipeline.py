@@ -42,6 +42,7 @@ import numpy as np
 from orchestrator.cursor import Cursor
 from orchestrator.data import ScoredGroup, build_minibatch, group_to_data, is_constant
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
+from orchestrator.evaluation import Evaluator
 from orchestrator.ledger import Group, Ledger, Taken
 from orchestrator.limits import RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
@@ -71,7 +72,14 @@ def update_deadline_s(cfg: Config) -> float:
 class Pipeline:
     """The orchestrator without its actor, on one event loop. The first `update_weights` starts the loops."""
 
-    def __init__(self, cfg: Config, dataset: RLDataset, sampler: Sampler, limits: RolloutLimits) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        dataset: RLDataset,
+        sampler: Sampler,
+        limits: RolloutLimits,
+        held_out: RLDataset | None = None,
+    ) -> None:
         self._cfg, self._options, self._sampler, self._limits = cfg, cfg.orchestrator, sampler, limits
         self._cursor = Cursor(dataset)
         self._ledger = Ledger(
@@ -91,6 +99,7 @@ class Pipeline:
         self._update_rows: dict[int, dict[str, float]] = {}
         self._pace = Lockstep(self._ledger.can_dispatch) if cfg.deterministic else OwnPace()
         self._player = Player(self._rules(), self._sample, self._pace, self._note_error, self._check_floor)
+        self._evaluator = Evaluator(cfg, held_out, self._sample, limits)
         self._run_limits = RunLimits(cfg)
         self._meter = StepMeter()
         self._idle: IdleClock  # from the start of the loops on
@@ -106,14 +115,21 @@ class Pipeline:
         """
         self._raise_error(but_limits=True)
         await self._update_ended()
+        await self._evaluator.ended()
         first, self._newest = self._update is None, weights.identity.version
         if first:
             self._idle = IdleClock(asyncio.get_running_loop().time)
         self._update = self._spawn(self._update_replicas(weights), f"update to version {self._newest}")
         if first or self._newest == self._cfg.max_steps or not self._options.max_steps_off_policy:
             await self._update_ended()
+        if self._cfg.deterministic or self._newest == self._cfg.max_steps:
+            await self._evaluator.ended()  # else it goes on beside training
         if first:
             self._start()
+
+    def give_up_evaluation(self) -> None:
+        """Ends the evaluation under way, if there is one: it is due again after a resume."""
+        self._evaluator.give_up()
 
     async def _update_ended(self) -> None:
         """Returns when no update is under way. Raises what the last one failed with."""
@@ -134,6 +150,7 @@ class Pipeline:
         reports = await self._sampler.update_weights(weights)
         self._update_rows[weights.identity.version] = update_metrics(reports, now() - started)
         self._ledger.acknowledge(self._sampler.acknowledged())
+        self._evaluator.begin(weights.identity.version, self._spawn)
         self._slots_changed.set()
 
     def _start(self) -> None:
@@ -180,6 +197,7 @@ class Pipeline:
         self._slots_changed.set()
         counts = self._ledger.counts()
         row = self._meter.row(step, counts, self._counts, self._idle.take()) | self._update_rows.pop(step)
+        row |= self._evaluator.take(step)
         self._meter, self._counts = StepMeter(), counts
         self._note_boundary()
         return Released(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups])
@@ -193,6 +211,7 @@ class Pipeline:
         self._cursor.load_state_dict(snapshot.cursor)
         self._ledger.load_state_dict(snapshot.ledger)
         self._run_limits.load_state_dict(snapshot.limits)
+        self._evaluator.load_state_dict(snapshot.evaluation)
         groups = self._ledger.active
         self._finished = {
             s.group.index: replace(s, group=groups[s.group.index]) for s in snapshot.finished if s.group.index in groups
@@ -229,6 +248,7 @@ class Pipeline:
             filtered=tuple(self._meter.filtered),
             errors=dict(self._meter.errors),
             counts=self._counts,
+            evaluation=self._evaluator.state_dict(),
         )
 
     # ---- taking

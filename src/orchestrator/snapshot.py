@@ -33,8 +33,8 @@ SAMPLED = {"action": np.int32, "logprobs": np.float32, "versions": np.int32}
 
 @dataclass(frozen=True)
 class Snapshot:
-    """`cursor`, `ledger` and `limits` are `state_dict`s. `finished` groups wait to be taken; `filtered` ones and
-    `errors` are for the next row of metrics, `counts` those of the ledger at the last row."""
+    """`cursor`, `ledger`, `limits` and `evaluation` are `state_dict`s. `finished` groups wait to be taken; `filtered`
+    ones and `errors` are for the next row of metrics, `counts` those of the ledger at the last row."""
 
     cursor: Mapping[str, int]
     ledger: Mapping[str, Any]
@@ -43,6 +43,7 @@ class Snapshot:
     filtered: tuple[ScoredGroup, ...]
     errors: Mapping[str, int]
     counts: Mapping[str, int]
+    evaluation: Mapping[str, Any]
 
 
 def write_snapshot(snapshot: Snapshot, directory: Path) -> list[FileRecord]:
@@ -56,6 +57,7 @@ def write_snapshot(snapshot: Snapshot, directory: Path) -> list[FileRecord]:
         "filtered": [_group_to_json(scored) for scored in snapshot.filtered],
         "errors": snapshot.errors,
         "counts": snapshot.counts,
+        "evaluation": snapshot.evaluation,
     }
     turns = [turn for scored in groups for trajectory in scored.trajectories_G for turn in trajectory.transitions]
     return [

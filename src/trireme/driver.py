@@ -56,7 +56,7 @@ def train(
             with clock("publish"):
                 weights = trainer.publish_weights(step + 1)
             with clock("update_replicas"):
-                orchestrator.update_weights(weights)  # goes on while the next batch is trained on
+                orchestrator.update_weights(weights, stop.asked)  # goes on while the next batch is trained on
             released = orchestrator.release(step)
             with clock("checkpoint_stall"):
                 commits.at_boundary(weights)

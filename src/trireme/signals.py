@@ -51,6 +51,10 @@ class Stop:
 
     exit_code: int | None = None
 
+    def asked(self) -> bool:
+        """Whether a signal came."""
+        return self.exit_code is not None
+
     def check(self) -> None:
         """Raises Stopped if a signal came: called where the run can be committed."""
         if self.exit_code is not None:

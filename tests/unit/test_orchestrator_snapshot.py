@@ -69,7 +69,8 @@ def scored(seed: int, turns_G: list[int], finished: bool = True, logs: Mapping[s
 
 
 def snapshot_of(finished: tuple[ScoredGroup, ...], filtered: tuple[ScoredGroup, ...]) -> Snapshot:
-    return Snapshot({"epoch": 1}, {"released": 3}, {"failures": [True]}, finished, filtered, {"KeyError": 2}, {"a": 1})
+    states: tuple[Any, ...] = ({"epoch": 1}, {"released": 3}, {"failures": [True]})
+    return Snapshot(*states, finished, filtered, {"KeyError": 2}, {"a": 1}, {"done": 4, "rows": [[4, {"n": 0.5}]]})
 
 
 @settings(deadline=None, max_examples=30)
