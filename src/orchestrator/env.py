@@ -49,12 +49,14 @@ class StepResult:
 @dataclass(frozen=True)
 class Transition:
     """One turn: `observation` int32 [T_ob] (the whole prompt), `action` int32 [T_ac], `logprobs` float32 [T_ac] as
-    sampled, `versions` int32 [T_ac] of the weights that sampled each token, all of which `identities` name."""
+    sampled, `versions` int32 [T_ac] of the weights that sampled each token, all of which `identities` name, and `mixed`
+    bool [T_ac]: those weights read keys and values of older ones."""
 
     observation: npt.NDArray[np.int32]
     action: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
+    mixed: npt.NDArray[np.bool_]
     identities: tuple[WeightIdentity, ...]
     stop_reason: StopReason
     reward: float

@@ -9,6 +9,7 @@ filtered since the row before. Evicted and failed groups are counted, but their 
   off_policy/mean, max    age (step - floor) over the groups trained on
   off_policy/token_mean   step - version over their sampled tokens
   off_policy/versions_spanned  largest number of versions within one of their rollouts
+  off_policy/mixed_frac   share of their sampled tokens that came from newer weights on KV of older ones (`keep_kv`)
   off_policy/*            in_flight and in_queue: groups sampling, and waiting to be taken, now; the others: groups that
                           ended so since the last row
   ledger/*                the terms of the conservation equation, since the start of the run
@@ -167,6 +168,7 @@ def off_policy_metrics(
         "off_policy/max": float(max(ages)),
         "off_policy/token_mean": float(step - np.mean(versions)),
         "off_policy/versions_spanned": float(max(spanned)),
+        "off_policy/mixed_frac": sum(int(turn.mixed.sum()) for turns in rollouts for turn in turns) / len(versions),
         "off_policy/in_flight": float(counts["running"]),
         "off_policy/in_queue": float(counts["finished"]),
         **{f"off_policy/{name}": float(counts[name] - before[name]) for name in ENDINGS},

@@ -154,6 +154,7 @@ def _transition(
         action=sampled.tokens.astype(np.int32),
         logprobs=sampled.logprobs.astype(np.float32),
         versions=token_versions(sampled.spans, len(sampled.tokens)),
+        mixed=token_mixed(sampled.spans, len(sampled.tokens)),
         identities=tuple(span.identity for span in sampled.spans),
         stop_reason=sampled.stop_reason,
         reward=float(result.reward),
@@ -180,3 +181,11 @@ def token_versions(spans: Sequence[VersionSpan], length: int) -> npt.NDArray[np.
     for span in spans:
         versions[span.start : span.end] = span.identity.version
     return versions
+
+
+def token_mixed(spans: Sequence[VersionSpan], length: int) -> npt.NDArray[np.bool_]:
+    """Whether each of `length` tokens comes from a mixed span, bool [T]."""
+    mixed = np.zeros(length, np.bool_)
+    for span in spans:
+        mixed[span.start : span.end] = span.mixed
+    return mixed

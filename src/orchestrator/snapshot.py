@@ -2,8 +2,8 @@
 
     state.json          cursor, ledger, limits, metrics; of each group everything that is no array, turn by turn
     groups.safetensors  all turns of all groups one after the other, finished groups first: `observation`, `action`,
-                        `versions` int32, `logprobs` float32, and where each turn ends, `observation_ends`,
-                        `action_ends` int64 (`logprobs` and `versions` are as long as `action`)
+                        `versions` int32, `logprobs` float32, `mixed` bool (these are as long as `action`), and where
+                        each turn ends, `observation_ends`, `action_ends` int64
 
 Nothing is pickled. What an environment logged is kept as JSON, with the text of whatever JSON does not know.
 """
@@ -28,7 +28,7 @@ from trireme.types import WeightIdentity
 
 STATE, ARRAYS = "state.json", "groups.safetensors"
 OBSERVED = {"observation": np.int32}
-SAMPLED = {"action": np.int32, "logprobs": np.float32, "versions": np.int32}
+SAMPLED = {"action": np.int32, "logprobs": np.float32, "versions": np.int32, "mixed": np.bool_}
 
 
 @dataclass(frozen=True)

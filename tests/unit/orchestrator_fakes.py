@@ -36,6 +36,7 @@ class FakeSampler:
         self.held_updates: dict[int, asyncio.Event] = {}
         self.update_error: Exception | None = None
         self.label_with: int | None = None
+        self.mixes = False
 
     def hold(self, problem: int) -> asyncio.Event:
         return self.held.setdefault(problem, asyncio.Event())
@@ -49,7 +50,9 @@ class FakeSampler:
         if event := self.held.get(request.prompt[0]):
             await event.wait()
         versions = sorted({started if self.label_with is None else self.label_with, self.version})
-        spans = tuple(VersionSpan(WeightIdentity(0, v, f"d{v}"), i, i + 1) for i, v in enumerate(versions))
+        spans = tuple(
+            VersionSpan(WeightIdentity(0, v, f"d{v}"), i, i + 1, self.mixes and i > 0) for i, v in enumerate(versions)
+        )
         n = len(versions)
         return SampledSequence(np.full(n, request.prompt[-1], np.int32), np.full(n, -1.0, np.float32), "stop", spans)
 

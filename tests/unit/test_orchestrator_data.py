@@ -32,6 +32,7 @@ def transition(ob: list[int], ac: list[int], logprobs: list[float] | None = None
         action=np.asarray(ac, np.int32),
         logprobs=np.asarray(logprobs or [-0.5] * len(ac), np.float32),
         versions=np.full(len(ac), version, np.int32),
+        mixed=np.zeros(len(ac), np.bool_),
         identities=(WeightIdentity(0, version, "d"),),
         stop_reason="stop",
         reward=0.0,

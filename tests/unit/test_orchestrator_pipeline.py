@@ -128,6 +128,26 @@ def test_tokens_know_their_versions_over_an_update() -> None:
     assert first.loss_fn_inputs["versions"].tolist() == [-1, 0, 1]
     assert [i.version for i in minibatch.provenance.identities] == [0, 1]
     assert run.rows[1]["off_policy/versions_spanned"] == 2
+    assert run.rows[1]["off_policy/mixed_frac"] == 0.0
+
+
+def test_the_share_of_mixed_tokens_is_in_the_row() -> None:
+    async def scenario() -> Run:
+        run = Run(config(2, 2, stale_policy="wait"))
+        run.sampler.mixes = True
+        straggler = run.sampler.hold(2)
+        async with run:
+            await run.step(0)
+            straggler.set()
+            await run.step(1)
+        return run
+
+    run = asyncio.run(scenario())
+    (minibatch,) = run.batches[1]
+    versions = minibatch.batch.columns["versions"]
+    sampled = (versions >= 0).sum()
+    assert run.rows[0]["off_policy/mixed_frac"] == 0.0
+    assert run.rows[1]["off_policy/mixed_frac"] == (sampled - minibatch.batch.temperatures.size) / sampled > 0
 
 
 def test_an_update_does_not_hold_up_the_driver() -> None:

@@ -48,6 +48,7 @@ def turn(rng: np.random.Generator, logs: Mapping[str, Any]) -> Transition:
         action=rng.integers(0, 9, length).astype(np.int32),
         logprobs=rng.normal(size=length).astype(np.float32),
         versions=rng.integers(0, 9, length).astype(np.int32),
+        mixed=rng.integers(0, 2, length).astype(np.bool_),
         identities=(WeightIdentity(1, 2, "ab"), WeightIdentity(2, 2, "ab")),
         stop_reason="length",
         reward=0.1 + 0.2,
