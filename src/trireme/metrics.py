@@ -13,6 +13,8 @@ from typing import Any, Protocol, TextIO
 from trireme import trace
 from trireme.config import Config
 
+TOO_EASY = 0.8
+"""Above this share of problems that the start solves always, there is little left to learn."""
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min, "mean": mean}
 
 
@@ -91,8 +93,30 @@ class JsonlSink:
         self._file.close()
 
 
+def evaluation_text(row: Mapping[str, Any]) -> list[str]:
+    """Lines about the evaluation that a row holds, with a warning where the problems do not suit the start; none for
+    other rows."""
+    places = [name.removesuffix("version") for name in row if name.startswith("eval/") and name.endswith("/version")]
+    return [line for place in places for line in _evaluation_lines(row, place)]
+
+
+def _evaluation_lines(row: Mapping[str, Any], place: str) -> Iterator[str]:
+    version, n, failed = (int(row[place + name]) for name in ("version", "n", "failed"))
+    means = [name for name in row if name.startswith((f"{place}avg@", f"{place}pass@")) and not name.endswith("/ci95")]
+    said = [f"{name.removeprefix(place)} {row[name]:.3f} +- {row.get(f'{name}/ci95', 0.0):.3f}" for name in means]
+    if failed:
+        said.append(f"{failed} rollouts failed ({failed / (n + failed):.0%}) and count nowhere")
+    yield f"  evaluation of version {version} on {place.split('/', 1)[1][:-1]}: {', '.join(said)}"
+    all_bad, all_good = (row.get(f"{place}by_group/frac_all_{kind}", 0.0) for kind in ("bad", "good"))
+    if version == 0 and (all_bad == 1 or all_good > TOO_EASY):
+        yield (
+            f"  warning: of these problems {all_bad:.0%} are never solved at the start, and {all_good:.0%} always. "
+            "Little can be learnt where all rollouts of a problem are alike: choose problems that are solved sometimes"
+        )
+
+
 class ConsoleSink:
-    """One line per step."""
+    """A line per step, and one per evaluation."""
 
     def __init__(self, max_steps: int, out: TextIO) -> None:
         self._max_steps = max_steps
@@ -108,6 +132,8 @@ class ConsoleSink:
             f"  {row['time/step']:.2f} s = wait {row['time/wait_for_batch']:.2f}"
             f" + train {row['time/forward_backward'] + row['time/optim']:.2f}"
             f" + publish {row['time/publish']:.2f} + update {row['time/update_replicas']:.2f}",
+            *evaluation_text(row),
+            sep="\n",
             file=self._out,
             flush=True,
         )

@@ -243,6 +243,7 @@ class Plan:
             ("memory", self._memory_text()),
             ("staleness", self._staleness_text()),
             ("each update", f"weights travel by {self.config.transport}; {self._update_text()}"),
+            *self._rows_of_evaluation(),
             ("commits", self._commits_text()),
             ("written to", f"{self._run_dir_text()}: config.json, metrics.jsonl, trained.jsonl, checkpoints/, logs/"),
             *(("warning", text) for text in self.warnings),
@@ -265,6 +266,13 @@ class Plan:
             ("orchestrator", f"1 actor, CPU: env {config.env.label}, loss {config.loss_fn}"),
             ("inference", f"{_count(replicas, 'vLLM replica')}: {_count(replicas, 'actor')} with an engine, {each}"),
         ]
+
+    def _rows_of_evaluation(self) -> list[tuple[str, str]]:
+        options, env = self.config.eval, self.config.eval_env.label
+        if not options.every:
+            return []
+        problems = f"{options.problems or 'all'} held-out problems of {env} x {_count(options.samples, 'rollout')}"
+        return [("evaluation", f"{problems}: first of all, every {_count(options.every, 'step')}, and at the end")]
 
     def _run_dir_text(self) -> str:
         if self.run_dir:

@@ -1,11 +1,13 @@
 """Rows: reduction, the clock, and the file they are read from."""
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trireme.metrics import Clock, JsonlSink, reduce_metrics
+from trireme.metrics import Clock, ConsoleSink, JsonlSink, evaluation_text, reduce_metrics
 
 
 def test_each_name_is_reduced_by_its_suffix() -> None:
@@ -38,3 +40,40 @@ def test_rows_are_whole_lines(tmp_path: Path) -> None:
     sink.write({"step": 1})
     sink.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [0, 1]
+
+
+def evaluated(version: int, all_bad: float = 0.0, all_good: float = 0.0, failed: int = 0) -> dict[str, Any]:
+    values = {"version": version, "n": 30, "failed": failed, "avg@2": 0.5, "avg@2/ci95": 0.125, "pass@2": 1.0}
+    kinds = {"by_group/frac_all_bad": all_bad, "by_group/frac_all_good": all_good}
+    return {f"eval/a/b/{name}": float(value) for name, value in (values | kinds).items()}
+
+
+def test_an_evaluation_is_told_with_its_intervals_and_failures() -> None:
+    assert evaluation_text({"step": 3, "reward/total": 1.0}) == []
+    (line,) = evaluation_text(evaluated(4, failed=10))
+    assert line == (
+        "  evaluation of version 4 on a/b: avg@2 0.500 +- 0.125, pass@2 1.000 +- 0.000, "
+        "10 rollouts failed (25%) and count nowhere"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "all_bad", "all_good", "warns"),
+    [(0, 1.0, 0.0, True), (0, 0.99, 0.0, False), (0, 0.1, 0.81, True), (0, 0.0, 0.8, False), (6, 1.0, 0.0, False)],
+)
+def test_a_start_that_solves_nothing_or_nearly_all_is_warned_of(
+    version: int, all_bad: float, all_good: float, warns: bool
+) -> None:
+    lines = evaluation_text(evaluated(version, all_bad, all_good))
+    assert ["warning" in line for line in lines[1:]] == [True] * warns
+
+
+def test_the_console_tells_of_an_evaluation_below_its_step() -> None:
+    out = io.StringIO()
+    names = ("reward/total", "off_policy/mean", "off_policy/max", "optim/kl_sample_train_v2", "perf/tokens_per_s")
+    times = ("step", "wait_for_batch", "forward_backward", "optim", "publish", "update_replicas")
+    row = dict.fromkeys([*names, *(f"time/{name}" for name in times)], 0.0) | {"step": 6}
+    ConsoleSink(12, out).write(row | evaluated(6))
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("step  7/12")
+    assert "version 6" in second

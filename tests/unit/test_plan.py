@@ -28,6 +28,7 @@ def plan(
     device: str = "auto",
     orchestrator: dict | None = None,
     inference: dict | None = None,
+    evaluation: dict | None = None,
     run_dir: Path | None = None,
     warnings: tuple[str, ...] = (),
 ) -> Plan:
@@ -35,6 +36,7 @@ def plan(
         {
             "model": {"name": "m"},
             "env": {"id": "sort"},
+            "eval": evaluation or {},
             "trainer": {"shards": shards, "micro_batch_tokens": 1000},
             "orchestrator": {"batch_size": 16, **(orchestrator or {})},
             "inference": {"replicas": replicas, "sampling": {"max_tokens": 10}, **(inference or {})},
@@ -213,6 +215,11 @@ class TestText:
     )
     def test_stale_policy(self, policy: str, words: str) -> None:
         assert words in text_of(plan(orchestrator={"stale_policy": policy}))
+
+    def test_evaluation(self) -> None:
+        assert "evaluation" not in text_of(plan())
+        text = text_of(plan(evaluation={"every": 5, "samples": 4, "env": {"name": "longer"}}))
+        assert "128 held-out problems of longer x 4 rollouts: first of all, every 5 steps, and at the end" in text
 
     def test_a_dry_run_has_no_directory_yet(self) -> None:
         assert "outputs/sort-m-<8 hex>" in text_of(plan())
