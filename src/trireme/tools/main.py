@@ -1,20 +1,25 @@
-"""The command `trireme`: `trireme inspect RUN`, `trireme export RUN`."""
+"""The command `trireme`: `trireme inspect RUN`, `trireme export RUN`, `trireme report RUN`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
+from rich.filesize import decimal
 
 from trireme.config.problems import Problem
 from trireme.errors import EXIT_OK, TriremeError
 from trireme.tools.export import DTYPES, export
 from trireme.tools.inspection import inspect, render, to_json
+from trireme.tools.report import page
+from trireme.tools.timeline import Timeline, join_files, timeline, traces
 
 MARKS = ("config.json", "HEAD", "checkpoints")
 """A run directory holds one of these."""
@@ -56,7 +61,17 @@ def _parser() -> argparse.ArgumentParser:
     taking.add_argument("--out", type=Path, help="a new or empty directory (default: RUN/exports/<step>-<dtype>)")
     taking.set_defaults(command=_export)
 
-    for command in (looking, taking):
+    reporting = commands.add_parser("report", help="curves, ages, and who did what when, as one HTML page")
+    reporting.add_argument("--output", type=Path, help="where to (default: RUN/report.html)")
+    reporting.add_argument(
+        "--steps", type=_steps, metavar="FIRST:LAST", help="to show the timeline of (default: newest)"
+    )
+    reporting.add_argument(
+        "--trace", type=Path, help="also write that attempt's trace as one file, for ui.perfetto.dev"
+    )
+    reporting.set_defaults(command=_report)
+
+    for command in (looking, taking, reporting):
         command.add_argument("run", metavar="RUN", type=Path, help="directory of the run")
     return parser
 
@@ -80,6 +95,47 @@ def _export(options: argparse.Namespace) -> None:
     with Console(stderr=True).status("choosing a commit") as status:
         written = export(root, options.step, options.dtype, options.out, lambda file: status.update(f"reading {file}"))
     print(f"{written.commit} is now {written.out}: {written.files} files, weights in {written.dtype}")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
+        raise Problem(f"--steps {text}", "the first and the last step to show", "for example --steps 100:120").error()
+    return int(first), int(last)
+
+
+def _report(options: argparse.Namespace) -> None:
+    root = _run_directory(options.run)
+    output = options.output or root / "report.html"
+    with Console(stderr=True).status("reading") as status:
+        shown = timeline(root, options.steps, lambda file: status.update(f"reading {file.name}"))
+        with _writable(output):
+            output.write_text(page(root, shown, datetime.now(UTC)))
+    print(f"{output}: a page for any browser ({decimal(output.stat().st_size)})")
+    if options.trace:
+        _write_trace(root, shown, options.trace)
+
+
+def _write_trace(root: Path, shown: Timeline | None, out: Path) -> None:
+    if shown is None:
+        raise Problem(
+            f"--trace for {root}, which has no trace",
+            "a run with trace/attempt_N/",
+            "leave --trace out; the next run has a trace unless trace.max_mb is 0",
+        ).error()
+    with _writable(out):
+        join_files(traces(root)[shown.attempt], out)
+    print(f"{out}: the trace of attempt {shown.attempt}, for ui.perfetto.dev ({decimal(out.stat().st_size)})")
+
+
+@contextmanager
+def _writable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Problem(
+            f"{file}: {error.strerror}", "a file that can be written", "choose another with --output or --trace"
+        ).error() from None
 
 
 def _run_directory(given: Path) -> Path:

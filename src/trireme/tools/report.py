@@ -1,0 +1,271 @@
+"""One page about a run: its curves, the ages of what it was trained on, and who did what when.
+
+The page needs nothing else: what it shows is in it, as JSON, and its script draws it. It stays small for a long run:
+curves are thinned to the lowest and the highest of neighbours, and `timeline` bounds the number of spans.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trireme.checkpoint.manifest import step_of
+from trireme.checkpoint.store import CheckpointStore
+from trireme.tools.inspection import age
+from trireme.tools.timeline import KINDS, KINDS_OF_TRACKS, Process, Span, Timeline, Track, json_lines
+
+CURVE_BUCKETS = 400
+MOST_CURVES = 8
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart of the metrics whose names match one of the `patterns`; `names` {pattern: what the legend says}."""
+
+    title: str
+    unit: str
+    names: Mapping[str, str]
+
+
+PANELS = (
+    Panel("Reward", "", {"reward/total": "mean reward"}),
+    Panel("Evaluation", "", {"eval/*/reward/total": "", "eval/*/avg@*": "", "eval/*/pass@*": ""}),
+    Panel(
+        "Sampler and trainer apart (KL)",
+        "nats per token",
+        {"optim/kl_sample_train_v1": "mean q − p", "optim/kl_sample_train_v2": "½ mean (q − p)²"},
+    ),
+    Panel("Entropy", "nats per token", {"optim/entropy": "entropy"}),
+    Panel("Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
+    Panel("Length of answers", "tokens per turn", {"env/all/ac_tokens_per_turn": "mean"}),
+    Panel("Speed", "tokens per second", {"perf/tokens_per_s": "trained on"}),
+    Panel(
+        "Age of what was trained on",
+        "steps",
+        {
+            "off_policy/max": "oldest group",
+            "off_policy/mean": "mean of groups",
+            "off_policy/token_mean": "mean of tokens",
+        },
+    ),
+    Panel("Idle", "share of the step", {"perf/trainer_idle_frac": "trainer", "perf/inference_idle_frac": "inference"}),
+    Panel(
+        "Where a step's time goes",
+        "seconds",
+        {
+            "time/wait_for_batch": "waiting for a batch",
+            "time/forward_backward": "forward and backward",
+            "time/optim": "optimizer",
+            "time/publish": "publishing",
+            "time/update_replicas": "handing over the update",
+            "time/checkpoint_stall": "beginning a commit",
+        },
+    ),
+)
+
+
+def page(root: Path, timeline: Timeline | None, now: datetime) -> str:
+    """The HTML of a report on the run in `root`."""
+    rows = list(json_lines(root / "metrics.jsonl")) if (root / "metrics.jsonl").exists() else []
+    data = {
+        "run": root.name,
+        "facts": facts(root, rows, now),
+        "panels": panels(rows),
+        "ages": ages(root),
+        "timeline": timeline and _timeline_to_json(timeline),
+    }
+    parts = files("trireme.tools").joinpath("page")
+    text = parts.joinpath("report.html").read_text()
+    for name in ("report.css", "report.js"):
+        text = text.replace(f"{{{{{name}}}}}", parts.joinpath(name).read_text())
+    embedded = json.dumps(_finite(data), separators=(",", ":")).replace("<", "\\u003c")  # no end of the script element
+    return text.replace("{{data}}", embedded)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinities: null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# --------------------------------------------------------------------------------------------------------------- facts
+
+
+def facts(root: Path, rows: Sequence[Mapping[str, Any]], now: datetime) -> list[tuple[str, str]]:
+    """What the run is and where it stands, as (name, value)."""
+    config = json.loads((root / "config.json").read_bytes()) if (root / "config.json").exists() else {}
+    return [
+        ("where it stands", _standing(config, rows, now)),
+        *_described(config),
+        ("attempts", _attempts(root, rows)),
+        ("commits", _commits(root)),
+        ("directory", str(root)),
+    ]
+
+
+def _standing(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], now: datetime) -> str:
+    if not rows:
+        return "no step is finished yet"
+    last = rows[-1]
+    ended = datetime.fromtimestamp(last["time/unix"], UTC)
+    seconds = median(row["time/step"] for row in rows)
+    return (
+        f"step {last['step'] + 1} of {config.get('max_steps', '?')}, {age(ended.isoformat(), now)} "
+        f"({ended:%Y-%m-%d %H:%M} UTC); {seconds:.3g} s a step (median)"
+    )
+
+
+def _described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a configuration says that tells runs apart; nothing of an empty one."""
+    if not config:
+        return []
+    model, trainer, orchestrator, inference = (
+        config[name] for name in ("model", "trainer", "orchestrator", "inference")
+    )
+    return [
+        ("model", f"{model['name']}, {model['dtype']}"),
+        ("environment", " ".join([config["env"]["id"], *(f"{k} = {v}" for k, v in config["env"]["args"].items())])),
+        (
+            "batch",
+            f"{orchestrator['batch_size']} problems, {orchestrator['group_size']} rollouts of each; "
+            f"max_steps_off_policy = {orchestrator['max_steps_off_policy']}, {orchestrator['stale_policy']}",
+        ),
+        ("loss", f"{trainer['loss_fn'] or 'by staleness'}, learning rate {trainer['learning_rate']}"),
+        ("shards, replicas", f"{trainer['shards']}, {inference['replicas']}"),
+        ("seed", str(config["seed"])),
+    ]
+
+
+def _attempts(root: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Which steps come from which attempt."""
+    steps: dict[int, list[int]] = {}
+    for row in rows:
+        steps.setdefault(row["attempt"], []).append(row["step"])
+    parts = [f"{attempt}: steps {min(done)} to {max(done)}" for attempt, done in steps.items()]
+    superseded = sorted(path.name for path in root.glob("branches/*"))
+    return "; ".join(parts + [f"superseded: branches/{name}" for name in superseded]) or "none has finished a step"
+
+
+def _commits(root: Path) -> str:
+    """Not verified: that is what `trireme inspect` does."""
+    steps = [step_of(path.name) for path in CheckpointStore(root).commits()]
+    return f"of step {', '.join(map(str, steps))}" if steps else "none"
+
+
+# -------------------------------------------------------------------------------------------------------------- curves
+
+
+def panels(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The charts for which there are metrics, with their curves: [[step, value], ...]."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    found = []
+    for panel in PANELS:
+        series = {
+            label or name.removeprefix("eval/"): thinned([(row["step"], row[name]) for row in rows if name in row])
+            for pattern, label in panel.names.items()
+            for name in names
+            if fnmatchcase(name, pattern) and not name.endswith("/ci95")
+        }
+        curves = [{"name": name, "points": points} for name, points in series.items() if points][:MOST_CURVES]
+        if curves:
+            found.append({"title": panel.title, "unit": panel.unit, "curves": curves})
+    return found
+
+
+def thinned(points: Sequence[tuple[float, float]], buckets: int = CURVE_BUCKETS) -> list[tuple[float, float]]:
+    """The finite `points`, all of them or, of each of `buckets` runs of neighbours, the lowest and the highest.
+
+    >>> thinned([(0, 1.0), (1, 5.0), (2, 3.0), (3, 2.0)], buckets=1)
+    [(0, 1.0), (1, 5.0)]
+    """
+    finite = [point for point in points if math.isfinite(point[1])]
+    size = -(-len(finite) // buckets)
+    if size <= 2:
+        return finite
+    kept = []
+    for i in range(0, len(finite), size):
+        part = finite[i : i + size]
+        ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+        kept += sorted(ends)
+    return kept
+
+
+def ages(root: Path) -> dict[str, Any]:
+    """How many groups were trained on at which age (step - floor), every one counted, and the bound on it."""
+    file, config = root / "trained.jsonl", root / "config.json"
+    counts = Counter(
+        row["step"] - group["floor"] for row in (json_lines(file) if file.exists() else ()) for group in row["groups"]
+    )
+    bound = (
+        json.loads(config.read_bytes()).get("orchestrator", {}).get("max_steps_off_policy") if config.exists() else None
+    )
+    return {"counts": sorted(counts.items()), "bound": bound}
+
+
+# ------------------------------------------------------------------------------------------------------------ timeline
+
+
+def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
+    """Times in seconds from the start of what is shown."""
+    seconds = _Seconds(timeline.start, timeline.end)
+    return {
+        "attempt": timeline.attempt,
+        "traced": timeline.traced,
+        "start": datetime.fromtimestamp(timeline.start / 1e6, UTC).isoformat(timespec="seconds"),
+        "seconds": seconds(timeline.end),
+        "steps": [(step, seconds(start), seconds(end)) for step, (start, end) in sorted(timeline.steps.items())],
+        "processes": [_process_to_json(process, seconds) for process in timeline.processes],
+        "resolution": timeline.resolution / 1e6,
+        "full": [process.name for process in timeline.processes if process.full],
+        "leftOut": timeline.left_out,
+    }
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    start: int
+    end: int
+
+    def __call__(self, at: int | None) -> float:
+        """From `start`; `end` for what is not over."""
+        return round(((self.end if at is None else at) - self.start) / 1e6, 5)
+
+
+def _process_to_json(process: Process, seconds: Callable[[int | None], float]) -> dict[str, Any]:
+    return {
+        "name": process.name,
+        "tracks": [_track_to_json(track, seconds) for track in process.tracks],
+        "counters": [
+            {"name": name, "points": [(seconds(at), value) for at, value in points]}
+            for name, points in process.counters.items()
+        ],
+    }
+
+
+def _track_to_json(track: Track, seconds: Callable[[int | None], float]) -> dict[str, Any]:
+    return {
+        "name": track.name,
+        "leftOut": track.left_out,
+        "rows": [[_span_to_json(span, track.name, seconds) for span in row] for row in track.rows],
+    }
+
+
+def _span_to_json(span: Span, track: str, seconds: Callable[[int | None], float]) -> tuple[float, float, str, str, str]:
+    """Start and end, name, kind, and what else is known."""
+    known = [f"{name} {value}" for name, value in span.args.items() if value is not None]
+    known += [f"{span.joined} spans drawn as one"] if span.joined > 1 else []
+    known += ["not over"] if span.end is None else []
+    kind = KINDS.get(span.name) or KINDS_OF_TRACKS.get(track, "other")
+    return seconds(span.start), seconds(span.end), span.name, kind, ", ".join(known)

@@ -1,0 +1,331 @@
+"""The traces of an attempt, read back: a bounded number of spans for a chart, or one file for Perfetto."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trireme.config.problems import Problem
+from trireme.trace import ROOMS
+
+NEWEST_STEPS = 50
+"""Shown unless others are asked for: more cannot be told apart on a screen."""
+MOST_SPANS = 12_000
+MOST_ROWS = 48
+MOST_PROCESSES = 40
+MOST_POINTS = 1_000
+
+KINDS = {
+    "sampling": "sampling",
+    "forward_backward": "training",
+    "optim": "optimizer",
+    "publish": "publishing",
+    "update_replicas": "update",
+    "wait": "waiting",
+    "wait_for_batch": "waiting",
+    "group": "groups",
+    "commit": "commits",
+    "checkpoint_stall": "commits",
+    "begin_save": "commits",
+    "finish_save": "commits",
+    "save_weights": "commits",
+}
+"""Which colour a span has, by its name, else by its track; anything else is "other"."""
+KINDS_OF_TRACKS = {"update": "update", "environment": "environment"}
+
+NEVER = 1 << 62
+SHORTEST_US = 10
+"""Shorter spans are nowhere to be seen."""
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Microseconds since 1970."""
+
+    start: int
+    end: int
+
+    def meets(self, start: int, end: int) -> bool:
+        return start < self.end and self.start < end
+
+
+@dataclass(frozen=True)
+class Span:
+    """Times in microseconds since 1970. `end` None: it was not over when the trace was read. `joined`: how many spans
+    this one stands for."""
+
+    name: str
+    start: int
+    end: int | None
+    args: Mapping[str, Any]
+    joined: int = 1
+
+
+@dataclass
+class Track:
+    """A line of a process: `rows` of spans that do not overlap, and how many spans found no row."""
+
+    name: str
+    rows: list[list[Span]]
+    left_out: int = 0
+
+
+@dataclass(frozen=True)
+class Process:
+    """`counters` {name: [(time, value)]}. `full`: its trace ended early, at trace.max_mb."""
+
+    name: str
+    tracks: Sequence[Track]
+    counters: Mapping[str, Sequence[tuple[int, float]]]
+    full: bool
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What an attempt did from `start` to `end`: its `steps` {number: (start, end)}, of all that it `traced` (first and
+    last). Spans shorter than `resolution` microseconds may be joined (0: none is). `left_out`: processes not shown."""
+
+    attempt: int
+    traced: tuple[int, int] | None
+    start: int
+    end: int
+    steps: Mapping[int, tuple[int, int]]
+    processes: Sequence[Process]
+    resolution: int
+    left_out: int
+
+
+def traces(root: Path) -> dict[int, list[Path]]:
+    """The files of every attempt that has a trace, in the order in which rooms are shown; attempts in order."""
+    found: dict[int, list[Path]] = defaultdict(list)
+    for file in root.glob("trace/attempt_*/*.json"):
+        found[int(file.parent.name.removeprefix("attempt_"))].append(file)
+    return {attempt: sorted(found[attempt], key=_room_and_number) for attempt in sorted(found)}
+
+
+def _room_and_number(file: Path) -> tuple[int, int]:
+    room, _, number = file.stem.rpartition("_")
+    return ROOMS.index(room), int(number)
+
+
+def json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a file that has one a line, also if they are an array; a line that a crash tore is none."""
+    with file.open("rb") as lines:
+        for line in lines:
+            try:
+                value = json.loads(line.lstrip(b"[,"))
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value
+
+
+def join_files(files: Iterable[Path], out: Path) -> None:
+    """Writes the events of several processes as one file in Chrome's format. Raises OSError."""
+    with out.open("w") as joined:
+        joined.write("[\n")
+        joined.write(",\n".join(json.dumps(event) for file in files for event in json_lines(file)))
+        joined.write("\n]\n")
+
+
+# ------------------------------------------------------------------------------------------------------------ choosing
+
+
+def timeline(root: Path, wanted: tuple[int, int] | None, on_file: Callable[[Path], None]) -> Timeline | None:
+    """The newest attempt that traced one of the `wanted` steps (first and last), or the newest of all and its newest
+    steps. None without any trace. `on_file` is told which file is read. Raises BadInput when no attempt traced them."""
+    found = traces(root)
+    steps = {attempt: _steps(files) for attempt, files in found.items()}
+    for attempt in reversed(found):
+        shown = _shown(steps[attempt], wanted)
+        if shown or wanted is None:
+            return _read(attempt, found[attempt], steps[attempt], shown, on_file)
+    if wanted is None:
+        return None
+    ranges = [f"{min(known)}:{max(known)} (attempt {attempt})" for attempt, known in steps.items() if known]
+    raise Problem(
+        f"--steps {wanted[0]}:{wanted[1]}, none of which is in a trace",
+        f"some of the steps that are: {', '.join(ranges) or 'there are none yet'}",
+        "choose others, or leave --steps out",
+    ).error()
+
+
+def _steps(files: Sequence[Path]) -> dict[int, tuple[int, int]]:
+    """When each step began and ended, by the driver."""
+    spans = [
+        event for file in files if file.stem == "driver_0" for event in json_lines(file) if event["name"] == "step"
+    ]
+    return {event["args"]["step"]: (event["ts"], event["ts"] + event["dur"]) for event in spans}
+
+
+def _shown(steps: Mapping[int, tuple[int, int]], wanted: tuple[int, int] | None) -> dict[int, tuple[int, int]]:
+    if wanted:
+        return {step: when for step, when in steps.items() if wanted[0] <= step <= wanted[1]}
+    return dict(sorted(steps.items())[-NEWEST_STEPS:])
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def _read(
+    attempt: int,
+    files: Sequence[Path],
+    steps: Mapping[int, tuple[int, int]],
+    shown: Mapping[int, tuple[int, int]],
+    on_file: Callable[[Path], None],
+) -> Timeline:
+    """What happened in the steps `shown`; before them too if they are the first, and after if they are the last."""
+    from_the_start = not shown or min(shown) == min(steps)
+    to_the_end = not shown or max(shown) == max(steps)
+    window = Window(
+        0 if from_the_start else min(start for start, _ in shown.values()),
+        NEVER if to_the_end else max(end for _, end in shown.values()),
+    )
+    processes = []
+    for file in files[:MOST_PROCESSES]:
+        on_file(file)
+        processes.append(_process(file, window))
+    times = [t for span in _spans(processes) for t in (span.start, span.end) if t is not None]
+    times += [t for when in shown.values() for t in when]
+    start, end = max(window.start, min(times, default=0)), min(window.end, max(times, default=0))
+    return Timeline(
+        attempt=attempt,
+        traced=(min(steps), max(steps)) if steps else None,
+        start=start,
+        end=end,
+        steps=shown,
+        processes=processes,
+        resolution=_bound(processes, end - start),
+        left_out=len(files[MOST_PROCESSES:]),
+    )
+
+
+def _spans(processes: Sequence[Process]) -> list[Span]:
+    return [span for process in processes for track in process.tracks for row in track.rows for span in row]
+
+
+def _process(file: Path, window: Window) -> Process:
+    """What a process did in `window`."""
+    names: dict[int, str] = {}
+    nested: dict[str, list[Span]] = defaultdict(list)
+    overlapping: dict[str, list[Span]] = defaultdict(list)
+    under_way: dict[tuple[str, int], Event] = {}
+    counters: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    full = False
+    for event in json_lines(file):
+        match event:
+            case {"ph": "M", "name": "thread_name"}:
+                names[event["tid"]] = event["args"]["name"]
+            case {"ph": "X", "ts": start, "dur": duration, "name": name}:
+                if name != "step" and duration >= SHORTEST_US and window.meets(start, start + duration):
+                    span = Span(name, start, start + duration, event.get("args", {}))
+                    nested[names[event["tid"]]].append(span)
+            case {"ph": "b"}:
+                under_way[event["cat"], event["id"]] = event
+            case {"ph": "e"}:
+                begin = under_way.pop((event["cat"], event["id"]), None)
+                if begin and window.meets(begin["ts"], event["ts"]):
+                    args = {**begin.get("args", {}), **event.get("args", {})}
+                    overlapping[event["cat"]].append(Span(event["name"], begin["ts"], event["ts"], args))
+            case {"ph": "C", "ts": at, "args": {"number": value}}:
+                if window.meets(at, at):
+                    counters[event["name"]].append((at, value))
+            case {"ph": "i"}:
+                full = True
+    for (track, _), begin in under_way.items():
+        if window.meets(begin["ts"], NEVER):
+            overlapping[track].append(Span(begin["name"], begin["ts"], None, begin.get("args", {})))
+    tracks = [Track(name, _nested(spans)) for name, spans in nested.items()]
+    tracks += [_packed(name, spans) for name, spans in overlapping.items()]
+    return Process(file.stem, tracks, {name: _thinned(points) for name, points in counters.items()}, full)
+
+
+def _nested(spans: Sequence[Span]) -> list[list[Span]]:
+    """A row for each depth: spans within others are below them."""
+    rows: list[list[Span]] = []
+    ends: list[int] = []
+    for span in sorted(spans, key=lambda span: (span.start, -_end(span))):
+        while ends and ends[-1] <= span.start:
+            ends.pop()
+        rows += [[]] if len(rows) == len(ends) else []
+        rows[len(ends)].append(span)
+        ends.append(_end(span))
+    return rows
+
+
+def _packed(name: str, spans: Sequence[Span]) -> Track:
+    """Each span in the first row that is free."""
+    track = Track(name, [])
+    taken: list[tuple[int, int]] = []
+    free: list[int] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        while taken and taken[0][0] <= span.start:
+            heapq.heappush(free, heapq.heappop(taken)[1])
+        if not free and len(track.rows) == MOST_ROWS:
+            track.left_out += 1
+            continue
+        if not free:
+            track.rows.append([])
+            free.append(len(track.rows) - 1)
+        row = heapq.heappop(free)
+        track.rows[row].append(span)
+        heapq.heappush(taken, (_end(span), row))
+    return track
+
+
+def _end(span: Span) -> int:
+    return NEVER if span.end is None else span.end
+
+
+# ------------------------------------------------------------------------------------------------------------ bounding
+
+
+def _bound(processes: Sequence[Process], length: int) -> int:
+    """Joins short spans until at most MOST_SPANS are left, however many there were; the resolution that this took."""
+    rows = [row for process in processes for track in process.tracks for row in track.rows]
+    resolution, joined = 0, rows
+    while sum(map(len, joined)) > MOST_SPANS:
+        resolution = 2 * resolution or max(length // 10_000, 1)
+        joined = [list(_joined(row, resolution)) for row in rows]
+    for row, fewer in zip(rows, joined, strict=True):
+        row[:] = fewer
+    return resolution
+
+
+def _joined(row: Sequence[Span], resolution: int) -> Iterator[Span]:
+    """The row with what is shorter than `resolution`, and begins within it, as one span under the name that took most
+    of the time."""
+    cell: list[Span] = []
+    for span in row:
+        short = _end(span) - span.start < resolution
+        if cell and not (short and span.start - cell[0].start < resolution):
+            yield _as_one(cell)
+            cell = []
+        if short:
+            cell.append(span)
+        else:
+            yield span
+    if cell:
+        yield _as_one(cell)
+
+
+def _as_one(cell: Sequence[Span]) -> Span:
+    if len(cell) == 1:
+        return cell[0]
+    taken: dict[str, int] = defaultdict(int)
+    for span in cell:
+        taken[span.name] += _end(span) - span.start
+    return Span(max(taken, key=lambda name: taken[name]), cell[0].start, cell[-1].end, {}, len(cell))
+
+
+def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most MOST_POINTS of them: of neighbours, the highest."""
+    size = -(-len(points) // MOST_POINTS)
+    return [max(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size or 1)]
