@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
+import uvloop
 from _common import ROOT, Result, median, run_for_json
 
 from trireme.environ import prepare_local_cluster
@@ -131,7 +132,12 @@ def make_pipeline(client: Any, groups: int, steps: int) -> Pipeline:
     from orchestrator.tokenizer import load_tokenizer, rollout_limits
     from trireme.config.load import load
 
-    sizes = {"--orchestrator.batch-size": groups, "--orchestrator.group-size": GROUP_SIZE, "--max-steps": steps}
+    sizes = {
+        "--orchestrator.batch-size": groups,
+        "--orchestrator.group-size": GROUP_SIZE,
+        "--max-steps": steps,
+        "--orchestrator.max-concurrent": 2 * groups * GROUP_SIZE,
+    }
     config = load(["@", str(CONFIG), *(str(part) for pair in sizes.items() for part in pair)]).config
     context = EnvContext(load_tokenizer(config.tokenizer_name), config.seed, GROUP_SIZE, "train")
     return Pipeline(config, load_dataset(config.env, context), Router({0: client}), rollout_limits(config))
@@ -151,7 +157,8 @@ def measure(client: Any, groups: int, steps: int) -> Measured:
     pipeline = make_pipeline(client, groups, steps)
     load_before, resident = os.getloadavg()[0], psutil.Process().memory_info().rss
     started, cpu_started = time.monotonic(), time.process_time()
-    asyncio.run(drive(pipeline, steps))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop that Ray gives its actors
+        runner.run(drive(pipeline, steps))
     wall_s, cpu_s = time.monotonic() - started, time.process_time() - cpu_started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Measured(steps * groups * GROUP_SIZE, wall_s, cpu_s, max(peak - resident, 0), load_before)

@@ -112,11 +112,11 @@ class Router:
             del self._asked[replica][future]
 
     def _route(self, key: str) -> int:
-        live = self._live()
         if self._fixed and not any(self._asked.values()):
             self._routes.clear()
         replica = self._routes.pop(key, None)
         if replica is None or replica in self._failures:
+            live = self._live()
             free = [candidate for candidate in live if candidate not in self._updating]
             replica = min(free or live, key=lambda candidate: len(self._asked[candidate]))
         self._routes[key] = replica

@@ -78,7 +78,8 @@ def _datum(turns: Sequence[Transition], advantage: float, temperature: float) ->
         raise ValueError("a turn has an empty observation: nothing predicts its first sampled token")
     tokens = np.concatenate([turns[-1].observation, turns[-1].action])
     logprobs, advantages, mask = np.zeros((3, len(tokens) - 1), np.float32)
-    versions = np.full(len(tokens) - 1, -1, np.int32)
+    versions = np.empty(len(tokens) - 1, np.int32)
+    versions.fill(-1)
     for turn in turns:
         first = len(turn.observation) - 1  # as targets, tokens are one place further left
         sampled = slice(first, first + len(turn.action))
@@ -142,6 +143,7 @@ def build_minibatch(
     return Minibatch(
         batch=batch,
         provenance=Provenance(step, floors, identities),
+        problems_D=tuple(s.group.problem for s, data in zip(scored_P, data_P, strict=True) for _ in data),
         last=last,
         num_groups=len(scored_P),
         num_loss_tokens=int(np.count_nonzero(batch.columns["mask"])),

@@ -37,8 +37,6 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from orchestrator.cursor import Cursor
 from orchestrator.data import ScoredGroup, build_minibatch, group_to_data, is_constant
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
@@ -360,7 +358,8 @@ class Pipeline:
 
     def _check_floor(self, group: Group, trajectories_G: Sequence[Trajectory]) -> None:
         """Raises ProvenanceError when a token is older than the group's floor promises."""
-        oldest = min(int(np.min(turn.versions)) for t in trajectories_G for turn in t.transitions)
+        turns = (turn for trajectory in trajectories_G for turn in trajectory.transitions)
+        oldest = min(identity.version for turn in turns for identity in turn.identities)
         if oldest < group.floor:
             raise ProvenanceError(
                 f"problem {group.problem} was dispatched when all replicas had version {group.floor}, but a token of "
