@@ -135,6 +135,18 @@ class ShardOutput:
     metrics: Mapping[str, float]
 
 
+def suspects(batch: TokenBatch, logprobs: npt.NDArray[np.float32]) -> tuple[int, ...]:
+    """Datums that have a token which counts, and whose loss is not finite by any loss: `logprobs` float32 [T] or a
+    column is not, or the ratio of trainer to sampler is beyond float range."""
+    columns = batch.columns
+    counts = columns["mask" if "mask" in columns else "weights"] != 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = logprobs + np.exp(logprobs - columns.get("logprobs", logprobs))
+        total = total + columns.get("advantages", 0) + columns.get("weights", 0)
+    strange = np.flatnonzero(counts & ~np.isfinite(total))
+    return tuple(int(d) for d in np.unique(np.searchsorted(batch.offsets, strange, side="right") - 1))
+
+
 def scatter_outputs(batch: TokenBatch, outputs_R: list[ShardOutput]) -> npt.NDArray[np.float32]:
     """The logprobs of all shards in the order of the batch's tokens: float32 [T]."""
     logprobs = np.full(len(batch.tokens), np.nan, dtype=np.float32)

@@ -5,6 +5,7 @@ Importing this module imports neither torch nor transformers: each shard's proce
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ import psutil
 import ray
 from ray.exceptions import RayActorError
 
-from trainer.batching import ShardOutput, scatter_outputs
+from trainer.batching import ShardOutput, scatter_outputs, suspects
 from trainer.custom import CustomLoss, surrogate
 from trireme import trace, waits
 from trireme.checkpoint.files import FileRecord
@@ -182,9 +183,9 @@ class TrainerGroup:
         """Accumulates the gradient of the raw masked sum of the loss over the batch."""
         reference = ray.put(batch)
         outputs_R = self._call("forward_backward", reference, loss_fn, dict(loss_fn_config), provenance)
-        return ForwardBackwardOutput(
-            scatter_outputs(batch, outputs_R), reduce_metrics([output.metrics for output in outputs_R])
-        )
+        logprobs, metrics = scatter_outputs(batch, outputs_R), reduce_metrics([output.metrics for output in outputs_R])
+        strange = () if math.isfinite(metrics["loss:sum"]) else suspects(batch, logprobs)
+        return ForwardBackwardOutput(logprobs, metrics, strange)
 
     def forward_backward_custom(self, batch: TokenBatch, loss: CustomLoss) -> ForwardBackwardOutput:
         """Accumulates the gradient of a loss that is a function of all log-probabilities: see `trainer.custom`."""

@@ -28,7 +28,7 @@ from trainer.model import attention_length, gathered_units, inference_dtype, loa
 from trainer.publish import Packer, Put, compute_canary
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
-from trireme.errors import ProvenanceError, TriremeError
+from trireme.errors import NonFiniteGradient, ProvenanceError, TriremeError
 from trireme.faults import fault_point
 from trireme.metrics import reduce_metrics
 from trireme.types import AdamParams, OptimStepResponse, Provenance, TokenBatch, WeightIdentity
@@ -160,7 +160,8 @@ class Shard:
     def optim_step(self, adam: AdamParams, normalizer: float) -> OptimStepResponse:
         """Divides the accumulated gradient by `normalizer`, clips its norm over all shards, and makes one AdamW update.
 
-        Raises TriremeError when there is no gradient, or it is not finite; the gradient is dropped, nothing is updated.
+        Raises TriremeError when there is no gradient, NonFiniteGradient when it is not finite; then it is dropped, and
+        nothing is updated.
         """
         fault_point("trainer.optim_step")
         if not (math.isfinite(normalizer) and normalizer > 0):
@@ -171,10 +172,10 @@ class Shard:
         grad_norm = self._global_norm(gradients) / normalizer
         if not math.isfinite(grad_norm):
             self._optimizer.zero_grad()
-            raise TriremeError(
+            raise NonFiniteGradient(
                 f"the gradient norm is {grad_norm}; nothing was updated. Look at advantages and sampled logprobs of "
                 "this batch (NaN, or ratios beyond float range: optim/ratio_max), at the learning rate (weights that "
-                f"blew up in an earlier step), and at model.dtype (now {self._dtype}; float16 overflows first)"
+                f"blew up in an earlier step), and at model.dtype (now {self._dtype}; float16 overflows first)."
             )
         torch._foreach_mul_(gradients, min(1.0, adam.max_grad_norm / max(grad_norm, 1e-30)) / normalizer)
         self._optimizer.param_groups[0].update(

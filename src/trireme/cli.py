@@ -104,6 +104,7 @@ def _train(
     from trireme import launch
     from trireme.commits import Commits
     from trireme.driver import train
+    from trireme.guards import Guard
 
     with (
         launch.journal(config, run, sys.stdout) as journal,
@@ -111,7 +112,8 @@ def _train(
         signals.graceful(config.checkpoint.grace_s) as stop,
     ):
         try:
-            train(config, rooms, run.start.step, launch.learning_rate(config, facts), journal, commits, stop)
+            rate, guard = launch.learning_rate(config, facts), Guard(config, console.print)
+            train(config, rooms, run.start.step, rate, journal, commits, guard, stop)
         except signals.GraceOver:
             raise
         except (signals.Stopped, LimitReached):

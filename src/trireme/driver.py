@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from trireme.commits import Commits
 from trireme.config import Config
+from trireme.guards import Guard
 from trireme.launch import Rooms
 from trireme.metrics import Clock, Journal, reduce_metrics
 from trireme.signals import Stop
@@ -21,6 +23,7 @@ def train(
     learning_rate: Callable[[int], float],
     journal: Journal,
     commits: Commits,
+    guard: Guard,
     stop: Stop,
 ) -> None:
     """Runs steps `start` to `max_steps` - 1. Step s consumes one batch with version s in the trainer and produces
@@ -38,6 +41,7 @@ def train(
         clock = Clock()
         with clock("step", step=step):
             outputs: list[Mapping[str, float]] = []
+            suspects: list[str] = []
             for substep in range(config.trainer.num_substeps):
                 loss_tokens = sequences = 0
                 on_tick = stop.check if substep == 0 else None  # later substeps cannot be given up
@@ -47,12 +51,14 @@ def train(
                             minibatch.batch, config.loss_fn, config.trainer.loss_fn_config, minibatch.provenance
                         )
                     outputs.append(output.metrics)
+                    suspects += [minibatch.problems_D[d] for d in output.suspects]
                     loss_tokens += minibatch.num_loss_tokens
                     sequences += len(minibatch.batch)
                 commits.leave_boundary()
                 with clock("optim"):
                     normalizer = loss_normalizer(config.trainer.loss_normalization, loss_tokens, sequences)
-                    update = trainer.optim_step(config.adam_params(learning_rate(step)), normalizer)
+                    adam = config.adam_params(learning_rate(step))
+                    update = guard.update(partial(trainer.optim_step, adam, normalizer), suspects)
             with clock("publish"):
                 weights = trainer.publish_weights(step + 1)
             with clock("update_replicas"):
@@ -63,13 +69,14 @@ def train(
         row = {
             **step_position(config, step, weights.identity.attempt),
             **released.metrics,
-            **optim_metrics(reduce_metrics(outputs), update.metrics),
+            **optim_metrics(reduce_metrics(outputs), update, adam.learning_rate),
             "weights/digest": weights.identity.digest,
             "weights/bytes": weights.nbytes,
             **time_metrics(clock.seconds, released.metrics),
         }
         journal.write(row, released.trained)
         commits.seal()
+        guard.check(row)
 
 
 def loss_normalizer(kind: LossNormalization, loss_tokens: int, sequences: int) -> float:
@@ -91,13 +98,13 @@ def step_position(config: Config, step: int, attempt: int) -> dict[str, Any]:
     }
 
 
-def optim_metrics(sums: Mapping[str, float], update: Mapping[str, float]) -> dict[str, float]:
-    """`optim/*`: sums as means over the step's loss tokens, `ratio:max` as `ratio_max`."""
+def optim_metrics(sums: Mapping[str, float], update: Mapping[str, float], learning_rate: float) -> dict[str, float]:
+    """`optim/*`: sums as means over the step's loss tokens, `ratio:max` as `ratio_max`; and the update's own."""
     tokens = max(sums["loss_tokens:sum"], 1.0)
     parts = [(*name.rpartition(":")[::2], value) for name, value in sums.items() if name != "loss_tokens:sum"]
     return {
-        "optim/lr": update["lr"],
-        "optim/grad_norm": update["grad_norm"],
+        "optim/lr": learning_rate,
+        **{f"optim/{name}": value for name, value in update.items()},
         **{f"optim/{name}": value / tokens for name, how, value in parts if how == "sum"},
         **{f"optim/{name}_{how}": value for name, how, value in parts if how != "sum"},
     }

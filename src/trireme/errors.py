@@ -43,6 +43,10 @@ class WeightsRefused(TriremeError):
     """An update of weights failed its digest or its canary: what arrived is not what was published."""
 
 
+class NonFiniteGradient(TriremeError):
+    """An optimiser step was refused because its gradient is not finite; the weights are unchanged."""
+
+
 class CheckpointInvalid(TriremeError):
     """A commit does not verify: torn, truncated, altered, incomplete, or of another format; says which file and why."""
 

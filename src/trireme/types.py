@@ -224,10 +224,12 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What the trainer gets at once: the whole substep, or a part of it when streaming. `last`: ends its substep."""
+    """What the trainer gets at once: the whole substep, or a part of it when streaming. `last`: ends its substep.
+    `problems_D` names the problem of each datum."""
 
     batch: TokenBatch
     provenance: Provenance
+    problems_D: tuple[str, ...]
     last: bool
     num_groups: int
     num_loss_tokens: int
@@ -250,10 +252,12 @@ class ForwardBackwardOutput:
     """`logprobs` float32 [T], in the order of the batch's tokens: the trainer's log-probability of each target.
 
     `metrics` are named `name:reduction`, reduction one of sum, max, min, mean (`trireme.metrics.reduce_metrics`).
+    `suspects`: where the loss is not finite, the datums that made it so.
     """
 
     logprobs: npt.NDArray[np.float32]
     metrics: Mapping[str, float]
+    suspects: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

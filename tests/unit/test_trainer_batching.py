@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batching import GOOD_ENOUGH, MicroBatch, Rows, balance, compute_cost, plan
+from trainer.batching import GOOD_ENOUGH, MicroBatch, Rows, balance, compute_cost, plan, suspects
+from trireme.types import TokenBatch
 
 ATTENTION = 10
 
@@ -86,3 +87,16 @@ def test_padding_is_on_the_right():
     assert Rows.of(offsets, (1, 0)).pad(np.full(6, np.nan, np.float32))[0, 1] == 0, (
         "padding is 0, whatever is elsewhere"
     )
+
+
+def test_the_datums_that_make_a_loss_not_finite_are_found():
+    columns = {
+        "mask": np.array([0, 1, 1, 1, 1, 0], np.float32),
+        "logprobs": np.array([np.nan, -1, -300, -1, -1, -1], np.float32),
+        "advantages": np.array([0, 1, 1, np.inf, 1, np.nan], np.float32),
+    }
+    batch = TokenBatch(np.zeros(6, np.int32), np.array([0, 2, 3, 4, 6]), columns, np.ones(4, np.float32))
+    assert suspects(batch, np.full(6, -1, np.float32)) == (1, 2), "a ratio of e^299, an infinite advantage"
+    assert suspects(batch, np.array([-1, np.nan, -1, -1, -1, -1], np.float32)) == (0, 1, 2)
+    weighted = TokenBatch(batch.tokens, batch.offsets, {"weights": columns["advantages"]}, batch.temperatures)
+    assert suspects(weighted, np.full(6, -1, np.float32)) == (2, 3)

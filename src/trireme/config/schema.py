@@ -78,6 +78,15 @@ class OptimConfig(Section):
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW: decoupled weight decay.")
 
 
+class KlConfig(Section):
+    alarm: PositiveFloat = Field(
+        0.01, description="Warn, once per stretch, when kl_sample_train_v2 between sampler and trainer exceeds this."
+    )
+    stop: PositiveFloat | None = Field(
+        None, description="Stop the run, after a commit, when it exceeds this; none = never."
+    )
+
+
 class TrainerConfig(Section):
     shards: PositiveInt = Field(
         1,
@@ -108,6 +117,10 @@ class TrainerConfig(Section):
     warmup_steps: NonNegativeInt = Field(0, description="Steps over which the learning rate rises linearly.")
     max_grad_norm: PositiveFloat = Field(1.0, description="The gradient's norm is clipped to this.")
     optim: OptimConfig = OptimConfig()
+    kl: KlConfig = KlConfig()
+    max_refused_steps: PositiveInt = Field(
+        3, description="Stop, after a commit, when the gradients of this many steps in a row were not finite."
+    )
     num_substeps: PositiveInt = Field(1, description="Optimiser updates per step; groups are split evenly over them.")
     num_minibatches: PositiveInt = Field(
         1, description="Parts of a substep that are trained on as soon as their groups have finished (streaming)."
