@@ -165,6 +165,8 @@ def whats_next(config: Config, root: Path, seconds: float) -> str:
             f"print(pipeline('text-generation', '{weights}')('PROMPT'))\"",
             "what the run holds, and its checkpoints:",
             f"  uv run --no-sync trireme inspect {root}",
+            "all curves, and who did what when, as one HTML page:",
+            f"  uv run --no-sync trireme report {root}",
             "the same run, for longer:",
             f"  {resume_command(root)} --max-steps {2 * config.max_steps}",
             "a new run with another seed:",

@@ -245,7 +245,10 @@ class Plan:
             ("each update", f"weights travel by {self.config.transport}; {self._update_text()}"),
             *self._rows_of_evaluation(),
             ("commits", self._commits_text()),
-            ("written to", f"{self._run_dir_text()}: config.json, metrics.jsonl, trained.jsonl, checkpoints/, logs/"),
+            (
+                "written to",
+                f"{self._run_dir_text()}: config.json, metrics.jsonl, trained.jsonl, checkpoints/, logs/, trace/",
+            ),
             *(("warning", text) for text in self.warnings),
         ]
 

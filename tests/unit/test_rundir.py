@@ -26,6 +26,7 @@ from checkpoint_support import (
     steps,
 )
 
+from trireme import trace
 from trireme.checkpoint.manifest import MANIFEST, CommitRef
 from trireme.checkpoint.store import HEAD, CheckpointStore
 from trireme.config import Config
@@ -504,3 +505,37 @@ class TestCodeDiff:
         monkeypatch.chdir(tmp_path)
         with open_run(config(tmp_path / "out")) as run:
             assert not (run.root / "code.diff").exists()
+
+
+class TestTrace:
+    """What earlier attempts traced stays, whatever is superseded; another run has none of it."""
+
+    @pytest.fixture
+    def traced(self, outputs: Path) -> Path:
+        """The trace of the first attempt."""
+        trace.start(outputs / "r" / "logs" / "attempt_1", "driver_0", 1)
+        with trace.span("step", step=4):
+            pass
+        trace.stop()
+        return outputs / "r" / "trace" / "attempt_1" / "driver_0.json"
+
+    @pytest.mark.parametrize("flags", [["--resume"], ["--resume.step", "2"]])
+    def test_a_resume_adds_its_own(self, outputs: Path, traced: Path, flags: list[str]) -> None:
+        before = traced.read_bytes()
+        with open_run(config(outputs, "r", *flags)) as run:
+            run.checkout()
+            trace.start(run.logs, "driver_0", 1)
+            trace.stop()
+        assert traced.read_bytes() == before
+        assert (outputs / "r" / "trace" / "attempt_2" / "driver_0.json").exists()
+        assert list(outputs.glob("r/branches/*/trace")) == []
+
+    def test_a_fork_starts_without(self, outputs: Path, traced: Path) -> None:
+        with open_run(config(outputs, "other", "--resume.dir", str(outputs / "r"))) as run:
+            run.checkout()
+            assert not (run.root / "trace").exists()
+        assert traced.exists()
+
+    def test_clean_takes_it_away(self, outputs: Path, traced: Path) -> None:
+        with open_run(config(outputs, "r", "--clean")):
+            assert not traced.exists()
