@@ -380,13 +380,16 @@ class Outcome:
 
 def simulate(scenario: Scenario, router: type[Router] = Router) -> Outcome:
     """A whole run. Raises what the pipeline raises, and Deadlock."""
-    with mock.patch("orchestrator.pipeline.LAG_TICK_S", NO_DEADLINE_S):  # a virtual clock never lags
-        return virtual_time.run(_simulate(scenario, router))
-
-
-async def _simulate(scenario: Scenario, router: type[Router]) -> Outcome:
-    loop = asyncio.get_running_loop()
     outcome = Outcome(scenario, Problems(scenario), [SimReplica(i, scenario) for i in range(scenario.replicas)])
+    ticks = {"LAG_TICK_S": NO_DEADLINE_S, "LOAD_TICK_S": NO_DEADLINE_S}  # they would hide a deadlock
+    with mock.patch.multiple("orchestrator.pipeline", **ticks):
+        virtual_time.run(_simulate(outcome, router))
+    return outcome
+
+
+async def _simulate(outcome: Outcome, router: type[Router]) -> None:
+    """Returns nothing: asyncio formats the result of a program's main coroutine, and this one is large."""
+    scenario, loop = outcome.scenario, asyncio.get_running_loop()
     sampler = router(dict(enumerate(outcome.replicas)))
     pipeline = Pipeline(scenario.config(), outcome.problems, sampler, RolloutLimits(VOCABULARY, VOCABULARY))
     for replica, seconds in scenario.dies_at_s.items():
@@ -395,7 +398,6 @@ async def _simulate(scenario: Scenario, router: type[Router]) -> Outcome:
         await drive(pipeline, outcome)
     finally:
         await pipeline.stop()
-    return outcome
 
 
 async def drive(pipeline: Pipeline, outcome: Outcome) -> None:
