@@ -41,6 +41,7 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.concurrency import Gate, Kind
 from orchestrator.cursor import Cursor
 from orchestrator.data import ScoredGroup
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
@@ -49,6 +50,7 @@ from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import env_metrics
 from orchestrator.player import Played, Player, Rules
 from orchestrator.rollout import RolloutLimits, Sample
+from trireme import trace
 from trireme.config import Config
 from trireme.errors import ProvenanceError, RoomFailed
 from trireme.faults import fault_point
@@ -82,8 +84,10 @@ class Schedule:
 class Evaluator:
     """Evaluates when it is due, one version at a time. Without a `dataset` it never is."""
 
-    def __init__(self, cfg: Config, dataset: RLDataset | None, sample: Sample, limits: RolloutLimits) -> None:
-        self._cfg, self._dataset, self._sample = cfg, dataset, sample
+    def __init__(
+        self, cfg: Config, dataset: RLDataset | None, sample: Sample, limits: RolloutLimits, gate: Gate
+    ) -> None:
+        self._cfg, self._dataset, self._sample, self._gate = cfg, dataset, sample, gate
         self._schedule = Schedule(cfg.eval.every if dataset else 0, cfg.max_steps)
         options = cfg.orchestrator
         self._rules = Rules(
@@ -147,7 +151,8 @@ class Evaluator:
         started, evaluation = now(), Evaluation(version, self._problems(version))
         try:
             async with asyncio.timeout(limit_s):
-                await self._play(evaluation)
+                with trace.span("evaluation", "evaluation", version=version):
+                    await self._play(evaluation)
         except TimeoutError:
             raise RoomFailed(
                 f"waited {limit_s:g} s (timeouts.step_s) for the evaluation of version {version}: "
@@ -184,7 +189,11 @@ class Evaluator:
             raise failed.exceptions[0] from None
 
     async def _play_group(self, evaluation: Evaluation, player: Player, group: Group, builder: EnvGroupBuilder) -> None:
-        evaluation.played[group.index] = await player.play(group, builder, lambda: None)
+        room = await self._gate.enter(Kind.EVAL, self._rules.size)
+        try:
+            evaluation.played[group.index] = await player.play(group, builder, room, over=lambda: None)
+        finally:
+            room.close()
         player.pace.leave(group.index)
 
 
@@ -209,7 +218,7 @@ class Evaluation:
 
     def check(self, group: Group, trajectories_G: Sequence[Trajectory]) -> None:
         """Raises ProvenanceError when a token is not of the version that is evaluated."""
-        sampled_by = {int(v) for t in trajectories_G for turn in t.transitions for v in np.unique(turn.versions)}
+        sampled_by = {i.version for t in trajectories_G for turn in t.transitions for i in turn.identities}
         if sampled_by != {self.version}:
             raise ProvenanceError(
                 f"problem {group.problem} was to be evaluated under version {self.version} alone, but its tokens were "

@@ -9,15 +9,17 @@
                             +----------------- next_minibatch --> trainer
 
   loop            consumes              waits for            unblocked by                            produces
-  dispatch        free slots, problems  `_slots_changed`     new weights, release, a group's end     group tasks
+  dispatch        free slots, problems  `_slots_changed`,    new weights, release, a group's end;    group tasks
+                                        room at the gate     a rollout's end
   group (many)    one problem           sampler, env         the sampler; eviction cancels it        a settled group
   next_minibatch  finished groups       `_groups_changed`    a settled group, an error               a minibatch
   update          published weights     the replicas         all of them having it, or a failure     free slots
+  load            nothing               the replicas         time                                    the gate's limit
   lag             nothing               its own clock        time                                    event_loop_lag
 
-Back-pressure is the ledger's slots and nothing else: when the trainer does not take or release, slots stay taken,
-dispatch stops, and the replicas run dry. An error in any loop is raised by the driver's next call, at once if one is
-waiting.
+Back-pressure is the ledger's slots: when the trainer does not take or release, slots stay taken, dispatch stops, and
+the replicas run dry. And the gate (`concurrency.py`): no more is sampled at once than the replicas can take. An error
+in any loop is raised by the driver's next call, at once if one is waiting.
 
 Updates. One at a time, and the driver goes on meanwhile: it trains on what was sampled before. Its next update waits
 for the one before. Where it could not go on, and where nothing later would show a failure, the verb returns when the
@@ -37,6 +39,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from orchestrator.concurrency import Backpressure, Kind, Room
 from orchestrator.cursor import Cursor
 from orchestrator.data import ScoredGroup, build_minibatch, group_to_data, is_constant
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
@@ -57,6 +60,7 @@ from trireme.types import Minibatch, SampledSequence, SampleRequest
 from trireme.weights import PublishedWeights
 
 LAG_TICK_S = 0.25
+LOAD_TICK_S = 1.0
 ANSWER_S = 60.0
 """On top of the replicas' own deadlines for an update, so that their message, which says what was late, is first."""
 WITNESSED = ("problem", "index", "requeues", "floor")
@@ -96,8 +100,9 @@ class Pipeline:
         self._newest = -1
         self._update_rows: dict[int, dict[str, float]] = {}
         self._pace = Lockstep(self._ledger.can_dispatch) if cfg.deterministic else OwnPace()
+        self._pressure = Backpressure(cfg)
         self._player = Player(self._rules(), self._sample, self._pace, self._note_error, self._check_floor)
-        self._evaluator = Evaluator(cfg, held_out, self._sample, limits)
+        self._evaluator = Evaluator(cfg, held_out, self._sample, limits, self._pressure.gate)
         self._run_limits = RunLimits(cfg)
         self._meter = StepMeter()
         self._idle: IdleClock  # from the start of the loops on
@@ -147,17 +152,15 @@ class Pipeline:
         started = now()
         reports = await self._sampler.update_weights(weights)
         self._update_rows[weights.identity.version] = update_metrics(reports, now() - started)
-        self._ledger.acknowledge(self._sampler.acknowledged())
+        self._acknowledge()
         self._evaluator.begin(weights.identity.version, self._spawn)
         self._slots_changed.set()
 
     def _start(self) -> None:
-        """Begins the loops, and samples again what was running when the state that was loaded was saved."""
+        """Begins the loops."""
         self._note_boundary()
-        for group in self._ledger.active.values():
-            if not group.finished:
-                self._start_group(group)
         self._spawn(self._dispatch_loop(), "dispatch loop")
+        self._spawn(self._load_loop(), "load loop")
         self._spawn(self._lag_loop(), "lag loop")
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
@@ -196,6 +199,7 @@ class Pipeline:
         counts = self._ledger.counts()
         row = self._meter.row(step, counts, self._counts, self._idle.take()) | self._update_rows.pop(step)
         row |= self._evaluator.take(step)
+        row |= self._pressure.take()
         self._meter, self._counts = StepMeter(), counts
         self._note_boundary()
         return Released(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups])
@@ -286,17 +290,42 @@ class Pipeline:
     # ---- loops
 
     async def _dispatch_loop(self) -> None:
+        """First what was running when the state that was loaded was saved. Then a group for each slot that is free once
+        there is room for it: it is dispatched when it starts, with the floor of that moment."""
+        for group in [group for group in self._ledger.active.values() if not group.finished]:
+            room = await self._room()
+            if group.index in self._ledger.active:
+                self._start_group(group, room)
+            else:  # evicted while it waited
+                room.close()
         while True:
             await self._slots_changed.wait()
             self._slots_changed.clear()
-            self._ledger.acknowledge(self._sampler.acknowledged())
+            self._acknowledge()
             while self._ledger.can_dispatch():
-                self._start_group(self._ledger.dispatch(self._cursor.next_problem))
+                room = await self._room()
+                self._acknowledge()
+                if self._ledger.can_dispatch():
+                    self._start_group(self._ledger.dispatch(self._cursor.next_problem), room)
+                else:  # the last replica was lost while it waited
+                    room.close()
 
-    def _start_group(self, group: Group) -> None:
+    async def _room(self) -> Room:
+        return await self._pressure.gate.enter(Kind.TRAIN, self._options.group_size)
+
+    def _acknowledge(self) -> None:
+        self._ledger.acknowledge(self._sampler.acknowledged())
+
+    def _start_group(self, group: Group, room: Room) -> None:
         self._pace.enter(group.index, self._options.group_size)
-        work = self._run_group(group, self._cursor.builder(group.problem))
-        self._running[group.index] = self._spawn(work, f"group of problem {group.problem}")
+        work = self._run_group(group, self._cursor.builder(group.problem), room)
+        self._running[group.index] = task = self._spawn(work, f"group of problem {group.problem}")
+        task.add_done_callback(room.close)
+
+    async def _load_loop(self) -> None:
+        while True:
+            self._pressure.look(await self._sampler.load())
+            await asyncio.sleep(LOAD_TICK_S)
 
     async def _lag_loop(self) -> None:
         now = asyncio.get_running_loop().time
@@ -325,12 +354,12 @@ class Pipeline:
 
     # ---- one group
 
-    async def _run_group(self, group: Group, builder: EnvGroupBuilder) -> None:
+    async def _run_group(self, group: Group, builder: EnvGroupBuilder, room: Room) -> None:
         def over() -> None:
             self._running.pop(group.index, None)  # an eviction must not interrupt the cleaning up
 
         with trace.life("group", group.index, problem=group.problem, floor=group.floor) as ending:
-            played = await self._player.play(group, builder, over)
+            played = await self._player.play(group, builder, room, over)
             await self._pace.before_end(group.index)
             self._settle(group, played.scored, played.outcomes_G)
             ending["versions"] = played.scored.versions if played.scored else None

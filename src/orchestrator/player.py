@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from orchestrator.concurrency import Room
 from orchestrator.data import ScoredGroup
 from orchestrator.env import Env, EnvGroupBuilder, Trajectory
 from orchestrator.ledger import Group
@@ -63,21 +64,24 @@ class Player:
     note: Callable[[Exception], None]
     check: Callable[[Group, Sequence[Trajectory]], None]
 
-    async def play(self, group: Group, builder: EnvGroupBuilder, over: Callable[[], None]) -> Played:
-        """Plays all rollouts, scores and cleans up. `over` is called before cleaning up, however the group ended."""
+    async def play(self, group: Group, builder: EnvGroupBuilder, room: Room, over: Callable[[], None]) -> Played:
+        """Plays all rollouts, scores and cleans up. Each one that ends leaves `room`; `over` is called before cleaning
+        up, however the group ended."""
         try:
-            outcomes_G = await self._rollouts(group, builder)
+            outcomes_G = await self._rollouts(group, builder, room)
             scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
         finally:
             over()
             await self._attempt(builder.cleanup(), self._deadline())
         return Played(outcomes_G, scored)
 
-    async def _rollouts(self, group: Group, builder: EnvGroupBuilder) -> list[Trajectory | Exception]:
+    async def _rollouts(self, group: Group, builder: EnvGroupBuilder, room: Room) -> list[Trajectory | Exception]:
         envs = asyncio.ensure_future(self._make_envs(group, builder))
         rollouts = [
             asyncio.ensure_future(self._rollout(group, builder, envs, sample)) for sample in range(self.rules.size)
         ]
+        for rollout in rollouts:
+            rollout.add_done_callback(room.leave_one)
         try:
             return await asyncio.gather(*rollouts)
         finally:

@@ -161,7 +161,8 @@ def _start_rooms(config: Config, plan: Plan, run: RunDir, progress: Progress, en
     ending.callback(inference.stop)
     trainer = TrainerGroup.start(config, options[:shards], log_dir, run.start.attempt)
     ending.callback(trainer.stop)
-    orchestrator = OrchestratorHandle.start(config, inference.router_factory(), options[-1], log_dir)
+    planned = _with_device(config, plan)
+    orchestrator = OrchestratorHandle.start(planned, inference.router_factory(), options[-1], log_dir)
     ending.callback(orchestrator.stop)
     refs, names = [], []
     for room in (inference, trainer, orchestrator):
@@ -171,6 +172,13 @@ def _start_rooms(config: Config, plan: Plan, run: RunDir, progress: Progress, en
     waits.get_all(refs, who=names, timeout_s=max(deadline - time.monotonic(), 1.0), log=log_dir, on_tick=progress)
     nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
     return Rooms(nodes, trainer, inference, orchestrator)
+
+
+def _with_device(config: Config, plan: Plan) -> Config:
+    """The configuration with the device that models compute on in place of auto."""
+    return config.model_copy(
+        update={"cluster": config.cluster.model_copy(update={"device": "gpu" if plan.on_gpus else "cpu"})}
+    )
 
 
 def learning_rate(config: Config, facts: ModelFacts) -> Callable[[int], float]:

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
-from orchestrator_fakes import FakeSampler, Problem, Problems, Run, config, problems_of, published, quiesce, whole_run
+import virtual_time
+from orchestrator_fakes import (
+    FakeSampler,
+    OneStep,
+    Problem,
+    Problems,
+    Run,
+    config,
+    problems_of,
+    published,
+    quiesce,
+    whole_run,
+)
 
-from orchestrator.env import EnvGroupBuilder
+from orchestrator.env import Env, EnvGroupBuilder, StepResult
 from orchestrator.limits import MIN_WINDOW
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trireme.errors import LimitReached, ProvenanceError, RoomFailed, WeightsRefused
+from trireme.protocols import ReplicaLoad
 from trireme.types import SampledSequence, SampleRequest
 
 
@@ -79,11 +92,13 @@ def test_a_streamed_minibatch_does_not_wait_for_the_batch() -> None:
 
 @pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
 @pytest.mark.parametrize("max_age", [0, 1, 3])
-def test_age_stays_within_the_bound_whoever_straggles(policy: str, max_age: int) -> None:
+@pytest.mark.parametrize("max_concurrent", [4, "auto"])
+def test_age_stays_within_the_bound_whoever_straggles(policy: str, max_age: int, max_concurrent: int | str) -> None:
     """Every third problem is held until two later steps are over, or until the run cannot go on without it."""
 
     async def scenario() -> Run:
-        cfg = config(3, 9, stale_policy=policy, max_steps_off_policy=max_age, max_requeues=1)
+        options = {"stale_policy": policy, "max_steps_off_policy": max_age, "max_concurrent": max_concurrent}
+        cfg = config(3, 9, max_requeues=1, **options)
         run = Run(cfg)
         for problem in range(0, 90, 3):
             run.sampler.hold(problem)
@@ -108,8 +123,103 @@ def test_age_stays_within_the_bound_whoever_straggles(policy: str, max_age: int)
         versions = minibatch.batch.columns["versions"]
         assert (step - versions[versions >= 0]).max() <= max_age
     assert sum(row["off_policy/expired_running"] for row in run.rows) == run.rows[-1]["ledger/expired_running"]
-    if max_age:
+    if max_age and max_concurrent == "auto":
         assert max(row["off_policy/mean"] for row in run.rows) > 0
+
+
+def test_no_more_rollouts_are_in_flight_than_may_be_and_each_that_ends_makes_room() -> None:
+    second_may_end = asyncio.Event()
+
+    async def waits(problem: Problem, sample: int) -> float:
+        if sample == 1:
+            await second_may_end.wait()
+        return float(sample)
+
+    async def scenario() -> None:
+        async with Run(config(4, max_concurrent=3), Problems(waits)) as run:
+            asked: list[list[int]] = []
+            for _ in range(2):
+                await quiesce()
+                asked.append([request.prompt[0] for request in run.sampler.requests])
+                second_may_end.set()
+            assert asked[0] == [0, 0, 1, 1], "one of the first two has ended, and two fit again"
+            assert set(asked[1]) == set(range(8))
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_waits_for_room_gets_the_floor_of_its_start() -> None:
+    async def scenario() -> Run:
+        run = Run(config(2, 3, max_concurrent=2, stale_policy="wait"))
+        second = run.sampler.hold(2)
+        async with run:
+            await run.step(0)
+            await quiesce()
+            second.set()
+            await run.step(1)
+        return run
+
+    run = asyncio.run(scenario())
+    assert [group["floor"] for released in run.released for group in released.trained] == [0, 0, 0, 1]
+
+
+def test_waiting_for_room_does_not_count_as_time_of_a_rollout_but_all_its_turns_do() -> None:
+    class TwoTurns(OneStep):
+        async def step(self, action: Sequence[int]) -> StepResult:
+            await asyncio.sleep(4 if self.problem.number else 6)
+            result = await super().step(action)
+            return (
+                StepResult(0.0, False, [*action, 0, 0])
+                if self.problem.dataset.tries[self.problem.number, self.sample] % 2
+                else result
+            )
+
+    class Two(Problem):
+        async def make_envs(self) -> Sequence[Env]:
+            return [TwoTurns(self, sample) for sample in range(2)]
+
+    class Slow(Problems):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            return [Two(self, 3 * index + i) for i in range(3)]
+
+    cfg = config(2, 1, max_concurrent=2, generation_timeout_s=10, retries=0, timeout_s=1000)
+    run = virtual_time.run(whole_run(Run(cfg, Slow())))
+    assert [group["problem"] for group in run.released[0].trained] == ["0.0.1", "0.0.2"], "8 s each, one by one"
+    assert run.rows[0]["rollout_errors/TimeoutError"] == 2, "the first problem took twice 6 s"
+
+
+def test_a_source_of_load_that_fails_ends_the_run() -> None:
+    class Unwell(FakeSampler):
+        async def load(self) -> dict[int, ReplicaLoad]:
+            raise RoomFailed("inference replica 0 does not say what it has to do")
+
+    async def scenario() -> None:
+        run = Run(config(), sampler=Unwell())
+        run.sampler.hold(0)
+        async with run:
+            with pytest.raises(RoomFailed, match="does not say"):
+                await run.step(0)
+
+    asyncio.run(scenario())
+
+
+def test_the_limit_follows_the_load_and_stands_in_the_row() -> None:
+    class Busy(FakeSampler):
+        looks = 0
+
+        async def load(self) -> dict[int, ReplicaLoad]:
+            self.looks += 1
+            return {0: ReplicaLoad(8, 1, 0.75, preemptions=3 * self.looks)}
+
+        async def sample(self, request: SampleRequest) -> SampledSequence:
+            await asyncio.sleep(5)
+            return await super().sample(request)
+
+    run = virtual_time.run(whole_run(Run(config(50, 2, timeout_s=1000), sampler=Busy())))
+    assert run.rows[0]["perf/kv_used"] == 0.75
+    assert run.rows[0]["perf/preemptions"] % 3 == 0 < run.rows[0]["perf/preemptions"]
+    assert 2 <= run.rows[0]["perf/max_concurrent"] <= 64
+    assert run.rows[1]["perf/max_concurrent"] < run.rows[0]["perf/max_concurrent"]
 
 
 def test_tokens_know_their_versions_over_an_update() -> None:
