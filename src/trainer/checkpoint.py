@@ -172,14 +172,16 @@ class Checkpointer:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, timeout_s: float) -> None:
-        # Files have checksums of their own. Those within, of each tensor, would take longer than all of the copying.
-        torch.serialization.set_crc32_options(False)
         self._parameters = dict(sorted(parameters.items()))
         self._steps = [optimizer.state[parameter]["step"] for parameter in self._parameters.values()]
         self._optimizer = optimizer
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        # Files have checksums of their own. Those within, of each tensor, would take longer than all of the copying.
+        # (In the thread: torch keeps this option for each thread.)
+        self._thread = ThreadPoolExecutor(
+            1, "save", initializer=torch.serialization.set_crc32_options, initargs=(False,)
+        )
         self._saves: dict[Path, Future[list[FileRecord]]] = {}
         self._copied = Event()
         self._copied.set()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import xxhash
 from checkpoint_support import Crash, crash_at, crashes
 
 from trireme.checkpoint.files import (
+    BLOCK_BYTES,
     READ_BYTES,
     FileRecord,
     HashingWriter,
@@ -73,6 +76,82 @@ def test_a_short_write_of_the_system_is_completed(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "f").read_bytes() == b"abcde"
 
 
+class Watched(io.FileIO):
+    """A file that notes of each write how many bytes it had, and whether it went past the page cache.
+
+    `refused_from`: the number of the first write that is refused if it does, as some file systems do.
+    """
+
+    def __init__(self, file: Path, refused_from: int | None = None) -> None:
+        super().__init__(file, "wb")
+        self.writes: list[tuple[int, bool]] = []
+        self.refused_from = refused_from
+
+    def write(self, chunk: Any) -> int:
+        direct = bool(fcntl.fcntl(self.fileno(), fcntl.F_GETFL) & os.O_DIRECT)
+        if direct and self.refused_from is not None and len(self.writes) >= self.refused_from:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self.writes.append((len(chunk), direct))
+        return super().write(chunk)
+
+
+class TestDirect:
+    """Which blocks pass by the page cache; what is in the file does not depend on it."""
+
+    CONTENTS = np.random.default_rng(1).bytes(3 * BLOCK_BYTES + 1000)
+
+    def write(self, file: Path, monkeypatch: pytest.MonkeyPatch, **options: int) -> list[tuple[int, bool]]:
+        with HashingWriter(file) as writer:
+            watched = Watched(file, **options)
+            monkeypatch.setattr(writer, "_file", watched)
+            for start, end in ((0, 7), (7, 2 * BLOCK_BYTES - 1), (2 * BLOCK_BYTES - 1, len(self.CONTENTS))):
+                writer.write(self.CONTENTS[start:end])
+        assert file.read_bytes() == self.CONTENTS
+        assert writer.record("f") == FileRecord("f", len(self.CONTENTS), xxhash.xxh3_128_hexdigest(self.CONTENTS))
+        return watched.writes
+
+    def test_full_blocks_do_and_the_rest_does_not(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        try:
+            os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+        except OSError as error:
+            pytest.skip(f"the file system of {tmp_path} refuses O_DIRECT: {error}")
+        writes = self.write(tmp_path / "f", monkeypatch)
+        assert writes == [(BLOCK_BYTES, True)] * 3 + [(1000, False)]
+
+    def test_none_where_it_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        real, refused = fcntl.fcntl, []
+
+        def refuse(file: int, command: int, argument: int = 0) -> int:
+            if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+                refused.append(file)
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return real(file, command, argument)
+
+        monkeypatch.setattr(fcntl, "fcntl", refuse)
+        assert self.write(tmp_path / "f", monkeypatch) == [(BLOCK_BYTES, False)] * 3 + [(1000, False)]
+        assert len(refused) == 1, "asked once, not for every block"
+
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_none_from_the_first_that_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        writes = self.write(tmp_path / "f", monkeypatch, refused_from=number)
+        assert [size for size, _ in writes] == [BLOCK_BYTES] * 3 + [1000]
+        assert not any(direct for _, direct in writes[number:])
+
+    def test_other_refusals_are_errors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also EINVAL, when it has another cause."""
+
+        class Broken(io.FileIO):
+            def write(self, chunk: Any) -> int:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        writer = HashingWriter(tmp_path / "f")
+        monkeypatch.setattr(writer, "_file", Broken(tmp_path / "f", "wb"))
+        with pytest.raises(OSError, match="Invalid argument"):
+            writer.write(bytes(BLOCK_BYTES))
+
+
 def test_closed_means_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forced: list[int] = []
     monkeypatch.setattr(os, "fsync", forced.append)
@@ -112,14 +191,14 @@ class TestErrors:
 
         class Nearly(io.FileIO):
             def write(self, chunk: memoryview) -> int:  # type: ignore[override]
-                if self.tell() + len(chunk) > 1000:
+                if self.tell() + len(chunk) > BLOCK_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 return super().write(chunk)
 
         def save(file: Path) -> None:
             with storage_errors(file), HashingWriter(file) as writer:
                 monkeypatch.setattr(writer, "_file", Nearly(file, "wb"))
-                torch.save(torch.zeros(1000), writer)
+                torch.save(torch.zeros(BLOCK_BYTES), writer)
 
         with pytest.raises(StorageFailed, match="No space left on device"):
             save(tmp_path / "weights")
