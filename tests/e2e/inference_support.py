@@ -11,7 +11,9 @@ import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from inference.group import InferenceGroup
+from inference.group import MAX_CALLS, InferenceGroup, RayReplica
+from inference.replica import Replica
+from inference.router import Router
 from trireme.config import Config
 from trireme.protocols import Sampler
 from trireme.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
@@ -54,6 +56,17 @@ def reference_logprobs(model: Any, tokens: list[int]) -> np.ndarray:
     return torch.log_softmax(logits, -1)[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].numpy()
 
 
+@torch.no_grad()
+def kept_kv_logprobs(old: Any, new: Any, tokens: list[int], boundary: int) -> np.ndarray:
+    """Logprobs of tokens[1:], float32 [T - 1], when `new` takes over from `old` and keeps its keys and values: it
+    samples the token at `boundary` and all later ones. It reads the token before that one first."""
+    ids = torch.tensor([tokens])
+    before = old(ids[:, : boundary - 1], use_cache=True)
+    after = new(ids[:, boundary - 1 : -1], past_key_values=before.past_key_values)
+    logits = torch.cat([before.logits[0], after.logits[0]]).float()
+    return torch.log_softmax(logits, -1)[torch.arange(len(tokens) - 1), ids[0, 1:]].numpy()
+
+
 def publish(model: Any, version: int, tolerance: float = 1e-4) -> PublishedWeights:
     """The model's weights as a trainer publishes them, in one bucket."""
     tied = model.config.tie_word_embeddings
@@ -92,10 +105,13 @@ class Room:
 
     async def update(self) -> UpdateReport:
         """Publishes fresh random weights as the next version, and waits until the replica has them."""
+        return (await self.router.update_weights(self.next_weights()))[0]
+
+    def next_weights(self) -> PublishedWeights:
+        """Fresh random weights, as the next version."""
         version = len(self.models)
         self.models[version] = random_model(self.family, self.tied, seed=version + 1)
-        (report,) = await self.router.update_weights(publish(self.models[version], version))
-        return report
+        return publish(self.models[version], version)
 
     async def update_up_to(self, count: int) -> None:
         """Goes on until `count` updates have been made since the start."""
@@ -140,14 +156,32 @@ def start_rooms(
     return rooms
 
 
-def make_config(model: Path, deterministic: bool) -> Config:
+def start_pair(directory: Path) -> tuple[InferenceGroup, dict[str, Room]]:
+    """Two replicas, the first of which keeps KV over updates and the second drains, as three rooms: one for each, and
+    one of both, in which they update one after the other."""
+    path = directory / "pair"
+    random_model("qwen3", False, seed=0).save_pretrained(path)
+    options = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+    actor = ray.remote(Replica).options(max_concurrency=MAX_CALLS, **options)
+    cfgs = {mode: make_config(path, False, on_update=mode, max_updating=1) for mode in ("keep_kv", "drain")}
+    replicas = {i: actor.remote(cfg, i, directory / "logs" / "pair") for i, cfg in enumerate(cfgs.values())}
+    group = InferenceGroup(cfgs["drain"], replicas, directory / "logs" / "pair")
+    references, who = group.ready_refs()
+    pids = [health.engine_pid for health in get_all(references, who=who, timeout_s=300)]
+    clients = {i: RayReplica(handle, f"replica {i}", None, 120, 60) for i, handle in replicas.items()}
+    members = {"keep_kv": [0], "drain": [1], "both": [0, 1]}
+    routers = {name: Router({i: clients[i] for i in chosen}, max_updating=1) for name, chosen in members.items()}
+    return group, {name: Room("qwen3", False, group, router, pids[0]) for name, router in routers.items()}
+
+
+def make_config(model: Path, deterministic: bool, **inference: Any) -> Config:
     return Config.model_validate(
         {
             "deterministic": deterministic,
             "model": {"name": str(model), "max_seq_len": MAX_MODEL_LEN},
             "orchestrator": {"batch_size": 2, "max_steps_off_policy": 0 if deterministic else 1},
             "env": {"id": "sort"},
-            "inference": {"sampling": {"max_tokens": 8}, "memory_gb": 0.125},
+            "inference": {"sampling": {"max_tokens": 8}, "memory_gb": 0.125, **inference},
             "timeouts": {"update_s": 60, "step_s": 120},
         }
     )

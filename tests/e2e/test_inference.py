@@ -8,11 +8,23 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
-from inference_support import VOCAB, Room, health, prompt_of, request, start_rooms
+from inference_support import (
+    VOCAB,
+    Room,
+    health,
+    kept_kv_logprobs,
+    prompt_of,
+    reference_logprobs,
+    request,
+    start_pair,
+    start_rooms,
+)
 
 from trireme.errors import RoomFailed, WeightsRefused
+from trireme.protocols import ReplicaLoad
 from trireme.types import SampleRequest, SamplingParams
 from trireme.waits import get
 
@@ -40,6 +52,13 @@ def rooms(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     _, alive = psutil.wait_procs(engines, timeout=30)
     assert alive == []
     assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+@pytest.fixture(scope="module")
+def pair(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Room]]:
+    group, rooms = start_pair(tmp_path_factory.mktemp("pair"))
+    yield rooms
+    group.stop()
 
 
 def begin(room: Room, requests: list[SampleRequest]) -> list[asyncio.Task[Any]]:
@@ -90,7 +109,8 @@ def test_answers_over_three_versions_know_which_token_came_from_which(rooms: dic
     answers = asyncio.run(run())
     newest = len(room.models) - 1
     for prompt, answer in zip([*prompts, prompts[0]], answers, strict=True):
-        assert room.difference(prompt, answer) < TOLERANCE
+        assert room.difference(prompt, answer) < TOLERANCE  # of every token to the policy that its span names
+        assert not any(span.mixed for span in answer.spans)
     versions = [[span.identity.version for span in answer.spans] for answer in answers]
     assert versions == [[newest - 2, newest - 1, newest]] * len(prompts) + [[newest - 1, newest]]
 
@@ -111,6 +131,121 @@ def test_cached_prefixes_never_outlive_their_weights(rooms: dict[str, Room]) -> 
     answers = asyncio.run(run())
     for answer in answers:
         assert room.difference(prompt, answer) < TOLERANCE
+
+
+def test_with_kept_kv_the_tokens_after_an_update_are_marked_mixed_and_are_just_that(pair: dict[str, Room]) -> None:
+    """Before it they are the old policy's; after it, those of the new weights on the old ones' keys and values, which
+    the canary of the update has not touched; new requests and cached prefixes know nothing of it.
+
+    The first requests of this engine own the blocks that the canary writes to.
+    """
+    room = pair["keep_kv"]
+    prompts = [prompt_of(150 + i, seed=i) for i in range(6)]
+
+    async def run() -> list[Any]:
+        await room.update()
+        running = begin(room, [request(f"kept {i}", prompt, 700, seed=i) for i, prompt in enumerate(prompts)])
+        await some_tokens_later(room, "probe kept")
+        report = await room.update()
+        assert report.reprefill_tokens == 0
+        new = await room.router.sample(request("new", prompts[0], 24))
+        assert [(span.identity, span.mixed) for span in new.spans] == [(report.identity, False)]
+        assert room.difference(prompts[0], new) < TOLERANCE
+        return await asyncio.gather(*running)
+
+    for prompt, answer in zip(prompts, asyncio.run(run()), strict=True):
+        old, new = answer.spans
+        assert (old.identity.version, old.mixed, new.identity.version, new.mixed) == (0, False, 1, True)
+        tokens = prompt + answer.tokens.tolist()
+        models = room.models[0], room.models[1]
+        expected = kept_kv_logprobs(*models, tokens, len(prompt) + new.start)[len(prompt) - 1 :]
+        assert np.abs(expected - answer.logprobs).max() < TOLERANCE
+        pure = reference_logprobs(models[1], tokens)[len(prompt) - 1 :]
+        assert np.abs(pure - answer.logprobs)[new.start :].max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["keep_kv", "drain"])
+def test_no_mode_serves_prefixes_of_older_weights(pair: dict[str, Room], mode: str) -> None:
+    room, prompt = pair[mode], prompt_of(300, seed=5)
+
+    async def run() -> list[Any]:
+        answers = []
+        for i in range(4):
+            if i % 2 == 0:
+                await room.update()
+            answers.append(await room.router.sample(request(f"prefix {i}", prompt, 8, seed=i)))
+        return answers
+
+    for answer in asyncio.run(run()):
+        assert not answer.spans[0].mixed
+        assert room.difference(prompt, answer) < TOLERANCE
+
+
+def test_a_drained_sequence_never_has_two_versions(pair: dict[str, Room]) -> None:
+    room = pair["drain"]
+    prompts = [prompt_of(20 + i, seed=i) for i in range(6)]
+
+    async def run() -> tuple[list[Any], list[Any]]:
+        await room.update()
+        running = begin(room, [request(f"old {i}", prompt, 300, seed=i) for i, prompt in enumerate(prompts)])
+        await some_tokens_later(room, "probe drain")
+        update = asyncio.create_task(room.update())
+        new = []
+        while not update.done():
+            new += begin(room, [request(f"new {len(new)}", prompts[0], 8)])
+            await asyncio.sleep(0.1)
+        assert (await update).reprefill_tokens == 0
+        return await asyncio.gather(*running), await asyncio.gather(*new)
+
+    old, new = asyncio.run(run())
+    newest = len(room.models) - 1
+    assert [[span.identity.version for span in answer.spans] for answer in old] == [[newest - 1]] * len(old)
+    assert all(len(answer.spans) == 1 for answer in new)
+    assert new[-1].spans[0].identity.version == newest
+    for prompt, answer in zip([*prompts, *[prompts[0]] * len(new)], [*old, *new], strict=True):
+        assert room.difference(prompt, answer) < TOLERANCE
+
+
+def test_while_one_replica_updates_new_requests_go_to_the_other(pair: dict[str, Room]) -> None:
+    """The second drains, and so takes its time; the first has the new weights before."""
+    room = pair["both"]
+
+    async def run() -> list[Any]:
+        await room.update()
+        await asyncio.gather(*begin(room, [request("on the first", prompt_of(5), 8), request("long", prompt_of(5), 8)]))
+        (long,) = begin(room, [request("long", prompt_of(5), 900)])
+        await asyncio.sleep(0.3)
+        update = asyncio.create_task(room.update())
+        while room.router.acknowledged()[0] == 0 and not update.done():
+            await asyncio.wait([update], timeout=0.01)
+        new = await room.router.sample(request("new", prompt_of(5), 8))
+        (stays,) = begin(room, [request("long", prompt_of(5), 8)])
+        load = await room.router.load()
+        assert load.keys() == {0, 1}
+        await update
+        assert room.router.acknowledged() == {0: 1, 1: 1}
+        return await asyncio.gather(long, stays, asyncio.sleep(0, new))
+
+    answers = asyncio.run(run())
+    assert [[span.identity.version for span in answer.spans] for answer in answers] == [[0], [1], [1]]
+
+
+def test_a_replica_says_what_it_has_to_do(rooms: dict[str, Room]) -> None:
+    room = rooms["llama"]
+
+    async def run() -> None:
+        assert (await room.router.load())[0].waiting == 0
+        running = begin(room, [request(f"load {i}", prompt_of(5), 300) for i in range(70)])
+        await some_tokens_later(room, "probe load")
+        load = (await room.router.load())[0]
+        assert 0 < load.running <= 64
+        assert load.kv_used > 0
+        await asyncio.gather(*running)
+        while (await room.router.load())[0].running:
+            pass
+        assert (await room.router.load())[0] == ReplicaLoad(0, 0, 0.0, 0)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_seeded_requests_survive_an_update_with_more_prefill_than_fits_a_step(rooms: dict[str, Room]) -> None:
