@@ -65,9 +65,14 @@ def token_text(tokenizer: Any, token: int) -> str:
     return tokenizer.decode([token]) if token < len(tokenizer) else UNKNOWN
 
 
+@cache
+def end_of_sequence(tokenizer: Any) -> int:
+    return tokenizer.eos_token_id  # transformers makes it up from several places at each access
+
+
 def score(tokenizer: Any, digits: str, tokens: Sequence[int]) -> Score:
     """Grades sampled ids, up to the first end of sequence; without one the answer is not finished, so not exact."""
-    tokens, end = list(tokens), tokenizer.eos_token_id
+    tokens, end = list(tokens), end_of_sequence(tokenizer)
     finished = end in tokens
     text = "".join(token_text(tokenizer, token) for token in (tokens[: tokens.index(end)] if finished else tokens))
     target = sorted_digits(digits)
