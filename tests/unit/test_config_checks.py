@@ -99,6 +99,7 @@ def test_loss_fn_config_that_is_known() -> None:
     [
         ({"model": {"max_seq_len": 10}}, "shorter than the sequence"),
         ({"inference": {"sampling": {"max_tokens": 64}}}, "shorter than the sequence"),
+        ({"eval": {"max_tokens": 64}}, "lower --eval.max-tokens"),
         ({"model": {"max_seq_len": 65}}, "at most 64, the max_position_embeddings of m"),
         ({"inference": {"sampling": {"max_tokens": 10}, "max_model_len": 65}}, "at most 64"),
         (
