@@ -131,8 +131,9 @@ class Evaluator:
     def take(self, step: int) -> dict[str, float]:
         """What the row of `step` is to hold; nothing when no evaluation belongs there."""
         row = self._rows.pop(step, {})
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return row | {"time/wait_for_evaluation": waited_s} if row else row
+        if row:
+            row["time/wait_for_evaluation"], self._waited_s = self._waited_s, 0.0
+        return row
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values; rows as pairs, because their keys are numbers."""

@@ -14,6 +14,7 @@ from run_support import DEADLINE_S, Running, in_directory
 DETERMINISTIC = [
     *("--deterministic", "--orchestrator.max-steps-off-policy", "0", "--max-steps", "6", "--checkpoint.every", "2"),
     *("--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--checkpoint.keep-last", "1"),
+    *("--eval.every", "2", "--eval.problems", "8"),
 ]
 NOT_COMPARED = ("time/", "perf/")
 """Columns of metrics.jsonl that say how fast, not what. `attempt` differs by its meaning."""

@@ -30,7 +30,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(
-    model_dir: Path, log_dir: Path | None = None, faults: str = "", policy: str = "requeue", **env: Any
+    model_dir: Path,
+    log_dir: Path | None = None,
+    faults: str = "",
+    policy: str = "requeue",
+    evaluation: dict[str, Any] | None = None,
+    **env: Any,
 ) -> OrchestratorHandle:
     cfg = Config.model_validate(
         {
@@ -39,6 +44,7 @@ def start(
             "trainer": {"num_minibatches": 2},
             "orchestrator": {"batch_size": 4, "group_size": 4, "retries": 0, "stale_policy": policy},
             "env": {"id": "orchestrator_support:Guesses", "name": "guesses", **env},
+            "eval": evaluation or {},
             "inference": {"sampling": {"max_tokens": 4}},
         }
     )
@@ -89,6 +95,27 @@ def test_what_goes_wrong_in_the_actor_reaches_the_driver(model_dir: Path) -> Non
         next(broken.minibatches(0, 0))
     for handle in (unknown, broken):
         handle.stop()
+
+
+def test_an_evaluation_is_given_up_when_the_driver_is_in_a_hurry(model_dir: Path, tmp_path: Path) -> None:
+    first = start(model_dir, evaluation={"every": 1, "samples": 2, "env": {"args": {"hang_from": 5}}})
+    second = start(model_dir, evaluation={"every": 3, "samples": 2})
+    wait_ready(first)
+    first.update_weights(published(0))
+    list(first.minibatches(0, 0))
+    first.update_weights(published(1), hurry=lambda: True)
+    assert "eval/guesses/version" not in first.release(0).metrics
+    first.save_state(tmp_path / "commit" / "orchestrator").wait(60)
+    first.stop()
+
+    wait_ready(second)
+    second.load_state(tmp_path / "commit" / "orchestrator")
+    second.update_weights(published(1))
+    list(second.minibatches(1, 0))
+    second.update_weights(published(2))
+    row = second.release(1).metrics
+    assert (row["eval/guesses/version"], row["eval/guesses/n"], row["eval/guesses/failed"]) == (1, 16, 0)
+    second.stop()
 
 
 class GivenUp(Exception):

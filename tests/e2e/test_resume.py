@@ -36,6 +36,7 @@ STEP = [
     "inference.update@3",
     "inference.loaded@3",
     "orchestrator.release@2",
+    "orchestrator.evaluation@2",
 ]
 COMMIT = [
     "commit.draft@1",
@@ -59,6 +60,7 @@ SHORT_CHAIN = [
     ("commit.manifest@1", "false"),
     ("commit.renamed@1", "true"),
     ("checkout.rows@1", "false"),
+    ("orchestrator.evaluation@1", "true"),
     ("commit.prune@1", "true"),
 ]
 """Points, and whether commits are written in the background: a sample of both long chains."""

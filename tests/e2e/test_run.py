@@ -21,6 +21,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         *TINY,
         *("--max-steps", "12", "--trainer.shards", "2", "--inference.replicas", "2"),
         *("--wandb.project", "test", "--wandb.mode", "offline"),
+        *("--eval.every", "4", "--eval.problems", "24", "--eval.samples", "2"),
     )
 
 
@@ -39,6 +40,19 @@ class TestTwoShardsTwoReplicas:
     def test_every_update_agrees_with_the_trainer(self, ended: Ended) -> None:
         assert max(row["weights/canary_max_diff"] for row in ended.rows) < 1e-4
         assert len({row["weights/digest"] for row in ended.rows}) == 12
+
+    def test_evaluations_are_of_one_version_each_and_lose_nothing(self, ended: Ended) -> None:
+        """A token of another version would have stopped the run."""
+        evaluated = {row["step"]: row["eval/sort/version"] for row in ended.rows if "eval/sort/version" in row}
+        assert evaluated == {0: 0, 4: 4, 8: 8, 11: 12}
+        for step in evaluated:
+            row = ended.rows[step]
+            assert (row["eval/sort/n"], row["eval/sort/failed"], row["eval/sort/problems"]) == (48, 0, 24)
+            assert 0 < row["eval/sort/reward/total"] < 1
+            assert row["eval/sort/pass@1"] <= row["eval/sort/pass@2"]
+            assert row["eval/sort/avg@2/ci95"] > 0
+            assert row["eval/sort/success"] == pytest.approx(row["eval/sort/pass@1"])
+        assert ended.out.count("evaluation of version") == 4
 
     def test_prints_plan_steps_and_what_next(self, ended: Ended) -> None:
         for expected in ("trainer", "orchestrator", "inference", "vllm", "12/12", "What next", "tokens"):

@@ -182,6 +182,39 @@ def test_training_goes_on_but_the_next_version_waits() -> None:
     asyncio.run(scenario())
 
 
+class Busy(FakeSampler):
+    """Takes a few turns for each answer, and counts what is in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight = {"eval": 0, "train": 0}
+        self.seen: list[tuple[int, int]] = []
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        kind = "eval" if request.request_id.startswith("eval/") else "train"
+        self.in_flight[kind] += 1
+        self.seen.append((self.in_flight["eval"], self.in_flight["train"]))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.in_flight[kind] -= 1
+        return await super().sample(request)
+
+
+def test_neither_starves_the_other_at_the_gate() -> None:
+    async def scenario() -> None:
+        run = EvalRun(with_evaluation(config(3, 6, max_concurrent=4), samples=2), sampler=Busy())
+        async with run:
+            await run.pipeline.next_minibatch(0, 0)
+            assert 4 <= len(run.asked()) < 12, "a batch does not wait for the whole evaluation, nor holds it up"
+            assert isinstance(run.sampler, Busy)
+            assert max(map(sum, run.sampler.seen)) == 4
+            assert (2, 2) in run.sampler.seen
+            await run.pipeline.update_weights(published(1))
+            assert len(run.asked()) == 12
+
+    asyncio.run(scenario())
+
+
 def test_training_is_what_it_is_without() -> None:
     def training(run: Run) -> Any:
         requests = [r for r in run.sampler.requests if not r.request_id.startswith("eval/")]
@@ -207,6 +240,23 @@ def test_it_samples_with_its_own_options() -> None:
     assert {(r.params.max_tokens, r.params.temperature) for r in run.asked()} == {(3, 0.25)}
     others = [r for r in run.sampler.requests if r not in run.asked()]
     assert {(r.params.max_tokens, r.params.temperature) for r in others} == {(4, 0.9)}
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, {"id": "e:D", "args": {"a": 1, "b": 2}, "name": "mine"}),
+        ({"args": {"b": 3}}, {"id": "e:D", "args": {"a": 1, "b": 3}, "name": "mine"}),
+        ({"name": "long"}, {"id": "e:D", "args": {"a": 1, "b": 2}, "name": "long"}),
+        ({"id": "sort", "args": {"c": 4}}, {"id": "sort", "args": {"c": 4}, "name": None}),
+    ],
+)
+def test_the_environment_is_the_runs_own_or_another(own: dict[str, Any], expected: dict[str, Any]) -> None:
+    given = config().model_dump() | {
+        "env": {"id": "e:D", "args": {"a": 1, "b": 2}, "name": "mine"},
+        "eval": {"env": own},
+    }
+    assert Config.model_validate(given).eval_env.model_dump() == expected
 
 
 # ---- what it says
