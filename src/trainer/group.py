@@ -26,7 +26,15 @@ from trireme.config import Config
 from trireme.errors import RoomFailed
 from trireme.logs import redirect
 from trireme.metrics import reduce_metrics
-from trireme.types import AdamParams, ForwardBackwardOutput, OptimStepResponse, Provenance, TokenBatch, WeightIdentity
+from trireme.types import (
+    AdamParams,
+    ForwardBackwardOutput,
+    OptimStepResponse,
+    Provenance,
+    TokenBatch,
+    WeightIdentity,
+    Which,
+)
 from trireme.waits import Pending
 from trireme.weights import PublishedWeights
 
@@ -85,8 +93,8 @@ class ShardActor:
         with trace.span("forward_backward", tokens=len(batch.tokens)):
             return self._shard.forward_backward(batch, loss_fn, loss_fn_config, provenance)
 
-    def forward(self, batch: TokenBatch) -> ShardOutput:
-        return self._shard.forward(batch)
+    def forward(self, batch: TokenBatch, which: Which) -> ShardOutput:
+        return self._shard.forward(batch, which)
 
     def optim_step(self, adam: AdamParams, normalizer: float) -> OptimStepResponse:
         with trace.span("optim"):
@@ -194,9 +202,9 @@ class TrainerGroup:
         output = self.forward_backward(weighted, "cross_entropy", {})
         return ForwardBackwardOutput(output.logprobs, {**output.metrics, **metrics})
 
-    def forward(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """Log-probabilities of the batch's `target_tokens`: float32 [T]."""
-        return scatter_outputs(batch, self._call("forward", ray.put(batch)))
+    def forward(self, batch: TokenBatch, which: Which = "policy") -> npt.NDArray[np.float32]:
+        """Log-probabilities of the batch's `target_tokens` under the policy or the reference: float32 [T]."""
+        return scatter_outputs(batch, self._call("forward", ray.put(batch), which))
 
     def optim_step(self, adam: AdamParams, normalizer: float) -> OptimStepResponse:
         """Divides the gradient by `normalizer`, clips, updates."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
 from trainer.batching import DEFAULT_MICRO_BATCH_TOKENS, MicroBatch, Rows, ShardOutput, plan
 from trainer.checkpoint import Checkpointer, make_adam_state
@@ -28,10 +28,10 @@ from trainer.model import attention_length, gathered_units, inference_dtype, loa
 from trainer.publish import Packer, Put, compute_canary
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
-from trireme.errors import NonFiniteGradient, ProvenanceError, TriremeError
+from trireme.errors import BadInput, NonFiniteGradient, ProvenanceError, TriremeError
 from trireme.faults import fault_point
 from trireme.metrics import reduce_metrics
-from trireme.types import AdamParams, OptimStepResponse, Provenance, TokenBatch, WeightIdentity
+from trireme.types import AdamParams, OptimStepResponse, Provenance, TokenBatch, WeightIdentity, Which
 from trireme.weights import PublishedWeights, TensorEntry, weights_digest
 
 
@@ -113,6 +113,7 @@ class Shard:
             timeout=timedelta(seconds=max(config.timeouts.start_s, config.timeouts.step_s)),
         )
         self._model = shard_model(config.model.name, config.model.attn, source, self._device, self._dtype)
+        self._reference = self._load_reference() if config.trainer.kl.coef else None
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._parameters = list(parameters.values())
         self._optimizer = torch.optim.AdamW(self._parameters)
@@ -122,6 +123,15 @@ class Shard:
         self._packer = Packer(put)
         self._attempt = attempt
         self._published: list[WeightIdentity] = []
+
+    def _load_reference(self) -> PreTrainedModel:
+        """The model of `trainer.kl.reference`, frozen and sharded as the policy is."""
+        reference, attn = self._config.trainer.kl.reference, self._config.model.attn
+        assert reference.base_model is not None, "checked with the configuration"
+        weights = reference.load_checkpoint_path or reference.base_model
+        source = load_source(weights, attn) if self._rank == 0 else None
+        model = shard_model(reference.base_model, attn, source, self._device, self._dtype)
+        return model.requires_grad_(False)
 
     def forward_backward(
         self, batch: TokenBatch, loss_fn: str, loss_fn_config: Mapping[str, float], provenance: Provenance | None
@@ -139,7 +149,7 @@ class Shard:
         micro_batches = self._micro_batches(batch)
         for micro in micro_batches:
             rows = self._rows(batch, micro)
-            p = self._logprobs(batch, micro, rows)
+            p = self._logprobs(self._model, batch, micro, rows)
             loss, loss_metrics = function(p, rows, loss_config)
             loss.backward()
             logprobs.append((micro, p.detach()))
@@ -149,13 +159,14 @@ class Shard:
         return _output(batch, logprobs, reduce_metrics(metrics))
 
     @torch.no_grad()
-    def forward(self, batch: TokenBatch) -> ShardOutput:
-        """Log-probabilities of the batch's `target_tokens`, without gradient."""
-        return _output(
-            batch,
-            [(micro, self._logprobs(batch, micro, self._rows(batch, micro))) for micro in self._micro_batches(batch)],
-            {},
-        )
+    def forward(self, batch: TokenBatch, which: Which = "policy") -> ShardOutput:
+        """Log-probabilities of the batch's `target_tokens` under the policy or the reference, without gradient. Raises
+        BadInput when there is no reference."""
+        model = self._model if which == "policy" else self._reference
+        if model is None:
+            raise BadInput("no reference policy is loaded: set trainer.kl.coef and trainer.kl.reference.base_model")
+        computed = [(m, self._logprobs(model, batch, m, self._rows(batch, m))) for m in self._micro_batches(batch)]
+        return _output(batch, computed, {})
 
     def optim_step(self, adam: AdamParams, normalizer: float) -> OptimStepResponse:
         """Divides the accumulated gradient by `normalizer`, clips its norm over all shards, and makes one AdamW update.
@@ -245,9 +256,11 @@ class Shard:
                 rows[name].zero_()
         return rows
 
-    def _logprobs(self, batch: TokenBatch, micro: MicroBatch, rows: Mapping[str, Tensor]) -> Tensor:
+    def _logprobs(
+        self, model: PreTrainedModel, batch: TokenBatch, micro: MicroBatch, rows: Mapping[str, Tensor]
+    ) -> Tensor:
         temperatures = torch.from_numpy(batch.temperatures[list(micro.datums)]).to(self._device)
-        return token_logprobs(self._model, rows["tokens"].long(), rows["target_tokens"].long(), temperatures)
+        return token_logprobs(model, rows["tokens"].long(), rows["target_tokens"].long(), temperatures)
 
     def _global_norm(self, gradients: list[Tensor]) -> float:
         """Euclidean norm over all shards, accumulated in float64 so that it does not depend on their number."""

@@ -20,6 +20,7 @@ from trireme.config.model_facts import ModelFacts, with_absolute_paths
 from trireme.environ import cluster_address, prepare_existing_cluster, prepare_local_cluster
 from trireme.errors import EXIT_OK, BadInput, LimitReached, TriremeError
 from trireme.plan import Plan, Resources
+from trireme.reference import keep_reference, resolve_reference
 from trireme.rundir import RunDir, resume_command
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _rl(argv: list[str], console: Console) -> int:
         console.print(config.model_dump_json(indent=2), markup=False)
         return EXIT_OK
     check_installed()
-    _run(with_absolute_paths(config), facts, plan, console)
+    _run(resolve_reference(with_absolute_paths(config), facts), facts, plan, console)
     return EXIT_OK
 
 
@@ -83,6 +84,7 @@ def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> Non
         if run.start.step >= config.max_steps:
             console.print(f"{run.root} is at step {run.start.step}; max_steps = {config.max_steps}: nothing to do")
             return
+        keep_reference(config)
         with launch.ray_cluster(config, plan) as resources:
             signals.arm()
             plan = Plan.of(config, facts, resources, run.root, plan.notes)

@@ -10,6 +10,7 @@ from typing import Any
 from trireme.commits import Commits
 from trireme.config import Config
 from trireme.guards import Guard
+from trireme.kl import KlPenalty
 from trireme.launch import Rooms
 from trireme.metrics import Clock, Journal, reduce_metrics
 from trireme.signals import Stop
@@ -33,6 +34,7 @@ def train(
     and Stopped after a signal, between steps or while nothing of a step has been applied.
     """
     trainer, orchestrator = rooms.trainer, rooms.orchestrator
+    penalty = KlPenalty(trainer, config.trainer.kl.coef, config.trainer.kl.discount)
     weights = trainer.publish_weights(start)
     commits.begin(weights)
     orchestrator.update_weights(weights)
@@ -45,7 +47,8 @@ def train(
             for substep in range(config.trainer.num_substeps):
                 loss_tokens = sequences = 0
                 on_tick = stop.check if substep == 0 else None  # later substeps cannot be given up
-                for minibatch in clock.timed("wait_for_batch", orchestrator.minibatches(step, substep, on_tick)):
+                arriving = clock.timed("wait_for_batch", orchestrator.minibatches(step, substep, on_tick))
+                for minibatch in penalty(arriving):
                     with clock("forward_backward"):
                         output = trainer.forward_backward(
                             minibatch.batch, config.loss_fn, config.trainer.loss_fn_config, minibatch.provenance
@@ -70,6 +73,7 @@ def train(
             **step_position(config, step, weights.identity.attempt),
             **released.metrics,
             **optim_metrics(reduce_metrics(outputs), update, adam.learning_rate),
+            **penalty.take(),
             "weights/digest": weights.identity.digest,
             "weights/bytes": weights.nbytes,
             **time_metrics(clock.seconds, released.metrics),

@@ -23,6 +23,8 @@ GIB = 2**30
 SHARD_BASE_GIB = 0.5
 REPLICA_BASE_GIB = 1.4
 """Measured resident memory of a shard, and of a replica with its engine process, without weights and KV cache."""
+LOGITS_GIB = 0.2
+"""What a shard holds of logits at once (`trainer.logprobs`)."""
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
@@ -195,15 +197,17 @@ class Plan:
 
     @property
     def shard_bytes(self) -> int | None:
-        """Memory of a shard without activations: 16 bytes per parameter (fp32 weight, gradient, two Adam moments) over
-        the shards, and logits with their gradient of one micro-batch in fp32."""
+        """Memory of a shard without activations: its share of 16 bytes per parameter (fp32 weight, gradient, two Adam
+        moments) and 4 of the KL reference's; and the logits of a chunk of tokens."""
         if self.facts is None:
             return None
-        micro = self.config.trainer.micro_batch_tokens
-        limit = seq_limit(self.config, self.facts) or micro
-        tokens = min(micro, self.rollouts_per_step * limit // self.config.trainer.shards)
-        states = 16 * self.facts.num_parameters // self.config.trainer.shards
-        return int(SHARD_BASE_GIB * GIB) + states + 8 * tokens * self.facts.vocab_size
+        states = self.bytes_per_parameter * self.facts.num_parameters // self.config.trainer.shards
+        return int((SHARD_BASE_GIB + LOGITS_GIB) * GIB) + states
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Of a shard's state."""
+        return 20 if self.config.trainer.kl.coef else 16
 
     @property
     def replica_bytes(self) -> int | None:
@@ -242,6 +246,7 @@ class Plan:
             ("tokens", self._tokens_text()),
             ("memory", self._memory_text()),
             ("staleness", self._staleness_text()),
+            ("in flight", self._in_flight_text()),
             ("each update", f"weights travel by {self.config.transport}; {self._update_text()}"),
             *self._rows_of_evaluation(),
             ("commits", self._commits_text()),
@@ -314,8 +319,8 @@ class Plan:
         if self.shard_bytes is None or self.replica_bytes is None or self.facts is None:
             return "unknown, as the model's sizes are"
         shard = (
-            f"a shard {_gib(self.shard_bytes)} + activations ({SHARD_BASE_GIB} GiB + 16 B x parameters / shards "
-            "+ 8 B x micro-batch tokens x vocabulary)"
+            f"a shard {_gib(self.shard_bytes)} + activations ({SHARD_BASE_GIB + LOGITS_GIB:g} GiB + "
+            f"{self.bytes_per_parameter} B x parameters / shards)"
         )
         if self.on_gpus:
             return f"{shard}; a replica {self.config.inference.gpu_memory_utilization:.0%} of its GPU"
@@ -334,6 +339,20 @@ class Plan:
         return (
             f"no group is trained on that is more than {_count(bound, 'step')} old; one that would be {what}; "
             f"at most {self.groups_in_flight} groups under way"
+        )
+
+    def _in_flight_text(self) -> str:
+        """How many rollouts are sampled at once, training and evaluation together."""
+        config, options = self.config, self.config.orchestrator
+        slots = f"{self.groups_in_flight} groups x {options.group_size} rollouts of training under way"
+        if config.deterministic:
+            return f"a whole batch at once: {slots}"
+        if options.max_concurrent != "auto":
+            return f"at most {options.max_concurrent} rollouts; at most {slots}"
+        first = config.first_max_concurrent(on_gpus=self.on_gpus)
+        return (
+            f"at first at most {first} rollouts ({_count(config.inference.replicas, 'replica')} x {self.max_num_seqs} "
+            f"sequences and a quarter more), then as the replicas' KV caches allow; at most {slots}"
         )
 
     def _commits_text(self) -> str:

@@ -17,6 +17,7 @@ from trireme.wire import Packed, pack, unpack
 
 StopReason = Literal["length", "stop"]
 LossFnType = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
+Which = Literal["policy", "reference"]
 LossNormalization = Literal["token_mean", "sequence_mean", "sum"]
 
 

@@ -29,6 +29,7 @@ def plan(
     orchestrator: dict | None = None,
     inference: dict | None = None,
     evaluation: dict | None = None,
+    kl: dict | None = None,
     run_dir: Path | None = None,
     warnings: tuple[str, ...] = (),
 ) -> Plan:
@@ -37,7 +38,7 @@ def plan(
             "model": {"name": "m"},
             "env": {"id": "sort"},
             "eval": evaluation or {},
-            "trainer": {"shards": shards, "micro_batch_tokens": 1000},
+            "trainer": {"shards": shards, "micro_batch_tokens": 1000, "kl": kl or {}},
             "orchestrator": {"batch_size": 16, **(orchestrator or {})},
             "inference": {"replicas": replicas, "sampling": {"max_tokens": 10}, **(inference or {})},
             "cluster": {"device": device},
@@ -173,7 +174,9 @@ class TestNumbers:
         assert (plan().max_num_seqs, plan(device="gpu").max_num_seqs) == (64, 256)
 
     def test_memory_of_a_shard(self) -> None:
-        assert plan(shards=2).shard_bytes == GIB // 2 + 16 * 1_000_000 // 2 + 8 * 1000 * 32
+        assert plan(shards=2).shard_bytes == int(0.7 * GIB) + 16 * 1_000_000 // 2
+        reference = {"coef": 0.1, "reference": {"base_model": "m"}}
+        assert plan(shards=2, kl=reference).shard_bytes == int(0.7 * GIB) + 20 * 1_000_000 // 2
 
     def test_memory_of_a_replica(self) -> None:
         expected = int((1.4 + 2) * GIB) + 4 * 1_000_000

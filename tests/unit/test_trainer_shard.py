@@ -214,3 +214,33 @@ def test_other_losses_too_do_not_depend_on_micro_batches(shard, model, loss_fn, 
     )
     assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
     assert output.metrics["loss_tokens:sum"] == sum(LENGTHS) - len(LENGTHS)
+
+
+def test_a_reference_stays_while_the_policy_moves(shard, model):
+    batch = make_batch(LENGTHS)
+    one = shard(trainer__kl={"coef": 0.1, "reference": {"base_model": str(model)}})
+    before = one.forward(batch).logprobs
+    np.testing.assert_array_equal(one.forward(batch, "reference").logprobs, before)
+    one.forward_backward(batch, "importance_sampling", {}, None)
+    one.optim_step(AdamParams(learning_rate=1e-2), 10.0)
+    np.testing.assert_array_equal(one.forward(batch, "reference").logprobs, before)
+    assert np.abs(one.forward(batch).logprobs - before).max() > 1e-3
+
+
+def test_a_reference_of_other_weights(shard, model, tmp_path):
+    other = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.9)
+    other.save_pretrained(tmp_path)
+    reference_config = {"base_model": str(model), "load_checkpoint_path": str(tmp_path)}
+    one = shard(trainer__kl={"coef": 0.1, "reference": reference_config})
+    batch = make_batch(LENGTHS)
+    got = scatter_outputs(batch, [one.forward(batch, "reference")])
+    np.testing.assert_allclose(got, reference(tmp_path, batch)[0].detach().numpy(), atol=1e-5)
+    assert np.abs(got - reference(model, batch)[0].detach().numpy()).max() > 1e-3
+
+
+def test_without_a_reference_asking_it_is_refused(shard):
+    with pytest.raises(BadInput, match=r"trainer.kl.reference.base_model"):
+        shard().forward(make_batch(LENGTHS), "reference")

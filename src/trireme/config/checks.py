@@ -13,6 +13,7 @@ from trireme.config.schema import Config
 
 AUTO_LEARNING_RATE_FAMILIES = ("qwen", "llama")
 EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+MANY_REQUEUES = 4
 INSTALL_CPU = "uv sync"
 INSTALL_GPU = "uv sync --no-group cpu --group gpu"
 
@@ -26,13 +27,16 @@ def check(config: Config, facts: ModelFacts | None) -> list[str]:
         *_batch(config),
         *_group(config),
         *_loss(config),
+        *_kl(config),
         *_lengths(config, facts),
         *_learning_rate(config, facts),
         *_deterministic(config),
+        *_concurrency(config),
+        *_timeouts(config),
         *_resume(config),
     ]
     refuse(problems)
-    return _sampler_warnings(config)
+    return [*_sampler_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
 
 
 def seq_limit(config: Config, facts: ModelFacts | None) -> int | None:
@@ -74,6 +78,29 @@ def _loss(config: Config) -> Iterator[Problem]:
         )
         return
     yield from loss_problems(config.loss_fn, config.trainer.loss_fn_config)
+
+
+def _kl(config: Config) -> Iterator[Problem]:
+    kl = config.trainer.kl
+    if kl.coef and kl.reference.base_model is None:
+        yield Problem(
+            f"trainer.kl.coef = {kl.coef:g} without a reference",
+            "a model to stay near",
+            f"add --trainer.kl.reference.base-model {config.model.name}, from which the run starts, or another",
+        )
+    unread = [name for name, value in kl.reference.model_dump().items() if value is not None]
+    if unread and not kl.coef:
+        yield Problem(
+            f"trainer.kl.reference.{unread[0]} with trainer.kl.coef = 0",
+            "a penalty for which a reference is needed",
+            "set --trainer.kl.coef, or leave the reference out",
+        )
+    if kl.discount and not kl.coef:
+        yield Problem(
+            f"trainer.kl.discount = {kl.discount:g} with trainer.kl.coef = 0",
+            "a penalty to discount",
+            "set --trainer.kl.coef, or leave the discount out",
+        )
 
 
 def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
@@ -142,6 +169,72 @@ def _resume(config: Config) -> Iterator[Problem]:
             "--resume.force alone",
             "something to resume",
             "add --resume, --resume.step N or --resume.dir PATH",
+        )
+
+
+def _concurrency(config: Config) -> Iterator[Problem]:
+    options = config.orchestrator
+    limit, group, batch = options.max_concurrent, options.group_size, options.batch_size * options.group_size
+    if limit != "auto" and limit < group:
+        yield Problem(
+            f"orchestrator.max_concurrent = {limit} with orchestrator.group_size = {group}",
+            f"room for a whole group, {group} rollouts: they are sampled together, by the same weights",
+            f"set --orchestrator.max-concurrent to {group} or more, or leave it out (auto)",
+        )
+    elif limit != "auto" and config.deterministic and limit < batch:
+        yield Problem(
+            f"orchestrator.max_concurrent = {limit} with deterministic = true",
+            f"room for a whole batch, {batch} rollouts: what runs side by side decides the last bits of each",
+            f"set --orchestrator.max-concurrent to {batch} or more, or leave it out (auto)",
+        )
+
+
+def _timeouts(config: Config) -> Iterator[Problem]:
+    rollout_s, step_s = config.orchestrator.generation_timeout_s, config.timeouts.step_s
+    if rollout_s >= step_s:
+        yield Problem(
+            f"orchestrator.generation_timeout_s = {rollout_s:g} with timeouts.step_s = {step_s:g}",
+            "a limit for one rollout below the deadline for a whole batch: else the run stops for a batch whose "
+            "rollouts are all within their limit",
+            "lower --orchestrator.generation-timeout-s, or raise --timeouts.step-s",
+        )
+
+
+def _staleness_warnings(config: Config) -> Iterator[str]:
+    """What an order of consumption does to long answers. With max_steps_off_policy = 0 nothing gets too old."""
+    options = config.orchestrator
+    bound, policy, requeues = options.max_steps_off_policy, options.stale_policy, options.max_requeues
+    longer = f"a problem with an answer that takes longer than {bound} of the trainer's steps"
+    if bound and policy == "drop":
+        yield (
+            f"orchestrator.stale_policy = drop with max_steps_off_policy = {bound}: {longer} is given up for good. So "
+            "long answers are trained on less often than they are sampled, and those that always take longer never "
+            "(off_policy/dropped counts them); requeue and wait train on every problem"
+        )
+    if bound and policy == "requeue" and requeues > MANY_REQUEUES:
+        yield (
+            f"orchestrator.max_requeues = {requeues} with max_steps_off_policy = {bound}: {longer} is sampled afresh "
+            f"until all its answers happen to be short, up to {requeues} times, before the batch waits for it. That "
+            "favours short answers and wastes tokens (off_policy/requeued counts them); lower it, raise "
+            "max_steps_off_policy, or take --orchestrator.stale-policy wait"
+        )
+
+
+def _timeout_warnings(config: Config) -> Iterator[str]:
+    options, timeouts = config.orchestrator, config.timeouts
+    rollout_s, tries = options.generation_timeout_s, options.retries + 1
+    if tries * rollout_s > timeouts.step_s:
+        yield (
+            f"orchestrator.generation_timeout_s = {rollout_s:g} with {options.retries} retries: a rollout that hangs "
+            f"each time fails after {tries * rollout_s:g} s; if a batch waits for it, timeouts.step_s = "
+            f"{timeouts.step_s:g} ends the run before its group is replaced"
+        )
+    if config.inference.on_update == "drain" and timeouts.update_s < rollout_s:
+        yield (
+            f"inference.on_update = drain with timeouts.update_s = {timeouts.update_s:g}: an update waits until the "
+            f"answers in flight are finished, which may take up to orchestrator.generation_timeout_s = {rollout_s:g}; "
+            "beyond its deadline the run stops. Raise --timeouts.update-s, or take recompute_kv or keep_kv, which "
+            "interrupt answers"
         )
 
 

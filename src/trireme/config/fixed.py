@@ -22,6 +22,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 
 def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
     """Nested dict of JSON values, the same for every start of a run that may go on from the same commits."""
+    kl = config.trainer.kl
     return {
         "model": {name: value for name, value in facts.described.items() if name not in IRRELEVANT},
         "tokenizer": tokenizer_hashes(config.tokenizer_name),
@@ -30,6 +31,7 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
             "trainer.loss_fn_config": config.trainer.loss_fn_config,
             "trainer.loss_normalization": config.trainer.loss_normalization,
             "orchestrator.advantage": config.orchestrator.advantage,
+            **({"trainer.kl.coef": kl.coef, "trainer.kl.discount": kl.discount} if kl.coef else {}),
         },
         "data": {"seed": config.seed, "env.id": config.env.id, "env.args": config.env.args},
     }

@@ -78,7 +78,29 @@ class OptimConfig(Section):
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW: decoupled weight decay.")
 
 
+class ReferenceConfig(Section):
+    base_model: str | None = Field(
+        None, description="The reference: a Hugging Face model, a local directory or a name on the hub."
+    )
+    load_checkpoint_path: str | None = Field(
+        None,
+        description="Take its weights from here instead: a Hugging Face directory, or a commit of a run, which is then "
+        "kept for good.",
+    )
+
+
 class KlConfig(Section):
+    coef: NonNegativeFloat = Field(
+        0.0,
+        validation_alias=AliasChoices("coef", "kl_penalty_coef"),
+        description="Penalty, in the advantages, for moving away from the reference; 0 = none.",
+    )
+    discount: Share = Field(
+        0.0,
+        validation_alias=AliasChoices("discount", "kl_discount_factor"),
+        description="A token also answers for the penalties that follow it, discounted by this; 0 = only for its own.",
+    )
+    reference: ReferenceConfig = ReferenceConfig()
     alarm: PositiveFloat = Field(
         0.01, description="Warn, once per stretch, when kl_sample_train_v2 between sampler and trainer exceeds this."
     )
@@ -163,8 +185,8 @@ class OrchestratorConfig(Section):
     overlong_filter: bool = Field(False, description="Answers cut by length do not count in the loss.")
     max_concurrent: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="Most rollouts in flight; auto = what the replicas decode at once and a quarter more at first, then "
-        "by their KV caches and preemptions.",
+        description="Most rollouts in flight; auto = at first what the replicas decode at once and a quarter more, "
+        "then as their KV caches and preemptions allow.",
     )
     generation_timeout_s: PositiveFloat = Field(
         600.0, description="Limit for one rollout over all its turns, in seconds, from its first on."
