@@ -137,7 +137,7 @@ class Evaluator:
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values; rows as pairs, because their keys are numbers."""
-        return {"done": self._done, "owed": self._owed, "rows": [[step, row] for step, row in self._rows.items()]}
+        return {"done": self._done, "owed": self._owed, "rows": [[step, dict(row)] for step, row in self._rows.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._done, self._owed = state["done"], state["owed"]

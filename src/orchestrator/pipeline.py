@@ -14,6 +14,7 @@
   group (many)    one problem           sampler, env         the sampler; eviction cancels it        a settled group
   next_minibatch  finished groups       `_groups_changed`    a settled group, an error               a minibatch
   update          published weights     the replicas         all of them having it, or a failure     free slots
+  evaluation      held-out problems     room at the gate     a rollout's end                         eval/* metrics
   load            nothing               the replicas         time                                    the gate's limit
   lag             nothing               its own clock        time                                    event_loop_lag
 
@@ -22,8 +23,9 @@ the replicas run dry. And the gate (`concurrency.py`): no more is sampled at onc
 in any loop is raised by the driver's next call, at once if one is waiting.
 
 Updates. One at a time, and the driver goes on meanwhile: it trains on what was sampled before. Its next update waits
-for the one before. Where it could not go on, and where nothing later would show a failure, the verb returns when the
-update has ended: the first and the last version of a run, and every one when max_steps_off_policy = 0.
+for the one before, and for an evaluation under way, which is of one version (`evaluation.py`). Where it could not go
+on, and where nothing later would show a failure, the verb returns when the update has ended: the first and the last
+version of a run, and every one when max_steps_off_policy = 0.
 
 State. A snapshot is of the last boundary: what has been taken for a step that is not released is finished again, in its
 place. What was sampled since then is kept, except in deterministic mode: the groups sampled afresh would be fewer, so
