@@ -95,11 +95,11 @@ def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> Non
                 run.checkout()
                 where = "1 node" if rooms.nodes == 1 else f"{rooms.nodes} nodes"
                 console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
-                _train(config, facts, run, fixed, rooms, console)
+                train_and_commit(config, facts, run, fixed, rooms, console)
     console.print(whats_next(config, run.root, time.monotonic() - started))
 
 
-def _train(
+def train_and_commit(
     config: Config, facts: ModelFacts, run: RunDir, fixed: Mapping[str, Any], rooms: Rooms, console: Console
 ) -> None:
     """Trains, and commits where the run ends: at max_steps, or where a signal or a limit of its own stops it."""
