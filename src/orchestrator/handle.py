@@ -77,7 +77,7 @@ class OrchestratorHandle:
     def save_state(self, path: Path) -> waits.Pending:
         """The state of the last boundary: taken when this returns, written to directory `path` in the background.
 
-        May be called until the next version is published, also in the middle of a step that will not be finished.
+        May be called until the next update begins, also in the middle of a step that will not be finished.
 
         The wait gives the FileRecords of what was written, and raises StorageFailed.
         """

@@ -43,9 +43,10 @@ The bound: a group taken into batch s has age at most K.
 No deadlock: when all batches before s are released and acknowledged, all (K + 1) B >= B slots belong to batch s and
 what comes after it, so it fills as long as running groups end.
 
-Resume. The state of a ledger is that of the last boundary N: N batches released, all replicas hold N. Groups taken
-since then are finished again, in their place. When it is loaded all slots of batches before N are free, F = N, and
-running groups, which are sampled again, get the floor N. With unchanged options the proof goes on where it was:
+Resume. The state of a ledger is that of the last boundary N: N batches released, no replica holds more than N (the
+update to N may be under way). Groups taken since then are finished again, in their place. When it is loaded all slots
+of batches before N are free, F = N, and running groups, which are sampled again, get the floor N. With unchanged
+options the proof goes on where it was:
 
   Unprotected group. As above, with s = N (it was there when batch N - 1 was cut, or dispatched later, or had been taken
   into batch N): floor >= N - K, and from here on the cuts of batches N, N + 1 .. see to it.

@@ -1,6 +1,7 @@
 """When commits are taken, and that training goes on while they are written. One is in flight at a time.
 
-all rooms hold version N   at_boundary   draft; snapshots of trainer and orchestrator; the published weights
+the step is released       at_boundary   draft; snapshots of trainer and orchestrator; the published weights, which
+                                         replicas hold or are taking
 the step's row is written  seal          in the background: all parts waited for, manifest, rename, prune
 something failed                         the draft is removed, the commit counts as missed
 """
@@ -106,7 +107,8 @@ class Commits:
         self._arrive(weights)
 
     def at_boundary(self, weights: PublishedWeights) -> None:
-        """All rooms hold `weights`: begins a commit if one is due. Raises StorageFailed after too many missed ones."""
+        """The step that made `weights` is released: begins a commit if one is due. Raises StorageFailed after too many
+        missed ones."""
         self._arrive(weights)
         if self._sealing and self._sealing.done():
             self._settle()

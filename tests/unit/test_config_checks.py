@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from model_support import FACTS
@@ -59,6 +60,70 @@ def test_batch_size_must_divide(size: int, trainer: dict, nearest: str) -> None:
 
 def test_batch_size_that_divides() -> None:
     check(config(trainer={"num_substeps": 4, "num_minibatches": 2}), FACTS)
+
+
+def deterministic(**sections: dict) -> Config:
+    return config(**sections).model_copy(update={"deterministic": True})
+
+
+def orchestrator(**options: Any) -> Config:
+    return config(orchestrator={"batch_size": 16, "group_size": 8, **options})
+
+
+@pytest.mark.parametrize("limit", [1, 7])
+def test_fewer_at_once_than_a_group(limit: int) -> None:
+    text = refusal(orchestrator(max_concurrent=limit))
+    assert f"orchestrator.max_concurrent = {limit} with orchestrator.group_size = 8" in text
+    assert "sampled together" in text
+    check(orchestrator(max_concurrent=8), FACTS)
+
+
+def test_fewer_at_once_than_a_batch_in_deterministic_mode() -> None:
+    options: Any = {"batch_size": 16, "group_size": 8, "max_steps_off_policy": 0}
+    text = refusal(deterministic(orchestrator=options | {"max_concurrent": 127}))
+    assert "orchestrator.max_concurrent = 127 with deterministic = true" in text
+    assert "to 128 or more" in text
+    check(deterministic(orchestrator=options | {"max_concurrent": 128}), FACTS)
+    check(orchestrator(max_steps_off_policy=0, max_concurrent=127), FACTS)
+
+
+@pytest.mark.parametrize("rollout_s", [100, 101])
+def test_a_rollout_may_not_take_as_long_as_a_batch(rollout_s: float) -> None:
+    text = refusal(config(orchestrator={"batch_size": 16, "generation_timeout_s": rollout_s}, timeouts={"step_s": 100}))
+    assert f"generation_timeout_s = {rollout_s} with timeouts.step_s = 100" in text
+    assert "--timeouts.step-s" in text
+
+
+def test_retries_that_outlast_a_batch_warn() -> None:
+    def warnings(retries: int) -> list[str]:
+        options = {"batch_size": 16, "generation_timeout_s": 40, "retries": retries}
+        return check(config(orchestrator=options, timeouts={"step_s": 100}), FACTS)
+
+    (warning,) = warnings(2)
+    assert "fails after 120 s; if a batch waits for it, timeouts.step_s = 100 ends the run" in warning
+    assert warnings(1) == []
+
+
+def test_an_update_that_waits_for_answers_needs_their_time() -> None:
+    def warnings(on_update: str, update_s: float) -> list[str]:
+        return check(config(inference={"on_update": on_update}, timeouts={"update_s": update_s}), FACTS)
+
+    (warning,) = warnings("drain", 599)
+    assert "inference.on_update = drain with timeouts.update_s = 599" in warning
+    assert "generation_timeout_s = 600" in warning
+    assert warnings("drain", 600) == warnings("recompute_kv", 599) == warnings("keep_kv", 599) == []
+
+
+def test_orders_of_consumption_that_favour_short_answers_warn() -> None:
+    (warning,) = check(orchestrator(stale_policy="drop", max_steps_off_policy=2), FACTS)
+    assert "takes longer than 2 of the trainer's steps is given up for good" in warning
+    assert "requeue and wait train on every problem" in warning
+    (warning,) = check(orchestrator(max_requeues=5), FACTS)
+    assert "up to 5 times" in warning
+    assert "favours short answers" in warning
+    for policy, requeues, bound in [("drop", 2, 0), ("requeue", 5, 0), ("requeue", 4, 1), ("wait", 5, 1)]:
+        options = {"stale_policy": policy, "max_requeues": requeues, "max_steps_off_policy": bound}
+        assert check(orchestrator(**options), FACTS) == []
 
 
 @pytest.mark.parametrize("advantage", ["mean", "std", "leave_one_out"])

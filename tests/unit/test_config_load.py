@@ -257,6 +257,7 @@ class TestWrongValues:
         [
             ("--trainer.shards", "two", "integer > 0"),
             ("--trainer.shards", "0", "integer > 0"),
+            ("--orchestrator.max-steps-off-policy", "-1", "integer >= 0"),
             ("--trainer.learning-rate", "fast", 'number > 0 or "auto"'),
             ("--orchestrator.min-viable-group", "2", "number >= 0 and <= 1"),
             ("--inference.sampling.temperature", "0", "number > 0"),

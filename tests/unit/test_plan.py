@@ -117,6 +117,25 @@ class TestCores:
         assert plan().warnings == []
 
 
+class TestInFlight:
+    def test_what_the_limit_is(self) -> None:
+        options = {"group_size": 8, "max_steps_off_policy": 1}
+        auto = text_of(plan(replicas=2, orchestrator=options, inference={"max_num_seqs": 10}))
+        assert "at first at most 25 rollouts (2 replicas x 10 sequences and a quarter more)" in auto
+        assert "at most 32 groups x 8 rollouts of training under way" in auto
+        assert "at most 40 rollouts; at most 32 groups" in text_of(plan(orchestrator=options | {"max_concurrent": 40}))
+
+    def test_at_first_room_for_a_group(self) -> None:
+        assert "at first at most 64 rollouts" in text_of(
+            plan(orchestrator={"group_size": 64}, inference={"max_num_seqs": 8})
+        )
+
+    def test_without_a_limit(self) -> None:
+        given = plan(orchestrator={"max_steps_off_policy": 0})
+        given = replace(given, config=given.config.model_copy(update={"deterministic": True}))
+        assert "a whole batch at once: 16 groups x 8 rollouts" in text_of(given)
+
+
 class TestRefusals:
     @pytest.fixture(autouse=True)
     def _gpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
