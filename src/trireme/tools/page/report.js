@@ -159,7 +159,7 @@ function drawTimeline(parent, timeline) {
   const buttons = make(parent, "div", {class: "buttons"});
   const canvas = make(parent, "canvas", {tabindex: 0, role: "img", "aria-label": "spans of all processes over time"});
   canvas.style.height = `${height}px`;
-  const context = canvas.getContext("2d");
+  const context = canvas.getContext("2d"), colors = {};
   let from = 0, to = timeline.seconds || 1, width = 0, left = 0;
   const X = second => left + (second - from) / (to - from) * (width - left);
   const second = x => from + (x - left) / (width - left) * (to - from);
@@ -171,6 +171,7 @@ function drawTimeline(parent, timeline) {
     canvas.height = height * devicePixelRatio;
     context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
     context.textBaseline = "middle";
+    for (const kind of kinds) colors[kind] = color(kind);
     context.save();
     context.beginPath();
     context.rect(left, 0, width - left, height);
@@ -189,11 +190,11 @@ function drawTimeline(parent, timeline) {
     for (const [start, end, name, kind] of spans) {
       const x = X(start), w = Math.max(X(end) - x - (height < 8 ? 0.5 : 0), 0.7);
       if (x > width || x + w < left) continue;
-      context.fillStyle = color(kind);
+      context.fillStyle = colors[kind];
       context.fillRect(x, top, w, height);
       const inside = Math.max(x, left);
       if (height > 8 && x + w - inside > context.measureText(name).width + 8) {
-        context.fillStyle = kind === "waiting" ? color("text") : "#fff";
+        context.fillStyle = {waiting: color("text"), optimizer: "#1d2329"}[kind] || "#fff";
         context.fillText(name, inside + 4, top + height / 2 + 0.5);
       }
     }
@@ -210,14 +211,17 @@ function drawTimeline(parent, timeline) {
   function paintAxis() {
     context.font = "11px system-ui, sans-serif";
     context.fillStyle = color("quiet");
-    let free = left;
-    for (const [step, start, end] of timeline.steps) {
+    let line = left - 1, free = left - 1; // from where on there is room for another line, and another name
+    for (const [step, start] of timeline.steps) {
+      const x = X(start), named = x >= free;
+      if (x > width || !(named || x >= line)) continue;
       context.globalAlpha = 0.5;
-      context.fillRect(X(start), HEAD - 6, 1, height - HEAD - 10);
+      context.fillRect(x, HEAD - 6, 1, height - HEAD - 10);
       context.globalAlpha = 1;
-      if (X(start) < free || X(start) > width) continue;
-      context.fillText(`step ${step}`, X(start) + 4, 10);
-      free = X(start) + context.measureText(`step ${step}`).width + 14;
+      line = x + 8;
+      if (!named) continue;
+      context.fillText(`step ${step}`, x + 4, 10);
+      free = x + context.measureText(`step ${step}`).width + 14;
     }
     for (const at of ticks(from, to, Math.max(2, (width - left) / 110))) context.fillText(`${short(at)} s`, X(at) + 2, height - 8);
   }
