@@ -21,7 +21,7 @@ from trainer.model import load_source
 from trainer.publish import Packer, canary_tokens, canary_tolerance, fused_group
 from trainer.shard import Shard, check_provenance
 from trireme.errors import BadInput, ProvenanceError
-from trireme.types import AdamParams, Provenance, WeightIdentity
+from trireme.types import AdamParams, Provenance, TokenBatch, WeightIdentity
 from trireme.weights import check_canary, check_received
 
 LENGTHS = (5, 9, 1, 7, 9)
@@ -81,6 +81,23 @@ def test_gradient_is_that_of_the_whole_sum_whatever_the_micro_batches(shard, mod
     assert output.metrics["loss_tokens:sum"] == sum(LENGTHS) - len(LENGTHS)
     for (name, expected), parameter in zip(unsharded.named_parameters(), one._parameters, strict=True):
         torch.testing.assert_close(parameter.grad.to_local(), expected.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_streamed_parts_accumulate_to_the_gradient_of_the_whole_batch(shard):
+    batch, one = make_batch(LENGTHS), shard()
+    datums = [batch.datum(d) for d in range(len(batch))]
+
+    def gradients(parts):
+        for part in parts:
+            one.forward_backward(TokenBatch.from_datums(part), "ppo", {}, None)
+        found = [parameter.grad.to_local().clone() for parameter in one._parameters]
+        for parameter in one._parameters:
+            parameter.grad = None
+        return found
+
+    whole, streamed = gradients([datums]), gradients([datums[3:], datums[:1], datums[1:3]])
+    for expected, gradient in zip(whole, streamed, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_update_is_adamw_on_the_normalised_and_clipped_gradient(shard, model):
