@@ -184,11 +184,15 @@ class Writer:
         self._thread.start()
 
     def add(self, phase: str, name: str, track: str, at: int, **more: Any) -> None:
-        """An event in the terms of the format, from any thread. `at`: ns of the monotonic clock."""
-        self._queue.append({"ph": phase, "name": name, "track": track, "ts": self._us(at), **more})
+        """An event in the terms of the format, but for its track; from any thread. `at`: ns of the monotonic clock."""
+        self._queue.append({"ph": phase, "name": name, "tid": track, "ts": self._us(at), **more})
 
     def add_span(self, name: str, track: str, started: int, ended: int, args: dict[str, Any]) -> None:
-        self.add("X", name, track, started, dur=ended // 1000 - started // 1000, args=args)
+        """As `add`, of what has begun and ended."""
+        duration = ended // 1000 - started // 1000
+        self._queue.append(
+            {"ph": "X", "name": name, "tid": track, "ts": self._us(started), "dur": duration, "args": args}
+        )
 
     def close(self) -> None:
         """Writes what is left, as long as the disk takes it in time."""
@@ -235,11 +239,12 @@ class Writer:
         """What came since the last time."""
         for _ in range(len(self._queue)):
             event = self._queue.popleft()
-            track = event.pop("track")
+            track = event["tid"]
             if track not in self._tids:
                 self._tids[track] = self._pid + 1 + len(self._tids)
                 yield self._meta("thread_name", name=track) | {"tid": self._tids[track]}
-            yield event | {"pid": self._pid, "tid": self._tids[track]}
+            event["pid"], event["tid"] = self._pid, self._tids[track]
+            yield event
         for name, value in self.counters.copy().items():
             if self._counted.get(name) != value:
                 self._counted[name] = value

@@ -56,9 +56,11 @@ class Leftover:
 @dataclass(frozen=True)
 class Report:
     """All of a run. `lineages`: the current one last; empty with `damage` when a HEAD cannot be read. `commits` of each
-    branch in order of step, HEAD's branch last. `newest` is the step that a resume takes."""
+    branch in order of step, HEAD's branch last. `newest` is the step that a resume takes. `quick`: the contents of the
+    files were not read, so that a commit which verifies may yet be refused by a resume."""
 
     root: Path
+    quick: bool
     lineages: tuple[Head, ...]
     damage: str | None
     commits: tuple[Commit, ...]
@@ -79,8 +81,9 @@ class Report:
 # ---------------------------------------------------------------------------------------------------------- finding out
 
 
-def inspect(root: Path, on_commit: Callable[[Path], None]) -> Report:
-    """Reads the run directory `root`, every byte of its commits included; `on_commit` is told which is next."""
+def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) -> Report:
+    """Reads the run directory `root`, every byte of its commits included unless `quick`; `on_commit` is told which is
+    next."""
     store = CheckpointStore(root)
     branches = sorted(root.glob("branches/*/checkpoints"))
     places = [*(CheckpointStore(branch.parent) for branch in branches), store]
@@ -88,13 +91,14 @@ def inspect(root: Path, on_commit: Callable[[Path], None]) -> Report:
     for place in places:
         for path in place.commits():
             on_commit(path.relative_to(root))
-            commit = _commit(root, path, branch=None if place is store else place.root.name)
+            commit = _commit(root, path, None if place is store else place.root.name, quick)
             if path.exists():  # a run that is under way may have deleted it
                 commits.append(commit)
     lineages, damage = _lineages(store)
     whole = [commit.step for commit in commits if commit.branch is None and commit.invalid is None]
     return Report(
         root=root,
+        quick=quick,
         lineages=lineages,
         damage=damage,
         commits=tuple(commits),
@@ -112,11 +116,11 @@ def _lineages(store: CheckpointStore) -> tuple[tuple[Head, ...], str | None]:
     return tuple({head.lineage: head for head in heads}.values()), None  # one being left may be there twice
 
 
-def _commit(root: Path, path: Path, branch: str | None) -> Commit:
+def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> Commit:
     step = step_of(path.name)
     assert step is not None
     try:
-        manifest = verify(path)
+        manifest = verify(path, contents=not quick)
         parts = _parts(path, manifest)
     except (CheckpointInvalid, FileNotFoundError) as error:
         return Commit(path.relative_to(root), step, branch, str(error), _readable_manifest(path), {})
@@ -173,6 +177,7 @@ def to_json(report: Report) -> dict[str, Any]:
     """The report as JSON values."""
     return {
         "run": str(report.root),
+        "quick": report.quick,
         "head": asdict(report.head) if report.head else None,
         "lineages": [asdict(head) for head in report.lineages],
         "damage": report.damage,
@@ -212,7 +217,7 @@ def render(report: Report) -> Iterator[RenderableType]:
         yield f"HEAD: run id {head.run_id}, lineage {head.lineage}, attempt {head.attempt}; logs: {logs}"
         yield _lineage_tree(report.lineages)
     for branch in dict.fromkeys(commit.branch for commit in report.commits):
-        yield _table(branch, [commit for commit in report.commits if commit.branch == branch])
+        yield _table(branch, [commit for commit in report.commits if commit.branch == branch], report.quick)
     if not report.commits:
         yield "no commits"
     for commit in report.commits:
@@ -248,10 +253,10 @@ def _lineage_label(head: Head, known: set[str], current: bool) -> str:
     return f"{head.lineage} from step {head.base.step}{origin} ({state})"
 
 
-def _table(branch: str | None, commits: list[Commit]) -> Table:
+def _table(branch: str | None, commits: list[Commit], quick: bool) -> Table:
     title = "commits" if branch is None else f"superseded commits, in branches/{branch}"
     table = Table(title=title, title_justify="left", show_lines=True)
-    for column in ("step", "lineage", "attempt", "written", "size", "verifies"):
+    for column in ("step", "lineage", "attempt", "written", "size", "sizes fit" if quick else "verifies"):
         table.add_column(column, no_wrap=True)
     table.add_column("holds")
     for commit in commits:

@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
     looking = commands.add_parser("inspect", help="commits and lineages of a run, what they hold, whether they verify")
     looking.add_argument("--json", action="store_true", help="for programs")
+    looking.add_argument("--quick", action="store_true", help="only whether files are there with their sizes")
     looking.set_defaults(command=_inspect)
 
     taking = commands.add_parser("export", help="the model of a commit, in Hugging Face layout")
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 def _inspect(options: argparse.Namespace) -> None:
     root = _run_directory(options.run)
     with Console(stderr=True).status("reading commits") as status:
-        report = inspect(root, lambda commit: status.update(f"reading {commit}"))
+        report = inspect(root, lambda commit: status.update(f"reading {commit}"), options.quick)
     if options.json:
         print(json.dumps(to_json(report), indent=1))
         return

@@ -68,6 +68,7 @@ PANELS = (
             "time/publish": "publishing",
             "time/update_replicas": "handing over the update",
             "time/checkpoint_stall": "beginning a commit",
+            "time/wait_for_evaluation": "waiting for an evaluation",
         },
     ),
 )

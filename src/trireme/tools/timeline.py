@@ -29,6 +29,7 @@ KINDS = {
     "wait": "waiting",
     "wait_for_batch": "waiting",
     "group": "groups",
+    "evaluation": "evaluation",
     "commit": "commits",
     "checkpoint_stall": "commits",
     "begin_save": "commits",
