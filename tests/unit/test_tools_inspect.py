@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_support import flip
+from checkpoint_support import flip, truncate
 from tools_support import commit, make_run
 
 from trireme.checkpoint.store import CheckpointStore
@@ -17,15 +17,15 @@ from trireme.tools.inspection import age
 from trireme.tools.main import main
 
 
-def inspected(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main(["inspect", str(root), "--json"]) == EXIT_OK
+def inspected(root: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["inspect", str(root), "--json", *flags]) == EXIT_OK
     said = capsys.readouterr()
     assert said.err == ""
     return json.loads(said.out)
 
 
-def shown(root: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["inspect", str(root)]) == EXIT_OK
+def shown(root: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert main(["inspect", str(root), *flags]) == EXIT_OK
     return capsys.readouterr().out
 
 
@@ -91,6 +91,19 @@ def test_damaged_commits_and_unfinished_ones_come_with_the_reason(
     assert "go on from step 2\n" in text
 
 
+def test_a_quick_look_sees_what_is_missing_or_too_short_but_reads_no_contents(
+    store: CheckpointStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(store.commit(6) / "orchestrator" / "groups.safetensors")
+    truncate(store.commit(4) / "orchestrator" / "groups.safetensors")
+    report = inspected(store.root, capsys, "--quick")
+    assert report["quick"]
+    assert {c["step"]: c["verifies"] for c in report["commits"]} == {2: True, 4: False, 6: True}
+    assert "sizes fit" in shown(store.root, capsys, "--quick")
+    assert {c["step"]: c["verifies"] for c in inspected(store.root, capsys)["commits"]}[6] is False
+    assert "sizes fit" not in shown(store.root, capsys)
+
+
 def test_lineages_that_were_left_and_what_they_left(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
     first = store.head().lineage
     store.checkout(4)
@@ -149,7 +162,7 @@ def test_looking_changes_nothing(store: CheckpointStore, capsys: pytest.CaptureF
     [
         (["inspect", "no/such/run"], "no/such/run, which is no directory", "the directory of a run"),
         (["inspect", "."], "., which holds none of config.json, HEAD, checkpoints", "the directory of a run"),
-        (["inspect"], "the following arguments are required: RUN", "trireme inspect [-h] [--json] RUN"),
+        (["inspect"], "the following arguments are required: RUN", "trireme inspect [-h] [--json] [--quick] RUN"),
         (["inspect", ".", "--jsn"], "unrecognized arguments: --jsn", "trireme"),
         (["export", ".", "--dtype", "int8"], "'int8'", "--dtype {bfloat16,float16,float32}"),
         (["expotr", "."], "'expotr'", "COMMAND"),
