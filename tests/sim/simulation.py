@@ -19,7 +19,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 from unittest import mock
@@ -44,12 +44,13 @@ NO_DEADLINE_S = 1e9
 """Deadlines are so far away that the virtual clock sees a deadlock first."""
 PROBLEMS_PER_FILE = 64
 VOCABULARY = 1_000_000
+STANDARD_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated. Maps are by replica. Problems whose number is divisible by `failing` raise, by `constant`
-    have equal rewards (0: none do)."""
+    """What is simulated. Maps are by replica, but for `evaluation`, the section `eval` of the configuration. Problems
+    whose number is divisible by `failing` raise, by `constant` have equal rewards (0: none do)."""
 
     policy: str = "requeue"
     max_age: int = 1
@@ -67,6 +68,7 @@ class Scenario:
     token_s: float = 0.05
     prefill_token_s: float = 0.0001
     update_s: float = 0.5
+    max_updating: int | None = None
     train_s: float = 8.0
     publish_s: float = 0.5
     slower: Mapping[int, float] = field(default_factory=dict)
@@ -74,7 +76,14 @@ class Scenario:
     dies_at_s: Mapping[int, float] = field(default_factory=dict)
     failing: int = 0
     constant: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    max_concurrent: int | str = 1_000_000
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def load_tick_s(self) -> float:
+        """How often the replicas' load is asked for: only where it is used, since a clock that ticks hides a deadlock.
+        There the deadline of a step has to show it."""
+        return 1.0 if self.max_concurrent == "auto" else NO_DEADLINE_S
 
     def config(self) -> Config:
         return Config.model_validate(
@@ -92,11 +101,16 @@ class Scenario:
                     "retries": 0,
                     "remove_constant_reward_groups": bool(self.constant),
                     "max_failure_rate": 1.0,
-                    **self.options,
+                    "max_concurrent": self.max_concurrent,
                 },
                 "env": {"id": "simulation:Problems", "name": "sim"},
-                "inference": {"sampling": {"max_tokens": LONGEST * self.median}},
-                "timeouts": {"step_s": NO_DEADLINE_S, "update_s": NO_DEADLINE_S},
+                "eval": dict(self.evaluation),
+                "inference": {
+                    "replicas": self.replicas,
+                    "max_num_seqs": self.slots,
+                    "sampling": {"max_tokens": LONGEST * self.median},
+                },
+                "timeouts": {"step_s": self.load_tick_s * 10_000, "update_s": NO_DEADLINE_S},
             }
         )
 
@@ -235,7 +249,7 @@ class SimReplica:
 
     async def load(self) -> ReplicaLoad:
         self._raise_if_dead()
-        return ReplicaLoad(len(self._running), len(self._waiting), len(self._running) / self._scenario.slots, 0)
+        return ReplicaLoad(len(self._running), len(self._waiting), 0.5 * len(self._running) / self._scenario.slots, 0)
 
     def die(self) -> None:
         self._dead = RoomFailed(f"{self.name} died")
@@ -294,7 +308,7 @@ def draw_length(request: SampleRequest, scenario: Scenario) -> int:
 def normal(name: str) -> float:
     """A draw of the standard normal distribution that belongs to `name`."""
     draw = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest())
-    return NormalDist().inv_cdf((draw + 0.5) / 2**48)
+    return STANDARD_NORMAL.inv_cdf((draw + 0.5) / 2**48)
 
 
 def sampled(sequence: InFlight) -> SampledSequence:
@@ -381,7 +395,7 @@ class Outcome:
 def simulate(scenario: Scenario, router: type[Router] = Router) -> Outcome:
     """A whole run. Raises what the pipeline raises, and Deadlock."""
     outcome = Outcome(scenario, Problems(scenario), [SimReplica(i, scenario) for i in range(scenario.replicas)])
-    ticks = {"LAG_TICK_S": NO_DEADLINE_S, "LOAD_TICK_S": NO_DEADLINE_S}  # they would hide a deadlock
+    ticks = {"LAG_TICK_S": NO_DEADLINE_S, "LOAD_TICK_S": scenario.load_tick_s}
     with mock.patch.multiple("orchestrator.pipeline", **ticks):
         virtual_time.run(_simulate(outcome, router))
     return outcome
@@ -390,8 +404,10 @@ def simulate(scenario: Scenario, router: type[Router] = Router) -> Outcome:
 async def _simulate(outcome: Outcome, router: type[Router]) -> None:
     """Returns nothing: asyncio formats the result of a program's main coroutine, and this one is large."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
-    sampler = router(dict(enumerate(outcome.replicas)))
-    pipeline = Pipeline(scenario.config(), outcome.problems, sampler, RolloutLimits(VOCABULARY, VOCABULARY))
+    sampler = router(dict(enumerate(outcome.replicas)), max_updating=scenario.max_updating)
+    cfg, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
+    held_out = Problems(replace(scenario, group_size=cfg.eval.samples)) if cfg.eval.every else None
+    pipeline = Pipeline(cfg, outcome.problems, sampler, limits, held_out)
     for replica, seconds in scenario.dies_at_s.items():
         loop.call_later(seconds, outcome.replicas[replica].die)
     try:

@@ -85,9 +85,12 @@ TROUBLES: dict[str, dict[str, Any]] = {
     "one replica alone, overloaded": {"replicas": 1, "slots": 8},
     "a late acknowledgement": {"acknowledges_late_s": {2: 20.0}},
     "updates longer than a step": {"update_s": 30.0},
+    "one update after the other": {"update_s": 3.0, "max_updating": 1},
     "a trainer that waits for nobody": {"train_s": 0.0, "publish_s": 0.0},
     "a slow trainer": {"train_s": 200.0},
     "streaming, two substeps": {"substeps": 2, "minibatches": 2},
+    "few at once": {"max_concurrent": 10},
+    "as many at once as the replicas can take": {"max_concurrent": "auto", "slots": 4},
     "failures and groups of equal rewards": {"failing": 5, "constant": 3},
     "three turns": {"turns": 3, "median": 8},
     "everything at once": {
