@@ -217,7 +217,11 @@ def pin(cores: set[int]) -> None:
 
 
 def measure_here(name: str, amount: int) -> Measured:
+    from orchestrator.actor import spare_collector
+
     pin({ORCHESTRATOR_CORE})
+    make_pipeline(ReadyAnswers(), GROUPS, WARM_UP_STEPS)  # imports what there is to import
+    spare_collector()  # as in the actor
     return {"at_once": measure_at_once, "ray": measure_ray, "in_flight": measure_in_flight}[name](amount)
 
 
