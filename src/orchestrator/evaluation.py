@@ -4,13 +4,15 @@
              ^                                                                    |
              +---------------- the next update waits, and so the trainer ---------+
 
-When. Before the first step that is trained here, every `eval.every` steps, and at the end. The evaluation of version v
-stands in the row of step v, which begins with these weights; that of the last version in the last row, as there is no
-later one. A row holds one evaluation: the one that would share the last row is left out.
+When. Before the first step, every `eval.every` steps, and at the end. The evaluation of version v stands in the row of
+step v, which begins with these weights; that of the last version in the last row, as there is no later one. A row holds
+one evaluation: the one that would share the last row is left out.
 
-Never two versions. Replicas keep theirs until the evaluation has ended: the driver asks for that before it publishes
-the next one, and an update that comes all the same waits. Training goes on meanwhile, on what has been and is being
-sampled by the same version. Each token is checked: another version is a ProvenanceError.
+Never two versions. The next update waits until the evaluation has ended. Until then training goes on, with what has
+been and is being sampled by the same version. Each token is checked: another version is a ProvenanceError.
+
+Beside training. Both ask the gate for room, a group at a time; there neither keeps the other out. In deterministic mode
+all of an evaluation is sampled in lockstep, and nothing else meanwhile.
 
 Failed rollouts are tried again as in training. Those that fail for good are counted (`failed`) and left out of every
 mean: they are no zeros. A refused prompt fails at once.
@@ -82,13 +84,13 @@ class Schedule:
 
 
 class Evaluator:
-    """Evaluates when it is due, one version at a time. Without a `dataset` it never is."""
+    """Evaluates when it is due, one version at a time. `dataset` may be none where `eval.every` is 0."""
 
     def __init__(
         self, cfg: Config, dataset: RLDataset | None, sample: Sample, limits: RolloutLimits, gate: Gate
     ) -> None:
         self._cfg, self._dataset, self._sample, self._gate = cfg, dataset, sample, gate
-        self._schedule = Schedule(cfg.eval.every if dataset else 0, cfg.max_steps)
+        self._schedule = Schedule(cfg.eval.every, cfg.max_steps)
         options = cfg.orchestrator
         self._rules = Rules(
             env=cfg.eval_env.label,
