@@ -16,7 +16,7 @@ filtered since the row before. Evicted and failed groups are counted, but their 
   rollout_errors/<type>   failed tries since the last row
   weights/canary_max_diff, reprefill_tokens, time/update  of the update to the version that the step was trained with:
                           largest difference, tokens whose KV was computed again, seconds from its start to the last
-                          replica's acknowledgement
+                          replica's acknowledgement; time/update_pause: of those the longest that a replica stood still
   perf/rollouts, tokens   rollouts trained on, and their sampled tokens
   perf/inference_idle_s   seconds since then in which no request was in flight
   perf/max_concurrent     most rollouts in flight, now; none in deterministic mode
@@ -110,6 +110,7 @@ def update_metrics(reports: Sequence[UpdateReport], seconds: float) -> dict[str,
         "weights/canary_max_diff": max(report.canary_max_diff for report in reports),
         "weights/reprefill_tokens": float(sum(report.reprefill_tokens for report in reports)),
         "time/update": seconds,
+        "time/update_pause": max(report.pause_s for report in reports),
     }
 
 

@@ -290,7 +290,9 @@ class ClusterConfig(Section):
 class TimeoutsConfig(Section):
     start_s: PositiveFloat = Field(600.0, description="Deadline for all rooms to start.")
     step_s: PositiveFloat = Field(1800.0, description="Deadline for a batch of rollouts, and for each trainer call.")
-    update_s: PositiveFloat = Field(300.0, description="Deadline for a replica to take new weights.")
+    update_s: PositiveFloat = Field(
+        300.0, description="Deadline for a replica to take new weights (drain: with its wait for requests in flight)."
+    )
     checkpoint_s: PositiveFloat = Field(1800.0, description="Deadline for a commit to be written, or read.")
 
 
