@@ -230,10 +230,11 @@ def test_while_one_replica_updates_new_requests_go_to_the_other(pair: dict[str, 
     assert [[span.identity.version for span in answer.spans] for answer in answers] == [[0], [1], [1]]
 
 
-def test_a_replica_says_what_it_has_to_do(rooms: dict[str, Room]) -> None:
-    room = rooms["llama"]
+def test_a_replica_says_what_it_has_to_do(pair: dict[str, Room]) -> None:
+    room = pair["drain"]
 
     async def run() -> None:
+        await room.update()
         assert (await room.router.load())[0].waiting == 0
         running = begin(room, [request(f"load {i}", prompt_of(5), 300) for i in range(70)])
         await some_tokens_later(room, "probe load")

@@ -1,0 +1,300 @@
+"""How long generation stands still when new weights come: a bf16 model of 100 million parameters, requests in flight.
+
+    python scripts/bench/inflight_update.py [--updates 200] [--requests 16] [--on-update recompute_kv]
+
+One replica in this process, its engine in a process of its own, `--requests` sequences decoded all the time. Per
+update: the wait for the step in progress; the pause proper, from when the engine stands still until it goes on (load,
+canary, label); and from then on until each request has its next token. Between updates the engine is asked to load the
+same tensors again, bare: vLLM's layerwise reload and nothing else, on bytes that are mapped and in memory, timed inside
+the engine.
+
+And the memory of the engine's process: its proportional set size after each update, a line fitted to it after the first
+quarter. Two versions are published in turn.
+
+The two last lines of the output are the results, a JSON object each. Leave the machine alone while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+from _common import Result, median
+from checkpoint import make_model
+
+from trireme.config import Config
+from trireme.types import SampleRequest, SamplingParams, WeightIdentity
+from trireme.weights import Canary, PublishedWeights, weights_digest
+
+TARGET = 1.3
+FLAT_MIB = 8.0
+"""Growth of the fitted line over 100 updates that counts as none: 4 % of the weights."""
+CANARY_TOKENS = 24
+PROMPT, ANSWER = 16, 200
+BETWEEN_S = 0.5
+WARM_UP = 3
+
+
+class Bucket:
+    """An array that can be awaited, any number of times, like a reference to the object store."""
+
+    def __init__(self, data: npt.NDArray[np.uint8]) -> None:
+        self.data = data
+
+    def __await__(self) -> Generator[Any, None, npt.NDArray[np.uint8]]:
+        return self.data
+        yield
+
+
+@dataclass
+class Measured:
+    """Of each update: seconds, tokens and MiB."""
+
+    wait_s: list[float] = field(default_factory=list)
+    pause_s: list[float] = field(default_factory=list)
+    bare_s: list[float] = field(default_factory=list)
+    next_tokens_s: list[float] = field(default_factory=list)
+    reprefill_tokens: list[int] = field(default_factory=list)
+    memory_mib: list[float] = field(default_factory=list)
+
+
+def publish(model: Path, scale: float) -> PublishedWeights:
+    """The model's weights in bf16, times `scale`, as a trainer packs them. The canary accepts whatever it finds."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from trainer.publish import Packer
+
+    state = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
+    tensors = [(name, tensor * scale) for name, tensor in state.items() if name != "lm_head.weight"]
+    entries, buckets = Packer(lambda data: Bucket(data.copy())).pack([tensors])
+    tokens = np.arange(CANARY_TOKENS, dtype=np.int32)
+    canary = Canary(tokens, np.zeros(CANARY_TOKENS - 1, np.float32), np.inf)
+    return PublishedWeights(WeightIdentity(1, 0, weights_digest(entries)), entries, buckets, canary)
+
+
+def bare_reload(worker: Any, shipment_bytes: bytes) -> float:
+    """Seconds of vLLM's own reload, in the engine's process; a method of its worker."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+
+    from inference.worker import tensor_of
+
+    shipment = pickle.loads(shipment_bytes)
+    buckets = shipment.open()
+    for bucket in buckets:
+        bucket.sum()
+    tensors = [(entry.name, tensor_of(entry, buckets)) for entry in shipment.entries]
+    model = worker.model_runner.get_model()
+    with set_current_vllm_config(worker.vllm_config):
+        started = time.perf_counter()
+        initialize_layerwise_reload(model)
+        model.load_weights(tensors)
+        finalize_layerwise_reload(model, worker.vllm_config.model_config)
+        return time.perf_counter() - started
+
+
+@dataclass
+class Steps:
+    """When each step's tokens came, and how many."""
+
+    at: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait_for(self, tokens: int, since: int) -> None:
+        """Returns when so many tokens have come after the first `since` steps."""
+        while sum(self.tokens[since:]) < tokens:
+            self.arrived.clear()
+            await self.arrived.wait()
+
+
+@contextmanager
+def step_log() -> Iterator[Steps]:
+    """Listens to the statistics that come with each step."""
+    from inference.load import LoadLog
+
+    steps = Steps()
+    record = LoadLog.record
+
+    def recorded(self: LoadLog, scheduler: Any, iteration: Any, *args: Any, **kwargs: Any) -> None:
+        record(self, scheduler, iteration, *args, **kwargs)
+        if iteration is not None:
+            steps.at.append(time.monotonic())
+            steps.tokens.append(iteration.num_generation_tokens)
+            steps.arrived.set()
+
+    LoadLog.record = recorded  # type: ignore[method-assign]
+    yield steps
+    LoadLog.record = record  # type: ignore[method-assign]
+
+
+class Bench:
+    """One replica, `requests` sequences in flight, and two versions that it takes in turn."""
+
+    def __init__(self, cfg: Config, versions: list[PublishedWeights], requests: int, steps: Steps):
+        from inference.replica import Replica
+
+        self.replica = Replica(cfg, 0, None)
+        self.versions, self.requests, self.steps = versions, requests, steps
+        self.numbers = count()
+        self.measured = Measured()
+
+    async def run(self, updates: int) -> Measured:
+        health = await self.replica.start()
+        engine = psutil.Process(health.engine_pid)
+        await self.update(0)
+        sampling = [asyncio.create_task(self.sample(i)) for i in range(self.requests)]
+        for number in range(1, WARM_UP + updates + 1):
+            await self.between(sampling)
+            published = await self.update(number)
+            self.measured.bare_s.append(await self.reload(published))
+            self.measured.memory_mib.append(engine.memory_full_info().pss / 2**20)
+            if number == WARM_UP:
+                self.measured = Measured()
+        for task in sampling:
+            task.cancel()
+        await self.replica.stop()
+        return self.measured
+
+    async def sample(self, place: int) -> None:
+        """One sequence after the other; the first are of different lengths, so that they do not end together."""
+        length = 1 + (ANSWER * (place + 1)) // self.requests
+        while True:
+            prompt = tuple(int(t) for t in np.random.default_rng(place).integers(0, 1000, PROMPT))
+            name = f"{place}/{next(self.numbers)}"
+            async for _ in self.replica.sample([SampleRequest(name, prompt, SamplingParams(length), name)]):
+                pass
+            length = ANSWER
+
+    async def between(self, sampling: list[asyncio.Task[None]]) -> None:
+        """Lets requests go on for a moment. Raises what sampling failed with."""
+        done, _ = await asyncio.wait(sampling, timeout=BETWEEN_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def update(self, number: int) -> PublishedWeights:
+        weights = self.versions[number % len(self.versions)]
+        published = PublishedWeights(
+            WeightIdentity(1, number, weights.identity.digest), weights.entries, weights.buckets, weights.canary
+        )
+        report = await self.replica.update_weights(published)
+        resumed, unfinished = time.monotonic(), len(self.replica.running)
+        await self.steps.wait_for(unfinished, since=len(self.steps.at))
+        self.measured.wait_s.append(report.wait_s)
+        self.measured.pause_s.append(report.pause_s)
+        self.measured.next_tokens_s.append(time.monotonic() - resumed)
+        self.measured.reprefill_tokens.append(report.reprefill_tokens)
+        return published
+
+    async def reload(self, published: PublishedWeights) -> float:
+        from inference.shipment import Shipment, in_memory_files
+
+        with in_memory_files([bucket.data for bucket in published.buckets]) as paths:
+            shipment = pickle.dumps(Shipment(published.identity, published.entries, paths))
+            return float(await self.replica._in_engine("bare_reload", (shipment,)))
+
+
+def config(model: Path, requests: int, on_update: str) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"name": str(model), "dtype": "bfloat16"},
+            "orchestrator": {"batch_size": 2},
+            "env": {"id": "sort"},
+            "inference": {
+                "sampling": {"max_tokens": ANSWER},
+                "max_num_seqs": requests,
+                "memory_gb": 0.5,
+                "on_update": on_update,
+            },
+        }
+    )
+
+
+def measure(cfg: Config, versions: list[PublishedWeights], requests: int, updates: int) -> tuple[Measured, float]:
+    """What was measured, and the median step in seconds."""
+    from inference.worker import WorkerExtension
+
+    WorkerExtension.bare_reload = bare_reload  # type: ignore[attr-defined]  # the engine is forked from here
+    with step_log() as steps:
+        measured = asyncio.run(Bench(cfg, versions, requests, steps).run(updates))
+    return measured, median(np.diff(steps.at).tolist())
+
+
+def results(measured: Measured, step_s: float, nbytes: int, on_update: str) -> list[Result]:
+    pause, bare = median(measured.pause_s), median(measured.bare_s)
+    ratio = median([p / b for p, b in zip(measured.pause_s, measured.bare_s, strict=True)])
+    pause_result = Result(
+        name="inflight_update_pause",
+        value=pause,
+        unit="s in which generation stands still (pause proper, median)",
+        ratio=ratio,
+        target=TARGET,
+        holds=ratio <= TARGET,
+        against="a bare layerwise reload of the same tensors in the engine's process, after each update",
+        detail={
+            "on_update": on_update,
+            "updates": len(measured.pause_s),
+            "weights_mib": round(nbytes / 2**20, 1),
+            "bare_s": bare,
+            "pause_p90_s": round(float(np.percentile(measured.pause_s, 90)), 3),
+            "step_s": step_s,
+            "wait_for_step_s": median(measured.wait_s),
+            "next_tokens_s": median(measured.next_tokens_s),
+            "reprefill_tokens": median(measured.reprefill_tokens),
+        },
+    )
+    return [pause_result, memory_result(measured.memory_mib)]
+
+
+def memory_result(memory_mib: list[float]) -> Result:
+    """Whether memory stays flat: the slope of a line through all but the first quarter."""
+    fitted = np.asarray(memory_mib[len(memory_mib) // 4 :])
+    slope = float(np.polyfit(np.arange(len(fitted)), fitted, 1)[0])
+    return Result(
+        name="inflight_update_memory",
+        value=round(slope, 4),
+        unit="MiB that the engine's process grows per update (fitted, after the first quarter)",
+        ratio=round(memory_mib[-1] / memory_mib[0], 3),
+        target=FLAT_MIB / 100,
+        holds=slope <= FLAT_MIB / 100,
+        against="its memory after the first update that was measured",
+        detail={"mib": [round(memory_mib[i], 1) for i in np.linspace(0, len(memory_mib) - 1, 12).astype(int)]},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=200, help="measured updates (default: 200)")
+    parser.add_argument("--requests", type=int, default=16, help="sequences in flight (default: 16)")
+    parser.add_argument("--on-update", default="recompute_kv", help="inference.on_update (default: recompute_kv)")
+    args = parser.parse_args()
+    if args.updates < 4 or args.requests < 1:
+        parser.error("expected at least 4 updates and 1 request")
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        model = Path(directory) / "model"
+        make_model(model)
+        versions = [publish(model, scale) for scale in (1.0, 1.01)]
+        cfg = config(model, args.requests, args.on_update)
+        measured, step_s = measure(cfg, versions, args.requests, args.updates)
+    for result in results(measured, step_s, versions[0].nbytes, args.on_update):
+        result.print()
+
+
+if __name__ == "__main__":
+    main()
