@@ -1,6 +1,6 @@
 """The orchestrator's part of a commit: what it holds at a boundary, and its files.
 
-    state.json          cursor, ledger, limits, metrics; of each group everything that is no array, turn by turn
+    state.json          cursor, ledger, limits, metrics, evaluation; of each group all that is no array, turn by turn
     groups.safetensors  all turns of all groups one after the other, finished groups first: `observation`, `action`,
                         `versions` int32, `logprobs` float32, `mixed` bool (these are as long as `action`), and where
                         each turn ends, `observation_ends`, `action_ends` int64
