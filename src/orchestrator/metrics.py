@@ -20,7 +20,7 @@ filtered since the row before. Evicted and failed groups are counted, but their 
   perf/rollouts, tokens   rollouts trained on, and their sampled tokens
   perf/inference_idle_s   seconds since then in which no request was in flight
   perf/max_concurrent     most rollouts in flight, now; none in deterministic mode
-  perf/kv_used, preemptions  largest share of a replica's KV cache in use, and sequences whose KV was given up, since then
+  perf/kv_used, preemptions  since then: largest share of a KV cache in use, sequences whose KV was given up
   perf/event_loop_lag     largest delay of a timer since then, in seconds
 """
 
