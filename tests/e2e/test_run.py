@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from run_support import ROOT, TINY, Ended, assert_bound_and_conservation, at_step, run_rl
 
 from trireme.errors import EXIT_FAILED, EXIT_OK
+from trireme.tools.timeline import Span, timeline
 
 LONG = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", "200"]
 
@@ -68,6 +70,37 @@ class TestTwoShardsTwoReplicas:
 
     def test_each_room_has_a_log(self, ended: Ended) -> None:
         assert len(list((ended.root / "logs" / "attempt_1").glob("*.log"))) == 5
+
+    def test_each_room_traced_what_it_did(self, ended: Ended) -> None:
+        shown = timeline(ended.root, None, lambda _: None)
+        assert shown is not None
+        spans: dict[str, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
+        for process in shown.processes:
+            for span in (span for track in process.tracks for row in track.rows for span in row):
+                spans[process.name][span.name].append(span)
+        assert list(shown.steps) == list(range(12))
+        shards, replicas = ("trainer_0", "trainer_1"), ("inference_0", "inference_1")
+        assert set(spans) == {"driver_0", "orchestrator_0", *shards, *replicas}
+        assert set(spans["driver_0"]) >= {"wait_for_batch", "forward_backward", "optim", "publish", "commit"}
+        assert set(spans["orchestrator_0"]) >= {"wait", "group", "evaluation"}
+        for shard in shards:
+            assert [len(spans[shard][name]) for name in ("forward_backward", "optim", "publish")] == [12, 12, 13]
+            self.assert_within(spans[shard]["forward_backward"], spans["driver_0"]["forward_backward"])
+        for replica in replicas:
+            assert [span.args["version"] for span in spans[replica]["update"]] == list(range(13))
+            assert spans[replica]["sampling"]
+        groups = spans["orchestrator_0"]["group"]
+        assert len(groups) == ended.rows[-1]["ledger/dispatched"]
+        played = [span for span in groups if "versions" in span.args]  # the others were under way at the end
+        assert len(played) >= 12 * 4
+        assert all(span.args["floor"] <= span.args["versions"][0] for span in played)
+
+    def assert_within(self, inner: list[Span], outer: list[Span]) -> None:
+        """What a shard does for a call of the driver is within the driver's wait for it: there is one clock."""
+        for one, other in zip(inner, outer, strict=True):
+            assert one.end is not None
+            assert other.end is not None
+            assert other.start <= one.start < one.end <= other.end
 
     def test_wandb_has_the_run_offline(self, ended: Ended) -> None:
         assert list((ended.root / "wandb").glob("offline-run-*/*.wandb"))
