@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,15 @@ def cpu_by_room(driver: psutil.Process) -> dict[str, list[float]]:
     return {room: sorted(seconds, reverse=True) for room, seconds in found.items()}
 
 
-def run_rl(config: Path, *flags: str, directory: Path | None = None, first_step: int = 0) -> RunMeasured:
+def run_rl(
+    config: Path,
+    *flags: str,
+    directory: Path | None = None,
+    first_step: int = 0,
+    then: Callable[[psutil.Process], None] | None = None,
+) -> RunMeasured:
     """Runs `rl @ config` as the run `run` in `directory` (none: one of its own), and measures it until `first_step` is
-    done and to its end. Raises RuntimeError when it fails."""
+    done, when `then` is called with the driver, and to its end. Raises RuntimeError when it fails."""
     with tempfile.TemporaryDirectory(prefix="bench-") as own:
         metrics = (directory or Path(own)) / "run" / "metrics.jsonl"
         place = ["--run.output-dir", str(directory or own), "--run.name", "run"]
@@ -116,6 +122,8 @@ def run_rl(config: Path, *flags: str, directory: Path | None = None, first_step:
         try:
             first_row = wait_for_row(process, metrics, first_step, log, started + DEADLINE_S)
             cpu_s = cpu_by_room(psutil.Process(process.pid))
+            if then:
+                then(psutil.Process(process.pid))
             code = process.wait(max(started + DEADLINE_S - time.monotonic(), 1.0))
             total_s = time.monotonic() - started
         finally:

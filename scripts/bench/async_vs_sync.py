@@ -1,0 +1,123 @@
+"""Rollouts per second of an asynchronous run (max_steps_off_policy = 1) against a synchronous one (0).
+
+    python scripts/bench/async_vs_sync.py [--repeats 1] [--steps 10]
+
+Both are whole runs of `rl` (Ray, vLLM on CPU, an FSDP2 shard over gloo, the orchestrator) that differ in this one key,
+in turn; each model has a core of its own in both. The lengths of answers are lognormal: the longest of a batch is some
+ten times the median. Sizes are such that in the synchronous run a batch takes about as long to sample as to train on,
+which is said in `stages_s`. The last line of the output is the result as one JSON object. Leave the machine alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from _common import Result, RunMeasured, median, run_rl
+from _rooms import CORES, OTHERS_CORE, Rate, Task, let_actors_import_counting, pin
+from counting import make_model
+
+TASK = Task(hidden=256, layers=4, batch_size=16, group_size=8, sequences=64, prompt=32, median=48, sigma=1.0)
+TARGET = 1.6
+FIRST, REST = 3, 2
+"""Steps of a run before those that are measured, and after them: in these the replica has less and less to do."""
+SYNC, ASYNC = 0, 1
+
+
+def run(config: Path, max_steps_off_policy: int, steps: int) -> RunMeasured:
+    flags = {"orchestrator.max-steps-off-policy": max_steps_off_policy, "max-steps": FIRST + steps + REST}
+    measured = run_rl(config, *(part for key, value in flags.items() for part in (f"--{key}", str(value))), then=pin)
+    rate = rate_of(measured)
+    print(f"max_steps_off_policy = {max_steps_off_policy}: {rate.rollouts_per_s:.2f} rollouts/s", flush=True)
+    return measured
+
+
+def measured_rows(measured: RunMeasured) -> Sequence[Mapping[str, Any]]:
+    return measured.rows[FIRST : len(measured.rows) - REST]
+
+
+def rate_of(measured: RunMeasured) -> Rate:
+    return Rate.of_rows(measured.rows, FIRST, len(measured.rows) - REST - 1)
+
+
+def step_s(measured: RunMeasured) -> dict[str, float]:
+    """Mean seconds of a step and of its parts."""
+    parts = ("step", "wait_for_batch", "forward_backward", "optim", "publish", "update_replicas")
+    return {part: round(mean(row[f"time/{part}"] for row in measured_rows(measured)), 3) for part in parts}
+
+
+def detail_of(runs: Sequence[RunMeasured]) -> dict[str, Any]:
+    """What lies behind the rate of one mode."""
+    rates = [rate_of(run) for run in runs]
+    last = [measured_rows(run)[-1] for run in runs]
+    return {
+        "rollouts_per_s": [round(rate.rollouts_per_s, 2) for rate in rates],
+        "tokens_per_s": [round(rate.tokens_per_s, 1) for rate in rates],
+        "mean_length": [round(rate.mean_length, 2) for rate in rates],
+        "measured_s": [round(rate.seconds, 1) for rate in rates],
+        "step_s": [step_s(run) for run in runs],
+        "inference_idle_frac": [
+            round(mean(row["perf/inference_idle_frac"] for row in measured_rows(run)), 3) for run in runs
+        ],
+        "groups_evicted": [row["ledger/requeued"] + row["ledger/dropped"] for row in last],
+        "load_before": [round(run.load_before, 2) for run in runs],
+    }
+
+
+def stages_s(runs: Sequence[RunMeasured]) -> dict[str, float]:
+    """Seconds of the two stages of a step that is synchronous."""
+    parts = [step_s(run) for run in runs]
+    return {
+        "sampling": median([p["wait_for_batch"] for p in parts]),
+        "training": median([p["forward_backward"] + p["optim"] for p in parts]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=1, help="pairs of runs (default: 1)")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each run (default: 10)")
+    parser.add_argument("--batch-size", type=int, default=TASK.batch_size, help="smaller ones only try the script")
+    args = parser.parse_args()
+    if min(args.repeats, args.steps, args.batch_size) < 1:
+        parser.error("--repeats, --steps and --batch-size: expected at least 1 of each")
+
+    let_actors_import_counting()
+    task = replace(TASK, batch_size=args.batch_size)
+    runs: dict[int, list[RunMeasured]] = {SYNC: [], ASYNC: []}
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        model, config = Path(directory) / "model", Path(directory) / "config.json"
+        parameters = make_model(model, hidden=TASK.hidden, layers=TASK.layers)
+        config.write_text(json.dumps(task.config(model)))
+        for _ in range(args.repeats):
+            for mode in (SYNC, ASYNC):
+                runs[mode].append(run(config, mode, args.steps))
+    value, against = (median([rate_of(run).rollouts_per_s for run in runs[mode]]) for mode in (ASYNC, SYNC))
+    Result(
+        name="async_vs_sync",
+        value=value,
+        unit="rollouts/s of the asynchronous run (max_steps_off_policy = 1)",
+        ratio=round(value / against, 3),
+        target=TARGET,
+        holds=value / against >= TARGET,
+        against="the same run with max_steps_off_policy = 0, in turn",
+        detail={
+            "stages_s": stages_s(runs[SYNC]),
+            "synchronous": detail_of(runs[SYNC]),
+            "asynchronous": detail_of(runs[ASYNC]),
+            "measured_steps": args.steps,
+            "parameters": parameters,
+            "task": asdict(task),
+            "cores": {**CORES, "all others": OTHERS_CORE},
+        },
+    ).print()
+
+
+if __name__ == "__main__":
+    main()

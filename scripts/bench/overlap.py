@@ -1,0 +1,309 @@
+"""How near an asynchronous run comes to the slower of its two stages.
+
+    python scripts/bench/overlap.py [--steps 12] [--alone 5]
+
+The rooms are those of a real run (Ray, vLLM on CPU, an FSDP2 shard over gloo, the orchestrator), each model on a core
+of its own. Three phases in the same processes:
+
+  alone    generation and training side by side, neither knowing of the other. Generation: fixed weights, always more
+           requests in flight than the replica decodes at once. Training: forward_backward and optim_step, one batch
+           after the other, of the same shapes as the run's batches; nothing is published.
+  coupled  the driver's loop with max_steps_off_policy = 1: batches, updates, publishing, back-pressure
+  alone    again, against drift of the machine
+
+The ratio is rollouts/s of the run over the lesser of the two rates alone. Prompts and lengths are the same in all
+phases; what is left of chance in the mean length of an answer is taken out by counting tokens (each rate is in rollouts
+of the run's mean length). The last line of the output is the result as one JSON object. Leave the machine alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, count, cycle, islice
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+from _common import Result, cpu_by_room
+from _rooms import CORES, OTHERS_CORE, Rate, Task, check_pinned, let_actors_import_counting, pin
+from counting import CountingDataset, CountingEnv, make_model
+
+if TYPE_CHECKING:
+    from trireme.config import Config
+    from trireme.config.model_facts import ModelFacts
+    from trireme.launch import Rooms
+    from trireme.rundir import RunDir
+    from trireme.types import Datum, TokenBatch
+    from trireme.weights import PublishedWeights
+
+TASK = Task(hidden=256, layers=4, batch_size=32, group_size=8, sequences=32, prompt=32, median=64, sigma=0.5)
+TARGET = 0.93
+WARM_UP = 2
+"""Steps of training alone before those that are measured: until long and short rollouts are mixed as they are later."""
+FIRST, REST = 3, 2
+"""Steps of the run before those that are measured, and after them: in these the replica has less and less to do."""
+RECORDED = 8
+"""Batches that training alone repeats."""
+
+
+class Generation:
+    """Rollouts without end: `played` and their `tokens` so far."""
+
+    def __init__(self, config: Config, sampler: Any) -> None:
+        self._config, self._sampler = config, sampler
+        self._envs = enumerate(env for group in groups(config) for env in group)
+        self._ended = False
+        self.played = self.tokens = 0
+
+    async def keep_in_flight(self, requests: int) -> None:
+        await asyncio.gather(*(self._play() for _ in range(requests)))
+
+    async def _play(self) -> None:
+        from trireme.types import SampleRequest
+
+        while not self._ended:
+            i, env = next(self._envs)
+            prompt, stop = await env.initial_observation()
+            sampling = self._config.inference.sampling
+            params = sampling.params(i, tuple(stop), sampling.max_tokens)
+            group = i // self._config.orchestrator.group_size
+            sampled = await self._sampler.sample(SampleRequest(f"alone-{i}", tuple(prompt), params, f"alone-{group}"))
+            self.played += 1
+            self.tokens += len(sampled.tokens)
+
+    def end(self) -> None:
+        """What is in flight is finished, nothing else is begun."""
+        self._ended = True
+
+
+class Training:
+    """Steps without end on some batches."""
+
+    def __init__(self, config: Config, rooms: Rooms) -> None:
+        self._config, self._rooms = config, rooms
+        self._batches = cycle([batch_of(config, index) for index in range(RECORDED)])
+
+    def step(self) -> tuple[int, int]:
+        """Trains on the next batch: its rollouts, and their tokens."""
+        trainer, config, batch = self._rooms.trainer, self._config, next(self._batches)
+        tokens = int(np.count_nonzero(batch.columns["mask"]))
+        trainer.forward_backward(batch, config.loss_fn, config.trainer.loss_fn_config)
+        trainer.optim_step(config.adam_params(float(config.trainer.learning_rate)), float(tokens))
+        return len(batch), tokens
+
+
+def groups(config: Config) -> Iterator[tuple[CountingEnv, ...]]:
+    """The environments of each problem of the run, in order, again and again."""
+    from orchestrator.env import EnvContext
+
+    dataset = CountingDataset(EnvContext(None, config.seed, config.orchestrator.group_size), **config.env.args)
+    return (dataset.envs(index % len(dataset)) for index in count())
+
+
+def batch_of(config: Config, index: int) -> TokenBatch:
+    """Batch `index` of the run, as the orchestrator would make it."""
+    from trireme.types import TokenBatch
+
+    size = config.orchestrator.batch_size
+    envs = chain.from_iterable(islice(groups(config), index * size, (index + 1) * size))
+    return TokenBatch.from_datums([datum(env) for env in envs])
+
+
+def datum(env: CountingEnv) -> Datum:
+    from trireme.types import Datum, ModelInput
+
+    tokens = [*env.prompt, *range(1, env.length + 1)]
+    answered = np.arange(1, len(tokens)) >= len(env.prompt)
+    columns = {
+        "target_tokens": tokens[1:],
+        "mask": answered,
+        "logprobs": np.zeros(len(answered)),
+        "advantages": answered * (env.length % 2 - 0.5),
+        "versions": np.where(answered, 0, -1),
+    }
+    return Datum(ModelInput.from_ints(tokens[:-1]), columns)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Both stages side by side over the same time, and the CPU seconds of it by room."""
+
+    generation: Rate
+    training: Rate
+    cpu_s: Mapping[str, float]
+
+
+async def alone(config: Config, rooms: Rooms, weights: PublishedWeights, steps: int) -> Alone:
+    """Lets both go on, the replica with `weights`, until `steps` batches are trained on."""
+    sampler = rooms.inference.router_factory()()
+    await sampler.update_weights(weights)
+    generation, training = Generation(config, sampler), Training(config, rooms)
+    in_flight = asyncio.create_task(generation.keep_in_flight(2 * config.inference.sequences(on_gpus=False)))
+    for _ in range(WARM_UP):
+        await asyncio.to_thread(training.step)
+    cpu_s, since, played, tokens = cpu_by_room(psutil.Process()), time.monotonic(), generation.played, generation.tokens
+    trained = [await asyncio.to_thread(training.step) for _ in range(steps)]
+    seconds = time.monotonic() - since
+    measured = Alone(
+        generation=Rate(seconds, generation.played - played, generation.tokens - tokens),
+        training=Rate(seconds, sum(n for n, _ in trained), sum(t for _, t in trained)),
+        cpu_s=spent(cpu_s, cpu_by_room(psutil.Process())),
+    )
+    print(
+        f"alone: generation {measured.generation.tokens_per_s:.0f}, training {measured.training.tokens_per_s:.0f} answer "
+        f"tokens/s",
+        flush=True,
+    )
+    generation.end()
+    await in_flight
+    return measured
+
+
+def spent(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """CPU seconds by room between two looks."""
+    return {room: round(sum(seconds) - sum(before.get(room, ())), 1) for room, seconds in after.items()}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A run whose rooms have started."""
+
+    config: Config
+    facts: ModelFacts
+    run: RunDir
+    rooms: Rooms
+
+    def coupled(self) -> list[dict[str, Any]]:
+        """The run, to its end: the rows of its metrics."""
+        from rich.console import Console
+
+        from trireme.cli import train_and_commit
+        from trireme.config.fixed import fixed_parts
+
+        fixed = fixed_parts(self.config, self.facts)
+        train_and_commit(self.config, self.facts, self.run, fixed, self.rooms, Console(highlight=False))
+        return [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
+
+
+@contextmanager
+def started(config: Config) -> Iterator[Bench]:
+    """The rooms of a run, as `rl` starts them."""
+    from trireme import launch
+    from trireme.config.fixed import fixed_parts
+    from trireme.config.model_facts import ModelFacts
+    from trireme.plan import Plan, Resources
+    from trireme.rundir import RunDir
+
+    facts = ModelFacts.of(config, required=True)
+    assert facts is not None
+    plan = Plan.of(config, facts, Resources.of_this_machine(), None)
+    with (
+        RunDir.open(config, fixed_parts(config, facts)) as run,
+        launch.ray_cluster(config, plan),
+        launch.rooms(config, plan, run, lambda _names, _waited_s: None) as rooms,
+    ):
+        yield Bench(config, facts, run, rooms)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The stages alone, before the run and after it; the rows of the run, and its CPU seconds by room."""
+
+    alone: Sequence[Alone]
+    rows: Sequence[Mapping[str, Any]]
+    cpu_s: Mapping[str, float]
+
+
+def measure(config: Config, steps: int) -> Measured:
+    driver = psutil.Process()
+    with started(config) as bench:
+        pin(driver)
+        publish = bench.rooms.trainer.publish_weights
+        before = asyncio.run(alone(config, bench.rooms, publish(0), steps))
+        cpu_s = cpu_by_room(driver)
+        rows = bench.coupled()
+        cpu_spent = spent(cpu_s, cpu_by_room(driver))
+        after = asyncio.run(alone(config, bench.rooms, publish(config.max_steps), steps))
+        check_pinned(driver)
+    return Measured((before, after), rows, cpu_spent)
+
+
+def result(measured: Measured, task: Task, parameters: int, load_before: float) -> Result:
+    rows, last = measured.rows, len(measured.rows) - 1 - REST
+    run = Rate.of_rows(rows, FIRST, last)
+    generation = mean(phase.generation.tokens_per_s for phase in measured.alone) / run.mean_length
+    training = mean(phase.training.tokens_per_s for phase in measured.alone) / run.mean_length
+    ratio = run.rollouts_per_s / min(generation, training)
+    parts = ("step", "wait_for_batch", "forward_backward", "optim", "publish", "update_replicas")
+    detail = {
+        "generation_alone_rollouts_per_s": round(generation, 2),
+        "training_alone_rollouts_per_s": round(training, 2),
+        "alone": [
+            {
+                "generation_tokens_per_s": round(phase.generation.tokens_per_s, 1),
+                "training_tokens_per_s": round(phase.training.tokens_per_s, 1),
+                "measured_s": round(phase.generation.seconds, 1),
+                "cpu_s": phase.cpu_s,
+            }
+            for phase in measured.alone
+        ],
+        "mean_length": round(run.mean_length, 2),
+        "measured_steps": last - FIRST + 1,
+        "measured_s": round(run.seconds, 1),
+        "step_s": {part: round(mean(r[f"time/{part}"] for r in rows[FIRST : last + 1]), 3) for part in parts},
+        "inference_idle_frac": round(mean(r["perf/inference_idle_frac"] for r in rows[FIRST : last + 1]), 3),
+        "groups_evicted": rows[last]["ledger/requeued"] + rows[last]["ledger/dropped"],
+        "run_cpu_s": measured.cpu_s,
+        "parameters": parameters,
+        "task": asdict(task),
+        "cores": {**CORES, "all others": OTHERS_CORE},
+        "load_before": round(load_before, 2),
+    }
+    return Result(
+        name="overlap",
+        value=round(run.rollouts_per_s, 2),
+        unit="rollouts/s of the asynchronous run (max_steps_off_policy = 1)",
+        ratio=round(ratio, 3),
+        target=TARGET,
+        holds=ratio >= TARGET,
+        against="the lesser of generation's and training's rates side by side, uncoupled, on the same cores",
+        detail=detail,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of the run (default: 12)")
+    parser.add_argument("--alone", type=int, default=5, help="training steps of each phase alone (default: 5)")
+    parser.add_argument("--batch-size", type=int, default=TASK.batch_size, help="smaller ones only try the script")
+    args = parser.parse_args()
+    if min(args.steps, args.alone, args.batch_size) < 1:
+        parser.error("--steps, --alone and --batch-size: expected at least 1 of each")
+
+    from trireme.config import Config
+    from trireme.environ import prepare_local_cluster
+
+    let_actors_import_counting()
+    prepare_local_cluster(1, deterministic=False)
+    load_before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        model = Path(directory) / "model"
+        parameters = make_model(model, hidden=TASK.hidden, layers=TASK.layers)
+        place = {"run": {"output_dir": directory, "name": "run"}, "max_steps": FIRST + args.steps + REST}
+        task = replace(TASK, batch_size=args.batch_size)
+        measured = measure(Config.model_validate(task.config(model) | place), args.alone)
+    result(measured, task, parameters, load_before).print()
+
+
+if __name__ == "__main__":
+    main()
