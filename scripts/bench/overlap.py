@@ -159,11 +159,8 @@ async def alone(config: Config, rooms: Rooms, weights: PublishedWeights, steps: 
         training=Rate(seconds, sum(n for n, _ in trained), sum(t for _, t in trained)),
         cpu_s=spent(cpu_s, cpu_by_room(psutil.Process())),
     )
-    print(
-        f"alone: generation {measured.generation.tokens_per_s:.0f}, training {measured.training.tokens_per_s:.0f} answer "
-        f"tokens/s",
-        flush=True,
-    )
+    rates = [round(rate.tokens_per_s) for rate in (measured.generation, measured.training)]
+    print(f"alone: generation {rates[0]}, training {rates[1]} answer tokens/s", flush=True)
     generation.end()
     await in_flight
     return measured
