@@ -119,8 +119,9 @@ class ScoredGroup:
     @property
     def versions(self) -> tuple[int, int]:
         """The oldest and the newest version that sampled one of its tokens."""
-        turns = [turn for trajectory in self.trajectories_G for turn in trajectory.transitions]
-        return min(int(turn.versions.min()) for turn in turns), max(int(turn.versions.max()) for turn in turns)
+        turns = (turn for trajectory in self.trajectories_G for turn in trajectory.transitions)
+        versions = {identity.version for turn in turns for identity in turn.identities}
+        return min(versions), max(versions)
 
 
 def group_to_data(scored: ScoredGroup, kind: AdvantageKind, overlong_filter: bool) -> list[Datum]:

@@ -100,7 +100,7 @@ async def run_rollout(
 
 def _checked_prompt(observation: Sequence[int], key: RolloutKey, limits: RolloutLimits) -> npt.NDArray[np.int32]:
     prompt = np.asarray(observation, dtype=np.int64)
-    unknown = prompt[(prompt < 0) | (prompt >= limits.vocab_size)]
+    unknown = prompt[prompt.view(np.uint64) >= limits.vocab_size]  # a negative one, too: unsigned it is very large
     if len(unknown) or not len(prompt):
         given = f"token {unknown[0]}" if len(unknown) else "an empty observation"
         raise OutOfVocabulary(
