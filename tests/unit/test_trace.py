@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme import trace
+from trireme.metrics import Clock
 
 LOGS = Path("run") / "logs" / "attempt_1"
 FILE = Path("run") / "trace" / "attempt_1" / "trainer_0.json"
@@ -180,6 +181,16 @@ def test_a_full_file_says_so_and_takes_no_more(
     assert len(written) < spans or events(file)[-1]["name"] != trace.FULL
     assert len(written) == spans or events(file)[-1]["name"] == trace.FULL
     assert len(written) == spans or file.stat().st_size > limit - 2 * trace.LAST_LINE_BYTES
+
+
+def test_the_clock_of_a_step_traces_its_parts(tmp_path: Path) -> None:
+    file, clock = start(tmp_path), Clock()
+    with clock("step", step=7):
+        assert list(clock.timed("wait_for_batch", iter([1]))) == [1]
+    trace.stop()
+    assert set(clock.seconds) == {"step", "wait_for_batch"}
+    assert [event["args"] for event in named(file, "step")] == [{"step": 7}]
+    assert len(named(file, "wait_for_batch")) == 2  # for the item, and for the end
 
 
 @pytest.mark.parametrize("given", ["no megabytes", "no directory"])

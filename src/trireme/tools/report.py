@@ -38,7 +38,7 @@ class Panel:
 
 PANELS = (
     Panel("Reward", "", {"reward/total": "mean reward"}),
-    Panel("Evaluation", "", {"eval/*/reward/total": "", "eval/*/avg@*": "", "eval/*/pass@*": ""}),
+    Panel("Evaluation", "", {"eval/*/avg@*": "", "eval/*/pass@*": ""}),
     Panel(
         "Sampler and trainer apart (KL)",
         "nats per token",

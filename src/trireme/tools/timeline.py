@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,15 +106,11 @@ class Timeline:
 
 def traces(root: Path) -> dict[int, list[Path]]:
     """The files of every attempt that has a trace, in the order in which rooms are shown; attempts in order."""
-    found: dict[int, list[Path]] = defaultdict(list)
+    found: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)
     for file in root.glob("trace/attempt_*/*.json"):
-        found[int(file.parent.name.removeprefix("attempt_"))].append(file)
-    return {attempt: sorted(found[attempt], key=_room_and_number) for attempt in sorted(found)}
-
-
-def _room_and_number(file: Path) -> tuple[int, int]:
-    room, _, number = file.stem.rpartition("_")
-    return ROOMS.index(room), int(number)
+        if match := re.fullmatch(rf"attempt_(\d+)/({'|'.join(ROOMS)})_(\d+)\.json", f"{file.parent.name}/{file.name}"):
+            found[int(match[1])][ROOMS.index(match[2]), int(match[3])] = file
+    return {attempt: [found[attempt][place] for place in sorted(found[attempt])] for attempt in sorted(found)}
 
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
