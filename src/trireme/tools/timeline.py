@@ -211,38 +211,54 @@ def _spans(processes: Sequence[Process]) -> list[Span]:
 
 def _process(file: Path, window: Window) -> Process:
     """What a process did in `window`."""
-    names: dict[int, str] = {}
-    nested: dict[str, list[Span]] = defaultdict(list)
-    overlapping: dict[str, list[Span]] = defaultdict(list)
-    under_way: dict[tuple[str, int], Event] = {}
-    counters: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    full = False
+    reader = Reader(window)
     for event in json_lines(file):
+        reader.take(event)
+    reader.end()
+    tracks = [Track(name, _nested(spans)) for name, spans in reader.nested.items() if spans]
+    tracks += [_packed(name, spans) for name, spans in reader.overlapping.items() if spans]
+    return Process(file.stem, tracks, {name: _thinned(points) for name, points in reader.counters.items()}, reader.full)
+
+
+class Reader:
+    """Takes the events of a process one by one, and keeps what meets `window`: spans by track, and counters."""
+
+    def __init__(self, window: Window) -> None:
+        self.nested: dict[str, list[Span]] = defaultdict(list)
+        self.overlapping: dict[str, list[Span]] = defaultdict(list)
+        self.counters: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        self.full = False
+        self._window = window
+        self._tracks: dict[int, str] = {}
+        self._under_way: dict[tuple[str, int], Event] = {}
+
+    def take(self, event: Event) -> None:
         match event:
             case {"ph": "M", "name": "thread_name"}:
-                names[event["tid"]] = event["args"]["name"]
+                self._tracks[event["tid"]] = event["args"]["name"]
             case {"ph": "X", "ts": start, "dur": duration, "name": name}:
-                if name != "step" and duration >= SHORTEST_US and window.meets(start, start + duration):
-                    span = Span(name, start, start + duration, event.get("args", {}))
-                    nested[names[event["tid"]]].append(span)
+                if name != "step" and duration >= SHORTEST_US:
+                    self._keep(self.nested[self._tracks[event["tid"]]], event, start + duration)
             case {"ph": "b"}:
-                under_way[event["cat"], event["id"]] = event
+                self._under_way[event["cat"], event["id"]] = event
             case {"ph": "e"}:
-                begin = under_way.pop((event["cat"], event["id"]), None)
-                if begin and window.meets(begin["ts"], event["ts"]):
+                if begin := self._under_way.pop((event["cat"], event["id"]), None):
                     args = {**begin.get("args", {}), **event.get("args", {})}
-                    overlapping[event["cat"]].append(Span(event["name"], begin["ts"], event["ts"], args))
+                    self._keep(self.overlapping[event["cat"]], {**begin, "args": args}, event["ts"])
             case {"ph": "C", "ts": at, "args": {"number": value}}:
-                if window.meets(at, at):
-                    counters[event["name"]].append((at, value))
+                if self._window.meets(at, at):
+                    self.counters[event["name"]].append((at, value))
             case {"ph": "i"}:
-                full = True
-    for (track, _), begin in under_way.items():
-        if window.meets(begin["ts"], NEVER):
-            overlapping[track].append(Span(begin["name"], begin["ts"], None, begin.get("args", {})))
-    tracks = [Track(name, _nested(spans)) for name, spans in nested.items()]
-    tracks += [_packed(name, spans) for name, spans in overlapping.items()]
-    return Process(file.stem, tracks, {name: _thinned(points) for name, points in counters.items()}, full)
+                self.full = True
+
+    def end(self) -> None:
+        """There are no more events: what has not ended is still under way."""
+        for event in self._under_way.values():
+            self._keep(self.overlapping[event["cat"]], event, None)
+
+    def _keep(self, spans: list[Span], event: Event, end: int | None) -> None:
+        if self._window.meets(event["ts"], NEVER if end is None else end):
+            spans.append(Span(event["name"], event["ts"], end, event.get("args", {})))
 
 
 def _nested(spans: Sequence[Span]) -> list[list[Span]]:
