@@ -8,8 +8,9 @@ canary, label); and from then on until each request has its next token. Between 
 same tensors again, bare: vLLM's layerwise reload and nothing else, on bytes that are mapped and in memory, timed inside
 the engine.
 
-And the memory of the engine's process: its proportional set size after each update, a line fitted to it after the first
-quarter. Two versions are published in turn.
+And the memory of the engine's process: its resident set after each update, a line fitted to it after the first quarter.
+(Not the proportional one: that also grows when this process, of which the engine is a fork, frees a page.) Two versions
+are published in turn.
 
 The two last lines of the output are the results, a JSON object each. Leave the machine alone while it runs.
 """
@@ -145,24 +146,25 @@ def step_log() -> Iterator[Steps]:
 class Bench:
     """One replica, `requests` sequences in flight, and two versions that it takes in turn."""
 
-    def __init__(self, cfg: Config, versions: list[PublishedWeights], requests: int, steps: Steps):
+    def __init__(self, cfg: Config, requests: int, steps: Steps) -> None:
         from inference.replica import Replica
 
         self.replica = Replica(cfg, 0, None)
-        self.versions, self.requests, self.steps = versions, requests, steps
+        self.model, self.requests, self.steps = Path(cfg.model.name), requests, steps
         self.numbers = count()
         self.measured = Measured()
 
     async def run(self, updates: int) -> Measured:
         health = await self.replica.start()
         engine = psutil.Process(health.engine_pid)
+        self.versions = [publish(self.model, scale) for scale in (1.0, 1.01)]
         await self.update(0)
         sampling = [asyncio.create_task(self.sample(i)) for i in range(self.requests)]
         for number in range(1, WARM_UP + updates + 1):
             await self.between(sampling)
             published = await self.update(number)
             self.measured.bare_s.append(await self.reload(published))
-            self.measured.memory_mib.append(engine.memory_full_info().pss / 2**20)
+            self.measured.memory_mib.append(engine.memory_info().rss / 2**20)
             if number == WARM_UP:
                 self.measured = Measured()
         for task in sampling:
@@ -224,14 +226,15 @@ def config(model: Path, requests: int, on_update: str) -> Config:
     )
 
 
-def measure(cfg: Config, versions: list[PublishedWeights], requests: int, updates: int) -> tuple[Measured, float]:
-    """What was measured, and the median step in seconds."""
+def measure(cfg: Config, requests: int, updates: int) -> tuple[Measured, float, int]:
+    """What was measured, the median step in seconds, and the bytes of one version."""
     from inference.worker import WorkerExtension
 
     WorkerExtension.bare_reload = bare_reload  # type: ignore[attr-defined]  # the engine is forked from here
     with step_log() as steps:
-        measured = asyncio.run(Bench(cfg, versions, requests, steps).run(updates))
-    return measured, median(np.diff(steps.at).tolist())
+        bench = Bench(cfg, requests, steps)
+        measured = asyncio.run(bench.run(updates))
+    return measured, median(np.diff(steps.at).tolist()), bench.versions[0].nbytes
 
 
 def results(measured: Measured, step_s: float, nbytes: int, on_update: str) -> list[Result]:
@@ -289,10 +292,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         model = Path(directory) / "model"
         make_model(model)
-        versions = [publish(model, scale) for scale in (1.0, 1.01)]
         cfg = config(model, args.requests, args.on_update)
-        measured, step_s = measure(cfg, versions, args.requests, args.updates)
-    for result in results(measured, step_s, versions[0].nbytes, args.on_update):
+        measured, step_s, nbytes = measure(cfg, args.requests, args.updates)
+    for result in results(measured, step_s, nbytes, args.on_update):
         result.print()
 
 

@@ -29,6 +29,7 @@ CPU_ENVIRONMENT = {
 def start_engine(cfg: Config) -> AsyncLLM:
     """Starts vLLM and its engine process; returns when the model is loaded."""
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the canary goes through the first one, which CPUs use in any case
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
