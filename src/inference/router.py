@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
 from trireme.errors import ProvenanceError, RoomFailed, TriremeError
@@ -94,8 +93,10 @@ class Router:
         when its replica failed, or none is left."""
         while True:
             replica = self._route(request.route_key)
-            with suppress(ProvenanceError):  # that replica is out; another one samples the request, whole
+            try:
                 return await self._sample_on(replica, request)
+            except ProvenanceError:  # that replica is out
+                continue  # another one samples the request, whole
 
     async def _sample_on(self, replica: int, request: SampleRequest) -> SampledSequence:
         future: asyncio.Future[SampledSequence] = asyncio.get_running_loop().create_future()

@@ -105,11 +105,11 @@ class SortEnv(Env):
 class SortGroupBuilder(EnvGroupBuilder):
     tokenizer: Any
     digits: str
+    prompt: Sequence[int]
     group_size: int
 
     async def make_envs(self) -> Sequence[Env]:
-        prompt = self.tokenizer.encode(prompt_text(self.digits))
-        return [SortEnv(self.tokenizer, self.digits, prompt) for _ in range(self.group_size)]
+        return [SortEnv(self.tokenizer, self.digits, self.prompt) for _ in range(self.group_size)]
 
 
 class SortDataset(RLDataset):
@@ -139,12 +139,15 @@ class SortDataset(RLDataset):
         self._num_batches = num_batches
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        return [self._builder(index * self._batch_size + place) for place in range(self._batch_size)]
+        context, first = self._context, index * self._batch_size
+        digits = [
+            problem(context.seed, first + place, context.split, *self._digits) for place in range(self._batch_size)
+        ]
+        prompts = context.tokenizer([prompt_text(d) for d in digits])["input_ids"]  # one by one takes twice as long
+        return [
+            SortGroupBuilder(context.tokenizer, d, prompt, context.group_size)
+            for d, prompt in zip(digits, prompts, strict=True)
+        ]
 
     def __len__(self) -> int:
         return self._num_batches
-
-    def _builder(self, index: int) -> SortGroupBuilder:
-        context = self._context
-        digits = problem(context.seed, index, context.split, *self._digits)
-        return SortGroupBuilder(context.tokenizer, digits, context.group_size)
