@@ -16,7 +16,8 @@ Rules
   slots     At most (K + 1) B are taken. Dispatch takes one. It is freed when the group's batch has been released
             (trained on) and every live replica has acknowledged the version that the batch made; at once when the
             group is filtered, fails, or is evicted.
-  replicas  The lowest acknowledged version never falls: one may leave at any time, and joins only at or above it.
+  replicas  The lowest acknowledged version never falls: one may leave at any time, and joins only at or above it. When
+            all have left it stays what it was, and nothing is dispatched until one joins.
   order     Finished groups are taken in order of dispatch, but nobody overtakes a protected group. `wait` protects all
             groups (first in, first out), `requeue` those whose problem has been requeued `max_requeues` times, `drop`
             none.
@@ -26,8 +27,9 @@ Rules
 
 The bound: a group taken into batch s has age at most K.
 
-  At some moment let batches 0 .. F - 1 be those whose slots are free. Batch F - 1 became free only once the lowest
-  acknowledged version was F, and that version never falls: so a group dispatched now has floor >= F.
+  At some moment let batches 0 .. F - 1 be those whose slots are free: they become free in order. Batch F - 1 became
+  free only once the lowest acknowledged version was F, and that version never falls: so a group dispatched now has
+  floor >= F.
 
   Unprotected group, taken into batch s. If it was there when batch s - 1 was cut, it was not evicted, so
   floor >= s - K. If it was dispatched later, then batches F .. s - 1 were complete at its dispatch and held (s - F) B
@@ -41,7 +43,9 @@ The bound: a group taken into batch s has age at most K.
   `take` checks it all the same: an older group is a ProvenanceError.
 
 No deadlock: when all batches before s are released and acknowledged, all (K + 1) B >= B slots belong to batch s and
-what comes after it, so it fills as long as running groups end.
+what comes after it. As long as a replica is live, the free ones are dispatched into; as long as running groups end,
+nobody is waited for in vain; and a group that is filtered, fails or is evicted makes room for another. So the batch
+fills, unless from some moment on no group at all can be trained on (`limits.py` stops the run then).
 
 Resume. The state of a ledger is that of the last boundary N: N batches released, no replica holds more than N (the
 update to N may be under way). Groups taken since then are finished again, in their place. When it is loaded all slots
@@ -49,7 +53,7 @@ of batches before N are free, F = N, and running groups, which are sampled again
 options the proof goes on where it was:
 
   Unprotected group. As above, with s = N (it was there when batch N - 1 was cut, or dispatched later, or had been taken
-  into batch N): floor >= N - K, and from here on the cuts of batches N, N + 1 .. see to it.
+  into batch N or a later one): floor >= N - K, and from here on the cuts of batches N, N + 1 .. see to it.
 
   Protected group, with p groups before it, counted from the first of batch N. Nobody had overtaken it, so these are
   the same as without the resume, and it lands in batch N + p // B or earlier, as it would have. If it was running, its

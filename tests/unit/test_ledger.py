@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -45,13 +46,14 @@ BATCHES = st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (6, 3)])
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Drives a ledger as pipeline and driver do, in any order, and keeps books of its own."""
+    """Drives a ledger as pipeline and driver do, in any order, and keeps books of its own: what the ledger says of
+    floors, slots and protection is compared with them, never taken from it."""
 
     @initialize(
         policy=POLICIES,
         batches=BATCHES,
         max_age=st.integers(0, 8),
-        max_requeues=st.integers(0, 2),
+        max_requeues=st.integers(0, 3),
         max_steps=st.sampled_from([3, 1000]),
         replicas=st.integers(1, 3),
     )
@@ -70,13 +72,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.acknowledged = dict.fromkeys(range(replicas), 0)
         self.num_replicas = replicas
         self.ledger.acknowledge(self.acknowledged)
+        self.promised = 0
+        self.floors: dict[int, int] = {}
         self.running: dict[int, Group] = {}
         self.finished: dict[int, Group] = {}
         self.problems = 0
         self.pending: list[str] = []
         self.ended: dict[str, str] = {}
-        self.training: list[tuple[int, tuple[Group, ...]]] = []
-        self.published = 0
+        self.taken: list[tuple[int, tuple[Group, ...]]] = []
+        self.released = self.published = 0
 
     def new_problem(self) -> str:
         self.problems += 1
@@ -86,17 +90,29 @@ class LedgerMachine(RuleBasedStateMachine):
         assert group.problem not in self.ended, "a problem ended twice"
         self.ended[group.problem] = how
 
+    def protected(self, group: Group) -> bool:
+        tired = group.requeues >= self.ledger.max_requeues
+        return {"wait": True, "requeue": tired, "drop": False}[self.ledger.policy]
+
+    @property
+    def in_training(self) -> list[Group]:
+        return [group for step, groups in self.taken if step >= self.released for group in groups]
+
+    # ---- groups
+
     @precondition(lambda self: self.ledger.can_dispatch())
     @rule(count=st.integers(1, 20))
     def dispatch(self, count: int) -> None:
         for _ in range(count):
             if not self.ledger.can_dispatch():
                 return
+            assert self.acknowledged, "somebody must sample it"
             expected = self.pending[0] if self.pending else f"p{self.problems + 1}"
             group = self.ledger.dispatch(self.new_problem)
             assert group.problem == expected, "requeued problems come first, in their order"
+            assert self.resized or group.requeues <= self.ledger.max_requeues
             self.pending = self.pending[1:]
-            assert group.floor == max(min(self.acknowledged.values()), self.ledger.floor)
+            self.floors[group.index] = min(self.acknowledged.values())
             self.running[group.index] = group
 
     @precondition(lambda self: self.running)
@@ -117,70 +133,98 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         step = self.ledger.batch
+        waited_for = min(
+            (i for i, g in self.running.items() if self.protected(g)), default=self.ledger.tally.dispatched
+        )
+        due = [index for index in sorted(self.finished) if index < waited_for][: self.count]
         taken = self.ledger.take(step, self.count)
         if taken is None:
+            assert len(due) < self.count, "there was enough to take"
             return
-        protected = [g.index for g in self.running.values() if self.ledger.protected(g)]
+        assert [group.index for group in taken.groups] == due, (
+            "in order of dispatch, and nobody overtakes the protected"
+        )
         for group in taken.groups:
-            assert 0 <= step - group.floor <= self.ledger.max_age
-            assert all(group.index < index for index in protected), "a protected group was overtaken"
+            assert 0 <= step - self.floors[group.index] <= self.ledger.max_age
             del self.finished[group.index]
-        assert [g.index for g in taken.groups] == sorted(g.index for g in taken.groups)
-        self.training.append((step, taken.groups))
-        self.evicted(taken.evicted)
+        self.taken.append((step, taken.groups))
+        self.evict(taken.evicted)
 
-    def evicted(self, groups: tuple[Group, ...]) -> None:
+    def evict(self, groups: tuple[Group, ...]) -> None:
         for group in groups:
-            assert not self.ledger.protected(group)
-            assert self.ledger.batch - group.floor > self.ledger.max_age
+            assert not self.protected(group)
+            assert self.ledger.batch - self.floors[group.index] > self.ledger.max_age
             self.running.pop(group.index, None)
             self.finished.pop(group.index, None)
             if self.ledger.policy == "drop":
                 self.end(group, "dropped")
         if self.ledger.policy == "requeue":
             self.pending = [g.problem for g in groups] + self.pending
+        for group in (*self.running.values(), *self.finished.values()):
+            young_enough = self.ledger.batch - self.floors[group.index] <= self.ledger.max_age
+            assert young_enough or self.protected(group), "what is too old for the next batch is evicted at the cut"
 
-    @precondition(lambda self: self.ledger.released < self.ledger.batch)
-    @rule(published_first=st.booleans())
-    def train(self, published_first: bool) -> None:
-        step = self.ledger.released
-        if published_first:
-            self.published = step + 1
-            self.acknowledge_one(0)
-        self.ledger.release(step)
-        self.published = step + 1
-        for _, groups in (entry for entry in self.training if entry[0] == step):
-            for group in groups:
-                self.end(group, "trained")
-        self.training = [entry for entry in self.training if entry[0] != step]
+    # ---- versions and replicas
 
-    def acknowledge_one(self, choice: int) -> None:
-        if self.acknowledged:
-            self.acknowledged[sorted(self.acknowledged)[choice % len(self.acknowledged)]] = self.published
-            self.ledger.acknowledge(self.acknowledged)
+    @precondition(lambda self: self.published == self.released < self.ledger.batch)
+    @rule()
+    def publish(self) -> None:
+        """The batch has been trained on; its version is acknowledged by some before the batch is released, or after."""
+        self.published += 1
 
-    @rule(choice=st.integers(0, 2))
-    def acknowledge(self, choice: int) -> None:
-        self.acknowledge_one(choice)
+    @precondition(lambda self: self.released < self.ledger.batch)
+    @rule()
+    def release(self) -> None:
+        groups = self.ledger.release(self.released)
+        assert [g for step, part in self.taken if step == self.released for g in part] == list(groups)
+        for group in groups:
+            self.end(group, "trained")
+        self.released += 1
+        self.published = max(self.published, self.released)
 
-    @precondition(lambda self: len(self.acknowledged) > 1)
+    @precondition(lambda self: self.acknowledged)
+    @rule(data=st.data())
+    def acknowledge(self, data: st.DataObject) -> None:
+        """One replica has got some later version; it may be several behind what is published."""
+        replica = data.draw(st.sampled_from(sorted(self.acknowledged)))
+        version = data.draw(st.integers(self.acknowledged[replica], self.published))
+        self.tell(self.acknowledged | {replica: version})
+
+    @precondition(lambda self: self.acknowledged)
+    @rule()
+    def acknowledge_all(self) -> None:
+        self.tell(dict.fromkeys(self.acknowledged, self.published))
+
+    @precondition(lambda self: self.acknowledged)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        del self.acknowledged[data.draw(st.sampled_from(sorted(self.acknowledged)))]
-        self.ledger.acknowledge(self.acknowledged)
+        """Of any replica, also the last one."""
+        gone = data.draw(st.sampled_from(sorted(self.acknowledged)))
+        self.tell({replica: version for replica, version in self.acknowledged.items() if replica != gone})
 
-    @rule(behind=st.integers(0, 2))
+    @rule()
+    def all_leave(self) -> None:
+        self.tell({})
+
+    @rule(behind=st.integers(0, 3))
     def join(self, behind: int) -> None:
         version = self.published - behind
         joined = self.acknowledged | {self.num_replicas: version}
-        if version < self.ledger.floor:
-            with pytest.raises(ProvenanceError):
+        if version < self.promised:
+            with pytest.raises(ProvenanceError, match=f"replica {self.num_replicas} serves version {version}"):
                 self.ledger.acknowledge(joined)
             return
         self.num_replicas += 1
-        self.acknowledged = joined
-        self.ledger.acknowledge(joined)
+        self.tell(joined)
 
+    def tell(self, acknowledged: dict[int, int]) -> None:
+        self.acknowledged = acknowledged
+        self.ledger.acknowledge(acknowledged)
+        self.promised = min(acknowledged.values(), default=self.promised)
+
+    # ---- resume
+
+    @precondition(lambda self: self.is_boundary())
     @rule()
     def resume(self) -> None:
         """A new process goes on from the last boundary: nothing that was finished is lost."""
@@ -188,7 +232,8 @@ class LedgerMachine(RuleBasedStateMachine):
         fresh = Ledger(old.batch_size, old.max_age, old.policy, old.max_requeues, old.max_steps)
         assert self.load(fresh) == [], "with unchanged options everything fits"
 
-    @rule(policy=POLICIES, batches=BATCHES, max_age=st.integers(0, 4), max_requeues=st.integers(0, 2))
+    @precondition(lambda self: self.is_boundary())
+    @rule(policy=POLICIES, batches=BATCHES, max_age=st.integers(0, 8), max_requeues=st.integers(0, 3))
     def resume_with_other_options(
         self, policy: StalePolicy, batches: tuple[int, int], max_age: int, max_requeues: int
     ) -> None:
@@ -197,42 +242,35 @@ class LedgerMachine(RuleBasedStateMachine):
         given_back = self.load(Ledger(batches[0], max_age, policy, max_requeues, self.ledger.max_steps))
         self.pending = [group.problem for group in given_back] + self.pending
 
+    def is_boundary(self) -> bool:
+        return all(version <= self.released for version in self.acknowledged.values())
+
+    @precondition(lambda self: not self.is_boundary())
+    @rule()
+    def no_state_beyond_a_boundary(self) -> None:
+        with pytest.raises(ValueError, match="replicas hold later versions"):
+            self.ledger.state_dict()
+
     def load(self, fresh: Ledger) -> list[Group]:
         """Replaces the ledger by `fresh`, which goes on from its state; the groups that were given back."""
-        taken = [group for _, groups in self.training for group in groups]
-        before = sorted([*taken, *self.finished.values(), *self.running.values()], key=lambda group: group.index)
-        state, boundary, requeued = saved(self.ledger), self.ledger.released, self.ledger.tally.requeued
+        before = sorted([*self.in_training, *self.finished.values(), *self.running.values()], key=lambda g: g.index)
+        state, boundary, requeued = saved(self.ledger), self.released, self.ledger.tally.requeued
         self.ledger = fresh
         self.ledger.load_state_dict(state)
         given_back = [group for group in before if group.index not in fresh.active]
         assert fresh.tally.requeued == requeued + len(given_back)
         for group in (group for group in before if group.index in fresh.active):
-            floor = group.floor if group.finished else boundary
+            floor = self.floors[group.index] = self.floors[group.index] if group.finished else boundary
             assert fresh.active[group.index] == Group(group.index, group.problem, group.requeues, floor, group.finished)
         self.finished = {index: group for index, group in fresh.active.items() if group.finished}
         self.running = {index: group for index, group in fresh.active.items() if not group.finished}
-        self.training = []
-        self.published, self.acknowledged = boundary, dict.fromkeys(range(self.num_replicas), boundary)
-        self.ledger.acknowledge(self.acknowledged)
+        self.taken = []
+        self.published = self.promised = boundary
+        self.num_replicas += 1
+        self.tell({self.num_replicas: boundary})
         return given_back
 
-    @precondition(lambda self: self.ledger.batch < self.ledger.max_steps)
-    @rule()
-    def no_deadlock(self) -> None:
-        """Whatever happened so far: when all groups that run succeed and all acknowledge, the next batch fills."""
-        batch = self.ledger.batch
-        for _ in range(1 + self.ledger.max_requeues):
-            while self.ledger.released < self.ledger.batch:
-                self.train(published_first=False)
-            for choice in range(len(self.acknowledged)):
-                self.acknowledge_one(choice)
-            self.dispatch(1000)
-            for index in sorted(self.running):
-                self.finished[index] = self.running.pop(index)
-                self.ledger.finish(self.finished[index])
-            while self.ledger.batch == batch and self.finished:
-                self.take()
-        assert self.ledger.batch > batch
+    # ---- what holds at every moment
 
     @invariant()
     def books_agree(self) -> None:
@@ -242,15 +280,38 @@ class LedgerMachine(RuleBasedStateMachine):
         assert counts["dispatched"] == sum(counts[name] for name in ENDS)
         assert counts["running"] == len(self.running)
         assert counts["finished"] == len(self.finished)
-        assert counts["in_training"] == sum(len(groups) for _, groups in self.training)
+        assert counts["in_training"] == len(self.in_training)
         for how in ("trained", "filtered", "failed", "dropped"):
             assert counts[how] == list(self.ended.values()).count(how)
-        assert self.ledger.slots_taken <= (self.ledger.max_age + 1) * self.ledger.batch_size
-        alive = [g.problem for g in (*self.running.values(), *self.finished.values())]
-        alive += [g.problem for _, groups in self.training for g in groups] + self.pending
+        alive = [g.problem for g in (*self.running.values(), *self.finished.values(), *self.in_training)] + self.pending
         assert sorted([*alive, *self.ended]) == sorted(f"p{i + 1}" for i in range(self.problems))
-        useful = (self.ledger.max_steps - self.ledger.released) * self.ledger.batch_size
+        useful = (self.ledger.max_steps - self.released) * self.ledger.batch_size
         assert self.resized or counts["in_training"] + counts["active"] <= useful
+
+    @invariant()
+    def slots_agree(self) -> None:
+        """A slot is free once its group's batch is released and all live replicas have the version that it made."""
+        if not hasattr(self, "ledger"):
+            return
+        held = [group for step, groups in self.taken if step >= min(self.released, self.promised) for group in groups]
+        assert self.ledger.slots_taken == len(self.running) + len(self.finished) + len(held)
+        assert self.ledger.slots_taken <= (self.ledger.max_age + 1) * self.ledger.batch_size
+
+    @invariant()
+    def no_deadlock(self) -> None:
+        """From here, whatever happened: when running groups end and versions are acknowledged, the batch that is being
+        assembled fills. On a copy: the machine itself goes on from where it is."""
+        if not hasattr(self, "ledger") or self.ledger.batch == self.ledger.max_steps:
+            return
+        ledger = copy.deepcopy(self.ledger)
+        while ledger.released < ledger.batch:
+            ledger.release(ledger.released)
+        ledger.acknowledge(dict.fromkeys(self.acknowledged or [self.num_replicas], ledger.released))
+        fill(ledger)
+        for group in ledger.active.values():
+            group.finished = True
+        while ledger.batch == self.ledger.batch:
+            assert ledger.take(ledger.batch, self.count), "everybody waits"
 
 
 TestLedger = LedgerMachine.TestCase
