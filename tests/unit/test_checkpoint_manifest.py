@@ -67,7 +67,7 @@ def test_what_it_says(made: Path) -> None:
     assert (read.step, read.identity) == (20, WeightIdentity(1, 20, f"{20:032x}"))
     assert [record.path for record in read.files] == list(PARTS)
     assert read.size == sum((made / part).stat().st_size for part in PARTS)
-    assert json.loads((made / MANIFEST).read_text())["format"] == FORMAT == 1
+    assert json.loads((made / MANIFEST).read_text())["format"] == FORMAT == 2
 
 
 def test_a_value_that_json_does_not_have_is_no_manifest() -> None:
