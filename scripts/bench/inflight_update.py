@@ -219,7 +219,8 @@ def config(model: Path, requests: int, on_update: str) -> Config:
             "inference": {
                 "sampling": {"max_tokens": ANSWER},
                 "max_num_seqs": requests,
-                "memory_gb": 0.5,
+                # just enough: a KV block is new memory to the process when it is used for the first time
+                "memory_gb": 0.01 + 0.005 * requests,
                 "on_update": on_update,
             },
         }
