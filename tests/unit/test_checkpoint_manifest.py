@@ -134,15 +134,15 @@ class TestTheManifestItself:
         flip(made / MANIFEST, bit=bit)
         assert invalid(made, contents=False).startswith(MANIFEST)
 
-    @pytest.mark.parametrize("text", ["null", "[]", "3", "{}", '{"format": 1}', '{"format": 1, "checksum": ""}', ""])
+    @pytest.mark.parametrize("text", ["null", "[]", "3", "{}", '{"format": 2}', '{"format": 2, "checksum": ""}', ""])
     def test_other_json_is_no_manifest(self, text: str) -> None:
         with pytest.raises(CheckpointInvalid, match="torn or was altered"):
             Manifest.from_json(text)
 
     def test_another_format_version(self, made: Path) -> None:
         values = json.loads((made / MANIFEST).read_text())
-        (made / MANIFEST).write_text(json.dumps({"format": 2, "other": values["step"]}))
-        assert invalid(made) == f"{MANIFEST} has format version 2, but this program reads 1"
+        (made / MANIFEST).write_text(json.dumps({"format": 1, "other": values["step"]}))
+        assert invalid(made) == f"{MANIFEST} has format version 1, but this program reads 2"
 
     def test_in_the_directory_of_another_step(self, made: Path) -> None:
         assert "step 20, in a directory named step_000040" in invalid(made.rename(made.with_name(step_name(40))))
