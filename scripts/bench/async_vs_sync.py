@@ -23,7 +23,7 @@ from _common import Result, RunMeasured, median, run_rl
 from _rooms import CORES, OTHERS_CORE, Rate, Task, let_actors_import_counting, pin
 from counting import make_model
 
-TASK = Task(hidden=256, layers=4, batch_size=16, group_size=8, sequences=64, prompt=32, median=48, sigma=1.0)
+TASK = Task(hidden=256, layers=4, batch_size=16, group_size=8, sequences=64, prompt=40, median=48, sigma=1.0)
 TARGET = 1.6
 FIRST, REST = 3, 2
 """Steps of a run before those that are measured, and after them: in these the replica has less and less to do."""

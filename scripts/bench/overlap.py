@@ -1,6 +1,6 @@
 """How near an asynchronous run comes to the slower of its two stages.
 
-    python scripts/bench/overlap.py [--steps 12] [--alone 5]
+    python scripts/bench/overlap.py [--steps 8] [--alone 4]
 
 The rooms are those of a real run (Ray, vLLM on CPU, an FSDP2 shard over gloo, the orchestrator), each model on a core
 of its own. Three phases in the same processes:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from trireme.types import Datum, TokenBatch
     from trireme.weights import PublishedWeights
 
-TASK = Task(hidden=256, layers=4, batch_size=32, group_size=8, sequences=32, prompt=32, median=64, sigma=0.5)
+TASK = Task(hidden=256, layers=4, batch_size=32, group_size=8, sequences=32, prompt=64, median=64, sigma=0.5)
 TARGET = 0.93
 WARM_UP = 2
 """Steps of training alone before those that are measured: until long and short rollouts are mixed as they are later."""
@@ -280,8 +280,8 @@ def result(measured: Measured, task: Task, parameters: int, load_before: float) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12, help="measured steps of the run (default: 12)")
-    parser.add_argument("--alone", type=int, default=5, help="training steps of each phase alone (default: 5)")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of the run (default: 8)")
+    parser.add_argument("--alone", type=int, default=4, help="training steps of each phase alone (default: 4)")
     parser.add_argument("--batch-size", type=int, default=TASK.batch_size, help="smaller ones only try the script")
     args = parser.parse_args()
     if min(args.steps, args.alone, args.batch_size) < 1:
