@@ -41,7 +41,12 @@ class Task:
             "env": {"id": ENV_ID, "args": {"prompt": self.prompt, "median": self.median, "sigma": self.sigma}},
             "orchestrator": {"batch_size": self.batch_size, "group_size": self.group_size},
             "trainer": {"shards": 1, "loss_fn": "ppo", "learning_rate": 1e-9, "micro_batch_tokens": 4096},
-            "inference": {"replicas": 1, "max_num_seqs": self.sequences, "sampling": {"max_tokens": LONGEST}},
+            "inference": {
+                "replicas": 1,
+                "max_num_seqs": self.sequences,
+                "memory_gb": 0.5,
+                "sampling": {"max_tokens": LONGEST},
+            },
             "cluster": {"device": "cpu"},
             "checkpoint": {"every": 0},
         }

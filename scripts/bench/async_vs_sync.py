@@ -1,6 +1,6 @@
 """Rollouts per second of an asynchronous run (max_steps_off_policy = 1) against a synchronous one (0).
 
-    python scripts/bench/async_vs_sync.py [--repeats 1] [--steps 10]
+    python scripts/bench/async_vs_sync.py [--repeats 1] [--steps 6]
 
 Both are whole runs of `rl` (Ray, vLLM on CPU, an FSDP2 shard over gloo, the orchestrator) that differ in this one key,
 in turn; each model has a core of its own in both. The lengths of answers are lognormal: the longest of a batch is some
@@ -23,10 +23,11 @@ from _common import Result, RunMeasured, median, run_rl
 from _rooms import CORES, OTHERS_CORE, Rate, Task, let_actors_import_counting, pin
 from counting import make_model
 
-TASK = Task(hidden=256, layers=4, batch_size=16, group_size=8, sequences=64, prompt=40, median=48, sigma=1.0)
+TASK = Task(hidden=256, layers=4, batch_size=16, group_size=8, sequences=128, prompt=128, median=48, sigma=1.0)
 TARGET = 1.6
-FIRST, REST = 3, 2
-"""Steps of a run before those that are measured, and after them: in these the replica has less and less to do."""
+FIRST, REST = 2, 1
+"""Steps of a run before those that are measured (rooms are pinned after the first), and after them: in the last one an
+asynchronous run has nothing left to sample."""
 SYNC, ASYNC = 0, 1
 
 
@@ -82,7 +83,7 @@ def stages_s(runs: Sequence[RunMeasured]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=1, help="pairs of runs (default: 1)")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of each run (default: 10)")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps of each run (default: 6)")
     parser.add_argument("--batch-size", type=int, default=TASK.batch_size, help="smaller ones only try the script")
     args = parser.parse_args()
     if min(args.repeats, args.steps, args.batch_size) < 1:

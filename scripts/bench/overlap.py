@@ -50,8 +50,8 @@ TASK = Task(hidden=256, layers=4, batch_size=32, group_size=8, sequences=32, pro
 TARGET = 0.93
 WARM_UP = 2
 """Steps of training alone before those that are measured: until long and short rollouts are mixed as they are later."""
-FIRST, REST = 3, 2
-"""Steps of the run before those that are measured, and after them: in these the replica has less and less to do."""
+FIRST, REST = 2, 1
+"""Steps of the run before those that are measured, and after them: in the last one nothing is left to sample."""
 RECORDED = 8
 """Batches that training alone repeats."""
 
