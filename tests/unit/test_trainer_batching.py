@@ -49,7 +49,7 @@ def test_ranks_are_balanced_to_within_one_datum(lengths, num_ranks, budget):
     load_R = loads(costs, balance(costs, num_ranks))
     assert max(load_R) - min(load_R) <= costs.max()
     # a bound for what is left after the first pass alone (Graham 1969); swaps can only lower the maximum
-    assert max(load_R) <= costs.sum() / num_ranks + costs.max() * (1 - 1 / num_ranks)
+    assert max(load_R) * num_ranks <= costs.sum() + costs.max() * (num_ranks - 1)
 
 
 def test_many_unequal_datums_are_balanced_by_what_they_cost():
