@@ -6,7 +6,8 @@ What is saved, under these names; any number of ranks can read it:
   random.<rank>.<kind>   see `random_state`
 (Stacked, because what DCP does for every tensor it writes costs about 1 ms in which no other Python code runs.)
 
-A save copies what this rank holds to buffers in host memory, and writes them, in a thread: training goes on meanwhile.
+A save copies what this rank holds to buffers in host memory, and writes them, in a thread: training goes on meanwhile,
+and first; once the copy is made, the thread has the lowest priority. So each save has a thread of its own.
 Nothing of the state changes between one optimiser step and the next, so only `optim_step` has to wait, and only for the
 copy (`Checkpointer.wait_until_copied`). The buffers are made at the first save and used again. DCP's collectives have a
 process group of their own, so that they never mix with training's.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -39,6 +40,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trireme.checkpoint.files import FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
 from trireme.errors import CheckpointInvalid, StorageFailed
 from trireme.faults import fault_point
+from trireme.priority import yield_to_others
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -128,6 +130,7 @@ class Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[Any]]:
         self._copy()
+        yield_to_others()
         fault_point("trainer.save")
         return super().write_data(plan, planner)
 
@@ -177,12 +180,8 @@ class Checkpointer:
         self._optimizer = optimizer
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        # Files have checksums of their own. Those within, of each tensor, would take longer than all of the copying.
-        # (In the thread: torch keeps this option for each thread.)
-        self._thread = ThreadPoolExecutor(
-            1, "save", initializer=torch.serialization.set_crc32_options, initargs=(False,)
-        )
         self._saves: dict[Path, Future[list[FileRecord]]] = {}
+        self._newest: Future[list[FileRecord]] | None = None
         self._copied = Event()
         self._copied.set()
 
@@ -192,7 +191,9 @@ class Checkpointer:
             self._stream.wait_stream(torch.cuda.current_stream())
         state = {**self._staging.buffers, **self._small_state()}
         self._copied = Event()
-        self._saves[path] = self._thread.submit(self._save, path, state, self._copied)
+        thread = ThreadPoolExecutor(1, "save")
+        self._newest = self._saves[path] = thread.submit(self._save, path, state, self._copied, self._newest)
+        thread.shutdown(wait=False)  # it ends with the save
 
     def finish(self, path: Path) -> list[FileRecord]:
         """Waits until this rank's files in `path` are on the disk. Raises StorageFailed, also for another rank."""
@@ -205,7 +206,7 @@ class Checkpointer:
     def load(self, path: Path) -> None:
         """Reads what was saved in `path`, by any number of ranks; those that had no counterpart then keep their random
         generators as they are. Raises CheckpointInvalid when it is the state of another model, or cannot be read."""
-        self._thread.submit(int).result()  # the buffers are free when all saves before are done
+        wait([self._newest] if self._newest else [])  # then the buffers are free
         reader = dcp.FileSystemReader(path)
         saved = set(reader.read_metadata().state_dict_metadata)
         _refuse_other_tensors(
@@ -245,7 +246,13 @@ class Checkpointer:
     def _random_prefix(self) -> str:
         return f"random.{dist.get_rank()}."
 
-    def _save(self, path: Path, state: dict[str, Tensor], copied: Event) -> list[FileRecord]:
+    def _save(
+        self, path: Path, state: dict[str, Tensor], copied: Event, before: Future[list[FileRecord]] | None
+    ) -> list[FileRecord]:
+        wait([before] if before else [])
+        # Files have checksums of their own. Those within, of each tensor, would take longer than all of the copying.
+        torch.serialization.set_crc32_options(False)  # of this thread
+
         def copy() -> None:
             self._copy()
             copied.set()

@@ -26,6 +26,7 @@ from trireme.config import Config
 from trireme.errors import RoomFailed
 from trireme.logs import redirect
 from trireme.metrics import reduce_metrics
+from trireme.priority import yield_to_others
 from trireme.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -119,6 +120,7 @@ class ShardActor:
 
     @ray.method(concurrency_group="save")
     def save_weights(self, path: Path, published: PublishedWeights) -> list[FileRecord]:
+        yield_to_others()  # the threads of this group do nothing else
         names = [f"bucket {i} of version {published.identity.version}" for i in range(len(published.buckets))]
         with trace.span("save_weights", "saving weights"):
             buckets = waits.get_all(published.buckets, who=names, timeout_s=self._config.timeouts.checkpoint_s)

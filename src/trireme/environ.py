@@ -16,10 +16,12 @@ def cluster_address(config: Config) -> str | None:
 
 def prepare_local_cluster(threads: int, deterministic: bool) -> None:
     """For a cluster started here, whose processes inherit this environment: `threads` for each of them (unless
-    OMP_NUM_THREADS says otherwise; `deterministic` does not let it), and a token of its own for authentication.
-    (Without one Ray writes a token into the home directory, and says so at every start.)"""
+    OMP_NUM_THREADS says otherwise; `deterministic` does not let it), the priority that other programs have (Ray's own
+    default for workers, nice 15, would leave no room below it for what can wait), and a token of its own for
+    authentication. (Without one Ray writes a token into the home directory, and says so at every start.)"""
     if deterministic or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("RAY_worker_niceness", "0")
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 
