@@ -7,7 +7,7 @@ What is saved, under these names; any number of ranks can read it:
 (Stacked, because what DCP does for every tensor it writes costs about 1 ms in which no other Python code runs.)
 
 A save copies what this rank holds to buffers in host memory, and writes them, in a thread: training goes on meanwhile,
-and first; once the copy is made, the thread has the lowest priority. So each save has a thread of its own.
+and comes first: once the copy is made, the thread has the lowest priority. So each save has a thread of its own.
 Nothing of the state changes between one optimiser step and the next, so only `optim_step` has to wait, and only for the
 copy (`Checkpointer.wait_until_copied`). The buffers are made at the first save and used again. DCP's collectives have a
 process group of their own, so that they never mix with training's.
@@ -19,7 +19,7 @@ brings such errors to every rank as long as they come up inside the hooks that i
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -122,7 +122,7 @@ class Writer(dcp.FileSystemWriter):
 
     fs: RecordingFileSystem
 
-    def __init__(self, path: Path, copy: Any) -> None:
+    def __init__(self, path: Path, copy: Callable[[], None]) -> None:
         # Not `sync_files`: DCP would force every file of the machine onto its disks; the streams do it for their own.
         super().__init__(path, sync_files=False, per_thread_copy_ahead=0, overwrite=False)
         self.fs = RecordingFileSystem()
@@ -130,7 +130,6 @@ class Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[Any]]:
         self._copy()
-        yield_to_others()
         fault_point("trainer.save")
         return super().write_data(plan, planner)
 
@@ -172,9 +171,17 @@ class Checkpointer:
     """Saves and loads one rank's part of the trainer's state. Constructing it, `begin` and `load` are collective.
 
     `parameters` are the sharded ones by name, `optimizer` has its state already. `timeout_s` is for DCP's collectives.
+    `beside_training`: nobody waits for a save.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, timeout_s: float) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.AdamW,
+        timeout_s: float,
+        beside_training: bool,
+    ) -> None:
+        self._beside_training = beside_training
         self._parameters = dict(sorted(parameters.items()))
         self._steps = [optimizer.state[parameter]["step"] for parameter in self._parameters.values()]
         self._optimizer = optimizer
@@ -256,6 +263,8 @@ class Checkpointer:
         def copy() -> None:
             self._copy()
             copied.set()
+            if self._beside_training:
+                yield_to_others()
 
         writer = Writer(path, copy)
         try:

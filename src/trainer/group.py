@@ -120,7 +120,8 @@ class ShardActor:
 
     @ray.method(concurrency_group="save")
     def save_weights(self, path: Path, published: PublishedWeights) -> list[FileRecord]:
-        yield_to_others()  # the threads of this group do nothing else
+        if self._config.checkpoint.async_save:
+            yield_to_others()  # the threads of this group do nothing else
         names = [f"bucket {i} of version {published.identity.version}" for i in range(len(published.buckets))]
         with trace.span("save_weights", "saving weights"):
             buckets = waits.get_all(published.buckets, who=names, timeout_s=self._config.timeouts.checkpoint_s)

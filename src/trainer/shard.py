@@ -118,7 +118,9 @@ class Shard:
         self._parameters = list(parameters.values())
         self._optimizer = torch.optim.AdamW(self._parameters)
         make_adam_state(self._optimizer)
-        self._checkpointer = Checkpointer(parameters, self._optimizer, config.timeouts.checkpoint_s)
+        self._checkpointer = Checkpointer(
+            parameters, self._optimizer, config.timeouts.checkpoint_s, config.checkpoint.async_save
+        )
         self._companions: dict[str, bytes] = {}
         self._packer = Packer(put)
         self._attempt = attempt
