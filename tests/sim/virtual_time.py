@@ -45,10 +45,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Nothing ever comes from outside."""
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:
-        raise NotImplementedError(f"{func} was given to a thread; under a virtual clock everything runs on the loop")
+        raise RuntimeError(f"{func} was given to a thread; under a virtual clock everything runs on the loop")
 
     def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> NoReturn:
-        raise NotImplementedError(f"{callback} comes from a thread; under a virtual clock everything runs on the loop")
+        raise RuntimeError(f"{callback} comes from a thread; under a virtual clock everything runs on the loop")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -114,6 +114,8 @@ class TestDirect:
         try:
             os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
         except OSError as error:
+            # Nothing can be shown here of a file system that lacks it (some tmpfs do); what happens there instead is
+            # tested by the next test, which refuses it by itself.
             pytest.skip(f"the file system of {tmp_path} refuses O_DIRECT: {error}")
         writes = self.write(tmp_path / "f", monkeypatch)
         assert writes == [(BLOCK_BYTES, True)] * 3 + [(1000, False)]

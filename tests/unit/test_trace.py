@@ -241,8 +241,6 @@ def test_a_process_that_follows_another_goes_on_in_its_file(tmp_path: Path) -> N
 
 def test_a_trace_that_cannot_be_written_ends_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("this system has no /dev/full, which is a disk without space")
     (tmp_path / FILE).parent.mkdir(parents=True)
     (tmp_path / FILE).symlink_to(full)
     with caplog.at_level(logging.WARNING):
