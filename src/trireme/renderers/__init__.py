@@ -1,0 +1,5 @@
+"""Between chat messages and tokens: `types.py` says what a renderer is, `make_renderer` makes one."""
+
+from trireme.renderers.types import Message, Renderer, ToolCall, ToolSpec, TrainOn
+
+__all__ = ["Message", "Renderer", "ToolCall", "ToolSpec", "TrainOn"]
