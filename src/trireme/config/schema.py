@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
@@ -109,22 +110,13 @@ class KlConfig(Section):
     )
 
 
-class TrainerConfig(Section):
+class CommonTrainer(Section):
+    """What every kind of training has."""
+
     shards: PositiveInt = Field(
         1,
         json_schema_extra={"flag": "trainer-gpus"},
         description="Number of FSDP2 shards, one process each (one GPU each where there are GPUs).",
-    )
-    loss_fn: LossFnType | Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = Field(
-        None,
-        description="Loss, or one of your own as `package.module:function`; none = `importance_sampling` if "
-        "max_steps_off_policy is 0, else `ppo`.",
-    )
-    loss_fn_config: dict[str, float] = Field(
-        {},
-        description="Parameters of the loss: `clip_low_threshold` and `clip_high_threshold` (ppo 0.8 and 1.2, "
-        "cispo 0 and 4, gspo 0.9997 and 1.0004), `beta` (dro, required), `max_ratio` (off), `mask_ratio_low` and "
-        "`mask_ratio_high` (off).",
     )
     loss_normalization: LossNormalization = Field(
         "token_mean",
@@ -139,16 +131,30 @@ class TrainerConfig(Section):
     warmup_steps: NonNegativeInt = Field(0, description="Steps over which the learning rate rises linearly.")
     max_grad_norm: PositiveFloat = Field(1.0, description="The gradient's norm is clipped to this.")
     optim: OptimConfig = OptimConfig()
-    kl: KlConfig = KlConfig()
     max_refused_steps: PositiveInt = Field(
         3, description="Stop, after a commit, when the gradients of this many steps in a row were not finite."
     )
+    micro_batch_tokens: PositiveInt = Field(
+        16384, description="Tokens (with padding) that a shard computes at once; bounds memory only."
+    )
+
+
+class TrainerConfig(CommonTrainer):
+    loss_fn: LossFnType | Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = Field(
+        None,
+        description="Loss, or one of your own as `package.module:function`; none = `importance_sampling` if "
+        "max_steps_off_policy is 0, else `ppo`.",
+    )
+    loss_fn_config: dict[str, float] = Field(
+        {},
+        description="Parameters of the loss: `clip_low_threshold` and `clip_high_threshold` (ppo 0.8 and 1.2, "
+        "cispo 0 and 4, gspo 0.9997 and 1.0004), `beta` (dro, required), `max_ratio` (off), `mask_ratio_low` and "
+        "`mask_ratio_high` (off).",
+    )
+    kl: KlConfig = KlConfig()
     num_substeps: PositiveInt = Field(1, description="Optimiser updates per step; groups are split evenly over them.")
     num_minibatches: PositiveInt = Field(
         1, description="Parts of a substep that are trained on as soon as their groups have finished (streaming)."
-    )
-    micro_batch_tokens: PositiveInt = Field(
-        16384, description="Tokens (with padding) that a shard computes at once; bounds memory only."
     )
 
 
@@ -287,13 +293,16 @@ class ClusterConfig(Section):
     )
 
 
-class TimeoutsConfig(Section):
+class CommonTimeouts(Section):
     start_s: PositiveFloat = Field(600.0, description="Deadline for all rooms to start.")
     step_s: PositiveFloat = Field(1800.0, description="Deadline for a batch of rollouts, and for each trainer call.")
+    checkpoint_s: PositiveFloat = Field(1800.0, description="Deadline for a commit to be written, or read.")
+
+
+class TimeoutsConfig(CommonTimeouts):
     update_s: PositiveFloat = Field(
         300.0, description="Deadline for a replica to take new weights (drain: with its wait for requests in flight)."
     )
-    checkpoint_s: PositiveFloat = Field(1800.0, description="Deadline for a commit to be written, or read.")
 
 
 class TraceConfig(Section):
@@ -310,28 +319,91 @@ class WandbConfig(Section):
     tags: list[str] = Field([], description="W&B tags.")
 
 
-class Config(Section):
-    """One run."""
+class CommonConfig(Section, ABC):
+    """What a run of any kind has: all that the trainer, commits and the run directory read."""
 
-    max_steps: PositiveInt = Field(100, description="Training steps, counted from the first start of the run.")
+    max_steps: NonNegativeInt = Field(100, description="Training steps, counted from the first start of the run.")
     seed: int = Field(0, description="Seed of data order, sampling and initialisation.")
-    deterministic: bool = Field(
-        False, description="Repeat a run bit for bit on CPUs: needs max_steps_off_policy = 0; slower."
-    )
+    deterministic: bool = Field(False, description="Repeat a run bit for bit on CPUs; slower.")
     clean: bool = Field(False, description="Empty the run directory before starting.")
     run: RunConfig = RunConfig()
     resume: ResumeConfig = ResumeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     model: ModelConfig
+    trainer: CommonTrainer = CommonTrainer()
+    cluster: ClusterConfig = ClusterConfig()
+    timeouts: CommonTimeouts = CommonTimeouts()
+    trace: TraceConfig = TraceConfig()
+    wandb: WandbConfig = WandbConfig()
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """What the run is about: the beginning of its default name."""
+
+    @property
+    def staleness_bound(self) -> int:
+        """How many steps old what is trained on may be."""
+        return 0
+
+    @property
+    def num_replicas(self) -> int:
+        return 0
+
+    @property
+    def kl_reference(self) -> ReferenceConfig | None:
+        """The reference policy that the trainer keeps beside the model; none where nothing asks for it."""
+        return None
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Longest sequence as configured; none = the model's limit."""
+        return self.model.max_seq_len
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.model.tokenizer or self.model.name
+
+    def adam_params(self, learning_rate: float) -> AdamParams:
+        """AdamW's parameters with the learning rate of a step."""
+        return AdamParams(
+            learning_rate=learning_rate, max_grad_norm=self.trainer.max_grad_norm, **self.trainer.optim.model_dump()
+        )
+
+
+class Config(CommonConfig):
+    """One run of `rl`."""
+
+    max_steps: PositiveInt = Field(100, description="Training steps, counted from the first start of the run.")
+    deterministic: bool = Field(
+        False, description="Repeat a run bit for bit on CPUs: needs max_steps_off_policy = 0; slower."
+    )
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig
     env: EnvConfig
     eval: EvalConfig = EvalConfig()
     inference: InferenceConfig
-    cluster: ClusterConfig = ClusterConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
-    trace: TraceConfig = TraceConfig()
-    wandb: WandbConfig = WandbConfig()
+
+    @property
+    def label(self) -> str:
+        return self.env.label
+
+    @property
+    def staleness_bound(self) -> int:
+        return self.orchestrator.max_steps_off_policy
+
+    @property
+    def num_replicas(self) -> int:
+        return self.inference.replicas
+
+    @property
+    def kl_reference(self) -> ReferenceConfig | None:
+        return self.trainer.kl.reference if self.trainer.kl.coef else None
+
+    @property
+    def max_seq_len(self) -> int | None:
+        return min((n for n in (self.model.max_seq_len, self.inference.max_model_len) if n), default=None)
 
     @property
     def loss_fn(self) -> str:
@@ -340,10 +412,6 @@ class Config(Section):
     @property
     def transport(self) -> Literal["object_store"]:
         return "object_store" if self.inference.transport == "auto" else self.inference.transport
-
-    @property
-    def tokenizer_name(self) -> str:
-        return self.model.tokenizer or self.model.name
 
     @property
     def groups_per_minibatch(self) -> int:
@@ -368,9 +436,3 @@ class Config(Section):
         runs dry while answers travel."""
         decoded = self.inference.replicas * self.inference.sequences(on_gpus=on_gpus)
         return max(decoded + decoded // 4, self.orchestrator.group_size)
-
-    def adam_params(self, learning_rate: float) -> AdamParams:
-        """AdamW's parameters with the learning rate of a step."""
-        return AdamParams(
-            learning_rate=learning_rate, max_grad_norm=self.trainer.max_grad_norm, **self.trainer.optim.model_dump()
-        )
