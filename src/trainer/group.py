@@ -22,7 +22,7 @@ from trainer.batching import ShardOutput, scatter_outputs, suspects
 from trainer.custom import CustomLoss, surrogate
 from trireme import trace, waits
 from trireme.checkpoint.files import FileRecord
-from trireme.config import Config
+from trireme.config import CommonConfig
 from trireme.errors import RoomFailed
 from trireme.logs import redirect
 from trireme.metrics import reduce_metrics
@@ -53,7 +53,7 @@ OWN_CODE = ("trainer/shard.py", "trainer/checkpoint.py")
 class ShardActor:
     """`trainer.shard.Shard` in a process of its own. Rank 0 hosts the store at which the ranks find each other."""
 
-    def __init__(self, config: Config, rank: int, world_size: int, log_dir: Path | None, attempt: int) -> None:
+    def __init__(self, config: CommonConfig, rank: int, world_size: int, log_dir: Path | None, attempt: int) -> None:
         redirect(log_dir, f"trainer_{rank}")
         trace.start(log_dir, f"trainer_{rank}", config.trace.max_mb)
         import trainer.shard  # noqa: F401  seconds of imports, spent while the other shards do the same
@@ -168,7 +168,7 @@ class TrainerGroup:
 
     @classmethod
     def start(
-        cls, config: Config, options_R: Sequence[Mapping[str, Any]], log_dir: Path | None, attempt: int = 1
+        cls, config: CommonConfig, options_R: Sequence[Mapping[str, Any]], log_dir: Path | None, attempt: int = 1
     ) -> TrainerGroup:
         """Creates one actor per entry of `options_R` (options of Ray actors) and returns at once; see `ready_refs`."""
         actor = ray.remote(concurrency_groups={"watch": 1, "save": 2})(ShardActor)

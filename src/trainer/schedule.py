@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from trireme.config import Config
+from trireme.config import CommonConfig
 from trireme.errors import BadInput
 
 _EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
@@ -47,7 +47,7 @@ def lr_at(
     return peak * share
 
 
-def learning_rate_schedule(config: Config, model_type: str, hidden_size: int) -> Callable[[int], float]:
+def learning_rate_schedule(config: CommonConfig, model_type: str, hidden_size: int) -> Callable[[int], float]:
     """The learning rate of each step of a run; "auto" goes by the model's type and hidden size, see `get_lr`."""
     options = config.trainer
     peak = get_lr(model_type, hidden_size) if options.learning_rate == "auto" else options.learning_rate

@@ -27,7 +27,8 @@ from trainer.losses import Metrics, columns_of, monitors, resolve_loss
 from trainer.model import attention_length, gathered_units, inference_dtype, load_source, shard_model
 from trainer.publish import Packer, Put, compute_canary
 from trireme.checkpoint.files import FileRecord
-from trireme.config import Config
+from trireme.config import CommonConfig
+from trireme.config.schema import ReferenceConfig
 from trireme.errors import BadInput, NonFiniteGradient, ProvenanceError, TriremeError
 from trireme.faults import fault_point
 from trireme.metrics import reduce_metrics
@@ -95,7 +96,7 @@ class Shard:
     """
 
     def __init__(
-        self, config: Config, rank: int, world_size: int, store: dist.Store, put: Put, attempt: int = 1
+        self, config: CommonConfig, rank: int, world_size: int, store: dist.Store, put: Put, attempt: int = 1
     ) -> None:
         fault_point("trainer.start")
         self._config = config
@@ -113,7 +114,7 @@ class Shard:
             timeout=timedelta(seconds=max(config.timeouts.start_s, config.timeouts.step_s)),
         )
         self._model = shard_model(config.model.name, config.model.attn, source, self._device, self._dtype)
-        self._reference = self._load_reference() if config.trainer.kl.coef else None
+        self._reference = self._load_reference(config.kl_reference) if config.kl_reference else None
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._parameters = list(parameters.values())
         self._optimizer = torch.optim.AdamW(self._parameters)
@@ -126,9 +127,9 @@ class Shard:
         self._attempt = attempt
         self._published: list[WeightIdentity] = []
 
-    def _load_reference(self) -> PreTrainedModel:
+    def _load_reference(self, reference: ReferenceConfig) -> PreTrainedModel:
         """The model of `trainer.kl.reference`, frozen and sharded as the policy is."""
-        reference, attn = self._config.trainer.kl.reference, self._config.model.attn
+        attn = self._config.model.attn
         assert reference.base_model is not None, "checked with the configuration"
         weights = reference.load_checkpoint_path or reference.base_model
         source = load_source(weights, attn) if self._rank == 0 else None
@@ -144,7 +145,7 @@ class Shard:
         """
         fault_point("trainer.forward_backward")
         if provenance is not None:
-            check_provenance(provenance, self._published, self._config.orchestrator.max_steps_off_policy)
+            check_provenance(provenance, self._published, self._config.staleness_bound)
         function, loss_config = resolve_loss(loss_fn, loss_fn_config)
         check_columns(batch, loss_fn)
         logprobs, metrics = [], []
@@ -207,7 +208,7 @@ class Shard:
         canary = compute_canary(self._model, self._max_seq_len, self._device)
         identities = [WeightIdentity(self._attempt, version, weights_digest(entries))]
         dist.broadcast_object_list(identities, src=0, device=self._device)
-        self._published = recent([*self._published, *identities], self._config.orchestrator.max_steps_off_policy)
+        self._published = recent([*self._published, *identities], self._config.staleness_bound)
         return PublishedWeights(identities[0], entries, buckets, canary) if self._rank == 0 else None
 
     def begin_save(self, path: Path) -> None:
@@ -239,8 +240,8 @@ class Shard:
 
     @property
     def _max_seq_len(self) -> int:
-        limits = (self._config.model.max_seq_len, self._config.inference.max_model_len)
-        return min([self._model.config.get_text_config().max_position_embeddings, *(n for n in limits if n)])
+        limit: int = self._model.config.get_text_config().max_position_embeddings
+        return min(limit, self._config.max_seq_len or limit)
 
     def _micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
         budget = self._config.trainer.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS

@@ -6,10 +6,10 @@ import os
 import secrets
 from pathlib import Path
 
-from trireme.config import Config
+from trireme.config import CommonConfig
 
 
-def cluster_address(config: Config) -> str | None:
+def cluster_address(config: CommonConfig) -> str | None:
     """Address of the cluster to join (`RAY_ADDRESS` is what `ray job submit` sets); none = start one here."""
     return config.cluster.address or os.environ.get("RAY_ADDRESS")
 

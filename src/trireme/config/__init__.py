@@ -1,5 +1,5 @@
 """`schema` (every option: type, default, meaning), `load` (files, environment, flags), `checks` (across keys)."""
 
-from trireme.config.schema import Config
+from trireme.config.schema import CommonConfig, Config
 
-__all__ = ["Config"]
+__all__ = ["CommonConfig", "Config"]
