@@ -110,7 +110,7 @@ def train_and_commit(
 
     with (
         launch.journal(config, run, sys.stdout) as journal,
-        Commits(config, run, fixed, rooms.trainer, rooms.orchestrator, console.print) as commits,
+        Commits(config, run, fixed, rooms.trainer, {"orchestrator": rooms.orchestrator}, console.print) as commits,
         signals.graceful(config.checkpoint.grace_s) as stop,
     ):
         try:

@@ -1,7 +1,7 @@
 """When commits are taken, and that training goes on while they are written. One is in flight at a time.
 
-the step is released       at_boundary   draft; snapshots of trainer and orchestrator; the published weights, which
-                                         replicas hold or are taking
+the step is released       at_boundary   draft; snapshots of the trainer and of the others (of `rl` the orchestrator, of
+                                         `sft` the place in its data); the published weights
 the step's row is written  seal          in the background: all parts waited for, manifest, rename, prune
 something failed                         the draft is removed, the commit counts as missed
 """
@@ -24,64 +24,68 @@ from typing import Any, Protocol
 from trireme import trace
 from trireme.checkpoint.files import FileRecord, storage_errors
 from trireme.checkpoint.manifest import CommitRef, Manifest
-from trireme.config import Config
+from trireme.config import CommonConfig
 from trireme.errors import RoomFailed, StorageFailed, TriremeError, WeightsRefused
 from trireme.faults import fault_point
 from trireme.plan import package_versions
 from trireme.rundir import RunDir
 from trireme.types import WeightIdentity
-from trireme.waits import Pending
 from trireme.weights import PublishedWeights
 
 END_S = 30.0
 """How long a run that failed waits for a commit in flight, whose parts may all be there."""
 
 
-class SavingTrainer(Protocol):
-    """The trainer as commits see it. Both calls return when training may go on."""
+class Part(Protocol):
+    """One room's files, on their way to the disk."""
 
-    def save_state(self, path: Path) -> Pending: ...
+    def wait(self, timeout_s: float) -> list[FileRecord]:
+        """The records of all of them. Raises StorageFailed, RoomFailed."""
+        ...
 
-    def save_weights(self, path: Path, published: PublishedWeights) -> Pending: ...
+
+class Saving(Protocol):
+    """A room as commits see it: its state is that of the call, which returns when training may go on."""
+
+    def save_state(self, path: Path) -> Part: ...
 
 
-class SavingOrchestrator(Protocol):
-    """The orchestrator as commits see it: the snapshot is taken before any later call is served."""
-
-    def save_state(self, path: Path) -> Pending: ...
+class SavingTrainer(Saving, Protocol):
+    def save_weights(self, path: Path, published: PublishedWeights) -> Part: ...
 
 
 @dataclass(frozen=True)
-class Saving:
-    """A commit under way: what it will be called, and the rooms' parts. Holds `weights` as long as they are read."""
+class UnderWay:
+    """A commit: what it will be called, and the rooms' parts. Holds `weights` as long as they are read."""
 
     version: int
     draft: Path
     identities: tuple[WeightIdentity, ...]
-    parts: Mapping[str, Pending]
+    parts: Mapping[str, Part]
     weights: PublishedWeights
 
 
 class Commits:
-    """Takes the commits of one attempt. `fixed` is what a resume must find unchanged; `say` prints a line."""
+    """Takes the commits of one attempt. `fixed` is what a resume must find unchanged; `others` are the rooms beside
+    the trainer, by the name of their part; `say` prints a line."""
 
     def __init__(
         self,
-        config: Config,
+        config: CommonConfig,
         run: RunDir,
         fixed: Mapping[str, Any],
         trainer: SavingTrainer,
-        orchestrator: SavingOrchestrator,
+        others: Mapping[str, Saving],
         say: Callable[[str], None],
     ) -> None:
         self._config, self._run, self._fixed, self._say = config, run, fixed, say
-        self._trainer, self._orchestrator = trainer, orchestrator
+        self._trainer, self._others = trainer, others
         manifest = run.start.manifest
         self._parent = CommitRef(manifest.lineage, manifest.step) if manifest else None
         self._identities = list(manifest.identities) if manifest else []
         self._newest = manifest.step if manifest else None
         self._boundary: PublishedWeights | None = None
-        self._unsealed: Saving | None = None
+        self._unsealed: UnderWay | None = None
         self._sealing: Future[None] | None = None
         self._missed = 0
 
@@ -104,17 +108,27 @@ class Commits:
                 f"the trainer loaded step {manifest.step} and published weights with digest {weights.identity.digest}; "
                 f"the commit was made of {manifest.identities[-1].digest}"
             )
-        self._arrive(weights)
+        self.arrive(weights)
 
     def at_boundary(self, weights: PublishedWeights) -> None:
         """The step that made `weights` is released: begins a commit if one is due. Raises StorageFailed after too many
         missed ones."""
-        self._arrive(weights)
+        self.arrive(weights)
         if self._sealing and self._sealing.done():
             self._settle()
-        version, every = weights.identity.version, self._config.checkpoint.every
-        if version == self._config.max_steps or (every and version % every == 0):
+        if self.due(weights.identity.version):
             self._save(weights)
+
+    def due(self, version: int) -> bool:
+        """Whether the boundary of `version` is to be committed."""
+        every = self._config.checkpoint.every
+        return version == self._config.max_steps or (every > 0 and version % every == 0)
+
+    def arrive(self, weights: PublishedWeights) -> None:
+        """The run is at the boundary of `weights`: if it ends here, that is what is committed."""
+        self._boundary = weights
+        oldest = weights.identity.version - self._config.staleness_bound
+        self._identities = [i for i in self._identities if i.version >= oldest] + [weights.identity]
 
     def leave_boundary(self) -> None:
         """The trainer is about to change: until the next boundary there is nothing to commit."""
@@ -148,11 +162,6 @@ class Commits:
         if self._sealing:
             self._settle(may_miss=0)
 
-    def _arrive(self, weights: PublishedWeights) -> None:
-        self._boundary = weights
-        oldest = weights.identity.version - self._config.orchestrator.max_steps_off_policy
-        self._identities = [i for i in self._identities if i.version >= oldest] + [weights.identity]
-
     def _save(self, weights: PublishedWeights) -> None:
         """Takes the snapshots. Returns when training may go on."""
         if self._sealing:
@@ -164,17 +173,17 @@ class Commits:
             self._miss(error, self._config.checkpoint.max_missed)
             return
         parts = {
-            "orchestrator": self._orchestrator.save_state(draft / "orchestrator"),
+            **{name: room.save_state(draft / name) for name, room in self._others.items()},
             "trainer": self._trainer.save_state(draft / "trainer"),
             "inference": self._trainer.save_weights(draft / "inference", weights),
         }
-        self._unsealed = Saving(version, draft, tuple(self._identities), parts, weights)
+        self._unsealed = UnderWay(version, draft, tuple(self._identities), parts, weights)
         if not self._config.checkpoint.async_save:
             for part in parts.values():
                 with suppress(StorageFailed):  # raised again, and counted, when it is sealed
                     part.wait(self._config.timeouts.checkpoint_s)
 
-    def _finish(self, saving: Saving) -> None:
+    def _finish(self, saving: UnderWay) -> None:
         """Waits for all parts, and makes them a commit."""
         store, options = self._run.store, self._config.checkpoint
         try:
@@ -188,7 +197,7 @@ class Commits:
         self._parent, self._newest = CommitRef(self._run.lineage, saving.version), saving.version
         store.prune(options.keep_last, options.keep_every)
 
-    def _collect(self, saving: Saving) -> list[FileRecord]:
+    def _collect(self, saving: UnderWay) -> list[FileRecord]:
         fault_point("commit.parts")
         files: list[FileRecord] = []
         for room, part in saving.parts.items():
@@ -202,14 +211,14 @@ class Commits:
             with storage_errors(rows), rows.open("rb") as file:
                 os.fsync(file.fileno())
 
-    def _abandon(self, saving: Saving) -> None:
+    def _abandon(self, saving: UnderWay) -> None:
         """Gives the space back, once nobody writes there any more."""
         for part in saving.parts.values():
             with suppress(TriremeError):
                 part.wait(self._config.timeouts.checkpoint_s)
         self._run.store.discard(saving.draft)
 
-    def _manifest(self, saving: Saving, files: list[FileRecord]) -> Manifest:
+    def _manifest(self, saving: UnderWay, files: list[FileRecord]) -> Manifest:
         return Manifest(
             step=saving.version,
             lineage=self._run.lineage,
@@ -217,7 +226,7 @@ class Commits:
             attempt=self._run.start.attempt,
             identities=saving.identities,
             shards=self._config.trainer.shards,
-            replicas=self._config.inference.replicas,
+            replicas=self._config.num_replicas,
             fixed=self._fixed,
             config_hash=config_hash(self._config),
             packages=package_versions(),
@@ -245,7 +254,7 @@ class Commits:
         self._say(f"commit missed ({self._missed} of at most {may_miss} in a row): {error}")
 
 
-def config_hash(config: Config) -> str:
+def config_hash(config: CommonConfig) -> str:
     """Short hash of the resolved configuration, without what only concerns one start."""
     text = json.dumps(config.model_dump(mode="json", exclude={"clean", "resume"}), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

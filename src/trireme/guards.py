@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import nan
 from typing import Any
 
-from trireme.config import Config
+from trireme.config import CommonConfig, Config
 from trireme.errors import LimitReached, NonFiniteGradient
 from trireme.types import OptimStepResponse
 
@@ -15,13 +15,12 @@ NAMED = 8
 KL = "optim/kl_sample_train_v2"
 
 
-class Guard:
-    """Counts over the steps of one attempt. `say` prints a line."""
+class RefusedSteps:
+    """Counts the steps of one attempt whose gradient was not finite. `say` prints a line."""
 
-    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        self._options, self._temperature, self._say = config.trainer, config.inference.sampling.temperature, say
+    def __init__(self, config: CommonConfig, say: Callable[[str], None]) -> None:
+        self._limit, self._say = config.trainer.max_refused_steps, say
         self._refused = 0
-        self._alarmed = False
 
     def update(self, step: Callable[[], OptimStepResponse], suspects: Sequence[str]) -> Mapping[str, float]:
         """The metrics of an optimiser step; `refused` is 1 where the trainer refused it, because its gradient is not
@@ -36,19 +35,28 @@ class Guard:
         return metrics
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Looks at the row of a step that is done. Raises LimitReached after too many refused steps in a row, or when
-        trainer and sampler are too far apart."""
+        """Looks at the row of a step that is done. Raises LimitReached after too many refused steps in a row."""
         self._refused = self._refused + 1 if row["optim/refused"] else 0
-        if self._refused >= self._options.max_refused_steps:
+        if self._refused >= self._limit:
             raise LimitReached(
                 f"the gradient of {self._refused} steps in a row was not finite (trainer.max_refused_steps = "
-                f"{self._options.max_refused_steps}); the weights are those of before. Look at the rewards and at the "
+                f"{self._limit}); the weights are those of before. Look at the data or the rewards, and at the "
                 "learning rate; the messages above name the problems"
             )
-        self._check_kl(row)
 
-    def _check_kl(self, row: Mapping[str, Any]) -> None:
-        kl, limits = row[KL], self._options.kl
+
+class Guard(RefusedSteps):
+    """And stops or warns when trainer and sampler are too far apart."""
+
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        super().__init__(config, say)
+        self._limits, self._temperature = config.trainer.kl, config.inference.sampling.temperature
+        self._alarmed = False
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """As RefusedSteps; raises LimitReached beyond `trainer.kl.stop` too."""
+        super().check(row)
+        kl, limits = row[KL], self._limits
         apart = (
             f"step {row['step']}: kl_sample_train_v2 = {kl:.3g} between sampler and trainer (mean age of the groups "
             f"{row['off_policy/mean']:.2f} steps, temperature {self._temperature:g})"

@@ -22,8 +22,9 @@ from trireme.checkpoint.resume import Chosen, check_fixed, choose, fork
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import HEAD, CheckpointStore, Head
 from trireme.config.problems import Problem
-from trireme.config.schema import Config
+from trireme.config.schema import CommonConfig
 from trireme.errors import CheckpointInvalid
+from trireme.rollouts import ROLLOUTS
 
 LOCK = "driver.lock"
 MARKS = ("config.json", "metrics.jsonl")
@@ -32,15 +33,20 @@ BEFORE_MARKS = (LOCK, *(f"{mark}.new" for mark in MARKS))
 """What a start that was killed before it left a mark may have left."""
 
 
-def default_name(config: Config, suffix: str) -> str:
+def default_name(config: CommonConfig, suffix: str) -> str:
     """Name of a run that was given none."""
-    return f"{config.env.label}-{Path(config.model.name).name}-{suffix}"
+    return f"{config.label}-{Path(config.model.name).name}-{suffix}"
+
+
+def command_of(root: Path) -> str:
+    """The command whose run lies in `root`, by its config.json: only that of `sft` says what data it is trained on."""
+    return "sft" if "data" in json.loads((root / "config.json").read_bytes()) else "rl"
 
 
 def resume_command(root: Path) -> str:
     """The command that goes on with the run in `root`."""
     place = ["--run.output-dir", str(root.parent), "--run.name", root.name]
-    return shlex.join(["uv", "run", "rl", "@", str(root / "config.json"), *place, "--resume"])
+    return shlex.join(["uv", "run", command_of(root), "@", str(root / "config.json"), *place, "--resume"])
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class RunDir:
     start: Start
 
     @classmethod
-    def open(cls, config: Config, fixed: Mapping[str, Any]) -> RunDir:
+    def open(cls, config: CommonConfig, fixed: Mapping[str, Any]) -> RunDir:
         """Locks the directory of a new run, of one that is resumed, or of a fork, as `config.resume` says; finds the
         commit to start from, all of whose files verify; writes HEAD (it claims the attempt), config.json and code.diff.
 
@@ -116,6 +122,11 @@ class RunDir:
         return self.root / "trained.jsonl"
 
     @property
+    def rollouts(self) -> Path:
+        """Directory of the records of rollouts."""
+        return self.root / ROLLOUTS
+
+    @property
     def row_files(self) -> list[Path]:
         """The files that have a row for each step."""
         return [self.root / name for name in ROW_FILES]
@@ -151,7 +162,7 @@ class RunDir:
                 shutil.copyfile(file, self.logs / file.name)
 
 
-def _source(config: Config, fixed: Mapping[str, Any]) -> Chosen | None:
+def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> Chosen | None:
     """The commit that a fork starts from, checked; None when none is wanted."""
     if config.resume.dir is None:
         return None
@@ -166,7 +177,7 @@ def _source(config: Config, fixed: Mapping[str, Any]) -> Chosen | None:
     return replace(chosen, notes=(*chosen.notes, *check_fixed(chosen, fixed, config.resume.force)))
 
 
-def _root(config: Config) -> tuple[Path, tuple[str, ...]]:
+def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
     """The directory that `config` names, and how it was found if it does not say so itself. Raises BadInput."""
     output_dir = Path(config.run.output_dir).expanduser().absolute()
     name = config.run.name
@@ -200,7 +211,7 @@ def _latest_run(output_dir: Path, prefix: str) -> Path:
     return max(found, key=lambda file: file.stat().st_mtime_ns).parent
 
 
-def _start(config: Config, root: Path, fixed: Mapping[str, Any], source: Chosen | None) -> Start:
+def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: Chosen | None) -> Start:
     """Where the attempt starts, which it claims. Raises BadInput, OSError."""
     store = CheckpointStore(root)
     if source:
@@ -221,13 +232,13 @@ def _start(config: Config, root: Path, fixed: Mapping[str, Any], source: Chosen 
     return Start(chosen.manifest.step, chosen.commit, chosen.manifest, head.attempt, (*chosen.notes, *notes, going_on))
 
 
-def _begin(config: Config, store: CheckpointStore, notes: tuple[str, ...]) -> Start:
+def _begin(config: CommonConfig, store: CheckpointStore, notes: tuple[str, ...]) -> Start:
     head = Head.new()
     _claim(config, store, head)
     return Start(0, None, None, head.attempt, notes)
 
 
-def _claim(config: Config, store: CheckpointStore, head: Head) -> None:
+def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> None:
     """HEAD is written last: a directory without it holds no run that began, or an interrupted fork (`_begun`)."""
     replace_file(store.root / "config.json", _rerunnable(config).encode())
     store.write_head(head)
@@ -253,7 +264,7 @@ def _headless(store: CheckpointStore, what: str) -> Problem:
     )
 
 
-def _fork(config: Config, store: CheckpointStore, source: Chosen) -> Start:
+def _fork(config: CommonConfig, store: CheckpointStore, source: Chosen) -> Start:
     """A new run that starts from another one's commit; what an interrupted fork of the same commit left is taken."""
     step, attempt = source.manifest.step, source.manifest.attempt + 1
     others = [commit for commit in store.commits() if commit != store.commit(step)]
@@ -334,7 +345,7 @@ def _locked(root: Path) -> IO[str]:
     return lock
 
 
-def _rerunnable(config: Config) -> str:
+def _rerunnable(config: CommonConfig) -> str:
     """The resolved configuration, without what one start only asked for: running it again must not empty anything."""
     return json.dumps(config.model_dump(mode="json", exclude={"clean", "resume"}), indent=2) + "\n"
 

@@ -67,8 +67,9 @@ class Bench:
         self.orchestrator.gate.set()
 
     def commits(self) -> Commits:
+        others = {"orchestrator": self.orchestrator}
         run: Any = SimpleNamespace(root=self.root, store=self.store, start=self.start, lineage="aaaaaaaa", row_files=[])
-        return Commits(self.config, run, {"loss": "ppo"}, self.trainer, self.orchestrator, self.said.append)
+        return Commits(self.config, run, {"loss": "ppo"}, self.trainer, others, self.said.append)
 
     @property
     def steps(self) -> list[str]:
