@@ -11,8 +11,9 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import ray
@@ -29,6 +30,7 @@ from trireme.metrics import reduce_metrics
 from trireme.priority import yield_to_others
 from trireme.types import (
     AdamParams,
+    Data,
     ForwardBackwardOutput,
     OptimStepResponse,
     Provenance,
@@ -38,10 +40,6 @@ from trireme.types import (
 )
 from trireme.waits import Pending
 from trireme.weights import PublishedWeights
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 INQUEST_S = 3.0
 """How long, after a failure, the other shards are asked what they know of it."""
@@ -186,32 +184,38 @@ class TrainerGroup:
 
     def forward_backward(
         self,
-        batch: TokenBatch,
+        data: Data,
         loss_fn: str,
-        loss_fn_config: Mapping[str, float],
+        loss_fn_config: Mapping[str, float] | None = None,
         provenance: Provenance | None = None,
     ) -> ForwardBackwardOutput:
-        """Accumulates the gradient of the raw masked sum of the loss over the batch."""
+        """Accumulates the gradient of the raw masked sum of the loss over the data."""
+        batch = TokenBatch.of(data)
         reference = ray.put(batch)
-        outputs_R = self._call("forward_backward", reference, loss_fn, dict(loss_fn_config), provenance)
+        outputs_R = self._call("forward_backward", reference, loss_fn, dict(loss_fn_config or {}), provenance)
         logprobs, metrics = scatter_outputs(batch, outputs_R), reduce_metrics([output.metrics for output in outputs_R])
         strange = () if math.isfinite(metrics["loss:sum"]) else suspects(batch, logprobs)
-        return ForwardBackwardOutput(logprobs, metrics, strange)
+        return ForwardBackwardOutput(logprobs, batch.offsets, metrics, strange)
 
-    def forward_backward_custom(self, batch: TokenBatch, loss: CustomLoss) -> ForwardBackwardOutput:
+    def forward_backward_custom(self, data: Data, loss: CustomLoss) -> ForwardBackwardOutput:
         """Accumulates the gradient of a loss that is a function of all log-probabilities: see `trainer.custom`."""
-        logprobs = self.forward(batch)
-        weighted, metrics = surrogate(batch, logprobs, loss)
-        output = self.forward_backward(weighted, "cross_entropy", {})
-        return ForwardBackwardOutput(output.logprobs, {**output.metrics, **metrics})
+        batch = TokenBatch.of(data)
+        weighted, metrics = surrogate(batch, self.forward(batch).logprobs, loss)
+        output = self.forward_backward(weighted, "cross_entropy")
+        return replace(output, metrics={**output.metrics, **metrics})
 
-    def forward(self, batch: TokenBatch, which: Which = "policy") -> npt.NDArray[np.float32]:
-        """Log-probabilities of the batch's `target_tokens` under the policy or the reference: float32 [T]."""
-        return scatter_outputs(batch, self._call("forward", ray.put(batch), which))
+    def forward(self, data: Data, which: Which = "policy") -> ForwardBackwardOutput:
+        """Log-probabilities of the data's `target_tokens` under the policy or the reference, without a gradient."""
+        batch = TokenBatch.of(data)
+        logprobs = scatter_outputs(batch, self._call("forward", ray.put(batch), which))
+        return ForwardBackwardOutput(logprobs, batch.offsets, {})
 
-    def optim_step(self, adam: AdamParams, normalizer: float) -> OptimStepResponse:
-        """Divides the gradient by `normalizer`, clips, updates."""
-        return self._call("optim_step", adam, normalizer)[0]
+    def optim_step(self, adam_params: AdamParams, normalizer: float = 1.0) -> OptimStepResponse:
+        """Divides the gradient by `normalizer` (1: the gradient of the sum), clips, updates.
+
+        Raises NonFiniteGradient, which names the datums that are to blame; then nothing has changed.
+        """
+        return self._call("optim_step", adam_params, normalizer)[0]
 
     def publish_weights(self, version: int) -> PublishedWeights:
         """Makes the weights available to replicas as `version`. The buckets live until the next call, or as long as the

@@ -17,13 +17,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trireme.types import Minibatch, TokenBatch, Which
+from trireme.types import ForwardBackwardOutput, Minibatch, TokenBatch, Which
 
 
 class Forwarding(Protocol):
     """What is needed of the trainer."""
 
-    def forward(self, batch: TokenBatch, which: Which = "policy") -> npt.NDArray[np.float32]: ...
+    def forward(self, data: TokenBatch, which: Which = "policy") -> ForwardBackwardOutput: ...
 
 
 def divergence(batch: TokenBatch, reference: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -81,7 +81,7 @@ class KlPenalty:
             return
         all_, divergences = [], []
         for minibatch in minibatches:
-            reference = self._trainer.forward(minibatch.batch, "reference")
+            reference = self._trainer.forward(minibatch.batch, "reference").logprobs
             all_.append(minibatch)
             divergences.append(divergence(minibatch.batch, reference))
         mean = mean_divergence([minibatch.batch for minibatch in all_], divergences)

@@ -1,4 +1,6 @@
-"""The types that cross rooms. Field names follow Tinker's where it has the noun.
+"""The types that cross rooms, and those of the verbs. Field names and defaults are Tinker's where it has the noun.
+
+`Datum`, `ModelInput` and `TensorData`, what people make themselves, are in `trireme.datum`.
 
 Shape suffixes used throughout the project: `_P` problems (groups) in a batch, `_G` rollouts in a group, `_T` tokens,
 `_D` datums, `_M` micro-batches, `_R` data-parallel ranks, `_V` vocabulary, `_H` hidden.
@@ -6,6 +8,7 @@ Shape suffixes used throughout the project: `_P` problems (groups) in a batch, `
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,6 +16,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trireme.datum import Datum, ModelInput, TensorData
+from trireme.datum import EncodedTextChunk as EncodedTextChunk
 from trireme.wire import Packed, pack, unpack
 
 StopReason = Literal["length", "stop"]
@@ -56,98 +61,78 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one sequence. `stop` holds token ids; the end-of-sequence token of the model always stops."""
+    """How to sample one sequence. `max_tokens` none: as many as the context has room for. `temperature` 0: greedily.
 
-    max_tokens: int
+    `stop`: token ids, one string or several; the model's end-of-sequence token always stops. Strings are for
+    `inference.client.SamplingClient`, which has a tokenizer: each must be one token. Trainers match temperature only:
+    the four fields after it change the distribution behind their back.
+    """
+
+    max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop: tuple[int, ...] = ()
+    stop: Sequence[int] | Sequence[str] | str | None = ()
     seed: int | None = None
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """`stop` as token ids. Raises ValueError for strings."""
+        given = self.stop or ()
+        if any(isinstance(token, str) for token in given):
+            raise ValueError(f"stop = {given!r} where only token ids are known; expected ids, like [151645]")
+        return tuple(int(token) for token in given)
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sequence to sample. `route_key`: requests with the same key go to the same replica (prefix hits)."""
+    """One sequence to sample. `route_key`: requests with the same key go to the same replica (prefix hits).
+
+    `prompt_logprobs`: also the log-probability of each token of the prompt; `topk_prompt_logprobs` k: also the k
+    likeliest tokens at each of its places.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     route_key: str
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+
+
+PromptLogprobs = list[float | None]
+TopkPromptLogprobs = list[list[tuple[int, float]] | None]
 
 
 @dataclass(frozen=True)
 class SampledSequence:
     """What a replica sampled: `tokens` int32 [T] with the stop token included, `logprobs` float32 [T] of the
-    processed distribution (temperature applied), and `spans` that cover [0, T) without gap or overlap."""
+    processed distribution (temperature applied), and `spans` that cover [0, T) without gap or overlap.
+
+    `prompt_logprobs`, `topk_prompt_logprobs`: if they were asked for, see `SampleResponse`.
+    """
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     stop_reason: StopReason
     spans: tuple[VersionSpan, ...]
+    prompt_logprobs: PromptLogprobs | None = None
+    topk_prompt_logprobs: TopkPromptLogprobs | None = None
 
 
 @dataclass(frozen=True)
-class ModelInput:
-    """The tokens that a model reads: int32 [T]."""
+class SampleResponse:
+    """What a sampler answers: the sequences that were sampled for one prompt.
 
-    tokens: npt.NDArray[np.int32]
-
-    @classmethod
-    def from_ints(cls, tokens: Sequence[int]) -> ModelInput:
-        return cls(np.asarray(tokens, dtype=np.int32))
-
-    def to_ints(self) -> list[int]:
-        return [int(t) for t in self.tokens]
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-
-LOSS_FN_INPUT_DTYPES: dict[str, np.dtype[Any]] = {
-    "target_tokens": np.dtype(np.int32),
-    "mask": np.dtype(np.float32),
-    "logprobs": np.dtype(np.float32),
-    "advantages": np.dtype(np.float32),
-    "weights": np.dtype(np.float32),
-    "clip_low_threshold": np.dtype(np.float32),
-    "clip_high_threshold": np.dtype(np.float32),
-    "versions": np.dtype(np.int32),
-}
-"""Per-token columns that a datum may carry. `versions` is the version that sampled the token, -1 where none did."""
-
-
-@dataclass(frozen=True)
-class Datum:
-    """One training sequence: `model_input` [T] and per-token `loss_fn_inputs`, each [T], aligned with the *targets*.
-
-    Lists, arrays and CPU tensors are accepted and stored as numpy columns of the dtypes in `LOSS_FN_INPUT_DTYPES`.
-    `temperature` is the one the tokens were sampled at; the trainer divides logits by it.
-    Raises ValueError for an unknown column or one whose length is not T.
-
-    >>> Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "mask": [0, 1]}).loss_fn_inputs["mask"]
-    array([0., 1.], dtype=float32)
+    `prompt_logprobs`: of each token of the prompt given those before it, at temperature 1; none for the first.
+    `topk_prompt_logprobs`: the likeliest tokens at each place and their log-probabilities, likeliest first.
     """
 
-    model_input: ModelInput
-    loss_fn_inputs: Mapping[str, npt.NDArray[Any]]
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        columns = {}
-        for name, values in self.loss_fn_inputs.items():
-            if name not in LOSS_FN_INPUT_DTYPES:
-                raise ValueError(f"unknown loss_fn_inputs column {name!r}; known: {', '.join(LOSS_FN_INPUT_DTYPES)}")
-            column = np.asarray(values, dtype=LOSS_FN_INPUT_DTYPES[name])
-            if column.shape != (self.model_input.length,):
-                raise ValueError(
-                    f"column {name!r} has shape {column.shape}, expected ({self.model_input.length},) like model_input"
-                )
-            columns[name] = column
-        object.__setattr__(self, "loss_fn_inputs", columns)
+    sequences: Sequence[SampledSequence]
+    prompt_logprobs: PromptLogprobs | None = None
+    topk_prompt_logprobs: TopkPromptLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -165,19 +150,28 @@ class TokenBatch:
 
     @classmethod
     def from_datums(cls, data_D: Sequence[Datum]) -> TokenBatch:
-        """Raises ValueError when the datums do not all carry the same columns, or there is none."""
+        """Raises ValueError, which names the datum, when one has no tokens or other columns than the first."""
         if not data_D:
             raise ValueError("a batch needs at least one datum, got none")
         names = set(data_D[0].loss_fn_inputs)
-        if any(set(d.loss_fn_inputs) != names for d in data_D):
-            raise ValueError("datums of one batch must carry the same loss_fn_inputs columns")
         lengths_D = [d.model_input.length for d in data_D]
+        for d, datum in enumerate(data_D):
+            if set(datum.loss_fn_inputs) != names or not lengths_D[d]:
+                raise ValueError(
+                    f"datum {d} has {lengths_D[d]} tokens and the columns {', '.join(sorted(datum.loss_fn_inputs))}; "
+                    f"expected at least one token, and the columns of datum 0: {', '.join(sorted(names))}"
+                )
         return cls(
-            tokens=np.concatenate([d.model_input.tokens for d in data_D]).astype(np.int32),
+            tokens=np.concatenate([d.model_input.tokens for d in data_D]),
             offsets=np.concatenate([[0], np.cumsum(lengths_D)]).astype(np.int64),
-            columns={name: np.concatenate([d.loss_fn_inputs[name] for d in data_D]) for name in sorted(names)},
+            columns={name: np.concatenate([d.loss_fn_inputs[name].data for d in data_D]) for name in sorted(names)},
             temperatures=np.asarray([d.temperature for d in data_D], dtype=np.float32),
         )
+
+    @classmethod
+    def of(cls, data: Data) -> TokenBatch:
+        """`data` itself if it is a batch already."""
+        return data if isinstance(data, TokenBatch) else cls.from_datums(data)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels in the compact form of `trireme.wire`."""
@@ -199,6 +193,10 @@ class TokenBatch:
             {name: column[part] for name, column in self.columns.items()},
             float(self.temperatures[d]),
         )
+
+
+Data = TokenBatch | Sequence[Datum]
+"""What the trainer's verbs take."""
 
 
 def _arrived(
@@ -250,15 +248,23 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """`logprobs` float32 [T], in the order of the batch's tokens: the trainer's log-probability of each target.
+    """`logprobs` float32 [T], in the order of the batch's tokens: the trainer's log-probability of each target. Datum d
+    has those at `offsets[d]:offsets[d + 1]` (int64 [D + 1]).
 
     `metrics` are named `name:reduction`, reduction one of sum, max, min, mean (`trireme.metrics.reduce_metrics`).
-    `suspects`: where the loss is not finite, the datums that made it so.
+    `suspects`: the datums whose loss, or its gradient by their log-probabilities, is not finite.
     """
 
     logprobs: npt.NDArray[np.float32]
+    offsets: npt.NDArray[np.int64]
     metrics: Mapping[str, float]
     suspects: tuple[int, ...] = ()
+
+    @property
+    def loss_fn_outputs(self) -> list[dict[str, TensorData]]:
+        """Of each datum: its `logprobs`."""
+        bounds = itertools.pairwise(self.offsets.tolist())
+        return [{"logprobs": TensorData(self.logprobs[start:end])} for start, end in bounds]
 
 
 @dataclass(frozen=True)

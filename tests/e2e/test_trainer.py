@@ -55,7 +55,7 @@ def state(weights):
 
 def importance_sampling(data_D, p_D):
     """The built-in loss, as a loss of one's own on log-probabilities."""
-    columns_D = [{name: torch.from_numpy(c) for name, c in d.loss_fn_inputs.items()} for d in data_D]
+    columns_D = [{name: c.to_torch() for name, c in d.loss_fn_inputs.items()} for d in data_D]
     sums = [
         -(c["mask"] * (p - c["logprobs"]).exp() * c["advantages"]).sum() for c, p in zip(columns_D, p_D, strict=True)
     ]
@@ -106,7 +106,7 @@ class Alone:
 
     def forward_backward(self, batch, loss_fn, loss_fn_config):
         output = self._shard.forward_backward(batch, loss_fn, loss_fn_config, None)
-        return ForwardBackwardOutput(scatter_outputs(batch, [output]), output.metrics)
+        return ForwardBackwardOutput(scatter_outputs(batch, [output]), batch.offsets, output.metrics)
 
     def save(self, path):
         self._shard.begin_save(path)
@@ -167,7 +167,7 @@ def test_saved_weights_open_with_from_pretrained(groups, stepped, tmp_path):
         logits = reopened(torch.from_numpy(batch.tokens[:5].astype(np.int64))[None]).logits[0]
     targets = torch.from_numpy(batch.columns["target_tokens"][:5].astype(np.int64))
     expected = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    np.testing.assert_allclose(group.forward(batch)[:5], expected.numpy(), atol=1e-5)
+    np.testing.assert_allclose(group.forward(batch).logprobs[:5], expected.numpy(), atol=1e-5)
 
 
 def check_records(commit, records):

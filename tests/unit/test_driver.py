@@ -35,7 +35,7 @@ class StandIns(SimpleNamespace):
 
     def forward_backward(self, batch: Any, *_: object) -> ForwardBackwardOutput:
         self.asked.note("forward_backward", batch)
-        return ForwardBackwardOutput(np.zeros(1, np.float32), {"loss:sum": 1.0, "loss_tokens:sum": 2.0})
+        return ForwardBackwardOutput(np.zeros(1, np.float32), np.arange(2), {"loss:sum": 1.0, "loss_tokens:sum": 2.0})
 
     def optim_step(self, *_: object) -> OptimStepResponse:
         self.asked.note("optim_step")

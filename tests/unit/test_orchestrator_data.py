@@ -112,7 +112,7 @@ def test_each_sampled_token_is_trained_exactly_once(turns: list[tuple[bool, list
     data_D = trajectory_to_data(trajectory(transitions), 0.25, 1.0)
     trained = []
     for datum in data_D:
-        columns = datum.loss_fn_inputs
+        columns = {name: column.data for name, column in datum.loss_fn_inputs.items()}
         np.testing.assert_array_equal(datum.model_input.tokens[1:], columns["target_tokens"][:-1])
         on = columns["mask"] == 1
         np.testing.assert_array_equal(columns["advantages"], np.where(on, np.float32(0.25), 0))
@@ -141,10 +141,10 @@ def test_overlong_answers_have_no_mask() -> None:
     scored = ScoredGroup(group, (cut, done), (0.0, 1.0), ({}, {}), ("sort",), 1.0)
     kept = group_to_data(scored, "mean", overlong_filter=False)
     masked = group_to_data(scored, "mean", overlong_filter=True)
-    assert [d.loss_fn_inputs["mask"].sum() for d in kept] == [2, 1]
-    assert [d.loss_fn_inputs["mask"].sum() for d in masked] == [0, 1]
-    assert kept[0].loss_fn_inputs["advantages"].any()
-    assert not masked[0].loss_fn_inputs["advantages"].any(), "the trainer refuses advantages where the mask is 0"
+    assert [d.loss_fn_inputs["mask"].data.sum() for d in kept] == [2, 1]
+    assert [d.loss_fn_inputs["mask"].data.sum() for d in masked] == [0, 1]
+    assert kept[0].loss_fn_inputs["advantages"].data.any()
+    assert not masked[0].loss_fn_inputs["advantages"].data.any(), "the trainer refuses advantages where the mask is 0"
     assert masked[1].loss_fn_inputs["advantages"].tolist() == [0.5]
 
 

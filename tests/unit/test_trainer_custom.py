@@ -26,7 +26,7 @@ def built_in(name, config):
 
     def loss(data, p_D):
         sums = [
-            function(p, {name: torch.from_numpy(c) for name, c in datum.loss_fn_inputs.items()}, full)[0]
+            function(p, {name: c.to_torch() for name, c in datum.loss_fn_inputs.items()}, full)[0]
             for datum, p in zip(data, p_D, strict=True)
         ]
         return torch.stack(sums).sum(), {"datums:sum": float(len(data))}

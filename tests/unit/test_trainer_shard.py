@@ -55,7 +55,7 @@ def reference(model, batch):
     rows = []
     for datum in (batch.datum(d) for d in range(len(batch))):
         logits = unsharded(torch.from_numpy(datum.model_input.tokens.astype(np.int64))[None]).logits[0]
-        targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].astype(np.int64))
+        targets = datum.loss_fn_inputs["target_tokens"].to_torch().long()
         rows.append((logits / datum.temperature).log_softmax(-1).gather(-1, targets[:, None])[:, 0])
     return torch.cat(rows), unsharded
 

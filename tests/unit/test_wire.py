@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from trireme.types import LOSS_FN_INPUT_DTYPES, TokenBatch
+from trireme.datum import LOSS_FN_INPUT_DTYPES
+from trireme.types import TokenBatch
 from trireme.wire import Runs, Shifted, Sparse, pack
 
 ODD = [0.0, -0.0, 1.0, float("nan"), float("inf"), -3.5]
@@ -20,7 +21,7 @@ def batches(draw):
     tokens = draw(arrays(np.int32, total, elements=st.integers(0, 5)))
     columns = {}
     for name in draw(st.lists(st.sampled_from(list(LOSS_FN_INPUT_DTYPES)), unique=True)):
-        kind = LOSS_FN_INPUT_DTYPES[name]
+        kind = np.dtype(LOSS_FN_INPUT_DTYPES[name])
         elements = st.integers(-1, 2) if kind == np.int32 else st.sampled_from(ODD)
         column = draw(arrays(kind, total, elements=elements))
         if name == "target_tokens" and draw(st.booleans()):
