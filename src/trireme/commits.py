@@ -27,7 +27,7 @@ from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.config import CommonConfig
 from trireme.errors import RoomFailed, StorageFailed, TriremeError, WeightsRefused
 from trireme.faults import fault_point
-from trireme.plan import package_versions
+from trireme.common_plan import package_versions
 from trireme.rundir import RunDir
 from trireme.types import WeightIdentity
 from trireme.weights import PublishedWeights

@@ -2,96 +2,29 @@
 
 from __future__ import annotations
 
-import math
-import os
-import platform
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 
-from rich.table import Table
-from rich.text import Text
-
-from trireme.config.checks import check_gpu_build, installed_vllm, seq_limit
-from trireme.config.model_facts import ModelFacts
+from trireme.common_plan import GIB, LOGITS_GIB, SHARD_BASE_GIB, CommonPlan, Resources, count, gib, package_versions
+from trireme.config.checks import check_gpu_build, seq_limit
 from trireme.config.problems import Problem
 from trireme.config.schema import Config
-from trireme.rundir import default_name
 
-GIB = 2**30
-SHARD_BASE_GIB = 0.5
+__all__ = ["Plan", "Resources"]
+
 REPLICA_BASE_GIB = 1.4
-"""Measured resident memory of a shard, and of a replica with its engine process, without weights and KV cache."""
-LOGITS_GIB = 0.2
-"""What a shard holds of logits at once (`trainer.logprobs`)."""
+"""Measured resident memory of a replica with its engine process, without weights and KV cache."""
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
 
 
 @dataclass(frozen=True)
-class Resources:
-    """What there is over all nodes; `source` says where, as part of a sentence ("this machine")."""
+class Plan(CommonPlan):
+    """Of a run of `rl`."""
 
-    nodes: int
-    cpus: int
-    gpus: int
-    memory_bytes: int
-    source: str
-
-    @classmethod
-    def of_this_machine(cls) -> Resources:
-        """The cores and GPUs that this process may use, and the machine's memory."""
-        cpus = len(os.sched_getaffinity(0))
-        return cls(1, cpus, _visible_gpus(os.environ), _memory_bytes(), "this machine")
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _visible_gpus(environ: Mapping[str, str]) -> int:
-    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
-    present = len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()])
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        present if chosen is None else min(present, len([c for c in chosen.split(",") if c.strip() not in ("", "-1")]))
-    )
-
-
-@dataclass(frozen=True)
-class Plan:
     config: Config
-    facts: ModelFacts | None
-    resources: Resources
-    run_dir: Path | None
-    notes: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        facts: ModelFacts | None,
-        resources: Resources,
-        run_dir_path: Path | None,
-        warnings: Sequence[str] = (),
-    ) -> Plan:
-        """The plan of a run; `warnings` are those of `trireme.config.checks.check`. A dry run has no directory yet."""
-        return cls(config, facts, resources, run_dir_path, tuple(warnings))
 
     # --- devices and places
-
-    @property
-    def on_gpus(self) -> bool:
-        """Whether models compute on GPUs."""
-        device = self.config.cluster.device
-        automatic = device == "auto" and self.resources.gpus > 0 and not self.config.deterministic
-        return device == "gpu" or automatic
-
-    @property
-    def device(self) -> str:
-        return "GPU" if self.on_gpus else "CPU"
 
     @property
     def models(self) -> int:
@@ -114,28 +47,9 @@ class Plan:
         inference = [f"inference replica {n}" for n in range(self.config.inference.replicas)]
         return [*trainer, *inference, "orchestrator"]
 
-    @property
-    def threads(self) -> int:
-        """Threads for each process that computes: with a core or less for each, one is fastest and repeatable."""
-        if self.config.deterministic:  # how a sum is split over threads decides its last bits
-            return 1
-        return max(1, self.resources.cpus // len(self.actor_names))
-
-    @property
-    def cpus_per_actor(self) -> float:
-        """Ray's CPU share of an actor: 1 where there are enough cores. Else so little that all find a place however the
-        cores are spread over the nodes: n nodes with c cores in all hold at least c / share - n actors."""
-        actors, has = len(self.actor_names), self.resources
-        return 1.0 if has.cpus >= actors else math.floor(100 * has.cpus / (actors + has.nodes)) / 100
-
     def _options(self) -> dict[str, float]:
         gpus = (0.5 if self.shares_gpu else 1.0) if self.on_gpus else 0.0
         return {"num_cpus": self.cpus_per_actor, "num_gpus": gpus}
-
-    @property
-    def trainer_options_R(self) -> list[dict[str, float]]:
-        """Ray resources of each trainer shard."""
-        return [self._options() for _ in range(self.config.trainer.shards)]
 
     @property
     def inference_options_N(self) -> list[dict[str, float]]:
@@ -196,20 +110,6 @@ class Plan:
         return (2 if self.on_gpus else 4) if dtype == "auto" else BYTES_OF_DTYPE[dtype]
 
     @property
-    def shard_bytes(self) -> int | None:
-        """Memory of a shard without activations: its share of 16 bytes per parameter (fp32 weight, gradient, two Adam
-        moments) and 4 of the KL reference's; and the logits of a chunk of tokens."""
-        if self.facts is None:
-            return None
-        states = self.bytes_per_parameter * self.facts.num_parameters // self.config.trainer.shards
-        return int((SHARD_BASE_GIB + LOGITS_GIB) * GIB) + states
-
-    @property
-    def bytes_per_parameter(self) -> int:
-        """Of a shard's state."""
-        return 20 if self.config.trainer.kl.coef else 16
-
-    @property
     def replica_bytes(self) -> int | None:
         """Memory of a replica on CPUs: weights in the inference dtype and the KV cache. (On GPUs it is a set share.)"""
         if self.facts is None:
@@ -223,7 +123,7 @@ class Plan:
         has, where = self.resources, self.resources.source
         if self.gpus_needed > has.gpus:
             found.append(
-                f"needs {_count(self.gpus_needed, 'GPU')}, {where} has {has.gpus}: "
+                f"needs {count(self.gpus_needed, 'GPU')}, {where} has {has.gpus}: "
                 "start it where they are, or give --cluster.address"
             )
         if self.models > has.cpus and not self.on_gpus:
@@ -231,7 +131,7 @@ class Plan:
         if self.shard_bytes and self.replica_bytes and not self.on_gpus:
             total = self.shard_bytes * self.config.trainer.shards + self.replica_bytes * self.config.inference.replicas
             if total > has.memory_bytes:
-                found.append(f"needs about {_gib(total)} of memory, {where} has {_gib(has.memory_bytes)}")
+                found.append(f"needs about {gib(total)} of memory, {where} has {gib(has.memory_bytes)}")
         return found
 
     # --- for people
@@ -257,55 +157,23 @@ class Plan:
             *(("warning", text) for text in self.warnings),
         ]
 
-    def render(self) -> Table:
-        """The plan as a table for rich."""
-        table = Table.grid(padding=(0, 2))
-        for what, text in self.rows():
-            table.add_row(Text(what), Text(text), style="yellow" if what == "warning" else None)
-        return table
-
     def _rows_of_rooms(self) -> list[tuple[str, str]]:
         config = self.config
         share = "half a GPU each, shared" if self.shares_gpu else "one GPU each" if self.on_gpus else "CPU"
-        each = f"{share}, {_count(self.threads, 'thread')} each"
+        each = f"{share}, {count(self.threads, 'thread')} each"
         shards, replicas = config.trainer.shards, config.inference.replicas
         return [
-            ("trainer", f"{_count(shards, 'FSDP2 shard')}: {_count(shards, 'actor')}, {each}"),
+            ("trainer", f"{count(shards, 'FSDP2 shard')}: {count(shards, 'actor')}, {each}"),
             ("orchestrator", f"1 actor, CPU: env {config.env.label}, loss {config.loss_fn}"),
-            ("inference", f"{_count(replicas, 'vLLM replica')}: {_count(replicas, 'actor')} with an engine, {each}"),
+            ("inference", f"{count(replicas, 'vLLM replica')}: {count(replicas, 'actor')} with an engine, {each}"),
         ]
 
     def _rows_of_evaluation(self) -> list[tuple[str, str]]:
         options, env = self.config.eval, self.config.eval_env.label
         if not options.every:
             return []
-        problems = f"{options.problems or 'all'} held-out problems of {env} x {_count(options.samples, 'rollout')}"
-        return [("evaluation", f"{problems}: first of all, every {_count(options.every, 'step')}, and at the end")]
-
-    def _run_dir_text(self) -> str:
-        if self.run_dir:
-            return str(self.run_dir)
-        run = self.config.run
-        return f"{run.output_dir}/{run.name or default_name(self.config, '<8 hex>')}"
-
-    def _resources_text(self) -> str:
-        has = self.resources
-        needs = f"needs {_count(self.gpus_needed, 'GPU')}, " if self.on_gpus else ""
-        return (
-            f"{needs}{has.source} has {has.gpus} GPUs, {_count(has.cpus, 'core')}, {_gib(has.memory_bytes)} of memory "
-            f"on {_count(has.nodes, 'node')}; models compute on {self.device}s"
-        )
-
-    def _model_text(self) -> str:
-        facts = self.facts
-        if facts is None:
-            return f"{self.config.model.name}: model not reachable, sizes unknown"
-        tied = "tied" if facts.tied_embeddings else "untied"
-        return (
-            f"{facts.name}: {facts.architecture}, {facts.num_parameters:,} parameters ({facts.num_layers} layers, "
-            f"hidden {facts.hidden_size}, vocabulary {facts.vocab_size}, {tied} embeddings), "
-            f"sequences of at most {seq_limit(self.config, facts)} tokens"
-        )
+        problems = f"{options.problems or 'all'} held-out problems of {env} x {count(options.samples, 'rollout')}"
+        return [("evaluation", f"{problems}: first of all, every {count(options.every, 'step')}, and at the end")]
 
     def _tokens_text(self) -> str:
         orchestrator, steps = self.config.orchestrator, self.config.max_steps
@@ -319,7 +187,7 @@ class Plan:
         if self.shard_bytes is None or self.replica_bytes is None or self.facts is None:
             return "unknown, as the model's sizes are"
         shard = (
-            f"a shard {_gib(self.shard_bytes)} + activations ({SHARD_BASE_GIB + LOGITS_GIB:g} GiB + "
+            f"a shard {gib(self.shard_bytes)} + activations ({SHARD_BASE_GIB + LOGITS_GIB:g} GiB + "
             f"{self.bytes_per_parameter} B x parameters / shards)"
         )
         if self.on_gpus:
@@ -327,8 +195,8 @@ class Plan:
         cache = int(self.config.inference.memory_gb * GIB)
         holds = cache // (self.facts.kv_values_per_token * self.inference_dtype_bytes)
         return (
-            f"{shard}; a replica {_gib(self.replica_bytes)} ({REPLICA_BASE_GIB} GiB + {self.inference_dtype_bytes} B x "
-            f"parameters + KV cache {_gib(cache)}, which holds {holds:,} tokens)"
+            f"{shard}; a replica {gib(self.replica_bytes)} ({REPLICA_BASE_GIB} GiB + {self.inference_dtype_bytes} B x "
+            f"parameters + KV cache {gib(cache)}, which holds {holds:,} tokens)"
         )
 
     def _staleness_text(self) -> str:
@@ -337,7 +205,7 @@ class Plan:
             return "synchronous: every group is sampled with the weights that are trained on it"
         what = {"requeue": "is sampled afresh", "drop": "is dropped", "wait": "is waited for, in order"}[policy]
         return (
-            f"no group is trained on that is more than {_count(bound, 'step')} old; one that would be {what}; "
+            f"no group is trained on that is more than {count(bound, 'step')} old; one that would be {what}; "
             f"at most {self.groups_in_flight} groups under way"
         )
 
@@ -351,16 +219,9 @@ class Plan:
             return f"at most {options.max_concurrent} rollouts; at most {slots}"
         first = config.first_max_concurrent(on_gpus=self.on_gpus)
         return (
-            f"at first at most {first} rollouts ({_count(config.inference.replicas, 'replica')} x {self.max_num_seqs} "
+            f"at first at most {first} rollouts ({count(config.inference.replicas, 'replica')} x {self.max_num_seqs} "
             f"sequences and a quarter more), then as the replicas' KV caches allow; at most {slots}"
         )
-
-    def _commits_text(self) -> str:
-        options = self.config.checkpoint
-        when = f"every {_count(options.every, 'step')} and at the end" if options.every else "at the end"
-        rest = f", every {options.keep_every}th for good" if options.keep_every else ""
-        how = "while training goes on" if options.async_save else "while training waits"
-        return f"{when}, {how}; the newest {options.keep_last} are kept{rest}; Ctrl-C and SIGTERM commit too"
 
     def _update_text(self) -> str:
         if self.recomputed_tokens is None:
@@ -369,21 +230,6 @@ class Plan:
             )
         return (
             f"up to {self.recomputed_tokens:,} tokens of KV cache are computed again (min({self.max_num_seqs} "
-            f"sequences x {_count(self.config.inference.replicas, 'replica')}, {self.groups_in_flight} groups x "
+            f"sequences x {count(self.config.inference.replicas, 'replica')}, {self.groups_in_flight} groups x "
             f"{self.config.orchestrator.group_size} rollouts) x {seq_limit(self.config, self.facts)} tokens)"
         )
-
-
-def package_versions() -> dict[str, str]:
-    """Versions of what a run stands on, read without importing it."""
-    names = ("trireme", "torch", "ray", "transformers")
-    vllm = (installed_vllm() or "vllm not-installed").split(" ", 1)
-    return {"python": platform.python_version(), **{name: version(name) for name in names}, vllm[0]: vllm[1]}
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
-
-
-def _gib(number: int) -> str:
-    return f"{number / GIB:.2f} GiB"

@@ -10,11 +10,12 @@ import pytest
 from model_support import FACTS
 from rich.console import Console
 
-from trireme import plan as plan_module
+from trireme import common_plan
 from trireme.config import Config, checks
 from trireme.config.model_facts import ModelFacts
 from trireme.errors import BadInput
-from trireme.plan import GIB, Plan, Resources, _visible_gpus
+from trireme.common_plan import GIB, _visible_gpus
+from trireme.plan import Plan, Resources
 
 LAPTOP = Resources(nodes=1, cpus=8, gpus=0, memory_bytes=16 * GIB, source="this machine")
 
@@ -89,7 +90,7 @@ class TestDevices:
     @pytest.mark.parametrize(("chosen", "visible"), [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,1,2", 2)])
     def test_visible_gpus(self, monkeypatch: pytest.MonkeyPatch, chosen: str | None, visible: int) -> None:
         devices = ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"]
-        monkeypatch.setattr(plan_module.os, "listdir", lambda _: devices)
+        monkeypatch.setattr(common_plan.os, "listdir", lambda _: devices)
         assert _visible_gpus({} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}) == visible
 
 
