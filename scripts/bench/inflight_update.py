@@ -4,9 +4,9 @@
 
 One replica in this process, its engine in a process of its own, `--requests` sequences decoded all the time. Per
 update: the wait for the step in progress; the pause proper, from when the engine stands still until it goes on (load,
-canary, label); and from then on until each request has its next token. Between updates the engine is asked to load the
-same tensors again, bare: vLLM's layerwise reload and nothing else, on bytes that are mapped and in memory, timed inside
-the engine.
+label); and from then on until each request has its next token (prefill, and the canary with it). Between updates the
+engine is asked to load the same tensors again, bare: vLLM's layerwise reload and nothing else, on bytes that are mapped
+and in memory, timed inside the engine.
 
 And the memory of the engine's process: its resident set after each update, a line fitted to it after the first quarter.
 (Not the proportional one: that also grows when this process, of which the engine is a fork, frees a page.) Two versions
@@ -36,6 +36,7 @@ import psutil
 from _common import Result, median
 from checkpoint import make_model
 
+from trainer.publish import CANARY_TOKENS, Packer
 from trireme.config import Config
 from trireme.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.weights import Canary, PublishedWeights, weights_digest
@@ -43,7 +44,6 @@ from trireme.weights import Canary, PublishedWeights, weights_digest
 TARGET = 1.3
 FLAT_MIB = 8.0
 """Growth of the fitted line over 100 updates that counts as none: 4 % of the weights."""
-CANARY_TOKENS = 24
 PROMPT, ANSWER = 16, 200
 BETWEEN_S = 0.5
 WARM_UP = 3
@@ -76,8 +76,6 @@ def publish(model: Path, scale: float) -> PublishedWeights:
     """The model's weights in bf16, times `scale`, as a trainer packs them. The canary accepts whatever it finds."""
     import torch
     from transformers import AutoModelForCausalLM
-
-    from trainer.publish import Packer
 
     state = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
     tensors = [(name, tensor * scale) for name, tensor in state.items() if name != "lm_head.weight"]
@@ -143,13 +141,23 @@ def step_log() -> Iterator[Steps]:
     LoadLog.record = record  # type: ignore[method-assign]
 
 
+def replica_that_notes_resumptions(cfg: Config, steps: Steps) -> Any:
+    """A replica with `resumed` and `steps_before`: when its engine last went on, and after how many steps."""
+    from inference.replica import Replica
+
+    class Noting(Replica):
+        async def resume(self) -> None:
+            await super().resume()
+            self.resumed, self.steps_before = time.monotonic(), len(steps.at)
+
+    return Noting(cfg, 0, None)
+
+
 class Bench:
     """One replica, `requests` sequences in flight, and two versions that it takes in turn."""
 
     def __init__(self, cfg: Config, requests: int, steps: Steps) -> None:
-        from inference.replica import Replica
-
-        self.replica = Replica(cfg, 0, None)
+        self.replica = replica_that_notes_resumptions(cfg, steps)
         self.model, self.requests, self.steps = Path(cfg.model.name), requests, steps
         self.numbers = count()
         self.measured = Measured()
@@ -194,11 +202,11 @@ class Bench:
             WeightIdentity(1, number, weights.identity.digest), weights.entries, weights.buckets, weights.canary
         )
         report = await self.replica.update_weights(published)
-        resumed, unfinished = time.monotonic(), len(self.replica.running)
-        await self.steps.wait_for(unfinished, since=len(self.steps.at))
+        tokens = 1 + len(self.replica.running)  # the canary has one too
+        await self.steps.wait_for(tokens, since=self.replica.steps_before)
         self.measured.wait_s.append(report.wait_s)
         self.measured.pause_s.append(report.pause_s)
-        self.measured.next_tokens_s.append(time.monotonic() - resumed)
+        self.measured.next_tokens_s.append(self.steps.at[-1] - self.replica.resumed)
         self.measured.reprefill_tokens.append(report.reprefill_tokens)
         return published
 

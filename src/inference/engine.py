@@ -6,9 +6,11 @@ vLLM is imported inside the functions: importing this module must stay cheap for
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from inference.startup import prepare_start
 from trireme.config import Config
@@ -29,7 +31,6 @@ CPU_ENVIRONMENT = {
 def start_engine(cfg: Config) -> AsyncLLM:
     """Starts vLLM and its engine process; returns when the model is loaded."""
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the canary goes through the first one, which CPUs use in any case
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -52,6 +53,7 @@ def engine_args(cfg: Config, on_cpu: bool) -> dict[str, Any]:
         "dtype": {"auto": "float32" if on_cpu else "bfloat16"}.get(cfg.model.dtype, cfg.model.dtype),
         "max_model_len": cfg.inference.max_model_len or cfg.model.max_seq_len,
         "max_num_seqs": cfg.inference.sequences(on_gpus=not on_cpu),
+        "scheduling_policy": "priority",  # equal ones in order of arrival; the canary of an update before all others
         "skip_tokenizer_init": True,  # tokens in, tokens out
         "generation_config": "vllm",  # the model's own sampling defaults must not change what the trainer assumes
         "logprobs_mode": "processed_logprobs",  # raw ones ignore the temperature
@@ -62,10 +64,6 @@ def engine_args(cfg: Config, on_cpu: bool) -> dict[str, Any]:
         "seed": cfg.seed,
     }
     args |= cpu_args(cfg) if on_cpu else {"gpu_memory_utilization": cfg.inference.gpu_memory_utilization}
-    if cfg.inference.on_update == "keep_kv":
-        # Scheduling ahead of the samples, vLLM hands a request's last token from step to step within the batch. The
-        # canary's step lies between two of them, and with a kept cache nothing hands that token over anew.
-        args["async_scheduling"] = False
     if cfg.deterministic:
         args["enable_prefix_caching"] = False  # what is cached depends on what was asked before, and when
     if clash := sorted(args.keys() & cfg.inference.engine_args.keys()):
@@ -113,6 +111,21 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def canary_params() -> Any:
+    """vLLM's SamplingParams of the canary: the logprob of each token of its prompt, and the least that vLLM samples."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+
+def prompt_logprobs(tokens: Sequence[int], output: Any) -> npt.NDArray[np.float32]:
+    """Of tokens[1:], each given what precedes it, float32 [T - 1], as vLLM's final RequestOutput has them."""
+    pairs = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+    return np.asarray([at[token].logprob for token, at in pairs], dtype=np.float32)
 
 
 def sampled_sequence(request_id: str, completion: Any, kept_from: WeightIdentity | None) -> SampledSequence:

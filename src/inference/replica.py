@@ -12,9 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
-from inference.engine import end_of_sequence_ids, sampled_sequence, start_engine, vllm_params
+from inference.engine import (
+    canary_params,
+    end_of_sequence_ids,
+    prompt_logprobs,
+    sampled_sequence,
+    start_engine,
+    vllm_params,
+)
 from inference.shipment import Shipment, in_memory_files
 from trireme import logs, trace
 from trireme.config import Config
@@ -33,6 +38,9 @@ Step = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 HEALTH_TICK_S = 0.5
 NAMED = 8
 WARM_UP = SampleRequest("warm-up", (0, 0), SamplingParams(max_tokens=2, seed=0), "")
+CANARY_REQUEST = "trireme-canary"
+CANARY_PRIORITY = -1
+"""Of smaller ones vLLM thinks more; requests have 0."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class Replica:
         self.broken: TriremeError | None = None
         self.running: dict[str, asyncio.Task[SampledSequence]] = {}
         self.pausing = asyncio.Lock()  # held by whoever has paused the engine, so that nobody else lets it go on
+        self.proved = asyncio.Event()  # while it is not set, what is sampled may come from wrong weights
         self._keeps_kv = cfg.inference.on_update == "keep_kv"
         self._drains = cfg.inference.on_update == "drain"
 
@@ -81,6 +90,7 @@ class Replica:
         self.load_log = load_log(self.engine)
         self.end_ids = end_of_sequence_ids(self.engine)
         await self._completion(await self._submit(WARM_UP, salt="warm-up"))
+        self.proved.set()
         return await self.health()
 
     async def health(self) -> Health:
@@ -171,6 +181,7 @@ class Replica:
         try:
             with self.sampling:
                 completion = await self._completion(entry.collector)
+            await self.proved.wait()  # at most until the end of the update, which cancels this if it fails
         except Exception as error:
             raise self._can_not_sample(request, error) from error
         kept_from = entry.identity if self._keeps_kv else None
@@ -183,11 +194,16 @@ class Replica:
         return as_failure(f"{self.name} could not sample request {request.request_id}", error)
 
     async def _submit(self, request: SampleRequest, salt: str) -> RequestOutputCollector:
+        return await self._add(request.request_id, request.prompt, vllm_params(request, self.end_ids), salt)
+
+    async def _add(
+        self, name: str, tokens: Sequence[int], params: Any, salt: str, priority: int = 0
+    ) -> RequestOutputCollector:
         """Adds a request to the engine's queue. `salt`: prefix-cache blocks are shared under equal salts only."""
         from vllm.inputs import tokens_input
 
-        prompt = tokens_input(list(request.prompt), cache_salt=salt)
-        return await self.engine.add_request(request.request_id, prompt, vllm_params(request, self.end_ids))
+        prompt = tokens_input(list(tokens), cache_salt=salt)
+        return await self.engine.add_request(name, prompt, params, priority=priority)
 
     async def _completion(self, entry: RequestOutputCollector) -> Any:
         """vLLM's final CompletionOutput. Cancelling the wait aborts the request in the engine."""
@@ -222,7 +238,7 @@ class Replica:
 
     async def update_weights(self, published: PublishedWeights) -> UpdateReport:
         """Takes `published` while requests are in flight. Raises WeightsRefused or RoomFailed; after either this
-        replica is of no more use, and its requests stay paused: none goes on under weights that were not proved."""
+        replica is of no more use, and its requests are given up: no token leaves it whose weights were not proved."""
         started = time.monotonic()
         self._raise_if_broken()
         try:
@@ -263,19 +279,26 @@ class Replica:
             await asyncio.wait(self.running.values(), timeout=min(left, HEALTH_TICK_S))
 
     async def _take(self, published: PublishedWeights, step: Step, started: float) -> UpdateReport:
-        """From the engine's pause to its going on, in few calls to its process: requests in flight wait meanwhile."""
+        """From the engine's pause to the proof, in few calls to its process: requests in flight wait meanwhile.
+
+        The canary is computed together with the first step of the requests that go on, not while they stand still;
+        until it agrees, answers are held back.
+        """
         asked = time.monotonic()
         await step("pause", self.pause())
         still = time.monotonic()
-        canary = [int(token) for token in published.canary.tokens]
-        taken = await step("take", self._in_engine("take_weights", args=(canary,)))
-        diff = self._check_canary(published, taken["canary_logprobs"])
+        in_flight = await step("take", self._in_engine("take_weights"))
         await step("label", self.engine.update_weight_version(str(published.identity)))
+        self.proved.clear()
         self.identity = published.identity
-        prefilled = 0 if self._keeps_kv else self._cleared(taken["tokens_in_flight"])
+        prefilled = 0 if self._keeps_kv else self._cleared(in_flight)
+        canary = await step("canary enters", self._submit_canary(published))
         await step("resume", self.resume())
-        now = time.monotonic()
-        return UpdateReport(self.index, published.identity, diff, prefilled, now - started, still - asked, now - still)
+        resumed = time.monotonic()
+        diff = await step("canary", self._prove(published, canary))
+        self.proved.set()
+        seconds = time.monotonic() - started
+        return UpdateReport(self.index, published.identity, diff, prefilled, seconds, still - asked, resumed - still)
 
     def _cleared(self, in_flight: dict[str, int]) -> int:
         """How many tokens are prefilled again: of the requests that have not been answered or aborted meanwhile."""
@@ -283,13 +306,24 @@ class Replica:
         unfinished = self.engine.output_processor.request_states
         return sum(tokens for request_id, tokens in in_flight.items() if request_id in unfinished)
 
-    def _check_canary(self, published: PublishedWeights, logprobs: Sequence[float]) -> float:
+    async def _submit_canary(self, published: PublishedWeights) -> RequestOutputCollector:
+        return await self._add(
+            CANARY_REQUEST,
+            published.canary.tokens.tolist(),
+            canary_params(),
+            salt=str(published.identity),
+            priority=CANARY_PRIORITY,
+        )
+
+    async def _prove(self, published: PublishedWeights, canary: RequestOutputCollector) -> float:
+        """Largest difference of this engine's canary to the trainer's. Raises WeightsRefused if it is too large."""
+        logprobs = prompt_logprobs(published.canary.tokens.tolist(), await canary.get())
         try:
-            return check_canary(published.identity, published.canary, np.asarray(logprobs, dtype=np.float32))
+            return check_canary(published.identity, published.canary, logprobs)
         except WeightsRefused as refused:
             raise WeightsRefused(f"{self.name}: {refused}") from None
 
-    async def _in_engine(self, method: str, args: tuple[Any, ...]) -> Any:
+    async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> Any:
         """Calls a method of vLLM's worker in the engine process; the answer of its first rank."""
         return (await self.engine.collective_rpc(method, args=args))[0]
 

@@ -134,11 +134,8 @@ def test_cached_prefixes_never_outlive_their_weights(rooms: dict[str, Room]) -> 
 
 
 def test_with_kept_kv_the_tokens_after_an_update_are_marked_mixed_and_are_just_that(pair: dict[str, Room]) -> None:
-    """Before it they are the old policy's; after it, those of the new weights on the old ones' keys and values, which
-    the canary of the update has not touched; new requests and cached prefixes know nothing of it.
-
-    The first requests of this engine own the blocks that the canary writes to.
-    """
+    """Before it they are the old policy's; after it, those of the new weights on the old ones' keys and values; new
+    requests, the canary and cached prefixes know nothing of it."""
     room = pair["keep_kv"]
     prompts = [prompt_of(150 + i, seed=i) for i in range(6)]
 

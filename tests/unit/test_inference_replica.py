@@ -129,6 +129,7 @@ class SamplingReplica(Replica):
     def __init__(self, deterministic: bool, **settings: Any) -> None:
         super().__init__(config(deterministic, **settings), 0, None)
         self.engine, self.identity = EngineOfRequests(), IDENTITY
+        self.proved.set()
 
     async def _submit(self, request: SampleRequest, salt: str) -> Any:
         return await self.engine.add(request.request_id)
@@ -209,18 +210,29 @@ def test_nobody_lets_an_engine_go_on_that_takes_weights() -> None:
 
 
 class UpdatingReplica(SamplingReplica):
-    """Whose engine process takes whatever it is sent, and logs it in `engine.calls`."""
+    """Whose engine process takes whatever it is sent, and logs it in `engine.calls`. Its canary is computed when
+    `canary_done` is set."""
 
-    canary = (-1.0,)
+    canary = -1.0
 
     def __init__(self, on_update: str, update_s: float = 60.0) -> None:
         super().__init__(deterministic=False, on_update=on_update, update_s=update_s)
         self.load_log = LoadLog(None)
+        self.canary_done = asyncio.Event()
+        self.canary_done.set()
 
-    async def _in_engine(self, method: str, args: tuple[Any, ...]) -> Any:
+    async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> Any:
         self.engine.calls.append(method)
-        running = dict.fromkeys(self.engine.output_processor.request_states, 10)
-        return {"canary_logprobs": self.canary, "tokens_in_flight": running} if method == "take_weights" else None
+        return dict.fromkeys(self.engine.output_processor.request_states, 10) if method == "take_weights" else None
+
+    async def _submit_canary(self, published: PublishedWeights) -> Any:
+        self.engine.calls.append("canary")
+        return SimpleNamespace(get=self._computed)
+
+    async def _computed(self) -> Any:
+        await self.engine.going.wait()
+        await self.canary_done.wait()
+        return SimpleNamespace(prompt_logprobs=[None, {0: SimpleNamespace(logprob=self.canary)}])
 
 
 async def empty_bucket() -> Any:
@@ -243,7 +255,7 @@ def test_requests_in_flight_see_an_update_between_two_steps(on_update: str, paus
         await turns()
         report = await made.update_weights(published(version=1))
         assert made.engine.calls == [
-            *("a", "b", "receive_weights", pause, "take_weights", "label 1:1:d", "resume"),
+            *("a", "b", "receive_weights", pause, "take_weights", "label 1:1:d", "canary", "resume"),
         ]
         assert report.reprefill_tokens == reprefilled
         assert report.seconds >= report.wait_s + report.pause_s > 0
@@ -271,7 +283,7 @@ def test_drain_finishes_what_is_in_flight_and_lets_new_requests_wait() -> None:
         assert (await update).reprefill_tokens == 0
         old, new_one = (await sampling)[0], (await new)[0]
         assert made.engine.calls == [
-            *("a", "receive_weights", "pause keep, clear", "take_weights", "label 1:1:d", "resume", "new"),
+            *("a", "receive_weights", "pause keep, clear", "take_weights", "label 1:1:d", "canary", "resume", "new"),
         ]
         assert [span.identity.version for answer in (old, new_one) for span in answer.spans] == [0, 1]
 
@@ -296,13 +308,51 @@ def test_a_drain_that_takes_too_long_says_who_is_waited_for() -> None:
     asyncio.run(run())
 
 
-def test_a_refused_canary_leaves_the_engine_paused_and_labelled_as_before() -> None:
+def test_no_answer_leaves_before_the_weights_are_proved() -> None:
     async def run() -> None:
         made = UpdatingReplica("recompute_kv")
-        made.canary = (-2.0,)
+        made.engine.going.clear()
+        made.canary_done.clear()
+        sampling = asyncio.create_task(outcomes(made, requests_of("in flight")))
+        await turns()
+        update = asyncio.create_task(made.update_weights(published(version=1)))
+        await made.engine.going.wait()
+        later = asyncio.create_task(outcomes(made, requests_of("later")))
+        await turns()
+        assert made.engine.output_processor.request_states == {}, "both have been sampled"
+        assert [task.done() for task in (sampling, later, update)] == [False] * 3
+        made.canary_done.set()
+        assert (await update).identity.version == 1
+        for (answer,) in await asyncio.gather(sampling, later):
+            assert [span.identity.version for span in answer.spans] == [1]
+
+    asyncio.run(run())
+
+
+def test_what_was_sampled_under_refused_weights_is_given_up() -> None:
+    async def run() -> None:
+        made = UpdatingReplica("recompute_kv")
+        made.canary = -2.0
+        made.engine.going.clear()
+        sampling = asyncio.create_task(outcomes(made, requests_of("in flight")))
+        await turns()
         with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
             await made.update_weights(published(version=1))
-        assert made.engine.calls == ["receive_weights", "pause keep, clear", "take_weights"]
+        with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
+            await sampling
+        assert made.running == {}
+
+    asyncio.run(run())
+
+
+def test_a_canary_that_never_comes_breaks_the_replica() -> None:
+    async def run() -> None:
+        made = UpdatingReplica("recompute_kv", update_s=0.05)
+        made.canary_done.clear()
+        with pytest.raises(RoomFailed, match="inference replica 0: no answer for update step 'canary' within 0 s"):
+            await made.update_weights(published(version=1))
+        with pytest.raises(RoomFailed, match="canary"):
+            await outcomes(made, requests_of("later"))
 
     asyncio.run(run())
 
