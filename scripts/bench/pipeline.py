@@ -129,8 +129,9 @@ def make_pipeline(client: Any, groups: int, steps: int) -> Pipeline:
     from inference.router import Router
     from orchestrator.env import EnvContext, load_dataset
     from orchestrator.pipeline import Pipeline
-    from orchestrator.tokenizer import load_tokenizer, rollout_limits
+    from orchestrator.rollout import rollout_limits
     from trireme.config.load import load
+    from trireme.tokenizer import load_tokenizer
 
     sizes = {
         "--orchestrator.batch-size": groups,
@@ -140,7 +141,7 @@ def make_pipeline(client: Any, groups: int, steps: int) -> Pipeline:
     }
     config = load(["@", str(CONFIG), *(str(part) for pair in sizes.items() for part in pair)]).config
     context = EnvContext(load_tokenizer(config.tokenizer_name), config.seed, GROUP_SIZE, "train")
-    return Pipeline(config, load_dataset(config.env, context), Router({0: client}), rollout_limits(config))
+    return Pipeline(config, [load_dataset(config.env[0], context)], Router({0: client}), rollout_limits(config))
 
 
 async def drive(pipeline: Pipeline, steps: int) -> None:

@@ -59,14 +59,15 @@ def trajectory_to_data(trajectory: Trajectory, advantage: float, temperature: fl
 def _extending_turns(transitions: Sequence[Transition]) -> list[list[Transition]]:
     runs: list[list[Transition]] = []
     for turn in transitions:
-        if runs and _extends(turn, runs[-1][-1]):
+        if runs and extends(turn, runs[-1][-1]):
             runs[-1].append(turn)
         else:
             runs.append([turn])
     return runs
 
 
-def _extends(turn: Transition, before: Transition) -> bool:
+def extends(turn: Transition, before: Transition) -> bool:
+    """Whether what `turn` observes begins with all that `before` observed and did, exactly."""
     observed, sampled = len(before.observation), len(before.observation) + len(before.action)
     return np.array_equal(turn.observation[:observed], before.observation) and np.array_equal(
         turn.observation[observed:sampled], before.action

@@ -44,11 +44,12 @@ ENDINGS = ("requeued", "dropped", "filtered", "failed", "expired_running", "expi
 
 @dataclass(frozen=True)
 class Released:
-    """What a step leaves behind: its row of metrics, and of each group it was `trained` on problem, index, requeues and
-    floor, in the order in which they were taken."""
+    """What a step leaves behind: its row of metrics, of each group it was `trained` on problem, index, requeues and
+    floor, in the order in which they were taken, and the records of some (`orchestrator.records`)."""
 
     metrics: dict[str, float]
     trained: list[dict[str, Any]]
+    records: list[str]
 
 
 class IdleClock:

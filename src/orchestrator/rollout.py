@@ -10,16 +10,19 @@ Whatever goes wrong is an exception that names the environment; the pipeline dec
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from orchestrator.env import Env, StepResult, StopCondition, Trajectory, Transition
 from trireme import trace
-from trireme.config.schema import SamplingConfig
+from trireme.config.schema import Config, SamplingConfig
+from trireme.errors import BadInput
 from trireme.faults import fault_point
 from trireme.types import SampledSequence, SampleRequest, VersionSpan
 
@@ -53,6 +56,23 @@ class RolloutLimits:
     vocab_size: int
     max_seq_len: int
     max_prompt_len: int | None = None
+
+
+def rollout_limits(cfg: Config) -> RolloutLimits:
+    """Limits of a rollout, from the configuration and the model's `config.json`. Raises BadInput if neither says how
+    long a sequence may be."""
+    from transformers.utils import cached_file
+
+    described = json.loads(Path(str(cached_file(cfg.model.name, "config.json"))).read_text())
+    described = described.get("text_config", described)
+    longest = cfg.model.max_seq_len or described.get("max_position_embeddings")
+    if longest is None:
+        raise BadInput(f"the config.json of {cfg.model.name} has no max_position_embeddings: set model.max_seq_len")
+    return RolloutLimits(
+        vocab_size=described["vocab_size"],
+        max_seq_len=min(longest, cfg.inference.max_model_len or longest),
+        max_prompt_len=cfg.orchestrator.max_prompt_len,
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from trireme.kl import KlPenalty
 from trireme.launch import Rooms
 from trireme.metrics import Clock, Journal, reduce_metrics
 from trireme.signals import Stop
-from trireme.types import LossNormalization
+from trireme.steps import loss_normalizer, step_position
 
 
 def train(
@@ -34,7 +33,8 @@ def train(
     and Stopped after a signal, between steps or while nothing of a step has been applied.
     """
     trainer, orchestrator = rooms.trainer, rooms.orchestrator
-    penalty = KlPenalty(trainer, config.trainer.kl.coef, config.trainer.kl.discount)
+    kl = config.trainer.kl
+    penalty = KlPenalty(trainer, kl.coef, kl.discount, kl.reference.update_every)
     weights = trainer.publish_weights(start)
     commits.begin(weights)
     orchestrator.update_weights(weights)
@@ -64,6 +64,7 @@ def train(
                     update = guard.update(partial(trainer.optim_step, adam, normalizer), suspects)
             with clock("publish"):
                 weights = trainer.publish_weights(step + 1)
+            penalty.end_step(step + 1)
             with clock("update_replicas"):
                 orchestrator.update_weights(weights, stop.asked)  # goes on while the next batch is trained on
             released = orchestrator.release(step)
@@ -78,28 +79,9 @@ def train(
             "weights/bytes": weights.nbytes,
             **time_metrics(clock.seconds, released.metrics),
         }
-        journal.write(row, released.trained)
+        journal.write(row, released.trained, released.records)
         commits.seal()
         guard.check(row)
-
-
-def loss_normalizer(kind: LossNormalization, loss_tokens: int, sequences: int) -> float:
-    """What a substep's summed gradient is divided by; 1 where a substep has no loss tokens (its gradient is zero)."""
-    divisors = {"token_mean": loss_tokens, "sequence_mean": sequences, "sum": 1}
-    return float(max(divisors[kind], 1))
-
-
-def step_position(config: Config, step: int, attempt: int) -> dict[str, Any]:
-    """Where the run stands after `step`."""
-    done = (step + 1) / config.max_steps
-    return {
-        "step": step,
-        "version": step + 1,
-        "attempt": attempt,
-        "progress": done,
-        "progress/done_frac": done,
-        "time/unix": time.time(),
-    }
 
 
 def optim_metrics(sums: Mapping[str, float], update: Mapping[str, float], learning_rate: float) -> dict[str, float]:

@@ -11,7 +11,8 @@ from statistics import mean
 from typing import Any, Protocol, TextIO
 
 from trireme import trace
-from trireme.config import Config
+from trireme.config import CommonConfig
+from trireme.rollouts import TABLE_COLUMNS, table_rows
 
 TOO_EASY = 0.8
 """Above this share of problems that the start solves always, there is little left to learn."""
@@ -67,15 +68,24 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class Reader(Protocol):
+    """A reader of records of rollouts, one line of JSON for each group."""
+
+    def write_rollouts(self, step: int, records: Sequence[str]) -> None: ...
+
+
 class Journal:
-    """What a run writes about each step: a row for every sink, and in `trained.jsonl` which groups it trained on."""
+    """What a run writes about each step: a row for every sink, in `trained.jsonl` which groups it trained on, and the
+    records of some rollouts for every reader."""
 
-    def __init__(self, sinks: Sequence[Sink], witness: Sink) -> None:
-        self._sinks, self._witness = sinks, witness
+    def __init__(self, sinks: Sequence[Sink], witness: Sink, readers: Sequence[Reader]) -> None:
+        self._sinks, self._witness, self._readers = sinks, witness, readers
 
-    def write(self, row: Mapping[str, Any], trained: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, row: Mapping[str, Any], trained: Sequence[Mapping[str, Any]], records: Sequence[str]) -> None:
         """`row` has the step's metrics, `trained` an entry for each group (problem, index, requeues, floor)."""
         self._witness.write({"step": row["step"], "attempt": row["attempt"], "groups": list(trained)})
+        for reader in self._readers:
+            reader.write_rollouts(row["step"], records)
         for sink in self._sinks:
             sink.write(row)
 
@@ -150,7 +160,7 @@ class WandbSink:
     done again appear twice there, metrics.jsonl is exact.
     """
 
-    def __init__(self, config: Config, run_id: str, run_name: str, directory: Path) -> None:
+    def __init__(self, config: CommonConfig, run_id: str, run_name: str, directory: Path) -> None:
         import wandb
 
         options = config.wandb
@@ -169,6 +179,14 @@ class WandbSink:
 
     def write(self, row: Mapping[str, Any]) -> None:
         self._run.log(dict(row))
+
+    def write_rollouts(self, step: int, records: Sequence[str]) -> None:
+        """A table with a row for each rollout."""
+        import wandb
+
+        if records:
+            rows = table_rows([json.loads(line) for line in records])
+            self._run.log({"step": step, "rollouts": wandb.Table(columns=TABLE_COLUMNS, data=rows)}, commit=False)
 
     def close(self) -> None:
         self._run.finish()

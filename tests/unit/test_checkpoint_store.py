@@ -37,6 +37,7 @@ from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore, Head
 from trireme.errors import CheckpointInvalid, StorageFailed
 from trireme.faults import InjectedFault
+from trireme.rollouts import ROLLOUTS, RolloutFiles, recorded_steps
 
 pytestmark = pytest.mark.usefixtures("instant_disk")
 
@@ -359,6 +360,16 @@ class TestCheckout:
         for path in (branch / "checkpoints").iterdir():  # parked as they were
             was = {name: text for name, text in before.items() if path.name in name}
             assert list(snapshot(path).values()) == list(was.values())
+
+    def test_records_of_rollouts_move_with_their_steps(self, store: CheckpointStore) -> None:
+        a_run(store)
+        records = RolloutFiles(store.root / ROLLOUTS)
+        for step in range(9):
+            records.write_rollouts(step, [f"of step {step}"])
+        store.checkout(4)
+        assert list(recorded_steps(store.root / ROLLOUTS)) == [0, 1, 2, 3]
+        moved = recorded_steps(store.branch("aaaaaaaa") / ROLLOUTS)
+        assert {step: file.read_text() for step, file in moved.items()} == {s: f"of step {s}\n" for s in range(4, 9)}
 
     def test_rows_alone_make_a_lineage(self, store: CheckpointStore) -> None:
         a_run(store)

@@ -54,7 +54,7 @@ class StandIns(SimpleNamespace):
 
     def release(self, step: int) -> Any:
         self.asked.note("release", step)
-        return SimpleNamespace(metrics=RELEASED, trained=[])
+        return SimpleNamespace(metrics=RELEASED, trained=[], records=["{}"])
 
     def begin(self, weights: Any) -> None:
         self.asked.note("begin", weights.identity.version)
@@ -65,8 +65,8 @@ class StandIns(SimpleNamespace):
     def at_boundary(self, weights: Any) -> None:
         self.asked.note("at boundary", weights.identity.version)
 
-    def write(self, row: Mapping[str, Any], _trained: object) -> None:
-        self.asked.note("row", row["step"])
+    def write(self, row: Mapping[str, Any], _trained: object, records: object) -> None:
+        self.asked.note("row", row["step"], records)
 
     def seal(self) -> None:
         self.asked.note("seal")
@@ -95,7 +95,7 @@ def asked(**trainer: int) -> list[str]:
 def test_a_step_is_published_its_update_begun_and_then_released_and_committed() -> None:
     start = ["publish 0", "begin 0", "begin update 0"]
     step = ["wait for 0.0.0", "forward_backward 0.0.0", "leave boundary", "optim_step"]
-    end = ["publish 1", "begin update 1", "release 0", "at boundary 1", "row 0", "seal"]
+    end = ["publish 1", "begin update 1", "release 0", "at boundary 1", "row 0 ['{}']", "seal"]
     assert asked() == start + step + end
 
 

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from orchestrator.cursor import Cursor
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, load_dataset
 from orchestrator.metrics import IdleClock
-from orchestrator.rollout import RolloutLimits
-from orchestrator.tokenizer import load_tokenizer, rollout_limits
+from orchestrator.rollout import RolloutLimits, rollout_limits
 from trireme.config import Config
 from trireme.config.schema import EnvConfig
 from trireme.errors import BadInput
+from trireme.tokenizer import load_tokenizer
 
 CONTEXT = EnvContext(tokenizer=None, seed=0, group_size=2)
 HERE = "test_orchestrator_env"
@@ -171,7 +171,7 @@ def test_the_room_starts_without_torch(model_dir: Path) -> None:
     """Importing torch would cost every start some seconds."""
     code = (
         "import sys, orchestrator.actor, orchestrator.envs.sort\n"
-        "from orchestrator.tokenizer import load_tokenizer\n"
+        "from trireme.tokenizer import load_tokenizer\n"
         f"load_tokenizer({str(model_dir)!r})\n"
         "print(sorted({'torch', 'ray', 'vllm'} & set(sys.modules)))"
     )

@@ -25,6 +25,7 @@ from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest, read_mani
 from trireme.checkpoint.rows import ROW_FILES, Row, cut, read_rows, write_rows
 from trireme.errors import CheckpointInvalid
 from trireme.faults import fault_point
+from trireme.rollouts import ROLLOUTS, recorded_steps
 
 HEAD = "HEAD"
 KEEP = "KEEP"
@@ -289,5 +290,13 @@ class CheckpointStore:
         parked = {entry.name for entry in branch.glob(f"{self.checkpoints.name}/*")}
         cuts = {name: cut(self.root / name, lambda row: row.step >= step, branch / name) for name in ROW_FILES}
         cut(self.rows, lambda row: row.step > step or row.values["name"] in parked, branch / self.rows.name)
+        self._move_records(step, branch)
         done = [f"{c.moved} rows of {name} are now in {branch / name}" for name, c in cuts.items() if c.moved]
         return done + [f"{c.torn} torn lines of {name} were dropped" for name, c in cuts.items() if c.torn]
+
+    def _move_records(self, step: int, branch: Path) -> None:
+        """Records of rollouts of step >= `step` move to the branch, each at once."""
+        for recorded, file in recorded_steps(self.root / ROLLOUTS).items():
+            if recorded >= step:
+                (branch / ROLLOUTS).mkdir(parents=True, exist_ok=True)
+                file.rename(branch / ROLLOUTS / file.name)

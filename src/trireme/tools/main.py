@@ -1,4 +1,4 @@
-"""The command `trireme`: `trireme inspect RUN`, `trireme export RUN`, `trireme report RUN`."""
+"""The command `trireme`: `trireme inspect RUN`, `trireme export RUN`, `trireme report RUN`, `trireme watch RUN`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,11 +16,14 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from trireme.config.problems import Problem
-from trireme.errors import EXIT_OK, TriremeError
+from trireme.errors import EXIT_INTERRUPTED, EXIT_OK, TriremeError
+from trireme.tokenizer import load_tokenizer
 from trireme.tools.export import DTYPES, export
 from trireme.tools.inspection import inspect, render, to_json
 from trireme.tools.report import page
 from trireme.tools.timeline import Timeline, join_files, timeline, traces
+from trireme.tools.watch.following import Follower, tokenizer_of
+from trireme.tools.watch.plain import follow
 
 MARKS = ("config.json", "HEAD", "checkpoints")
 """A run directory holds one of these."""
@@ -36,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TriremeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return EXIT_OK
 
 
@@ -72,7 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     reporting.set_defaults(command=_report)
 
-    for command in (looking, taking, reporting):
+    watching = commands.add_parser("watch", help="a live or a finished run: curves, rooms and logs, rollouts")
+    watching.add_argument("--plain", action="store_true", help="a line for each step, as where there is no terminal")
+    watching.set_defaults(command=_watch)
+
+    for command in (looking, taking, reporting, watching):
         command.add_argument("run", metavar="RUN", type=Path, help="directory of the run")
     return parser
 
@@ -127,6 +137,18 @@ def _write_trace(root: Path, shown: Timeline | None, out: Path) -> None:
     with _writable(out):
         join_files(traces(root)[shown.attempt], out)
     print(f"{out}: the trace of attempt {shown.attempt}, for ui.perfetto.dev ({decimal(out.stat().st_size)})")
+
+
+def _watch(options: argparse.Namespace) -> None:
+    root = _run_directory(options.run)
+    follower = Follower(root)
+    if options.plain or not sys.stdout.isatty():
+        follow(follower, partial(print, flush=True))
+        return
+    from trireme.tools.watch.app import Watch  # a screen is what only this command pays for
+
+    tokenizer = tokenizer_of(follower.config)
+    Watch(follower, partial(load_tokenizer, tokenizer) if tokenizer else None).run()
 
 
 @contextmanager

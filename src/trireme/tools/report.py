@@ -137,7 +137,7 @@ def _described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
     return [
         ("model", f"{model['name']}, {model['dtype']}"),
-        ("environment", " ".join([config["env"]["id"], *(f"{k} = {v}" for k, v in config["env"]["args"].items())])),
+        *(("environment", " ".join([e["id"], *(f"{k} = {v}" for k, v in e["args"].items())])) for e in config["env"]),
         (
             "batch",
             f"{orchestrator['batch_size']} problems, {orchestrator['group_size']} rollouts of each; "

@@ -1,0 +1,135 @@
+"""What `trireme watch` shows, as text for a terminal: pure functions of what the run directory says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+Row = Mapping[str, Any]
+TokenText = Callable[[int], str]
+FIRST_CURVES = ("reward/total", "off_policy/mean", "optim/kl_sample_train_v2", "optim/entropy", "time/step")
+"""Curves that are looked at first; the others follow in order of name."""
+
+ROOMS = {
+    "trainer": (
+        "time/forward_backward",
+        "time/optim",
+        "time/publish",
+        "perf/trainer_idle_frac",
+        "optim/grad_norm",
+        "optim/kl_sample_train_v2",
+    ),
+    "orchestrator": (
+        "time/wait_for_batch",
+        "off_policy/in_flight",
+        "off_policy/in_queue",
+        "off_policy/mean",
+        "perf/max_concurrent",
+        "perf/event_loop_lag",
+    ),
+    "inference": (
+        "perf/tokens_per_s",
+        "perf/rollouts_per_s",
+        "perf/inference_idle_frac",
+        "time/update",
+        "time/update_pause",
+        "weights/reprefill_tokens",
+    ),
+}
+"""Of the newest row, what tells how each room is doing."""
+
+
+def headline(config: Mapping[str, Any], rows: Sequence[Row], driver: str) -> str:
+    """One line: how far the run is, and whether it goes on."""
+    target = config.get("max_steps", "?")
+    if not rows:
+        return f"step 0/{target}  {driver}"
+    row = rows[-1]
+    reward = f"reward {row['reward/total']:.3f}  " if "reward/total" in row else ""
+    return f"step {row['step'] + 1}/{target}  attempt {row.get('attempt', 1)}  {reward}{driver}"
+
+
+def curve_names(rows: Sequence[Row]) -> list[str]:
+    """Names of all metrics that are numbers, those of FIRST_CURVES first."""
+    numbers = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
+    names = sorted(numbers - {"step", "version", "progress", "time/unix"})
+    return [name for name in FIRST_CURVES if name in numbers] + [name for name in names if name not in FIRST_CURVES]
+
+
+def curve(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
+    """Steps and values of a metric, where it has one."""
+    points = [(float(row["step"]), float(row[name])) for row in rows if name in row]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def rooms_table(rows: Sequence[Row]) -> Table:
+    """What each room did in the newest step, a column each."""
+    table = Table(expand=True, box=None, title="" if rows else "no step is done yet")
+    for room in ROOMS:
+        table.add_column(room)
+    if rows:
+        newest = rows[-1]
+        columns = [[f"{name} {newest[name]:.4g}" for name in names if name in newest] for names in ROOMS.values()]
+        for i in range(max(map(len, columns))):
+            table.add_row(*(column[i] if i < len(column) else "" for column in columns))
+    return table
+
+
+def group_title(group: Mapping[str, Any]) -> str:
+    """A line for one recorded group."""
+    rewards = group["rewards"]
+    return f"{group['step']:>6} {group['why']:<6} {sum(rewards) / len(rewards):+.3f}  {group['problem']}"
+
+
+def group_text(group: Mapping[str, Any], token_text: TokenText | None, per_token: bool) -> Text:
+    """All rollouts of a recorded group. `per_token`: each sampled token on a line of its own, with its log-probability
+    and the version that sampled it; else as running text, coloured by them (`token_text` none: uncoloured)."""
+    text = Text(
+        f"problem {group['problem']}  {' '.join(group['tags'])}  step {group['step']}  floor {group['floor']}\n"
+    )
+    both = zip(group["rollouts"], group["rewards"], group["advantages"], strict=True)
+    for number, (rollout, reward, advantage) in enumerate(both):
+        title = f"\n── rollout {number}  reward {reward:g}  advantage {advantage:+g}  {rollout['stop_reason']}\n"
+        text.append(title, style="bold")
+        for turn in rollout["turns"]:
+            text.append_text(_turn_text(turn, token_text, per_token))
+    return text
+
+
+def _turn_text(turn: Mapping[str, Any], token_text: TokenText | None, per_token: bool) -> Text:
+    text = Text(turn.get("observation_text", str(turn["observation"])), style="dim")
+    if per_token:
+        return text.append("\n").append_text(_token_lines(turn, token_text))
+    if token_text is None:
+        text.append(turn.get("action_text", str(turn["action"])), style="cyan")
+    else:
+        for token, logprob in zip(turn["action"], turn["logprobs"], strict=True):
+            text.append(token_text(token), style=_colour(logprob))
+    spans = ", ".join(f"{count} of version {version}" for version, count in turn["versions"])
+    text.append(f"\n  [{spans} tokens; reward {turn['reward']:g}", style="dim italic")
+    told = {**turn["metrics"], **turn["logs"]}
+    text.append("".join(f"; {name} {value}" for name, value in told.items()) + "]\n", style="dim italic")
+    return text
+
+
+def _token_lines(turn: Mapping[str, Any], token_text: TokenText | None) -> Text:
+    text = Text()
+    for token, logprob, version in zip(turn["action"], turn["logprobs"], _versions(turn), strict=True):
+        shown = repr(token_text(token)) if token_text else ""
+        text.append(f"{token:>8} {shown:<16} {logprob:>9.4f}  version {version}\n", style=_colour(logprob))
+    return text
+
+
+def _versions(turn: Mapping[str, Any]) -> Iterator[int]:
+    for version, count in turn["versions"]:
+        yield from [version] * count
+
+
+def _colour(logprob: float) -> str:
+    """Of a token that was likely, less likely, or a surprise."""
+    if logprob > -0.1:
+        return "green"
+    return "yellow" if logprob > -1.5 else "red"

@@ -1,0 +1,97 @@
+"""What a run directory says right now: read again and again while a run writes it, by a process that takes no part.
+
+No Ray, no lock: whoever watches can neither hold a run up nor keep it from being resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trireme.rollouts import ROLLOUTS, recorded_steps
+
+TAIL_BYTES = 16 * 1024
+HOLDER = re.compile(r"pid (\d+) on (\S+)")
+
+
+@dataclass
+class Follower:
+    """The rows of a run's metrics, of which `poll` reads what is new."""
+
+    root: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    _inode: int = 0
+    _read: int = 0
+
+    def poll(self) -> bool:
+        """Whether there are other rows than before. After the run has gone back to a commit all are read again."""
+        file = self.root / "metrics.jsonl"
+        if not file.exists():
+            return False
+        with file.open("rb") as lines:
+            status = os.fstat(lines.fileno())
+            again = status.st_ino != self._inode or status.st_size < self._read
+            if again:
+                self.rows, self._inode, self._read = [], status.st_ino, 0
+            lines.seek(self._read)
+            new, whole, _torn = lines.read().rpartition(b"\n")
+        self._read += len(new) + len(whole)
+        self.rows += [json.loads(line) for line in new.splitlines() if line]
+        return again or bool(new)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The run's configuration; empty before it is written."""
+        file = self.root / "config.json"
+        config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        return config
+
+    def logs(self) -> dict[str, list[str]]:
+        """The last lines of each room's log in the newest attempt."""
+        attempts = sorted((self.root / "logs").glob("attempt_*"), key=lambda path: int(path.name.partition("_")[2]))
+        return {file.stem: tail(file) for file in sorted(attempts[-1].glob("*.log"))} if attempts else {}
+
+    def rollouts(self) -> dict[int, Path]:
+        """The files of recorded rollouts, by step."""
+        return recorded_steps(self.root / ROLLOUTS)
+
+    def driver(self) -> str:
+        """Whether somebody drives the run, as far as can be seen from here."""
+        file = self.root / "driver.lock"
+        holder = HOLDER.match(file.read_text()) if file.exists() else None
+        if holder is None:
+            return "not started"
+        if holder[2] != os.uname().nodename:
+            return f"driver on {holder[2]}, process {holder[1]}"
+        return f"running, process {holder[1]}" if _drives(int(holder[1]), file) else "not running"
+
+
+def _drives(pid: int, lock: Path) -> bool:
+    """Whether process `pid` has the lock file open: its number alone may be another one's by now."""
+    try:
+        return any(Path(opened.path) == lock for opened in psutil.Process(pid).open_files())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def tokenizer_of(config: Mapping[str, Any]) -> str | None:
+    """The local directory that a run's configuration takes its tokenizer from; none if it is elsewhere, or gone."""
+    model = config.get("model", {})
+    name = model.get("tokenizer") or model.get("name")
+    return name if name and Path(name).is_dir() else None
+
+
+def tail(file: Path) -> list[str]:
+    """The last lines of a text file, at most TAIL_BYTES of them."""
+    with file.open("rb") as log:
+        size = log.seek(0, os.SEEK_END)
+        log.seek(max(0, size - TAIL_BYTES))
+        lines = log.read().decode(errors="replace").splitlines()
+    return lines[1:] if size > TAIL_BYTES and len(lines) > 1 else lines

@@ -1,0 +1,201 @@
+"""`trireme watch`: what it reads of a run that is being written, what it shows, and the screen itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.widgets import OptionList, Static
+
+from trireme.rollouts import ROLLOUTS, RolloutFiles
+from trireme.tools.watch import drawing, plain
+from trireme.tools.watch.app import Watch
+from trireme.tools.watch.following import TAIL_BYTES, Follower, tail, tokenizer_of
+
+ROW = {"attempt": 1, "reward/total": 0.5, "off_policy/mean": 1.0, "time/step": 0.25, "perf/tokens_per_s": 1234.0}
+
+
+def rows(first: int, last: int) -> str:
+    return "".join(json.dumps(ROW | {"step": step, "reward/total": step / 10}) + "\n" for step in range(first, last))
+
+
+def record(step: int, why: str = "best") -> str:
+    turn = {
+        "continues": False,
+        "observation": [0],
+        "observation_text": "Sort: 21",
+        "action": [1, 2],
+        "action_text": "12",
+        "logprobs": [-0.01, -2.5],
+        "versions": [[step, 1], [step + 1, 1]],
+        "reward": 1.0,
+        "metrics": {"exact": 1.0},
+        "logs": {},
+    }
+    rollout = {"reward": 1.0, "stop_reason": "stop", "turns": [turn]}
+    return json.dumps(
+        {
+            "step": step,
+            "why": why,
+            "problem": f"0/{step}",
+            "tags": ["sort"],
+            "floor": step,
+            "rewards": [1.0, 0.0],
+            "advantages": [0.5, -0.5],
+            "rollouts": [rollout, rollout],
+        }
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of which three steps are done."""
+    (tmp_path / "config.json").write_text(json.dumps({"max_steps": 10, "model": {"name": "somewhere"}}))
+    (tmp_path / "metrics.jsonl").write_text(rows(0, 3))
+    logs = tmp_path / "logs" / "attempt_10"
+    logs.mkdir(parents=True)
+    (tmp_path / "logs" / "attempt_9").mkdir()
+    (logs / "trainer_0.log").write_text("the trainer says\n")
+    (logs / "inference_0.log").write_text("")
+    RolloutFiles(tmp_path / ROLLOUTS).write_rollouts(2, [record(2), record(2, "worst")])
+    return tmp_path
+
+
+def test_rows_are_read_once_and_a_line_under_way_waits(run: Path) -> None:
+    follower = Follower(run)
+    assert follower.poll()
+    assert [row["step"] for row in follower.rows] == [0, 1, 2]
+    assert not follower.poll()
+    fourth = rows(3, 4)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(fourth[:20])
+        file.flush()
+        assert not follower.poll()
+        file.write(fourth[20:])
+    assert follower.poll()
+    assert [row["step"] for row in follower.rows] == [0, 1, 2, 3]
+
+
+def test_a_run_that_went_back_is_read_again(run: Path) -> None:
+    follower = Follower(run)
+    follower.poll()
+    cut = run / "metrics.new"
+    cut.write_text(rows(0, 1))
+    cut.rename(run / "metrics.jsonl")
+    assert follower.poll()
+    assert [row["step"] for row in follower.rows] == [0]
+
+
+def test_a_run_that_has_not_begun_has_nothing(tmp_path: Path) -> None:
+    follower = Follower(tmp_path)
+    assert not follower.poll()
+    assert (follower.config, follower.logs(), follower.rollouts(), follower.driver()) == ({}, {}, {}, "not started")
+
+
+def test_logs_are_those_of_the_newest_attempt(run: Path) -> None:
+    assert Follower(run).logs() == {"trainer_0": ["the trainer says"], "inference_0": []}
+
+
+def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "long.log"
+    file.write_text("".join(f"line {i}\n" for i in range(100_000)))
+    lines = tail(file)
+    assert lines[-1] == "line 99999"
+    assert len("\n".join(lines)) <= TAIL_BYTES
+    assert all(line.startswith("line ") for line in lines)
+
+
+def test_a_driver_is_one_that_holds_the_lock_file(run: Path) -> None:
+    lock = run / "driver.lock"
+    here = os.uname().nodename
+    lock.write_text(f"pid {os.getpid()} on {here}\n")
+    assert Follower(run).driver() == "not running", "another process may have the number by now"
+    with lock.open():
+        assert Follower(run).driver() == f"running, process {os.getpid()}"
+    lock.write_text("pid 1 on elsewhere\n")
+    assert Follower(run).driver() == "driver on elsewhere, process 1"
+
+
+def test_a_tokenizer_is_taken_from_a_directory_only(tmp_path: Path) -> None:
+    assert tokenizer_of({"model": {"name": str(tmp_path), "tokenizer": None}}) == str(tmp_path)
+    assert tokenizer_of({"model": {"name": "some/model"}}) is None
+    assert tokenizer_of({}) is None
+
+
+def test_the_curves_that_matter_come_first() -> None:
+    names = drawing.curve_names([{"step": 0, "b": 1.0, "time/step": 1.0, "weights/digest": "x"}, {"a": 2, "b": 3.0}])
+    assert names == ["time/step", "a", "b"]
+    assert drawing.curve([{"step": 0, "b": 1.0}, {"step": 1}, {"step": 2, "b": 3.0}], "b") == ([0.0, 2.0], [1.0, 3.0])
+
+
+def test_a_group_is_shown_with_rewards_versions_and_logprobs() -> None:
+    group = json.loads(record(4))
+    words = drawing.group_text(group, "ab{}".__getitem__, per_token=False).plain
+    for expected in ("reward 1", "advantage +0.5", "Sort: 21", "b{", "1 of version 4, 1 of version 5", "exact 1.0"):
+        assert expected in words
+    tokens = drawing.group_text(group, "ab{}".__getitem__, per_token=True).plain
+    assert "'b'" in tokens
+    assert "-2.5000  version 5" in tokens
+    assert "12" in drawing.group_text(group, None, per_token=False).plain
+
+
+def test_the_screen_shows_curves_rooms_and_rollouts(run: Path) -> None:
+    async def look() -> None:
+        app = Watch(Follower(run), None)
+        async with app.run_test(size=(140, 40)) as pilot:
+            await pilot.pause()
+            assert "step 3/10" in str(app.query_one("#headline", Static).render())
+            assert app.query_one("#curve_names", OptionList).get_option_at_index(0).prompt == "reward/total"
+            await pilot.press("r")
+            assert "the trainer says" in str(app.query_one("#log_trainer_0", Static).render())
+            await pilot.press("g")
+            groups = app.query_one("#groups", OptionList)
+            groups.focus()
+            assert groups.option_count == 2
+            groups.highlighted = 1
+            await pilot.pause()
+            assert "Sort: 21" in str(app.query_one("#group_text", Static).render())
+            await pilot.press("t")
+            await pilot.pause()
+            assert "version 3" in str(app.query_one("#group_text", Static).render())
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(rows(3, 4))
+            RolloutFiles(run / ROLLOUTS).write_rollouts(3, [record(3)])
+            await app.refresh_run()
+            assert "step 4/10" in str(app.query_one("#headline", Static).render())
+            assert groups.option_count == 3
+            (run / ROLLOUTS / "step_000003.jsonl").unlink()
+            await app.refresh_run()
+            assert groups.option_count == 2
+
+    asyncio.run(look())
+
+
+def test_plain_lines_follow_to_the_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    follower = Follower(run)
+    states = iter(["running, process 1", "running, process 1", "not running"])
+    monkeypatch.setattr(follower, "driver", lambda: next(states))
+    steps = iter([rows(3, 4), rows(4, 5)])
+
+    def more(_seconds: float) -> None:
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(next(steps))
+
+    monkeypatch.setattr(plain.time, "sleep", more)
+    plain.follow(follower, said.append)
+    assert [line.split()[1] for line in said[:-1]] == ["1/10", "2/10", "3/10", "4/10", "5/10"]
+    assert "reward/total 0.4" in said[4]
+    assert said[-1] == "step 5/10  attempt 1  reward 0.400  not running"
+
+
+def test_without_a_terminal_lines_are_printed(run: Path) -> None:
+    command: list[Any] = [sys.executable, "-m", "trireme.tools.main", "watch", run]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.count("\n") == 4
