@@ -37,7 +37,7 @@ class ToolSpec(TypedDict):
 class Message(TypedDict, total=False):
     """One message. `role`: system, user, assistant or tool. `content` is without the thinking and the tool calls, which
     stand beside it. `name` is the tool that a message of role tool comes from. `tokens`: the message was sampled as
-    these, the token that ended it included."""
+    these, the token that ended it included; `prompt`: from this prompt, if that is known."""
 
     role: Required[str]
     content: Required[str]
@@ -45,6 +45,7 @@ class Message(TypedDict, total=False):
     tool_calls: list[ToolCall]
     name: str
     tokens: list[int]
+    prompt: list[int]
 
 
 class Renderer(Protocol):

@@ -1,0 +1,210 @@
+"""What all renderers share. Each says how a conversation looks as text; here text and sampled tokens become prompts.
+
+    messages --text()--> one string --encode--> tokens                        no message was sampled
+    prompt + sampled tokens + encode(text after the sampled message)          one was: its tokens stay as they are
+
+The text after a message is found by writing a mark in its place. Where the thinking of earlier messages goes out of a
+prompt (`history.py`), it is cut out of their tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trireme.renderers.history import HistoryRule, without_thinking
+from trireme.renderers.parsing import CALL, CALL_END, THINK, THINK_END, parse_text
+from trireme.renderers.types import Message, ToolCall, ToolSpec, TrainOn
+
+MARK = "\ue000message\ue001"
+"""Stands where a message's text would be. Private characters, which no text holds and no template strips."""
+
+TRAINED_ROLES: dict[TrainOn, tuple[str, ...]] = {
+    "last_assistant_message": ("assistant",),
+    "all_assistant_messages": ("assistant",),
+    "all_user_and_system_messages": ("user", "system"),
+    "all_messages": ("system", "user", "assistant", "tool"),
+}
+
+
+class TextRenderer(ABC):
+    """A renderer that says how a conversation looks as text. `tokenizer` is a `transformers` tokenizer."""
+
+    thinking_is_open = False
+    """Whether the prompt itself opens the assistant's thinking."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[int], rule: HistoryRule) -> None:
+        self._tokenizer, self._stop, self._rule = tokenizer, tuple(dict.fromkeys(stop)), rule
+
+    @abstractmethod
+    def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
+        """The conversation as text; `generate`: with the header of the assistant's next message."""
+
+    def stop_tokens(self) -> tuple[int, ...]:
+        return self._stop
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    # ---- prompts
+
+    def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """As in `Renderer`. With a `prompt` in the last message that was sampled the conversation goes on from there,
+        unless thinking that it shows goes out now."""
+        sampled = [i for i, m in enumerate(messages) if "tokens" in m]
+        if not sampled:
+            return self.encode(self.text(messages, tools, True))
+        cut, last = self._rule.cut_turns(messages), sampled[-1]
+        if "prompt" in messages[last] and cut == self._rule.cut_turns(messages[:last]):
+            sampled, prompt = [last], list(messages[last]["prompt"])
+        else:
+            prompt = self.encode(self.text(messages[: sampled[0]], tools, True))
+        for i, end in pairwise([*sampled, len(messages)]):
+            own = self._sampled_tokens(messages[i], i in cut)
+            prompt += own + self._tokens_after(own, messages[:end], i, tools)
+        return prompt
+
+    def _sampled_tokens(self, message: Message, cut: bool) -> list[int]:
+        tokens = message["tokens"]
+        return without_thinking(self._tokenizer, tokens, self.thinking_is_open) if cut else list(tokens)
+
+    def _tokens_after(
+        self, own: list[int], messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]
+    ) -> list[int]:
+        """What stands between message `i`, shown as the tokens `own`, and the next one that the assistant writes."""
+        after = self.encode(self._around(messages, i, tools, True)[1])
+        ends_itself = own and own[-1] in self._stop and after[:1] == own[-1:]
+        return after[1:] if ends_itself else after
+
+    def _around(
+        self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec], generate: bool
+    ) -> tuple[str, str]:
+        """The text before and after what message `i` says."""
+        marked: Message = {"role": messages[i]["role"], "content": MARK}
+        before, found, after = self.text([*messages[:i], marked, *messages[i + 1 :]], tools, generate).partition(MARK)
+        if not found:
+            raise ValueError(
+                f"the chat template shows nothing of message {i} of role {messages[i]['role']!r}; expected a template "
+                "that shows each message's content: use a renderer other than chat_template"
+            )
+        return before, after
+
+    # ---- supervised examples
+
+    def supervised_example(
+        self, messages: Sequence[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        full = self.text(messages, tools, False)
+        if train_on == "all_tokens":
+            tokens = np.asarray(self.encode(full), np.int32)
+            return tokens, np.ones(len(tokens), np.float32)
+        trained = trained_messages(messages, train_on)
+        cut = self._rule.cut_turns(messages[: _last_of(messages, "assistant")])
+        tokens_T: list[int] = []
+        weights_T: list[float] = []
+        done = 0
+        for i in sorted({*trained, *(i for i, m in enumerate(messages) if "tokens" in m)}):
+            start, end = self._span(full, messages, i, tools)
+            own = (
+                self._sampled_tokens(messages[i], i in cut) if "tokens" in messages[i] else self.encode(full[start:end])
+            )
+            header = self.encode(full[done:start])
+            tokens_T += header + own
+            weights_T += [0.0] * len(header) + [float(i in trained)] * len(own)
+            done = end
+        rest = self.encode(full[done:])
+        return np.asarray(tokens_T + rest, np.int32), np.asarray(weights_T + [0.0] * len(rest), np.float32)
+
+    def _span(self, full: str, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> tuple[int, int]:
+        """Where in the text `full` of the conversation message `i` begins, and where it and the token that ends it are
+        over. What the assistant would have been asked with is its header, if the conversation shows that still."""
+        before, after = self._around(messages, i, tools, False)
+        headers = [before]
+        if messages[i]["role"] == "assistant":
+            headers.insert(0, self.text(messages[:i], tools, True))
+        start = next((len(header) for header in headers if full.startswith(header)), None)
+        if start is None or not full.endswith(after):
+            raise ValueError(
+                f"the chat template shows message {i} of role {messages[i]['role']!r} in another form depending on "
+                "what surrounds it, so its tokens cannot be told from its header: train_on last_assistant_message, or "
+                "use a renderer other than chat_template"
+            )
+        ends = [text for text in map(self._text_of, self._stop) if after.startswith(text)]
+        return start, len(full) - len(after) + max(map(len, ends), default=0)
+
+    def _text_of(self, token: int) -> str:
+        return str(self._tokenizer.decode([token]))
+
+    # ---- answers
+
+    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
+        tokens = [int(token) for token in tokens]
+        ended = bool(tokens) and tokens[-1] in self._stop
+        text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
+        message, whole = self.parse_text(THINK + text if self.thinking_is_open else text)
+        message["tokens"] = tokens
+        return message, ended and whole
+
+    def parse_text(self, text: str) -> tuple[Message, bool]:
+        """What an assistant's text says."""
+        return parse_text(text)
+
+
+def trained_messages(messages: Sequence[Message], train_on: TrainOn) -> list[int]:
+    """Places of the messages that count. Raises ValueError for an unknown `train_on`, and if there is none."""
+    if train_on not in TRAINED_ROLES:
+        raise ValueError(f"train_on = {train_on!r}; expected one of {', '.join([*TRAINED_ROLES, 'all_tokens'])}")
+    roles = TRAINED_ROLES[train_on]
+    places = [i for i, m in enumerate(messages) if m["role"] in roles]
+    if not places:
+        raise ValueError(
+            f"a conversation of {len(messages)} messages has none of role {' or '.join(roles)}, which "
+            f"train_on = {train_on} trains on"
+        )
+    return places[-1:] if train_on == "last_assistant_message" else places
+
+
+def _last_of(messages: Sequence[Message], role: str) -> int:
+    return max((i for i, m in enumerate(messages) if m["role"] == role), default=len(messages))
+
+
+# ---- text that several renderers write alike
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def tool_schema(tool: ToolSpec) -> dict[str, Any]:
+    """A tool in the form in which chat templates take it."""
+    return {"type": "function", "function": dict(tool)}
+
+
+def describe_tools(tools: Sequence[ToolSpec]) -> str:
+    """What a system message says about tools, in the form that Qwen3 was trained with."""
+    listed = "".join(f"\n{as_json(tool_schema(tool))}" for tool in tools)
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>{listed}\n</tools>\n\n"
+        "For each function call, return a json object with function name and arguments within "
+        f"{CALL}{CALL_END} XML tags:\n{CALL}\n"
+        f'{{"name": <function-name>, "arguments": <args-json-object>}}\n{CALL_END}'
+    )
+
+
+def thinking_block(thinking: str) -> str:
+    stripped = thinking.strip("\n")
+    return f"{THINK}\n{stripped}\n{THINK_END}\n\n"
+
+
+def with_tool_calls(content: str, calls: Sequence[ToolCall]) -> str:
+    blocks = [
+        f'{CALL}\n{{"name": "{call["name"]}", "arguments": {as_json(call["arguments"])}}}\n{CALL_END}' for call in calls
+    ]
+    return "\n".join([content, *blocks] if content or not blocks else blocks)

@@ -1,0 +1,75 @@
+"""The tokenizer's own chat template: token for token what `apply_chat_template` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trireme.errors import BadInput
+from trireme.renderers.base import MARK, TextRenderer, thinking_block, tool_schema
+from trireme.renderers.history import HistoryRule
+from trireme.renderers.parsing import CALL, THINK
+from trireme.renderers.types import Message, ToolSpec
+
+ASKED: Message = {"role": "user", "content": "?"}
+ANSWERED: Message = {"role": "assistant", "content": MARK}
+
+
+class ChatTemplateRenderer(TextRenderer):
+    """The assistant's message ends with the end of sequence, or with the token that the template puts after it.
+
+    Tool calls are read back where the template writes them as `<tool_call>` blocks; for another form there is
+    `parse_response` of a subclass. Raises BadInput for a tokenizer without a template.
+    """
+
+    def __init__(self, tokenizer: Any, rule: HistoryRule) -> None:
+        template = tokenizer.chat_template
+        if not isinstance(template, str):
+            raise BadInput(
+                f"renderer.name = chat_template with a tokenizer that has {'none' if template is None else 'several'}; "
+                "expected one: give --model.tokenizer a tokenizer with it, or set --renderer.name role_colon"
+            )
+        self._writes_thinking = "reasoning_content" in template
+        self._reads_calls = CALL in template
+        super().__init__(tokenizer, (), rule)
+        self._stop = self._find_stop_tokens()
+        self.thinking_is_open = self.text([ASKED], (), True).rstrip().endswith(THINK)
+
+    def _find_stop_tokens(self) -> tuple[int, ...]:
+        after = self.encode(self.text([ASKED, ANSWERED], (), False).partition(MARK)[2])
+        special = set(self._tokenizer.get_added_vocab().values())
+        found = [self._tokenizer.eos_token_id, *(token for token in after[:1] if token in special)]
+        stop = tuple(dict.fromkeys(token for token in found if token is not None))
+        if not stop:
+            raise BadInput(
+                "renderer.name = chat_template with a tokenizer that has no end-of-sequence token, and a template that "
+                "puts no special token after the assistant's message; expected either: nothing else can end an answer"
+            )
+        return stop
+
+    def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                [self._for_template(message) for message in messages],
+                tools=[tool_schema(tool) for tool in tools] or None,
+                add_generation_prompt=generate,
+                tokenize=False,
+            )
+        )
+
+    def _for_template(self, message: Message) -> dict[str, Any]:
+        """A message under the names that chat templates know."""
+        shown: dict[str, Any] = {key: message[key] for key in ("role", "content", "name") if key in message}
+        thinking = message.get("thinking", "")
+        if thinking and self._writes_thinking:
+            shown["reasoning_content"] = thinking
+        elif thinking:
+            shown["content"] = thinking_block(thinking) + message["content"]
+        if calls := message.get("tool_calls"):
+            shown["tool_calls"] = [{"type": "function", "function": dict(call)} for call in calls]
+        return shown
+
+    def parse_text(self, text: str) -> tuple[Message, bool]:
+        if self._reads_calls or CALL not in text:
+            return super().parse_text(text)
+        return {"role": "assistant", "content": text}, True

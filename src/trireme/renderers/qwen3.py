@@ -1,0 +1,78 @@
+"""Qwen3's format. With thinking stripped from history, text for text what its own chat template writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trireme.errors import BadInput
+from trireme.renderers.base import TextRenderer, describe_tools, thinking_block, with_tool_calls
+from trireme.renderers.history import TOOL_RESPONSE, TOOL_RESPONSE_END, HistoryRule, last_query
+from trireme.renderers.parsing import THINK, THINK_END
+from trireme.renderers.types import Message, ToolSpec
+
+START, END = "<|im_start|>", "<|im_end|>"
+
+
+class Qwen3Renderer(TextRenderer):
+    """Raises BadInput for a tokenizer that lacks one of the format's tokens."""
+
+    def __init__(self, tokenizer: Any, rule: HistoryRule) -> None:
+        known = tokenizer.get_added_vocab()
+        missing = [token for token in (START, END) if token not in known]
+        if missing:
+            raise BadInput(
+                f"renderer.name = qwen3 with a tokenizer that has no token {' and no '.join(missing)}; expected the "
+                "tokenizer of a Qwen3 model: set --renderer.name to chat_template or role_colon, or leave it out"
+            )
+        end_of_text = tokenizer.eos_token_id
+        super().__init__(tokenizer, [known[END], *([] if end_of_text is None else [end_of_text])], rule)
+
+    def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
+        speaks = bool(messages) and messages[-1]["role"] == "assistant" and not generate
+        boundary = self._rule.boundary(messages[:-1] if speaks else messages)
+        query = last_query(messages)
+        blocks = [_opening(messages, tools)] if messages else []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                blocks.append(_assistant(message, i >= boundary, i == len(messages) - 1 > query))
+            elif message["role"] == "tool":
+                blocks.append(_tool(messages, i))
+            elif i or message["role"] != "system":
+                blocks.append(f"{START}{message['role']}\n{message['content']}{END}\n")
+        return "".join(blocks) + (f"{START}assistant\n" if generate else "")
+
+
+def _opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+    """The system's message, which also lists the tools."""
+    system = messages[0]["content"] if messages[0]["role"] == "system" else None
+    if tools:
+        about = describe_tools(tools)
+        said = about if system is None else system + "\n\n" + about
+        return f"{START}system\n{said}{END}\n"
+    return "" if system is None else f"{START}system\n{system}{END}\n"
+
+
+def _assistant(message: Message, shows_thinking: bool, answers_last: bool) -> str:
+    """`answers_last`: the last message of the conversation, after its last query, has a block even for no thinking."""
+    thinking, content = _thinking_and_content(message)
+    block = thinking_block(thinking) if shows_thinking and (thinking or answers_last) else ""
+    body = content.lstrip("\n") if block else content
+    return f"{START}assistant\n{block}{with_tool_calls(body, message.get('tool_calls', ()))}{END}\n"
+
+
+def _thinking_and_content(message: Message) -> tuple[str, str]:
+    """Content that holds thinking is taken apart, as the template does it."""
+    content = message["content"]
+    if "thinking" in message or THINK_END not in content:
+        return message.get("thinking", ""), content
+    thinking = content.split(THINK_END)[0].rstrip("\n").split(THINK)[-1].lstrip("\n")
+    return thinking, content.split(THINK_END)[-1].lstrip("\n")
+
+
+def _tool(messages: Sequence[Message], i: int) -> str:
+    """Answers of tools in a row share one user's message."""
+    first = not i or messages[i - 1]["role"] != "tool"
+    last = i == len(messages) - 1 or messages[i + 1]["role"] != "tool"
+    header, end = f"{START}user" if first else "", f"{END}\n" if last else ""
+    return f"{header}\n{TOOL_RESPONSE}\n{messages[i]['content']}\n{TOOL_RESPONSE_END}{end}"
