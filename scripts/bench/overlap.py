@@ -106,7 +106,7 @@ def groups(config: Config) -> Iterator[tuple[CountingEnv, ...]]:
     """The environments of each problem of the run, in order, again and again."""
     from orchestrator.env import EnvContext
 
-    dataset = CountingDataset(EnvContext(None, config.seed, config.orchestrator.group_size), **config.env.args)
+    dataset = CountingDataset(EnvContext(None, config.seed, config.orchestrator.group_size), **config.env[0].args)
     return (dataset.envs(index % len(dataset)) for index in count())
 
 
@@ -195,7 +195,7 @@ class Bench:
 @contextmanager
 def started(config: Config) -> Iterator[Bench]:
     """The rooms of a run, as `rl` starts them."""
-    from trireme import launch
+    from trireme import cluster, launch
     from trireme.config.fixed import fixed_parts
     from trireme.config.model_facts import ModelFacts
     from trireme.plan import Plan, Resources
@@ -206,7 +206,7 @@ def started(config: Config) -> Iterator[Bench]:
     plan = Plan.of(config, facts, Resources.of_this_machine(), None)
     with (
         RunDir.open(config, fixed_parts(config, facts)) as run,
-        launch.ray_cluster(config, plan),
+        cluster.ray_cluster(config, plan),
         launch.rooms(config, plan, run, lambda _names, _waited_s: None) as rooms,
     ):
         yield Bench(config, facts, run, rooms)

@@ -11,14 +11,15 @@ from pathlib import Path
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.metrics import Released
 from orchestrator.pipeline import Pipeline
+from orchestrator.rollout import rollout_limits
 from orchestrator.snapshot import Snapshot, read_snapshot, write_snapshot
-from orchestrator.tokenizer import load_tokenizer, rollout_limits
 from trireme import trace
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
 from trireme.faults import fault_point
 from trireme.logs import redirect
 from trireme.protocols import Sampler
+from trireme.tokenizer import load_tokenizer
 from trireme.types import Minibatch
 from trireme.weights import PublishedWeights
 
@@ -38,14 +39,16 @@ class OrchestratorActor:
         """Opens tokenizer and environment, and the way to the replicas. Raises BadInput."""
         fault_point("orchestrator.start")
         cfg = self._cfg
-        context = EnvContext(load_tokenizer(cfg.tokenizer_name), cfg.seed, cfg.orchestrator.group_size, "train")
+        tokenizer, group_size = load_tokenizer(cfg.tokenizer_name), cfg.orchestrator.group_size
+        context = EnvContext(tokenizer, cfg.seed, group_size, "train", cfg.renderer)
         held_out = replace(context, group_size=cfg.eval.samples, split="eval")
         self._pipeline = Pipeline(
             cfg,
-            load_dataset(cfg.env, context),
+            [load_dataset(env, replace(context, group_size=cfg.group_size(env))) for env in cfg.env],
             self._sampler_factory(),
             rollout_limits(cfg),
-            load_dataset(cfg.eval_env, held_out, "eval.env") if cfg.eval.every else None,
+            [load_dataset(env, held_out, "eval.env") for env in cfg.eval_envs] if cfg.eval.every else [],
+            context.tokenizer.decode,
         )
         spare_collector()
 

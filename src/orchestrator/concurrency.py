@@ -109,6 +109,10 @@ class Room:
     kind: Kind
     left: int
 
+    def keep(self, rollouts: int) -> None:
+        """No more are needed."""
+        self._give_back(self.left - rollouts)
+
     def leave_one(self, *_task: object) -> None:
         self._give_back(min(self.left, 1))
 
@@ -129,7 +133,7 @@ class Backpressure:
     """
 
     def __init__(self, cfg: Config) -> None:
-        options, self._group_size = cfg.orchestrator, cfg.orchestrator.group_size
+        options, self._group_size = cfg.orchestrator, cfg.largest_group
         self._auto = options.max_concurrent == "auto" and not cfg.deterministic
         if cfg.deterministic:  # a batch is sampled at once, whatever the replicas report and when
             self.gate = Gate(None)

@@ -1,12 +1,22 @@
-"""The data cursor: the endless stream of problems, epoch after epoch, each with an id by which it is found again."""
+"""The data cursor: the endless stream of problems, epoch after epoch, each with an id by which it is found again.
+
+A `Cursor` walks through one dataset; a `Mix` draws from several, by weight. Both are a few numbers: what a commit holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 from orchestrator.env import EnvGroupBuilder, RLDataset
 from trireme.errors import BadInput
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 divided by the golden ratio: steps of this size, around a circle of 2^64, leave no large gap anywhere."""
 
 
 @dataclass
@@ -56,3 +66,58 @@ class Cursor:
                 )
             self._loaded = (batch, builders)
         return self._loaded[1]
+
+
+class Mix:
+    """The problems of several environments, by name, as one stream. Each environment's own order is that of its dataset.
+
+    Whose turn it is follows from `seed` and the number of problems drawn so far alone: places on a circle, of which each
+    environment has a share by its weight. Of any n problems in a row its part of n is met but for a few (about log n).
+
+    Of one environment alone the ids are those of its cursor; of several they begin with the environment's name:
+    `guess/0.1.2`.
+    """
+
+    def __init__(self, datasets: Mapping[str, RLDataset], weights: Sequence[float], seed: int) -> None:
+        self._cursors = {name: Cursor(dataset) for name, dataset in datasets.items()}
+        self._names = list(datasets)
+        self._bounds = [end / sum(weights) for end in accumulate(weights)]
+        self._start = int.from_bytes(hashlib.blake2b(f"mix:{seed}".encode(), digest_size=8).digest())
+        self._drawn = 0
+
+    def next_problem(self) -> str:
+        """Id of the next problem; moves on."""
+        place = (self._start + self._drawn * GOLDEN) % 2**64 / 2**64
+        name = self._names[min(bisect_right(self._bounds, place), len(self._names) - 1)]
+        self._drawn += 1
+        problem = self._cursors[name].next_problem()
+        return problem if len(self._names) == 1 else f"{name}/{problem}"
+
+    def env_of(self, problem: str) -> str:
+        """Name of the environment that the problem is of. Raises BadInput when it is none of these."""
+        name = problem.rpartition("/")[0] or self._names[0]
+        if name not in self._cursors:
+            raise BadInput(
+                f"problem {problem} is of environment {name}; expected one of {', '.join(self._names)}: the environments "
+                "that the run was begun with"
+            )
+        return name
+
+    def builder(self, problem: str) -> EnvGroupBuilder:
+        """The problem that `next_problem` named. Raises BadInput when there is no such problem (any more)."""
+        return self._cursors[self.env_of(problem)].builder(problem.rpartition("/")[2])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self._drawn, "cursors": [[name, c.state_dict()] for name, c in self._cursors.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another mix stood. Raises BadInput when the environments or their data are others."""
+        names = [name for name, _ in state["cursors"]]
+        if len(names) != len(self._names) or (len(names) > 1 and names != self._names):
+            raise BadInput(
+                f"the commit is of a run on {', '.join(names)}, this one is on {', '.join(self._names)}; expected the "
+                "environments that the run was begun with, in the same order"
+            )
+        self._drawn = state["drawn"]
+        for cursor, (_, values) in zip(self._cursors.values(), state["cursors"], strict=True):
+            cursor.load_state_dict(values)

@@ -17,6 +17,8 @@ all of an evaluation is sampled in lockstep, and nothing else meanwhile.
 Failed rollouts are tried again as in training. Those that fail for good are counted (`failed`) and left out of every
 mean: they are no zeros. A refused prompt fails at once.
 
+Several environments are evaluated at the same time, each by its own problems.
+
 Metrics, all under `eval/<environment>/`
   version, problems   which weights; how many problems have at least one rollout
   n, failed           rollouts that count, and rollouts that failed for good
@@ -38,6 +40,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import comb, sqrt
 from typing import Any
 
@@ -84,29 +87,34 @@ class Schedule:
 
 
 class Evaluator:
-    """Evaluates when it is due, one version at a time. `dataset` may be none where `eval.every` is 0."""
+    """Evaluates when it is due, one version at a time. `datasets` are those of `cfg.eval_envs`; there may be none where
+    `eval.every` is 0."""
 
     def __init__(
-        self, cfg: Config, dataset: RLDataset | None, sample: Sample, limits: RolloutLimits, gate: Gate
+        self, cfg: Config, datasets: Sequence[RLDataset], sample: Sample, limits: RolloutLimits, gate: Gate
     ) -> None:
-        self._cfg, self._dataset, self._sample, self._gate = cfg, dataset, sample, gate
+        self._cfg, self._sample, self._gate = cfg, sample, gate
+        self._datasets = {env.label: dataset for env, dataset in zip(cfg.eval_envs, datasets, strict=False)}
         self._schedule = Schedule(cfg.eval.every, cfg.max_steps)
-        options = cfg.orchestrator
-        self._rules = Rules(
-            env=cfg.eval_env.label,
-            size=cfg.eval.samples,
-            needed=1,
-            sampling=cfg.eval_sampling,
-            limits=limits,
-            seed=cfg.seed,
-            retries=options.retries,
-            timeout_s=options.generation_timeout_s,
-        )
+        self._rules = {env.label: self._rules_of(env.label, limits) for env in cfg.eval_envs}
         self._task: asyncio.Task[None] | None = None
         self._done: int | None = None
         self._owed = False
         self._rows: dict[int, dict[str, float]] = {}
         self._waited_s = 0.0
+
+    def _rules_of(self, env: str, limits: RolloutLimits) -> Rules:
+        options = self._cfg.orchestrator
+        return Rules(
+            env=env,
+            size=self._cfg.eval.samples,
+            needed=1,
+            sampling=self._cfg.eval_sampling,
+            limits=limits,
+            seed=self._cfg.seed,
+            retries=options.retries,
+            timeout_s=options.generation_timeout_s,
+        )
 
     def begin(self, version: int, spawn: Spawn) -> None:
         """All replicas hold `version`: begins its evaluation if it is due."""
@@ -151,59 +159,74 @@ class Evaluator:
         """Raises RoomFailed after `timeouts.step_s`, saying how much is missing; and ProvenanceError."""
         fault_point("orchestrator.evaluation")
         now, limit_s = asyncio.get_running_loop().time, self._cfg.timeouts.step_s
-        started, evaluation = now(), Evaluation(version, self._problems(version))
+        started, evaluations = now(), self._evaluations(version)
         try:
             async with asyncio.timeout(limit_s):
                 with trace.span("evaluation", "evaluation", version=version):
-                    await self._play(evaluation)
+                    await self._play(evaluations)
         except TimeoutError:
+            missing = [f"{e.missing} of {len(e.problems_P)} problems of environment {e.env}" for e in evaluations]
+            errors = sum((e.errors for e in evaluations), Counter[str]())
             raise RoomFailed(
                 f"waited {limit_s:g} s (timeouts.step_s) for the evaluation of version {version}: "
-                f"{evaluation.missing} of {len(evaluation.problems_P)} problems of environment {self._rules.env}, with "
-                f"{self._rules.size} rollouts each, are not done. Failed tries so far: {dict(evaluation.errors)}. "
-                "Lower eval.problems or eval.samples, or raise the deadline"
+                f"{', '.join(missing)}, with {self._cfg.eval.samples} rollouts each, are not done. "
+                f"Failed tries so far: {dict(errors)}. Lower eval.problems or eval.samples, or raise the deadline"
             ) from None
-        row = evaluation_metrics(version, evaluation.in_order(), self._rules.size, evaluation.errors)
-        named = {f"eval/{self._rules.env}/{name}": value for name, value in row.items()}
-        self._rows[self._schedule.row(version)] = named | {"perf/evaluation_s": now() - started}
+        row = {"perf/evaluation_s": now() - started}
+        for e in evaluations:
+            values = evaluation_metrics(version, e.in_order(), self._cfg.eval.samples, e.errors)
+            row |= {f"eval/{e.env}/{name}": value for name, value in values.items()}
+        self._rows[self._schedule.row(version)] = row
         self._done, self._owed = version, False
 
-    def _problems(self, version: int) -> list[tuple[Group, EnvGroupBuilder]]:
-        """The first `eval.problems` of the dataset, under ids that no training rollout has: ids lead to seeds."""
-        assert self._dataset is not None
-        cursor = Cursor(self._dataset)
-        found: list[tuple[Group, EnvGroupBuilder]] = []
+    def _evaluations(self, version: int) -> list[Evaluation]:
+        """Of each environment the first `eval.problems` of its dataset. Groups are numbered throughout, and their
+        problems have ids that no training rollout has: ids lead to seeds."""
+        numbers = count()
+        evaluations = []
+        for env, dataset in self._datasets.items():
+            problems_P = [
+                (Group(next(numbers), f"eval/{env}/{version}/{problem}", requeues=0, floor=version), builder)
+                for problem, builder in self._problems(dataset)
+            ]
+            evaluations.append(Evaluation(env, version, problems_P))
+        return evaluations
+
+    def _problems(self, dataset: RLDataset) -> list[tuple[str, EnvGroupBuilder]]:
+        cursor = Cursor(dataset)
+        found: list[tuple[str, EnvGroupBuilder]] = []
         while cursor.epoch == 0 and len(found) != self._cfg.eval.problems:
             problem = cursor.next_problem()
-            group = Group(len(found), f"eval/{self._rules.env}/{version}/{problem}", requeues=0, floor=version)
-            found.append((group, cursor.builder(problem)))
+            found.append((problem, cursor.builder(problem)))
         return found
 
-    async def _play(self, evaluation: Evaluation) -> None:
+    async def _play(self, evaluations: Sequence[Evaluation]) -> None:
         pace = Lockstep(lambda: False) if self._cfg.deterministic else OwnPace()
-        player = Player(self._rules, self._sample, pace, evaluation.note, evaluation.check)
-        for group, _ in evaluation.problems_P:
-            pace.enter(group.index, self._rules.size)
+        groups = [(e, group, builder) for e in evaluations for group, builder in e.problems_P]
+        for _, group, _ in groups:
+            pace.enter(group.index, self._cfg.eval.samples)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for group, builder in evaluation.problems_P:
-                    tasks.create_task(self._play_group(evaluation, player, group, builder))
+                for evaluation, group, builder in groups:
+                    tasks.create_task(self._play_group(evaluation, pace, group, builder))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _play_group(self, evaluation: Evaluation, player: Player, group: Group, builder: EnvGroupBuilder) -> None:
-        room = await self._gate.enter(Kind.EVAL, self._rules.size)
+    async def _play_group(self, evaluation: Evaluation, pace: OwnPace, group: Group, builder: EnvGroupBuilder) -> None:
+        player = Player(self._rules[evaluation.env], self._sample, pace, evaluation.note, evaluation.check)
+        room = await self._gate.enter(Kind.EVAL, player.rules.size)
         try:
             evaluation.played[group.index] = await player.play(group, builder, room, over=lambda: None)
         finally:
             room.close()
-        player.pace.leave(group.index)
+        pace.leave(group.index)
 
 
 @dataclass
 class Evaluation:
-    """One evaluation under way: what has been played so far, and the failed tries by type."""
+    """One environment's evaluation under way: what has been played so far, and the failed tries by type."""
 
+    env: str
     version: int
     problems_P: Sequence[tuple[Group, EnvGroupBuilder]]
     played: dict[int, Played] = field(default_factory=dict)

@@ -19,17 +19,17 @@ class RunLimits:
     """Counts what went wrong, and raises LimitReached when it is too much."""
 
     def __init__(self, cfg: Config) -> None:
-        self._options, self._env = cfg.orchestrator, cfg.env.label
-        window = max(MIN_WINDOW, self._options.batch_size * self._options.group_size)
+        self._options, self._env = cfg.orchestrator, cfg.label
+        window = max(MIN_WINDOW, self._options.batch_size * cfg.largest_group)
         self._failures: deque[bool] = deque(maxlen=window)
         self._failed = 0  # the sum of these: adding them up would cost the more, the larger the batch
         self._unusable_in_a_row = 0
         self.first_failure = "none"
 
-    def note_failure(self, error: Exception) -> None:
+    def note_failure(self, error: Exception, env: str) -> None:
         """Keeps the first one, to be shown when a limit is reached."""
         if self.first_failure == "none":
-            self.first_failure = "".join(traceback.format_exception(error))
+            self.first_failure = f"environment {env}: " + "".join(traceback.format_exception(error))
 
     def judge_rollout(self, succeeded: bool) -> None:
         """A rollout ended, after all retries. Raises LimitReached when too many of the recent ones failed."""

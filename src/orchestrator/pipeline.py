@@ -1,6 +1,6 @@
 """From problems to minibatches: the loops between the ledger, the environments, the sampler and the trainer.
 
-    cursor --problem--> dispatch loop --group--> one task per group: group_size rollouts, group rewards
+    mix  ----problem--> dispatch loop --group--> one task per group: group_size rollouts, group rewards
                             ^  ^                      | finished       | filtered, failed
              slots are free |  | requeued             v                v
                             |  +---- ledger <--- finished groups    (slot free at once)
@@ -39,10 +39,11 @@ import math
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from orchestrator.concurrency import Backpressure, Kind, Room
-from orchestrator.cursor import Cursor
+from orchestrator.cursor import Mix
 from orchestrator.data import ScoredGroup, build_minibatch, group_to_data, is_constant
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
@@ -51,10 +52,12 @@ from orchestrator.limits import RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import IdleClock, Released, StepMeter, update_metrics
 from orchestrator.player import Player, Rules
+from orchestrator.records import Decode, Recorder
 from orchestrator.rollout import PromptTooLong, RolloutLimits
 from orchestrator.snapshot import Snapshot
 from trireme import trace
 from trireme.config import Config
+from trireme.config.schema import EnvConfig
 from trireme.errors import LimitReached, ProvenanceError, RoomFailed
 from trireme.faults import fault_point
 from trireme.protocols import Sampler
@@ -79,13 +82,15 @@ class Pipeline:
     def __init__(
         self,
         cfg: Config,
-        dataset: RLDataset,
+        datasets: Sequence[RLDataset],
         sampler: Sampler,
         limits: RolloutLimits,
-        held_out: RLDataset | None = None,
+        held_out: Sequence[RLDataset] = (),
+        decode: Decode | None = None,
     ) -> None:
         self._cfg, self._options, self._sampler, self._limits = cfg, cfg.orchestrator, sampler, limits
-        self._cursor = Cursor(dataset)
+        names = [env.label for env in cfg.env]
+        self._mix = Mix(dict(zip(names, datasets, strict=True)), [env.weight for env in cfg.env], cfg.seed)
         self._ledger = Ledger(
             batch_size=self._options.batch_size,
             max_age=self._options.max_steps_off_policy,
@@ -103,9 +108,10 @@ class Pipeline:
         self._update_rows: dict[int, dict[str, float]] = {}
         self._pace = Lockstep(self._ledger.can_dispatch) if cfg.deterministic else OwnPace()
         self._pressure = Backpressure(cfg)
-        self._player = Player(self._rules(), self._sample, self._pace, self._note_error, self._check_floor)
+        self._players = {env.label: self._player(env) for env in cfg.env}
         self._evaluator = Evaluator(cfg, held_out, self._sample, limits, self._pressure.gate)
         self._run_limits = RunLimits(cfg)
+        self._recorder = Recorder(cfg, decode)
         self._meter = StepMeter()
         self._idle: IdleClock  # from the start of the loops on
         self._counts = self._ledger.counts()
@@ -202,9 +208,10 @@ class Pipeline:
         row = self._meter.row(step, counts, self._counts, self._idle.take()) | self._update_rows.pop(step)
         row |= self._evaluator.take(step)
         row |= self._pressure.take()
+        records = self._recorder.lines(step, self._meter.trained)
         self._meter, self._counts = StepMeter(), counts
         self._note_boundary()
-        return Released(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups])
+        return Released(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
 
     def snapshot(self) -> Snapshot:
         """The last boundary, at any moment until the update to the next version begins. Raises ValueError then."""
@@ -212,7 +219,7 @@ class Pipeline:
 
     def load(self, snapshot: Snapshot) -> None:
         """Goes on from a snapshot; before the first `update_weights`. Raises BadInput when the dataset is another."""
-        self._cursor.load_state_dict(snapshot.cursor)
+        self._mix.load_state_dict(snapshot.cursor)
         self._ledger.load_state_dict(snapshot.ledger)
         self._run_limits.load_state_dict(snapshot.limits)
         self._evaluator.load_state_dict(snapshot.evaluation)
@@ -245,7 +252,7 @@ class Pipeline:
             self._error, LimitReached
         )  # then a resume, after what was wrong was mended, counts anew
         return Snapshot(
-            cursor=self._cursor.state_dict(),
+            cursor=self._mix.state_dict(),
             ledger=self._ledger.state_dict(),
             limits=(RunLimits(self._cfg) if stopped_by_limit else self._run_limits).state_dict(),
             finished=(*self._meter.trained, *self._finished.values()),
@@ -308,19 +315,22 @@ class Pipeline:
                 room = await self._room()
                 self._acknowledge()
                 if self._ledger.can_dispatch():
-                    self._start_group(self._ledger.dispatch(self._cursor.next_problem), room)
+                    self._start_group(self._ledger.dispatch(self._mix.next_problem), room)
                 else:  # the last replica was lost while it waited
                     room.close()
 
     async def _room(self) -> Room:
-        return await self._pressure.gate.enter(Kind.TRAIN, self._options.group_size)
+        """For the largest group there may be: whose it is turns out when it is dispatched."""
+        return await self._pressure.gate.enter(Kind.TRAIN, self._cfg.largest_group)
 
     def _acknowledge(self) -> None:
         self._ledger.acknowledge(self._sampler.acknowledged())
 
     def _start_group(self, group: Group, room: Room) -> None:
-        self._pace.enter(group.index, self._options.group_size)
-        work = self._run_group(group, self._cursor.builder(group.problem), room)
+        player = self._players[self._mix.env_of(group.problem)]
+        room.keep(player.rules.size)
+        self._pace.enter(group.index, player.rules.size)
+        work = self._run_group(group, self._mix.builder(group.problem), player, room)
         self._running[group.index] = task = self._spawn(work, f"group of problem {group.problem}")
         task.add_done_callback(room.close)
 
@@ -356,20 +366,20 @@ class Pipeline:
 
     # ---- one group
 
-    async def _run_group(self, group: Group, builder: EnvGroupBuilder, room: Room) -> None:
+    async def _run_group(self, group: Group, builder: EnvGroupBuilder, player: Player, room: Room) -> None:
         def over() -> None:
             self._running.pop(group.index, None)  # an eviction must not interrupt the cleaning up
 
         with trace.life("group", group.index, problem=group.problem, floor=group.floor) as ending:
-            played = await self._player.play(group, builder, room, over)
+            played = await player.play(group, builder, room, over)
             await self._pace.before_end(group.index)
             self._settle(group, played.scored, played.outcomes_G)
             ending["versions"] = played.scored.versions if played.scored else None
 
-    def _rules(self) -> Rules:
-        options, size = self._options, self._options.group_size
-        return Rules(
-            env=self._cfg.env.label,
+    def _player(self, env: EnvConfig) -> Player:
+        options, size = self._options, self._cfg.group_size(env)
+        rules = Rules(
+            env=env.label,
             size=size,
             needed=max(math.ceil(options.min_viable_group * size), min(2, size)),  # one alone has advantage 0
             sampling=self._cfg.inference.sampling,
@@ -378,14 +388,15 @@ class Pipeline:
             retries=options.retries,
             timeout_s=options.generation_timeout_s,
         )
+        return Player(rules, self._sample, self._pace, partial(self._note_error, env=env.label), self._check_floor)
 
     async def _sample(self, request: SampleRequest) -> SampledSequence:
         with self._idle:
             return await self._sampler.sample(request)
 
-    def _note_error(self, error: Exception) -> None:
+    def _note_error(self, error: Exception, env: str) -> None:
         self._meter.errors[type(error).__name__] += 1
-        self._run_limits.note_failure(error)
+        self._run_limits.note_failure(error, env)
 
     def _check_floor(self, group: Group, trajectories_G: Sequence[Trajectory]) -> None:
         """Raises ProvenanceError when a token is older than the group's floor promises."""

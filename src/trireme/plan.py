@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trireme.common_plan import GIB, LOGITS_GIB, SHARD_BASE_GIB, CommonPlan, Resources, count, gib, package_versions
+from trireme.common_plan import CommonPlan, Resources, count, gib, package_versions
 from trireme.config.checks import check_gpu_build, seq_limit
 from trireme.config.problems import Problem
 from trireme.config.schema import Config
+from trireme.memory import GIB
 
 __all__ = ["Plan", "Resources"]
 
 REPLICA_BASE_GIB = 1.4
 """Measured resident memory of a replica with its engine process, without weights and KV cache."""
-BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
 
@@ -29,7 +29,7 @@ class Plan(CommonPlan):
     @property
     def models(self) -> int:
         """Processes that hold a model: shards and replicas."""
-        return self.config.trainer.shards + self.config.inference.replicas
+        return self.config.trainer.processes + self.config.inference.replicas
 
     @property
     def shares_gpu(self) -> bool:
@@ -43,7 +43,7 @@ class Plan(CommonPlan):
 
     @property
     def actor_names(self) -> list[str]:
-        trainer = [f"trainer shard {r}" for r in range(self.config.trainer.shards)]
+        trainer = [f"trainer shard {r}" for r in range(self.config.trainer.processes)]
         inference = [f"inference replica {n}" for n in range(self.config.inference.replicas)]
         return [*trainer, *inference, "orchestrator"]
 
@@ -70,8 +70,9 @@ class Plan(CommonPlan):
         ways = ["lower --trainer.shards or --inference.replicas", "use a larger cluster", "--cluster.device cpu"]
         if self.models == 2 and self.resources.gpus == 1:
             ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SHARED_GPU_UTILIZATION - 0.1:g}")
+        copies = f" x trainer.replicate = {self.config.trainer.replicate}" if self.config.trainer.replicate > 1 else ""
         raise Problem(
-            f"trainer.shards = {self.config.trainer.shards} and inference.replicas = {self.config.inference.replicas}, "
+            f"trainer.shards = {self.config.trainer.shards}{copies} and inference.replicas = {self.config.inference.replicas}, "
             f"which need {self.gpus_needed} GPUs",
             f"at most {self.resources.gpus} GPUs, which is what {self.resources.source} has",
             "; or ".join(ways),
@@ -90,7 +91,7 @@ class Plan(CommonPlan):
 
     @property
     def rollouts_per_step(self) -> int:
-        return self.config.orchestrator.batch_size * self.config.orchestrator.group_size
+        return self.config.orchestrator.batch_size * self.config.largest_group
 
     @property
     def tokens_per_step(self) -> int:
@@ -101,13 +102,8 @@ class Plan(CommonPlan):
     def recomputed_tokens(self) -> int | None:
         """The most tokens whose KV is computed again at an update: all that can be in flight, at full length."""
         limit = seq_limit(self.config, self.facts)
-        rollouts = self.groups_in_flight * self.config.orchestrator.group_size
+        rollouts = self.groups_in_flight * self.config.largest_group
         return min(self.max_num_seqs * self.config.inference.replicas, rollouts) * limit if limit else None
-
-    @property
-    def inference_dtype_bytes(self) -> int:
-        dtype = self.config.model.dtype
-        return (2 if self.on_gpus else 4) if dtype == "auto" else BYTES_OF_DTYPE[dtype]
 
     @property
     def replica_bytes(self) -> int | None:
@@ -128,8 +124,9 @@ class Plan(CommonPlan):
             )
         if self.models > has.cpus and not self.on_gpus:
             found.append(f"{self.models} processes compute on {has.cpus} cores of {where}: it works, slower")
-        if self.shard_bytes and self.replica_bytes and not self.on_gpus:
-            total = self.shard_bytes * self.config.trainer.shards + self.replica_bytes * self.config.inference.replicas
+        shard, replica = self.shard_memory, self.replica_bytes
+        if shard and replica and not self.on_gpus:
+            total = shard.total * self.config.trainer.processes + replica * self.config.inference.replicas
             if total > has.memory_bytes:
                 found.append(f"needs about {gib(total)} of memory, {where} has {gib(has.memory_bytes)}")
         return found
@@ -161,15 +158,15 @@ class Plan(CommonPlan):
         config = self.config
         share = "half a GPU each, shared" if self.shares_gpu else "one GPU each" if self.on_gpus else "CPU"
         each = f"{share}, {count(self.threads, 'thread')} each"
-        shards, replicas = config.trainer.shards, config.inference.replicas
+        replicas = config.inference.replicas
         return [
-            ("trainer", f"{count(shards, 'FSDP2 shard')}: {count(shards, 'actor')}, {each}"),
-            ("orchestrator", f"1 actor, CPU: env {config.env.label}, loss {config.loss_fn}"),
+            ("trainer", f"{self._trainer_text()}, {each}"),
+            ("orchestrator", f"1 actor, CPU: env {config.label}, loss {config.loss_fn}"),
             ("inference", f"{count(replicas, 'vLLM replica')}: {count(replicas, 'actor')} with an engine, {each}"),
         ]
 
     def _rows_of_evaluation(self) -> list[tuple[str, str]]:
-        options, env = self.config.eval, self.config.eval_env.label
+        options, env = self.config.eval, " and of ".join(env.label for env in self.config.eval_envs)
         if not options.every:
             return []
         problems = f"{options.problems or 'all'} held-out problems of {env} x {count(options.samples, 'rollout')}"
@@ -178,18 +175,15 @@ class Plan(CommonPlan):
     def _tokens_text(self) -> str:
         orchestrator, steps = self.config.orchestrator, self.config.max_steps
         return (
-            f"{orchestrator.batch_size} problems x {orchestrator.group_size} rollouts x up to "
+            f"{orchestrator.batch_size} problems x {self.config.largest_group} rollouts x up to "
             f"{self.config.inference.sampling.max_tokens} tokens = up to {self.tokens_per_step:,} per step, "
             f"{self.tokens_per_step * steps:,} in {steps} steps"
         )
 
     def _memory_text(self) -> str:
-        if self.shard_bytes is None or self.replica_bytes is None or self.facts is None:
-            return "unknown, as the model's sizes are"
-        shard = (
-            f"a shard {gib(self.shard_bytes)} + activations ({SHARD_BASE_GIB + LOGITS_GIB:g} GiB + "
-            f"{self.bytes_per_parameter} B x parameters / shards)"
-        )
+        shard = self._shard_memory_text()
+        if self.facts is None or self.replica_bytes is None:
+            return shard
         if self.on_gpus:
             return f"{shard}; a replica {self.config.inference.gpu_memory_utilization:.0%} of its GPU"
         cache = int(self.config.inference.memory_gb * GIB)
@@ -212,7 +206,7 @@ class Plan(CommonPlan):
     def _in_flight_text(self) -> str:
         """How many rollouts are sampled at once, training and evaluation together."""
         config, options = self.config, self.config.orchestrator
-        slots = f"{self.groups_in_flight} groups x {options.group_size} rollouts of training under way"
+        slots = f"{self.groups_in_flight} groups x {config.largest_group} rollouts of training under way"
         if config.deterministic:
             return f"a whole batch at once: {slots}"
         if options.max_concurrent != "auto":
@@ -231,5 +225,5 @@ class Plan(CommonPlan):
         return (
             f"up to {self.recomputed_tokens:,} tokens of KV cache are computed again (min({self.max_num_seqs} "
             f"sequences x {count(self.config.inference.replicas, 'replica')}, {self.groups_in_flight} groups x "
-            f"{self.config.orchestrator.group_size} rollouts) x {seq_limit(self.config, self.facts)} tokens)"
+            f"{self.config.largest_group} rollouts) x {seq_limit(self.config, self.facts)} tokens)"
         )

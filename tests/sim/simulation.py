@@ -406,8 +406,8 @@ async def _simulate(outcome: Outcome, router: type[Router]) -> None:
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
     sampler = router(dict(enumerate(outcome.replicas)), max_updating=scenario.max_updating)
     cfg, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
-    held_out = Problems(replace(scenario, group_size=cfg.eval.samples)) if cfg.eval.every else None
-    pipeline = Pipeline(cfg, outcome.problems, sampler, limits, held_out)
+    held_out = [Problems(replace(scenario, group_size=cfg.eval.samples))] if cfg.eval.every else []
+    pipeline = Pipeline(cfg, [outcome.problems], sampler, limits, held_out)
     for replica, seconds in scenario.dies_at_s.items():
         loop.call_later(seconds, outcome.replicas[replica].die)
     try:

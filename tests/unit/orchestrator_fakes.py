@@ -158,7 +158,7 @@ class Run:
         start: int = 0,
     ) -> None:
         self.cfg, self.sampler, self.dataset, self.start = cfg, sampler or FakeSampler(), dataset or Problems(), start
-        self.pipeline = Pipeline(cfg, self.dataset, self.sampler, limits or RolloutLimits(1000, 100))
+        self.pipeline = Pipeline(cfg, [self.dataset], self.sampler, limits or RolloutLimits(1000, 100))
         self.rows: list[dict[str, float]] = []
         self.released: list[Released] = []
         self.batches: list[list[Minibatch]] = []

@@ -73,7 +73,7 @@ def orchestrator(**options: Any) -> Config:
 @pytest.mark.parametrize("limit", [1, 7])
 def test_fewer_at_once_than_a_group(limit: int) -> None:
     text = refusal(orchestrator(max_concurrent=limit))
-    assert f"orchestrator.max_concurrent = {limit} with orchestrator.group_size = 8" in text
+    assert f"orchestrator.max_concurrent = {limit} with groups of 8 rollouts" in text
     assert "sampled together" in text
     check(orchestrator(max_concurrent=8), FACTS)
 

@@ -132,28 +132,28 @@ class TestForms:
         ],
     )
     def test_entry_of_a_free_form_table(self, text: str, value: object) -> None:
-        assert config("--env.args.my-length", text).env.args == {"my_length": value}
-        assert config(TRIREME__ENV__ARGS__MY_LENGTH=text).env.args == {"my_length": value}
+        assert config("--env.args.my-length", text).env[0].args == {"my_length": value}
+        assert config(TRIREME__ENV__ARGS__MY_LENGTH=text).env[0].args == {"my_length": value}
 
     @pytest.mark.parametrize("text", ['{"a": 1, "b": {"c": 2}}', "{a = 1, b.c = 2}"])
     def test_free_form_table_as_a_literal(self, text: str) -> None:
-        assert config("--env.args", text).env.args == {"a": 1, "b": {"c": 2}}
+        assert config("--env.args", text).env[0].args == {"a": 1, "b": {"c": 2}}
 
     def test_entries_of_several_places_add_up(self, toml: Toml) -> None:
         file = toml("[env.args]\na = 1\nb = 1\nempty = {}")
         got = config("@", file, "--env.args.b", "3", TRIREME__ENV__ARGS__B="2", TRIREME__ENV__ARGS__C="2")
-        assert got.env.args == {"a": 1, "b": 3, "c": 2, "empty": {}}
+        assert got.env[0].args == {"a": 1, "b": 3, "c": 2, "empty": {}}
 
     def test_a_value_replaces_a_table_and_the_other_way_round(self, toml: Toml) -> None:
         file = toml("[env.args]\na.x = 1\nb = 1")
-        assert config("@", file, "--env.args.a", "2", "--env.args.b.y", "3").env.args == {"a": 2, "b": {"y": 3}}
+        assert config("@", file, "--env.args.a", "2", "--env.args.b.y", "3").env[0].args == {"a": 2, "b": {"y": 3}}
 
     def test_list(self) -> None:
         assert config("--wandb.tags", '["a", "b"]').wandb.tags == ["a", "b"]
 
     def test_none(self) -> None:
         assert config("--wandb.project", "none", TRIREME__WANDB__PROJECT="x").wandb.project is None
-        assert config("--env.id", "none").env.id == "none"  # may not be none, so it is a name
+        assert config("--env.id", "none").env[0].id == "none"  # may not be none, so it is a name
 
     def test_numbers(self) -> None:
         got = config("--trainer.learning-rate", "2e-4", "--inference.sampling.top-k", "-1", "--run.name", "7")

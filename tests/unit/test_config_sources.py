@@ -37,7 +37,7 @@ def args_of_layers(tmp_path: Path, *layers: str) -> dict:
     for n, layer in enumerate(layers):
         (tmp_path / f"{n}.toml").write_text(f"[env.args]\n{layer}")
         words += ["@", str(tmp_path / f"{n}.toml")]
-    return load(words, {}).config.env.args
+    return load(words, {}).config.env[0].args
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class EvalRun(Run):
     ) -> None:
         super().__init__(cfg, dataset, sampler=sampler, start=start)
         held_out = held_out or HeldOut(samples=cfg.eval.samples)
-        self.pipeline = Pipeline(cfg, self.dataset, self.sampler, RolloutLimits(1000, 100), held_out)
+        self.pipeline = Pipeline(cfg, [self.dataset], self.sampler, RolloutLimits(1000, 100), [held_out])
 
     @property
     def evaluated(self) -> dict[int, float]:
@@ -256,7 +256,8 @@ def test_the_environment_is_the_runs_own_or_another(own: dict[str, Any], expecte
         "env": {"id": "e:D", "args": {"a": 1, "b": 2}, "name": "mine"},
         "eval": {"env": own},
     }
-    assert Config.model_validate(given).eval_env.model_dump() == expected
+    (held_out,) = Config.model_validate(given).eval_envs
+    assert {name: getattr(held_out, name) for name in expected} == expected
 
 
 # ---- what it says

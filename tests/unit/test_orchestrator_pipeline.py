@@ -540,7 +540,7 @@ def test_a_lost_room_is_no_failed_rollout() -> None:
     async def scenario() -> None:
         run = Run(config())
         run.sampler = Lost()
-        run.pipeline = Pipeline(run.cfg, run.dataset, run.sampler, RolloutLimits(1000, 100))
+        run.pipeline = Pipeline(run.cfg, [run.dataset], run.sampler, RolloutLimits(1000, 100))
         async with run:
             for _ in range(2):
                 with pytest.raises(RoomFailed, match="all replicas"):

@@ -16,7 +16,7 @@ CONFIG = {
     "max_steps": 8,
     "seed": 7,
     "model": {"name": "m", "dtype": "auto"},
-    "env": {"id": "sort", "args": {}},
+    "env": [{"id": "sort", "args": {}}],
     "orchestrator": {"batch_size": 16, "group_size": 8, "max_steps_off_policy": 2, "stale_policy": "requeue"},
     "trainer": {"shards": 2, "loss_fn": "ppo", "learning_rate": 1e-4},
     "inference": {"replicas": 1},

@@ -6,10 +6,12 @@ import importlib.util
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
+from trireme.config.environments import environment_problems
+from trireme.config.lora import lora_problems, lora_warnings
 from trireme.config.losses import loss_problems
 from trireme.config.model_facts import ModelFacts
 from trireme.config.problems import Problem, refuse
-from trireme.config.schema import Config
+from trireme.config.schema import CommonConfig, Config
 
 AUTO_LEARNING_RATE_FAMILIES = ("qwen", "llama")
 EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -25,24 +27,37 @@ def check(config: Config, facts: ModelFacts | None) -> list[str]:
     """
     problems = [
         *_batch(config),
-        *_group(config),
+        *environment_problems(config),
         *_loss(config),
         *_kl(config),
         *_lengths(config, facts),
-        *_learning_rate(config, facts),
         *_deterministic(config),
         *_concurrency(config),
         *_timeouts(config),
-        *_resume(config),
+        *common_problems(config, facts),
     ]
     refuse(problems)
-    return [*_sampler_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
+    return [
+        *_sampler_warnings(config),
+        *_staleness_warnings(config),
+        *_timeout_warnings(config),
+        *lora_warnings(config),
+    ]
 
 
-def seq_limit(config: Config, facts: ModelFacts | None) -> int | None:
+def common_problems(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Problem]:
+    """What is wrong with a run of any kind."""
+    yield from _within_model("model.max_seq_len", config.model.max_seq_len, facts)
+    yield from lora_problems(config, facts)
+    yield from _learning_rate(config, facts)
+    yield from _cpus(config)
+    yield from _resume(config)
+
+
+def seq_limit(config: CommonConfig, facts: ModelFacts | None) -> int | None:
     """Longest sequence of a run in tokens: as configured, else the model's limit; None when neither is known."""
     model_limit = facts.max_position_embeddings if facts else None
-    return config.model.max_seq_len or config.inference.max_model_len or model_limit
+    return config.max_seq_len or model_limit
 
 
 def _batch(config: Config) -> Iterator[Problem]:
@@ -60,15 +75,6 @@ def _batch(config: Config) -> Iterator[Problem]:
     )
 
 
-def _group(config: Config) -> Iterator[Problem]:
-    if config.orchestrator.group_size == 1:
-        yield Problem(
-            f"orchestrator.group_size = 1 with orchestrator.advantage = {config.orchestrator.advantage}",
-            "at least 2 rollouts per problem: advantages compare the rollouts of a group, one alone has advantage 0",
-            "set --orchestrator.group-size to 2 or more (8 is usual)",
-        )
-
-
 def _loss(config: Config) -> Iterator[Problem]:
     if config.loss_fn == "cross_entropy":
         yield Problem(
@@ -82,13 +88,13 @@ def _loss(config: Config) -> Iterator[Problem]:
 
 def _kl(config: Config) -> Iterator[Problem]:
     kl = config.trainer.kl
-    if kl.coef and kl.reference.base_model is None:
+    if kl.coef and kl.reference.base_model is None and not config.trainer.lora.on:  # with LoRA: the frozen base
         yield Problem(
             f"trainer.kl.coef = {kl.coef:g} without a reference",
             "a model to stay near",
             f"add --trainer.kl.reference.base-model {config.model.name}, from which the run starts, or another",
         )
-    unread = [name for name, value in kl.reference.model_dump().items() if value is not None]
+    unread = [name for name, value in kl.reference.model_dump().items() if value]
     if unread and not kl.coef:
         yield Problem(
             f"trainer.kl.reference.{unread[0]} with trainer.kl.coef = 0",
@@ -109,13 +115,7 @@ def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
     if config.eval.max_tokens:
         answers["eval.max_tokens"] = config.eval.max_tokens
     engine, wanted = config.inference.max_model_len, config.model.max_seq_len
-    for name, value in (("model.max_seq_len", wanted), ("inference.max_model_len", engine)):
-        if facts and value and value > facts.max_position_embeddings:
-            yield Problem(
-                f"{name} = {value}",
-                f"at most {facts.max_position_embeddings}, the max_position_embeddings of {facts.name}",
-                f"set it to {facts.max_position_embeddings} or less, or take a model with a longer context",
-            )
+    yield from _within_model("inference.max_model_len", engine, facts)
     for key, answer in answers.items():
         if limit and answer >= limit:
             yield Problem(
@@ -131,7 +131,16 @@ def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
         )
 
 
-def _learning_rate(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+def _within_model(name: str, value: int | None, facts: ModelFacts | None) -> Iterator[Problem]:
+    if facts and value and value > facts.max_position_embeddings:
+        yield Problem(
+            f"{name} = {value}",
+            f"at most {facts.max_position_embeddings}, the max_position_embeddings of {facts.name}",
+            f"set it to {facts.max_position_embeddings} or less, or take a model with a longer context",
+        )
+
+
+def _learning_rate(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Problem]:
     if config.trainer.learning_rate != "auto" or facts is None:
         return
     if not facts.model_type.lower().startswith(AUTO_LEARNING_RATE_FAMILIES):
@@ -149,15 +158,18 @@ def _deterministic(config: Config) -> Iterator[Problem]:
             "max_steps_off_policy = 0: how far a rollout has come when weights arrive is a matter of timing",
             "add --orchestrator.max-steps-off-policy 0, or leave --deterministic out",
         )
+
+
+def _cpus(config: CommonConfig) -> Iterator[Problem]:
     if config.deterministic and config.cluster.device == "gpu":
         yield Problem(
             "deterministic = true with cluster.device = gpu",
-            "CPUs: the kernels that sample on GPUs do not repeat bit for bit",
+            "CPUs: the kernels of GPUs do not repeat bit for bit",
             "add --cluster.device cpu, or leave --deterministic out",
         )
 
 
-def _resume(config: Config) -> Iterator[Problem]:
+def _resume(config: CommonConfig) -> Iterator[Problem]:
     if config.clean and config.resume.wanted:
         yield Problem(
             "--clean together with --resume",
@@ -174,10 +186,10 @@ def _resume(config: Config) -> Iterator[Problem]:
 
 def _concurrency(config: Config) -> Iterator[Problem]:
     options = config.orchestrator
-    limit, group, batch = options.max_concurrent, options.group_size, options.batch_size * options.group_size
+    limit, group, batch = options.max_concurrent, config.largest_group, options.batch_size * config.largest_group
     if limit != "auto" and limit < group:
         yield Problem(
-            f"orchestrator.max_concurrent = {limit} with orchestrator.group_size = {group}",
+            f"orchestrator.max_concurrent = {limit} with groups of {group} rollouts",
             f"room for a whole group, {group} rollouts: they are sampled together, by the same weights",
             f"set --orchestrator.max-concurrent to {group} or more, or leave it out (auto)",
         )

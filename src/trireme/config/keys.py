@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import AliasChoices, BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from trireme.config.schema import Config
+from trireme.config.schema import CommonConfig
 
 Path = tuple[str, ...]
 
@@ -114,12 +114,18 @@ def _words(schema: dict[str, Any]) -> str:
 
 def _walk(model: type[BaseModel], path: Path) -> Iterator[tuple[Path, FieldInfo, bool]]:
     for name, field in model.model_fields.items():
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        section = _entry(field) or field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
             yield (*path, name), field, True
-            yield from _walk(annotation, (*path, name))
+            yield from _walk(section, (*path, name))
         else:
             yield (*path, name), field, False
+
+
+def _entry(field: FieldInfo) -> type[BaseModel] | None:
+    """The section of which a key holds several; None for any other key."""
+    entry = get_args(field.annotation)[0] if get_origin(field.annotation) is tuple else None
+    return entry if isinstance(entry, type) and issubclass(entry, BaseModel) else None
 
 
 def _key(path: Path, field: FieldInfo) -> Key:
@@ -130,42 +136,83 @@ def _key(path: Path, field: FieldInfo) -> Key:
     return Key(path, field, tuple(n for n in names if n != path[-1]), str(short_flag) if short_flag else None)
 
 
-@cache
-def keys() -> dict[Path, Key]:
-    """Every option by its path, in the order of the schema."""
-    return {path: _key(path, field) for path, field, is_section in _walk(Config, ()) if not is_section}
+class Keys:
+    """The options of one command, whose configuration is a `schema`."""
+
+    def __init__(self, schema: type[CommonConfig]) -> None:
+        walked = list(_walk(schema, ()))
+        self.command = schema.command
+        self.options = {path: _key(path, field) for path, field, is_section in walked if not is_section}
+        """Every option by its path, in the order of the schema."""
+        self.sections = frozenset(path for path, _, is_section in walked if is_section)
+        self.lists = frozenset(path for path, field, is_section in walked if is_section and _entry(field))
+        """Sections of which there may be several. A value's path has the number of its entry there (`env.1.id`); the
+        options of all entries are the same, and stand in `options` once, without number."""
+        self.spellings = {path: path for path in self.options}
+        """Every way to write the path of an option, and the path under which it is stored."""
+        for key in self.options.values():
+            self.spellings |= {(*key.path[:-1], alias): key.path for alias in key.aliases}
+        self.short_flags = {key.short_flag: key.path for key in self.options.values() if key.short_flag}
+
+    @property
+    def help(self) -> str:
+        return f"`{self.command} --help` lists all keys"
+
+    def of(self, spelling: Path) -> Key | None:
+        """The option that `spelling` is a way to write."""
+        path, _ = self.split_number(spelling)
+        return self.options.get(self.spellings.get(path, path))
+
+    def list_of(self, path: Path) -> Path | None:
+        """The section of which there may be several that `path` lies in."""
+        return next((table for table in self.lists if path[: len(table)] == table), None)
+
+    def split_number(self, path: Path) -> tuple[Path, Path]:
+        """The path without the number of an entry, and that entry: (`env`, `1`, `id`) becomes (`env`, `id`) and
+        (`env`, `1`). The second is empty where there is no number."""
+        n = len(self.list_of(path) or path)
+        if len(path) > n and path[n].isdigit():
+            return (*path[:n], *path[n + 1 :]), path[: n + 1]
+        return path, ()
+
+    def stored_path(self, spelling: Path) -> Path | None:
+        """The path under which what is written as `spelling` is stored; None for an unknown key. Without a number it
+        is of the first entry of a list."""
+        if len(spelling) == 1 and spelling[0] in self.short_flags:
+            return self.short_flags[spelling[0]]
+        path, entry = self.split_number(spelling)
+        if path not in self.spellings and not self.is_free_form(path):
+            return None
+        path, table = self.spellings.get(path, path), self.list_of(path)
+        return path if table is None else (*(entry or (*table, "0")), *path[len(table) :])
+
+    def table_of(self, path: Path) -> Key | None:
+        """The free-form table that `path` lies in."""
+        path, _ = self.split_number(path)
+        parents = (self.options.get(path[:n]) for n in range(1, len(path)))
+        return next((key for key in parents if key and key.entry_type is not None), None)
+
+    def is_free_form(self, path: Path) -> bool:
+        table = self.table_of(path)
+        return table is not None and (table.entry_type is Any or len(path) == len(table.path) + 1)
+
+    def nearest(self, path: Path) -> Path | None:
+        """The known option or section that looks most like an unknown `path`; None when nothing looks like it."""
+
+        def ratio(a: str, b: str) -> float:
+            return difflib.SequenceMatcher(None, a, b).ratio()
+
+        def alike(candidate: Path) -> tuple[float, float]:
+            whole, last = ratio(".".join(path), ".".join(candidate)), ratio(path[-1], candidate[-1])
+            return (whole + last) / 2, max(whole, last)
+
+        candidates = {**{s: s for s in self.sections}, **self.spellings}
+        candidates |= {tuple(flag.replace("-", "_").split("_", 1)): to for flag, to in self.short_flags.items()}
+        best = max(candidates, key=alike)
+        return candidates[best] if alike(best)[1] >= 0.7 else None
 
 
 @cache
-def sections() -> frozenset[Path]:
-    return frozenset(path for path, _, is_section in _walk(Config, ()) if is_section)
-
-
-@cache
-def spellings() -> dict[Path, Path]:
-    """Every way to write the path of an option, and the path under which it is stored."""
-    known = {path: path for path in keys()}
-    for key in keys().values():
-        known |= {(*key.path[:-1], alias): key.path for alias in key.aliases}
-    return known
-
-
-@cache
-def short_flags() -> dict[str, Path]:
-    return {key.short_flag: key.path for key in keys().values() if key.short_flag}
-
-
-def nearest(path: Path) -> Path | None:
-    """The known option or section that looks most like an unknown `path`; None when nothing looks like it."""
-
-    def ratio(a: str, b: str) -> float:
-        return difflib.SequenceMatcher(None, a, b).ratio()
-
-    def alike(candidate: Path) -> tuple[float, float]:
-        whole, last = ratio(".".join(path), ".".join(candidate)), ratio(path[-1], candidate[-1])
-        return (whole + last) / 2, max(whole, last)
-
-    candidates = {**{s: s for s in sections()}, **spellings()}
-    candidates |= {tuple(flag.replace("-", "_").split("_", 1)): stored for flag, stored in short_flags().items()}
-    best = max(candidates, key=alike)
-    return candidates[best] if alike(best)[1] >= 0.7 else None
+def keys_of(schema: type[CommonConfig]) -> Keys:
+    """The options of the command whose configuration is a `schema`."""
+    return Keys(schema)

@@ -14,6 +14,9 @@ and validates the result. Ours is what it cannot do:
   are refused. pydantic-settings would keep those of two layers side by side, and pydantic would refuse that.
 - A value or an empty table replaces a table for good. pydantic-settings merges from the last layer down: under an
   empty table, or a third layer's table in the place of the value, the first layer's entries would come back.
+- Of some sections there may be several (`[[env]]`). A list replaces what earlier layers say of them; a later layer may
+  name an entry by its number (`--env.1.weight 2`), and a single table is entry 0. pydantic-settings would replace the
+  whole list by that one entry. So a layer holds entries by number, and the schema puts them in a row.
 """
 
 from __future__ import annotations
@@ -26,18 +29,18 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path as File
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from trireme.config.keys import Key, Path, keys, nearest, sections, short_flags, spellings, type_in_words
+from trireme.config.keys import Key, Keys, Path, keys_of, type_in_words
 from trireme.config.problems import Problem, refuse
-from trireme.config.schema import Config
+from trireme.config.schema import CommonConfig, Config
 
 PREFIX = "TRIREME__"
 BOOLEANS = ("true", "false")
-HELP = "`rl --help` lists all keys"
+C = TypeVar("C", bound=CommonConfig)
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    config: Config
+class Loaded(Generic[C]):
+    config: C
     dry_run: bool
 
 
@@ -71,36 +74,45 @@ class CommandLine:
     problems: list[Problem] = field(default_factory=list)
 
 
-def load(argv: list[str], environ: Mapping[str, str] | None = None) -> Loaded:
+def load(argv: list[str], environ: Mapping[str, str] | None = None) -> Loaded[Config]:
+    """The configuration of a run of `rl`; see `load_as`."""
+    return load_as(Config, argv, environ)
+
+
+def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None = None) -> Loaded[C]:
     """The configuration that `argv` (without the program's name) and `environ` (default `os.environ`) ask for.
 
     `--help` and `--version` print and raise SystemExit(0). Raises BadInput that lists every problem.
     """
+    known = keys_of(schema)
     if "--help" in argv or "-h" in argv:
-        print(help_text())
+        print(help_text(known))
         raise SystemExit(0)
     if "--version" in argv:
         print(f"trireme {version('trireme')}")
         raise SystemExit(0)
-    line = read_command_line(argv)
-    files = [Layer(_read_file(root, file, line.problems)) for root, file in line.files]
-    environment = Layer(_read_environment(os.environ if environ is None else environ))
-    flags = Layer(line.flags)
+    line = read_command_line(argv, known)
+    files = [Layer(_read_file(root, file, line.problems, known), known) for root, file in line.files]
+    environment = Layer(_read_environment(os.environ if environ is None else environ, known), known)
+    flags = Layer(line.flags, known)
     layers = [*files, environment, flags]
-    named = {path for layer in layers for path in layer.named}
-    missing = [key for key in keys().values() if key.field.is_required() and key.path not in named]
-    refuse([*line.problems, *(p for layer in layers for p in layer.problems), *map(_missing, missing)])
-    return Loaded(Settings(files=files, environment=environment, flags=flags).config, line.dry_run)
+    named: set[Path] = set()
+    for layer in layers:
+        named = {path for path in named if known.list_of(path) not in layer.lists} | layer.named
+    missing = [problem for key in known.options.values() for problem in _missing(key, named, known)]
+    unnumbered = [problem for layer in layers for problem in _unnumbered(layer, named, known)]
+    refuse([*line.problems, *(p for layer in layers for p in layer.problems), *missing, *unnumbered])
+    return Loaded(Settings[schema](files=files, environment=environment, flags=flags).config, line.dry_run)  # type: ignore[valid-type]
 
 
 # --- the layers ---------------------------------------------------------------------------------------------------
 
 
-class Settings(BaseSettings):
-    """Merges layers into a `Config`, which stays a plain model that reads nothing when it is built."""
+class Settings(BaseSettings, Generic[C]):
+    """Merges layers into a configuration, which stays a plain model that reads nothing when it is built."""
 
     model_config = SettingsConfigDict(extra="ignore")  # the layers come as keywords
-    config: Config
+    config: C
 
     @classmethod
     def settings_customise_sources(
@@ -114,34 +126,45 @@ class Settings(BaseSettings):
         given = init_settings()
         first_to_last: list[Layer] = [*given["files"], given["environment"], given["flags"]]
         for layer, later in combinations(first_to_last, 2):
+            for path in later.lists:
+                _take_out(layer.tree, path)
             _drop_replaced(layer.tree, later.tree)
         return tuple(reversed(first_to_last))
 
 
 class Layer(InitSettingsSource):
-    """The values of one layer as a tree. `named`: every path that the layer names, also those whose value is wrong."""
+    """The values of one layer as a tree. `named`: every path that the layer names, also those whose value is wrong.
+    `lists`: those of which it has all entries. `unnumbered`: strings for an entry of a list without its number."""
 
-    def __init__(self, given: Iterable[Given]) -> None:
+    def __init__(self, given: Iterable[Given], known: Keys) -> None:
+        self._known = known
         self.problems: list[Problem] = []
         self.named: set[Path] = set()
+        self.lists: set[Path] = set()
+        self.unnumbered: list[Given] = []
         self.tree: dict[str, Any] = {}
         super().__init__(Settings, {"config": self.tree})
         for path, value in self._checked(given).items():
-            _put(self.tree, path, value)
+            _put(self.tree, path, value, known)
 
     def _checked(self, layer: Iterable[Given]) -> dict[Path, Any]:
         spelled: dict[Path, Given] = {}
         values: dict[Path, Any] = {}
         for given in layer:
-            path = _stored_path(given.spelling)
+            if given.spelling in self._known.lists and given.value == []:
+                self.lists.add(given.spelling)
+                continue
+            path = self._known.stored_path(given.spelling)
             if path is None:
-                self.problems.append(_unknown(given))
+                self.problems.append(_unknown(given, self._known))
                 continue
             self.named.add(path)
+            if given.text and self._known.list_of(path) and not self._known.split_number(given.spelling)[1]:
+                self.unnumbered.append(given)
             try:
-                value = _convert(path, given)
+                value = _convert(path, given, self._known)
             except ValidationError:
-                self.problems.append(_wrong_type(path, given))
+                self.problems.append(_wrong_type(path, given, self._known))
                 continue
             before = spelled.get(path)
             if before and before.spelling != given.spelling and values[path] != value:
@@ -150,17 +173,23 @@ class Layer(InitSettingsSource):
         return values
 
 
-def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
+def _put(tree: dict[str, Any], path: Path, value: Any, known: Keys) -> None:
     """Stores a value; entries of a free-form table are stored one by one, so that they add to those that are there."""
-    if isinstance(value, dict) and (value or path in keys()):
+    if isinstance(value, dict) and (value or known.of(path)):
         for name, part in value.items():
-            _put(tree, (*path, name), part)
+            _put(tree, (*path, name), part, known)
         return
     for name in path[:-1]:
         if not isinstance(tree.get(name), dict):
             tree[name] = {}
         tree = tree[name]
     tree[path[-1]] = value
+
+
+def _take_out(tree: dict[str, Any], path: Path) -> None:
+    for name in path[:-1]:
+        tree = tree.get(name, {})
+    tree.pop(path[-1], None)
 
 
 def _drop_replaced(tree: dict[str, Any], later: dict[str, Any]) -> None:
@@ -176,7 +205,7 @@ def _drop_replaced(tree: dict[str, Any], later: dict[str, Any]) -> None:
 # --- the command line ---------------------------------------------------------------------------------------------
 
 
-def read_command_line(argv: list[str]) -> CommandLine:
+def read_command_line(argv: list[str], known: Keys) -> CommandLine:
     line = CommandLine()
     words = list(argv)
     while words:
@@ -186,18 +215,18 @@ def read_command_line(argv: list[str]) -> CommandLine:
         elif word.startswith("@"):
             _take_file(line, (), word, words)
         elif word.startswith("--"):
-            _take_flag(line, word, words)
+            _take_flag(line, word, words, known)
         else:
             line.problems.append(
-                Problem(f"`{word}` on the command line", "`@ FILE` or `--key value`", _stray_advice(word))
+                Problem(f"`{word}` on the command line", "`@ FILE` or `--key value`", _stray_advice(word, known))
             )
     return line
 
 
-def _stray_advice(word: str) -> str:
+def _stray_advice(word: str, known: Keys) -> str:
     if word.endswith((".toml", ".json")):
         return f"write `@ {word}` to read that file"
-    return f"put it behind the flag it belongs to; {HELP}"
+    return f"put it behind the flag it belongs to; {known.help}"
 
 
 def _take_file(line: CommandLine, root: Path, word: str, words: list[str]) -> None:
@@ -210,19 +239,19 @@ def _take_file(line: CommandLine, root: Path, word: str, words: list[str]) -> No
         )
 
 
-def _take_flag(line: CommandLine, word: str, words: list[str]) -> None:
+def _take_flag(line: CommandLine, word: str, words: list[str], known: Keys) -> None:
     name, equals, value = word[2:].partition("=")
     short = name.replace("_", "-")
-    path = short_flags().get(short) or tuple(name.replace("-", "_").split("."))
-    if path in sections() and (value or (words[0] if words else "")).startswith("@"):
+    path = known.short_flags.get(short) or tuple(name.replace("-", "_").split("."))
+    is_section = known.split_number(path)[0] in known.sections
+    if is_section and (value or (words[0] if words else "")).startswith("@"):
         _take_file(line, path, value or words.pop(0), words)
         return
-    key = keys().get(spellings().get(path, path))
-    found = value if equals else _take_value(key, words)
+    found = value if equals else _take_value(known.of(path), words)
     if found is None:
-        line.problems.append(_without_value(path, name, key))
+        line.problems.append(_without_value(path, name, known))
     else:
-        line.flags.append(Given((short,) if short in short_flags() else path, found, f"flag --{name}", text=True))
+        line.flags += _from_text((short,) if short in known.short_flags else path, found, f"flag --{name}", known)
 
 
 def _take_value(key: Key | None, words: list[str]) -> str | None:
@@ -233,15 +262,16 @@ def _take_value(key: Key | None, words: list[str]) -> str | None:
     return None if follows.startswith(("--", "@")) else words.pop(0)
 
 
-def _without_value(path: Path, name: str, key: Key | None) -> Problem:
-    if path in sections():
+def _without_value(path: Path, name: str, known: Keys) -> Problem:
+    key = known.of(path)
+    if known.split_number(path)[0] in known.sections:
         return Problem(
             f"`--{name}` without a value",
             "a file for that section, or one of its keys",
-            f"write `--{name} @ FILE.toml` or `--{name}.KEY VALUE`; {HELP}",
+            f"write `--{name} @ FILE.toml` or `--{name}.KEY VALUE`; {known.help}",
         )
-    if key is None and not _is_free_form(path):
-        return _unknown(Given(path, "", f"flag --{name}", text=True))
+    if key is None and not known.is_free_form(path):
+        return _unknown(Given(path, "", f"flag --{name}", text=True), known)
     expected = key.expected if key else "a value"
     return Problem(f"`--{name}` without a value", expected, f"write `--{name} VALUE`")
 
@@ -249,7 +279,7 @@ def _without_value(path: Path, name: str, key: Key | None) -> Problem:
 # --- files and environment ----------------------------------------------------------------------------------------
 
 
-def _read_file(root: Path, file: File, problems: list[Problem]) -> list[Given]:
+def _read_file(root: Path, file: File, problems: list[Problem], known: Keys) -> list[Given]:
     if not file.is_file():
         here = File.cwd() if not file.is_absolute() else file.parent
         problems.append(
@@ -268,65 +298,63 @@ def _read_file(root: Path, file: File, problems: list[Problem]) -> list[Given]:
     if not isinstance(tables, dict):
         problems.append(Problem(f"file {file}: {type(tables).__name__}", "a table of keys", "write { ... }"))
         return []
-    return list(_flatten(root, tables, f"file {file}", text=False))
+    return list(_flatten(root, tables, f"file {file}", known))
 
 
-def _read_environment(environ: Mapping[str, str]) -> list[Given]:
+def _read_environment(environ: Mapping[str, str], known: Keys) -> list[Given]:
     return [
-        Given(tuple(name[len(PREFIX) :].lower().split("__")), value, f"environment variable {name}", text=True)
+        given
         for name, value in sorted(environ.items())
         if name.startswith(PREFIX)
+        for given in _from_text(
+            tuple(name[len(PREFIX) :].lower().split("__")), value, f"environment variable {name}", known
+        )
     ]
 
 
-def _flatten(path: Path, value: Any, place: str, text: bool) -> Iterator[Given]:
-    """One `Given` per key: tables are walked down, except those that are values themselves."""
-    key = keys().get(spellings().get(path, path))
-    walk = isinstance(value, dict) and (bool(value) or path in sections() or not path)
+def _from_text(path: Path, text: str, place: str, known: Keys) -> list[Given]:
+    """One value, or all of a list of tables: `--env '[{id = "sort"}, {id = "guess"}]'`."""
+    if path in known.lists and isinstance(entries := _read_literal(text), list):
+        return list(_flatten(path, entries, place, known))
+    return [Given(path, text, place, text=True)]
+
+
+def _flatten(path: Path, value: Any, place: str, known: Keys) -> Iterator[Given]:
+    """One `Given` per key: tables are walked down, except those that are values themselves. A list of tables begins
+    with an empty list, which says that what follows is all."""
+    if path in known.lists and isinstance(value, list):
+        yield Given(path, [], place, text=False)
+        for n, part in enumerate(value):
+            yield from _flatten((*path, str(n)), part, place, known)
+        return
+    key = known.of(path)
+    walk = isinstance(value, dict) and (bool(value) or known.split_number(path)[0] in known.sections or not path)
     if walk and (key is None or key.entry_type is not None):
         for name, part in value.items():
-            yield from _flatten((*path, str(name)), part, place, text)
+            yield from _flatten((*path, str(name)), part, place, known)
     else:
-        yield Given(path, value, place, text)
+        yield Given(path, value, place, text=False)
 
 
 # --- one value ----------------------------------------------------------------------------------------------------
 
 
-def _stored_path(spelling: Path) -> Path | None:
-    """The path under which what is written as `spelling` is stored; None for an unknown key."""
-    if len(spelling) == 1 and spelling[0] in short_flags():
-        return short_flags()[spelling[0]]
-    if spelling in spellings():
-        return spellings()[spelling]
-    return spelling if _is_free_form(spelling) else None
-
-
-def _table_of(path: Path) -> Key | None:
-    """The free-form table that `path` lies in."""
-    parents = (keys().get(path[:n]) for n in range(1, len(path)))
-    return next((key for key in parents if key and key.entry_type is not None), None)
-
-
-def _is_free_form(path: Path) -> bool:
-    table = _table_of(path)
-    return table is not None and (table.entry_type is Any or len(path) == len(table.path) + 1)
-
-
-def _unknown(given: Given) -> Problem:
-    path = given.spelling
-    near = nearest(path)
-    if path in sections():
-        advice = f"give its keys one by one, or a file: `--{'.'.join(path)} @ FILE.toml`; {HELP}"
+def _unknown(given: Given, known: Keys) -> Problem:
+    path, (flat, entry) = given.spelling, known.split_number(given.spelling)
+    near = known.nearest(flat)
+    if near and entry and near[: len(entry) - 1] == entry[:-1]:
+        near = (*entry, *near[len(entry) - 1 :])
+    if flat in known.sections:
+        advice = f"give its keys one by one, or a file: `--{'.'.join(path)} @ FILE.toml`; {known.help}"
         return Problem(given.said, f"a table of keys, because `{'.'.join(path)}` is a section", advice)
     if near is None:
-        advice = HELP
+        advice = known.help
     elif given.place.startswith("flag"):
-        advice = f"did you mean `--{'.'.join(near).replace('_', '-')}`? {HELP}"
+        advice = f"did you mean `--{'.'.join(near).replace('_', '-')}`? {known.help}"
     elif given.place.startswith("environment"):
-        advice = f"did you mean `{PREFIX}{'__'.join(near).upper()}`? {HELP}"
+        advice = f"did you mean `{PREFIX}{'__'.join(near).upper()}`? {known.help}"
     else:
-        advice = f"did you mean `{'.'.join(near)}`? {HELP}"
+        advice = f"did you mean `{'.'.join(near)}`? {known.help}"
     flag = given.place.removeprefix("flag ")
     said = (
         f"`{flag} {given.value}`".replace(" `", "`") if flag != given.place else f"`{'.'.join(path)}` ({given.place})"
@@ -334,13 +362,12 @@ def _unknown(given: Given) -> Problem:
     return Problem(said, "a known key; there is none of that name", advice)
 
 
-def _convert(path: Path, given: Given) -> Any:
+def _convert(path: Path, given: Given, known: Keys) -> Any:
     """The value in its type. Files are typed already and taken strictly; strings are read as the type says.
 
     Raises ValidationError.
     """
-    key = keys().get(path)
-    table = _table_of(path)
+    key, table = known.of(path), known.table_of(path)
     value = given.value
     if given.text and (key is None or key.is_literal):
         value = _read_literal(value)
@@ -368,8 +395,8 @@ def _read_literal(text: str) -> Any:
     return text
 
 
-def _wrong_type(path: Path, given: Given) -> Problem:
-    key, table = keys().get(path), _table_of(path)
+def _wrong_type(path: Path, given: Given, known: Keys) -> Problem:
+    key, table = known.of(path), known.table_of(path)
     expected = key.expected if key else type_in_words(table.entry_type) if table else "any value"
     return Problem(given.said, f"`{'.'.join(path)}` takes: {expected}", f"correct it in: {given.place}")
 
@@ -382,18 +409,45 @@ def _disagreement(path: Path, first: Given, second: Given) -> Problem:
     )
 
 
-def _missing(key: Key) -> Problem:
-    table = f"[{'.'.join(key.path[:-1])}] {key.path[-1]} = ..."
-    return Problem(
-        f"no value for `{key.dotted}`",
-        f"{key.expected}: {key.description}",
-        f"write `{key.flag} VALUE`, or `{table}` in a file, or set {key.environment}",
-    )
+def _missing(key: Key, named: set[Path], known: Keys) -> Iterator[Problem]:
+    """Where a required key has no value: the first entry of a list there is in any case."""
+    if not key.field.is_required():
+        return
+    expected, table = f"{key.expected}: {key.description}", f"[{'.'.join(key.path[:-1])}] {key.path[-1]} = ..."
+    if known.stored_path(key.path) not in named:
+        do = f"write `{key.flag} VALUE`, or `{table}` in a file, or set {key.environment}"
+        yield Problem(f"no value for `{key.dotted}`", expected, do)
+    for entry in _entries(known.list_of(key.path), named)[1:]:
+        place = (*entry, *key.path[len(entry) - 1 :])
+        if place not in named:
+            do = f"write `--{'.'.join(place)} VALUE`, or put it into that entry; they are numbered from 0, without a gap"
+            yield Problem(f"no value for `{'.'.join(place)}`", expected, do)
+
+
+def _entries(table: Path | None, named: set[Path]) -> list[Path]:
+    """The entries of a list, up to the last one of which anything is named."""
+    if table is None:
+        return []
+    numbers = [int(path[len(table)]) for path in named if path[: len(table)] == table]
+    return [(*table, str(n)) for n in range(max(numbers, default=-1) + 1)]
+
+
+def _unnumbered(layer: Layer, named: set[Path], known: Keys) -> Iterator[Problem]:
+    """Strings of flags and variables that do not say which of several entries they are for."""
+    for given in layer.unnumbered:
+        table = known.list_of(given.spelling)
+        if table and len(_entries(table, named)) > 1:
+            name = ".".join(table)
+            yield Problem(
+                given.said,
+                f"the number of an entry, because there are several in `{name}`",
+                f"write `{name}.0.{'.'.join(given.spelling[len(table) :])}` for the first one",
+            )
 
 
 # --- help ---------------------------------------------------------------------------------------------------------
 
-USAGE = """usage: rl [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key value ...] [--dry-run]
+USAGE = """usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key value ...] [--dry-run]
 
   @ FILE              read a TOML or JSON file; several overlay each other from left to right
   --trainer @ FILE    the same, its keys rooted at that section
@@ -403,11 +457,11 @@ USAGE = """usage: rl [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key value 
 A value is looked up in this order: command line, environment (TRIREME__TRAINER__SHARDS=2), files, default."""
 
 
-def help_text() -> str:
+def help_text(known: Keys) -> str:
     """The help: usage and every key with its type, default and meaning, by section."""
-    lines = [USAGE]
+    lines = [USAGE.format(command=known.command)]
     section: str | None = None
-    for key in keys().values():
+    for key in known.options.values():
         top = key.path[0] if len(key.path) > 1 else "general"
         if top != section:
             lines.append(f"\n{top}:")

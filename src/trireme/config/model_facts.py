@@ -9,18 +9,21 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trireme.config.problems import Problem
-from trireme.config.schema import Config
+from trireme.config.schema import CommonConfig
 
 HUB_TIMEOUT_S = 5.0
+C = TypeVar("C", bound=CommonConfig)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a decoder. `num_parameters` counts what the sizes imply (see `count_parameters`); `described` is the
-    whole config.json."""
+    """Sizes of a decoder. `num_parameters` counts what the sizes imply (see `count_parameters`), `active_parameters`
+    those that a token passes through (of a mixture of experts: of the chosen ones only). `mlp_size`: the width of the
+    MLPs that a token passes through in a layer, together; `num_chosen`: how many experts that are, 0 without experts.
+    `described` is the whole config.json."""
 
     name: str
     architecture: str
@@ -28,9 +31,13 @@ class ModelFacts:
     hidden_size: int
     num_layers: int
     vocab_size: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
+    mlp_size: int
+    num_chosen: int
     num_parameters: int
+    active_parameters: int
     tied_embeddings: bool
     max_position_embeddings: int
     described: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -40,8 +47,30 @@ class ModelFacts:
         """Numbers that the KV cache holds for one token: keys and values of every layer."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
+    @property
+    def embedding_parameters(self) -> int:
+        """Those of the embeddings, and of the head where it has its own."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+
+    @property
+    def multiplied_parameters(self) -> int:
+        """Parameters that a token is multiplied with: all it passes through, but the embeddings once only."""
+        return self.active_parameters - (0 if self.tied_embeddings else self.vocab_size * self.hidden_size)
+
+    @property
+    def attention_width(self) -> int:
+        """Numbers in the queries of one token, all layers together."""
+        return self.num_layers * self.num_heads * self.head_dim
+
+    @property
+    def attention_length(self) -> int:
+        """The length at which causal attention costs as much as all else, in multiplications per token: with n tokens
+        of context on average n / 2 keys and as many values are multiplied in each layer, against every parameter
+        once."""
+        return max(1, self.multiplied_parameters // self.attention_width)
+
     @classmethod
-    def of(cls, config: Config, *, required: bool) -> ModelFacts | None:
+    def of(cls, config: CommonConfig, *, required: bool) -> ModelFacts | None:
         """The facts of `config.model`, a local directory or a model on the hub; None for a hub that cannot be reached,
         if they are not required (a dry run).
 
@@ -64,9 +93,13 @@ class ModelFacts:
                 hidden_size=config["hidden_size"],
                 num_layers=config["num_hidden_layers"],
                 vocab_size=config["vocab_size"],
+                num_heads=heads,
                 num_kv_heads=config.get("num_key_value_heads") or heads,
                 head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+                mlp_size=_mlp_size(config),
+                num_chosen=config["num_experts_per_tok"] if _num_experts(config) else 0,
                 num_parameters=count_parameters(config),
+                active_parameters=count_parameters(config, active=True),
                 tied_embeddings=bool(config.get("tie_word_embeddings", False)),
                 max_position_embeddings=config["max_position_embeddings"],
                 described=config,
@@ -79,7 +112,7 @@ class ModelFacts:
             ).error() from None
 
 
-def with_absolute_paths(config: Config) -> Config:
+def with_absolute_paths(config: C) -> C:
     """The configuration with local directories as absolute paths: actors may work in another directory."""
     names = {"name": config.model.name, "tokenizer": config.model.tokenizer}
     local = {
@@ -88,17 +121,44 @@ def with_absolute_paths(config: Config) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update=local)})
 
 
-def count_parameters(config: Mapping[str, Any]) -> int:
+def count_parameters(config: Mapping[str, Any], *, active: bool = False) -> int:
     """Parameters of a Llama-type decoder: embeddings (and the head, unless tied), and per layer the four projections
-    of attention, the three of the gated MLP, two norms (and those of query and key in Qwen3). No biases."""
+    of attention, the three of the gated MLP, two norms (and those of query and key in Qwen3). No biases.
+
+    In a layer with experts (Qwen3-MoE) each is such an MLP, and the router has a row for each; `active` counts only the
+    experts that are chosen for a token.
+    """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
     norms = 2 * hidden + (2 * head_dim if config["model_type"].startswith("qwen3") else 0)
-    layer = attention + 3 * hidden * config["intermediate_size"] + norms
     embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return embeddings + config["num_hidden_layers"] * layer + hidden
+    layers, experts = config["num_hidden_layers"], _num_experts(config)
+    sparse = sum(_has_experts(config, layer) for layer in range(layers))
+    mlps = (layers - sparse) * 3 * hidden * config["intermediate_size"]
+    if sparse:
+        counted = config["num_experts_per_tok"] if active else experts
+        mlps += sparse * (counted * 3 * hidden * config["moe_intermediate_size"] + experts * hidden)
+    return embeddings + layers * (attention + norms) + mlps + hidden
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    """0 without experts."""
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
+
+
+def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether the layer (from 0) has experts in place of one MLP."""
+    chosen = (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
+    return bool(_num_experts(config)) and chosen and layer not in (config.get("mlp_only_layers") or ())
+
+
+def _mlp_size(config: Mapping[str, Any]) -> int:
+    experts = _num_experts(config)
+    return int(
+        config["num_experts_per_tok"] * config["moe_intermediate_size"] if experts else config["intermediate_size"]
+    )
 
 
 def looks_like_path(name: str) -> bool:

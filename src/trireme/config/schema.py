@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from trireme.renderers import RendererName
 from trireme.types import AdamParams, LossFnType, LossNormalization, SamplingParams
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -88,6 +90,9 @@ class ReferenceConfig(Section):
         description="Take its weights from here instead: a Hugging Face directory, or a commit of a run, which is then "
         "kept for good.",
     )
+    update_every: NonNegativeInt = Field(
+        0, description="Steps after which the reference becomes the policy as it is then; 0 = never."
+    )
 
 
 class KlConfig(Section):
@@ -110,6 +115,41 @@ class KlConfig(Section):
     )
 
 
+class LoraConfig(Section):
+    rank: PositiveInt | None = Field(
+        None,
+        validation_alias=AliasChoices("rank", "lora_rank"),
+        description="Train adapters of this rank on frozen weights: 1, 8, 16, 32, 64, 128, 256, 320 or 512, what vLLM "
+        "takes; none = train all weights.",
+    )
+    alpha: PositiveFloat = Field(
+        32.0,
+        validation_alias=AliasChoices("alpha", "lora_alpha"),
+        description="What an adapter adds is scaled by alpha / rank.",
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        validation_alias=AliasChoices("dropout", "lora_dropout"),
+        description="Share of an adapter's inputs that is dropped while gradients are computed, and only then.",
+    )
+    targets: list[str] = Field(
+        [],
+        validation_alias=AliasChoices("targets", "lora_target_modules"),
+        description="Names of the linear layers with an adapter (`q_proj`, ...); empty = as the next three say.",
+    )
+    train_attn: bool = Field(True, description="Adapters for q_proj, k_proj, v_proj, o_proj.")
+    train_mlp: bool = Field(True, description="Adapters for gate_proj, up_proj, down_proj.")
+    train_unembed: bool = Field(
+        False, description="An adapter for lm_head; not for models whose output matrix is that of their embeddings."
+    )
+    seed: int | None = Field(None, description="Seed of the adapters' first values; none = the run's seed.")
+
+    @property
+    def on(self) -> bool:
+        """Whether adapters are trained, and not all weights."""
+        return self.rank is not None
+
+
 class CommonTrainer(Section):
     """What every kind of training has."""
 
@@ -117,6 +157,11 @@ class CommonTrainer(Section):
         1,
         json_schema_extra={"flag": "trainer-gpus"},
         description="Number of FSDP2 shards, one process each (one GPU each where there are GPUs).",
+    )
+    replicate: PositiveInt = Field(
+        1,
+        description="Copies of the model, each spread over `shards` processes (HSDP); there are shards x replicate of "
+        "them in all.",
     )
     loss_normalization: LossNormalization = Field(
         "token_mean",
@@ -131,12 +176,39 @@ class CommonTrainer(Section):
     warmup_steps: NonNegativeInt = Field(0, description="Steps over which the learning rate rises linearly.")
     max_grad_norm: PositiveFloat = Field(1.0, description="The gradient's norm is clipped to this.")
     optim: OptimConfig = OptimConfig()
+    lora: LoraConfig = LoraConfig()
     max_refused_steps: PositiveInt = Field(
         3, description="Stop, after a commit, when the gradients of this many steps in a row were not finite."
     )
     micro_batch_tokens: PositiveInt = Field(
         16384, description="Tokens (with padding) that a shard computes at once; bounds memory only."
     )
+    packing: Literal["auto", "rows", "packed"] = Field(
+        "auto",
+        description="How a micro-batch is laid out: as rows of about equal length, padded; or packed, one sequence after "
+        "the other, none of which sees another. auto = packed on GPUs in 16 bits, else rows.",
+    )
+    checkpointing: bool | Literal["auto"] = Field(
+        "auto",
+        description="Keep only the input of each decoder layer, and compute the layer again in the backward pass; "
+        "auto = when the activations of a micro-batch exceed 4 GiB on a CPU, 24 GiB on a GPU.",
+    )
+    compile: bool = Field(
+        False, description="torch.compile each decoder layer: faster steps, after a minute or so of compiling."
+    )
+    offload: Literal["none", "cpu"] = Field(
+        "none", description="cpu: weights, gradients and AdamW's state of a GPU's shard live in host memory."
+    )
+    master_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Dtype of the trained weights, their gradients and AdamW's moments. bfloat16 halves their memory, "
+        "and loses every update below 1/256 of a weight.",
+    )
+
+    @property
+    def processes(self) -> int:
+        """Shards of all copies."""
+        return self.shards * self.replicate
 
 
 class TrainerConfig(CommonTrainer):
@@ -199,6 +271,9 @@ class OrchestratorConfig(Section):
     )
     max_prompt_len: PositiveInt | None = Field(None, description="Longer prompts are refused before sampling.")
     retries: NonNegativeInt = Field(2, description="How often a failed rollout is tried again.")
+    workers: PositiveInt = Field(
+        2, description="Processes in which environments compute what takes long; started when one first does."
+    )
     min_viable_group: Share = Field(0.75, description="Share of a group's rollouts that must succeed.")
     max_failure_rate: Share = Field(
         0.25, description="The run stops when more than this share of recent rollouts failed after all retries."
@@ -209,23 +284,56 @@ class EnvConfig(Section):
     id: str = Field(description="Environment: a built-in name (`sort`) or `package.module:Dataset`.")
     args: dict[str, Any] = Field({}, description="Arguments of the dataset.")
     name: str | None = Field(None, description="Name in metrics; none = from the id.")
+    weight: PositiveFloat = Field(
+        1.0, description="With several environments: this one's share of the problems, relative to the others'."
+    )
+    group_size: PositiveInt | None = Field(
+        None, description="Rollouts per problem of this environment; none = orchestrator.group_size."
+    )
 
     @property
     def label(self) -> str:
         return self.name or self.id.partition(":")[0].rpartition(".")[2]
 
 
+class RendererConfig(Section):
+    name: RendererName = Field(
+        "auto",
+        description="How chat messages become tokens: as the tokenizer's `chat_template` says, `role_colon` "
+        "(`User: ...`, for base models), or `qwen3`; auto = qwen3 where it writes what the template does, else the "
+        "template, and role_colon without one.",
+    )
+    strip_thinking_from_history: bool = Field(
+        True,
+        description="A query takes the thinking before it out of the prompt, so that it begins a new training "
+        "sequence; false = thinking stays, and all turns are one sequence.",
+    )
+    compact_every: PositiveInt | None = Field(
+        None, description="Thinking goes out of the prompt after this many turns instead of with each query."
+    )
+
+
 class HeldOutConfig(Section):
-    id: str | None = Field(None, description="Environment of evaluations; none = the run's own.")
+    id: str | None = Field(
+        None, description="Environment of evaluations; none = the run's own, with several that which has this `name`."
+    )
     args: dict[str, Any] = Field({}, description="Arguments of its dataset; of the run's own: laid over `env.args`.")
     name: str | None = Field(None, description="Name in metrics; none = from the id, or that of the run's own.")
+
+
+def _in_a_row(given: Any) -> Any:
+    """The entries of a list of tables, from any form in which it may come: one table alone is a list of one, and the
+    layers of a configuration number the entries (`{"0": ..., "1": ...}`)."""
+    if isinstance(given, Mapping) and all(str(name).isdigit() for name in given):
+        return [given.get(str(n), {}) for n in range(max(map(int, given), default=-1) + 1)]
+    return [given] if isinstance(given, Mapping | Section) else given
 
 
 class EvalConfig(Section):
     every: NonNegativeInt = Field(
         0, description="Steps between evaluations; there is one before the first step and one at the end too. 0 = off."
     )
-    env: HeldOutConfig = HeldOutConfig()
+    env: Annotated[tuple[HeldOutConfig, ...], BeforeValidator(_in_a_row)] = ()
     problems: PositiveInt | None = Field(
         128, description="Held-out problems in an evaluation, the same in each: the first ones; none = all."
     )
@@ -311,6 +419,15 @@ class TraceConfig(Section):
     )
 
 
+class RolloutsConfig(Section):
+    every: NonNegativeInt = Field(
+        1, description="Steps between records of rollouts, files to read in `rollouts/`; 0 = none."
+    )
+    sample: NonNegativeInt = Field(
+        2, description="Groups picked at random for a record, beside the step's best and its worst."
+    )
+
+
 class WandbConfig(Section):
     project: str | None = Field(None, description="Weights & Biases project; none = off.")
     name: str | None = Field(None, description="Name of the W&B run; none = the run's name.")
@@ -321,6 +438,9 @@ class WandbConfig(Section):
 
 class CommonConfig(Section, ABC):
     """What a run of any kind has: all that the trainer, commits and the run directory read."""
+
+    command: ClassVar[str]
+    """The program that takes it."""
 
     max_steps: NonNegativeInt = Field(100, description="Training steps, counted from the first start of the run.")
     seed: int = Field(0, description="Seed of data order, sampling and initialisation.")
@@ -356,6 +476,17 @@ class CommonConfig(Section, ABC):
         return None
 
     @property
+    def base_is_reference(self) -> bool:
+        """Whether the reference policy is the frozen base under the trained adapters, which is no second model."""
+        reference = self.kl_reference
+        named = reference and (reference.load_checkpoint_path or reference.base_model)
+        return self.trainer.lora.on and reference is not None and named in (None, self.model.name)
+
+    @property
+    def lora_seed(self) -> int:
+        return self.seed if self.trainer.lora.seed is None else self.trainer.lora.seed
+
+    @property
     def max_seq_len(self) -> int | None:
         """Longest sequence as configured; none = the model's limit."""
         return self.model.max_seq_len
@@ -374,20 +505,23 @@ class CommonConfig(Section, ABC):
 class Config(CommonConfig):
     """One run of `rl`."""
 
+    command = "rl"
     max_steps: PositiveInt = Field(100, description="Training steps, counted from the first start of the run.")
     deterministic: bool = Field(
         False, description="Repeat a run bit for bit on CPUs: needs max_steps_off_policy = 0; slower."
     )
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig
-    env: EnvConfig
+    env: Annotated[tuple[EnvConfig, ...], BeforeValidator(_in_a_row), Field(min_length=1)]
+    renderer: RendererConfig = RendererConfig()
     eval: EvalConfig = EvalConfig()
     inference: InferenceConfig
+    rollouts: RolloutsConfig = RolloutsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
 
     @property
     def label(self) -> str:
-        return self.env.label
+        return "+".join(env.label for env in self.env)
 
     @property
     def staleness_bound(self) -> int:
@@ -417,13 +551,25 @@ class Config(CommonConfig):
     def groups_per_minibatch(self) -> int:
         return self.orchestrator.batch_size // (self.trainer.num_substeps * self.trainer.num_minibatches)
 
+    def group_size(self, env: EnvConfig) -> int:
+        """Rollouts per problem of one of the run's environments."""
+        return env.group_size or self.orchestrator.group_size
+
     @property
-    def eval_env(self) -> EnvConfig:
-        """The environment of evaluations, whose held-out problems they take."""
-        own = self.eval.env
-        if own.id is not None:
-            return EnvConfig(**own.model_dump())
-        return EnvConfig(id=self.env.id, args=self.env.args | own.args, name=own.name or self.env.name)
+    def largest_group(self) -> int:
+        return max(map(self.group_size, self.env))
+
+    @property
+    def eval_envs(self) -> tuple[EnvConfig, ...]:
+        """The environments of evaluations, whose held-out problems they take: all of the run's own unless `eval.env`
+        names some."""
+        return tuple(map(self._held_out, self.eval.env)) or self.env
+
+    def _held_out(self, given: HeldOutConfig) -> EnvConfig:
+        if given.id is not None:
+            return EnvConfig(**given.model_dump())
+        own = next((env for env in self.env if env.label == given.name), self.env[0])
+        return EnvConfig(id=own.id, args=own.args | given.args, name=given.name or own.name)
 
     @property
     def eval_sampling(self) -> SamplingConfig:
@@ -435,4 +581,4 @@ class Config(CommonConfig):
         """`max_concurrent = auto` at first: a quarter more than the replicas decode at once waits there, so that none
         runs dry while answers travel."""
         decoded = self.inference.replicas * self.inference.sequences(on_gpus=on_gpus)
-        return max(decoded + decoded // 4, self.orchestrator.group_size)
+        return max(decoded + decoded // 4, self.largest_group)
