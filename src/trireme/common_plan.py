@@ -18,13 +18,10 @@ from rich.text import Text
 from trireme.config.checks import installed_vllm, seq_limit
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig
+from trireme.memory import GIB, LOGITS_GIB, SHARD_BASE_GIB, ShardMemory
 from trireme.rundir import default_name
 
-GIB = 2**30
-SHARD_BASE_GIB = 0.5
-"""Measured resident memory of a shard without weights."""
-LOGITS_GIB = 0.2
-"""What a shard holds of logits at once (`trainer.logprobs`)."""
+BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -89,6 +86,10 @@ class CommonPlan(ABC):
     def gpus_needed(self) -> int: ...
 
     @abstractmethod
+    def check_resources(self) -> None:
+        """Raises BadInput when the run needs what there is not."""
+
+    @abstractmethod
     def rows(self) -> list[tuple[str, str]]:
         """The plan as (what, text) pairs."""
 
@@ -126,23 +127,32 @@ class CommonPlan(ABC):
     @property
     def trainer_options_R(self) -> list[dict[str, float]]:
         """Ray resources of each trainer shard."""
-        return [self._options() for _ in range(self.config.trainer.shards)]
+        return [self._options() for _ in range(self.config.trainer.processes)]
 
     # --- numbers
 
     @property
-    def shard_bytes(self) -> int | None:
-        """Memory of a shard without activations: its share of 16 bytes per parameter (fp32 weight, gradient, two Adam
-        moments) and 4 of the KL reference's; and the logits of a chunk of tokens."""
-        if self.facts is None:
-            return None
-        states = self.bytes_per_parameter * self.facts.num_parameters // self.config.trainer.shards
-        return int((SHARD_BASE_GIB + LOGITS_GIB) * GIB) + states
+    def inference_dtype_bytes(self) -> int:
+        """Of a number in the dtype in which trainer and replicas compute."""
+        dtype = self.config.model.dtype
+        return (2 if self.on_gpus else 4) if dtype == "auto" else BYTES_OF_DTYPE[dtype]
+
+    @property
+    def shard_memory(self) -> ShardMemory | None:
+        """None when the model's sizes are unknown."""
+        facts, options = self.facts, self.config.trainer
+        return facts and ShardMemory.of(
+            options,
+            facts,
+            self.bytes_per_parameter * facts.num_parameters,
+            self.inference_dtype_bytes,
+            on_gpus=self.on_gpus,
+        )
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Of a shard's state."""
-        return 20 if self.config.kl_reference else 16
+        """Of the state: weight, gradient and two Adam moments; and the weight of the KL reference."""
+        return BYTES_OF_DTYPE[self.config.trainer.master_dtype] * (5 if self.config.kl_reference else 4)
 
     # --- for people
 
@@ -176,6 +186,34 @@ class CommonPlan(ABC):
             f"{facts.name}: {facts.architecture}, {facts.num_parameters:,} parameters ({facts.num_layers} layers, "
             f"hidden {facts.hidden_size}, vocabulary {facts.vocab_size}, {tied} embeddings), "
             f"sequences of at most {seq_limit(self.config, facts)} tokens"
+        )
+
+    def _trainer_text(self) -> str:
+        """Shards, copies, and what of memory and speed was chosen."""
+        options = self.config.trainer
+        text = count(options.shards, "FSDP2 shard") + (
+            f" x {options.replicate} copies" if options.replicate > 1 else ""
+        )
+        chosen = {
+            "packed rows": options.packing == "packed",
+            "compiled layers": options.compile,
+            f"master weights in {options.master_dtype}": options.master_dtype != "float32",
+        }
+        return ", ".join(
+            [f"{text}: {count(options.processes, 'actor')}", *(name for name, is_so in chosen.items() if is_so)]
+        )
+
+    def _shard_memory_text(self) -> str:
+        memory, options = self.shard_memory, self.config.trainer
+        if memory is None:
+            return "unknown, as the model's sizes are"
+        state = f"{self.bytes_per_parameter} B x parameters / shards = {gib(memory.state)}"
+        kept = "computed twice" if memory.again else "kept"
+        return (
+            f"a shard up to {gib(memory.total)} ({SHARD_BASE_GIB + LOGITS_GIB:g} GiB + "
+            + (f"gathered {gib(memory.gathered)}" if memory.offloaded else f"{state} + gathered {gib(memory.gathered)}")
+            + f" + {gib(memory.activations)} for {options.micro_batch_tokens:,} tokens whose layers are {kept})"
+            + (f" and in host memory {state}" if memory.offloaded else "")
         )
 
     def _commits_text(self) -> str:

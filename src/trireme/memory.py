@@ -1,0 +1,86 @@
+"""What a shard of the trainer needs in memory, and whether it computes layers twice to need less.
+
+Estimates by the model's sizes, for plans. What a layer keeps of a token was counted, in float32 and bfloat16, on models
+of the Qwen3, Qwen3-MoE and Llama kinds (`tests/unit/test_memory.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trireme.config.model_facts import ModelFacts
+from trireme.config.schema import CommonTrainer
+
+GIB = 2**30
+SHARD_BASE_GIB = 0.5
+"""Measured resident memory of a shard without weights."""
+LOGITS_GIB = 0.2
+"""What a shard holds of logits at once (`trainer.logprobs`)."""
+KEPT_ON_CPU, KEPT_ON_GPU = 4 * GIB, 24 * GIB
+"""`checkpointing = "auto"` keeps activations up to this."""
+
+
+@dataclass(frozen=True)
+class ShardMemory:
+    """Bytes. `state`: a shard's part of what lives from step to step. `gathered`: weights and gradients that are whole
+    at the same time. `activations`: what a full micro-batch leaves from forward to backward; `again`: layers are
+    computed twice for it. `offloaded`: the state is in host memory, while models compute on GPUs."""
+
+    state: int
+    gathered: int
+    activations: int
+    again: bool
+    offloaded: bool
+
+    @classmethod
+    def of(
+        cls, options: CommonTrainer, facts: ModelFacts, state_bytes: int, dtype_bytes: int, *, on_gpus: bool
+    ) -> ShardMemory:
+        """`state_bytes` of the whole model; `dtype_bytes` of a number in the dtype that computes."""
+        tokens = options.micro_batch_tokens
+        again = computes_again(options.checkpointing, facts, tokens, dtype_bytes, on_gpus=on_gpus)
+        return cls(
+            state=state_bytes // options.shards,
+            gathered=gathered_bytes(facts, dtype_bytes),
+            activations=activation_bytes(facts, tokens, dtype_bytes, again),
+            again=again,
+            offloaded=on_gpus and options.offload == "cpu",
+        )
+
+    @property
+    def total(self) -> int:
+        """Where the models compute."""
+        base = int((SHARD_BASE_GIB + LOGITS_GIB) * GIB)
+        return base + (0 if self.offloaded else self.state) + self.gathered + self.activations
+
+
+def layer_activations(facts: ModelFacts) -> int:
+    """Numbers that a decoder layer keeps of each token for its backward pass: what goes in and out of both norms and of
+    every product; queries, keys and values with their norms; what the gate and its function gave. With experts also
+    what each of them got and gave."""
+    queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    experts = 3 * facts.num_chosen * facts.hidden_size
+    return 8 * facts.hidden_size + 6 * queries + 5 * keys + 4 * facts.mlp_size + experts
+
+
+def activation_bytes(facts: ModelFacts, tokens: int, dtype_bytes: int, again: bool) -> int:
+    """What is kept of `tokens` from forward to backward, all layers; with `again` the input of each, and all of one."""
+    layer = layer_activations(facts)
+    kept = facts.num_layers * facts.hidden_size + layer if again else facts.num_layers * layer
+    return tokens * kept * dtype_bytes
+
+
+def gathered_bytes(facts: ModelFacts, dtype_bytes: int) -> int:
+    """Embeddings and head, which are whole throughout a pass, and two layers; each with its gradient."""
+    layer = (facts.num_parameters - facts.embedding_parameters) // facts.num_layers
+    return 2 * dtype_bytes * (facts.embedding_parameters + 2 * layer)
+
+
+def computes_again(
+    option: bool | Literal["auto"], facts: ModelFacts, tokens: int, dtype_bytes: int, *, on_gpus: bool
+) -> bool:
+    """Whether layers are computed again in the backward pass, by `trainer.checkpointing`."""
+    if option != "auto":
+        return option
+    return activation_bytes(facts, tokens, dtype_bytes, False) > (KEPT_ON_GPU if on_gpus else KEPT_ON_CPU)
