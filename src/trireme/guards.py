@@ -24,13 +24,13 @@ class RefusedSteps:
 
     def update(self, step: Callable[[], OptimStepResponse], suspects: Sequence[str]) -> Mapping[str, float]:
         """The metrics of an optimiser step; `refused` is 1 where the trainer refused it, because its gradient is not
-        finite: the weights stay as they are, and the run goes on. `suspects` names what the gradient came from where
-        the loss was not finite."""
+        finite: the weights stay as they are, and the run goes on. `suspects`: problems of the datums that are to
+        blame, which the trainer names by number."""
         try:
             metrics = {**step().metrics, "refused": 0.0}
         except NonFiniteGradient as error:
             culprits = ", ".join(suspects[:NAMED]) + (", .." if len(suspects) > NAMED else "")
-            self._say(f"step refused, its weights stay: {error} Not finite is the loss of: {culprits or 'none'}")
+            self._say(f"step refused, its weights stay: {error} Their problems: {culprits or 'unknown'}")
             return {"refused": 1.0, "grad_norm": nan}
         return metrics
 

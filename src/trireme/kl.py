@@ -20,10 +20,12 @@ import numpy.typing as npt
 from trireme.types import ForwardBackwardOutput, Minibatch, TokenBatch, Which
 
 
-class Forwarding(Protocol):
+class Referring(Protocol):
     """What is needed of the trainer."""
 
     def forward(self, data: TokenBatch, which: Which = "policy") -> ForwardBackwardOutput: ...
+
+    def update_reference(self) -> None: ...
 
 
 def divergence(batch: TokenBatch, reference: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -67,10 +69,13 @@ def discounted_future_sum(
 
 
 class KlPenalty:
-    """Adds the penalty to the minibatches of a step; without a `coef` it passes them on. Keeps dbar for the row."""
+    """Adds the penalty to the minibatches of a step; without a `coef` it passes them on. Keeps dbar for the row.
 
-    def __init__(self, trainer: Forwarding, coef: float, discount: float) -> None:
-        self._trainer, self._coef, self._discount = trainer, coef, discount
+    `update_every`: steps after which the reference becomes the policy; 0 = never.
+    """
+
+    def __init__(self, trainer: Referring, coef: float, discount: float, update_every: int = 0) -> None:
+        self._trainer, self._coef, self._discount, self._update_every = trainer, coef, discount, update_every
         self._means: list[float] = []
 
     def __call__(self, minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
@@ -88,6 +93,12 @@ class KlPenalty:
         self._means.append(mean)
         for minibatch, d in zip(all_, divergences, strict=True):
             yield replace(minibatch, batch=penalized(minibatch.batch, d, mean, self._coef, self._discount))
+
+    def end_step(self, version: int) -> None:
+        """The policy has become `version`. At a multiple of `update_every` it is the reference from here on: also that
+        of a commit taken now."""
+        if self._update_every and version % self._update_every == 0:
+            self._trainer.update_reference()
 
     def take(self) -> dict[str, float]:
         """`kl_policy_base` of the step that is done: the mean of its substeps' dbar."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from trireme.checkpoint.manifest import MANIFEST
 from trireme.checkpoint.store import KEEP
 from trireme.config import Config
+from trireme.config.fixed import IRRELEVANT
 from trireme.config.model_facts import ModelFacts, looks_like_path
 from trireme.config.problems import Problem
 
@@ -67,3 +68,16 @@ def _check(key: str, name: str, config: Config, facts: ModelFacts) -> None:
             f"the {facts.vocab_size} tokens of {facts.name}: both look at the same tokens",
             "choose a reference of the same family",
         ).error()
+    other = sorted(name for name, _ in _computed(found) ^ _computed(facts))
+    if other and config.trainer.kl.reference.update_every:
+        raise Problem(
+            f"trainer.kl.reference.update_every = {config.trainer.kl.reference.update_every} with {key} = {name}, whose "
+            f"config.json differs from that of {facts.name} in {', '.join(dict.fromkeys(other))}",
+            "a reference of the model's own architecture: it will hold the model's weights",
+            f"take {config.model.name}, or leave update_every out",
+        ).error()
+
+
+def _computed(facts: ModelFacts) -> set[tuple[str, str]]:
+    """What a model's config.json says of what it computes."""
+    return {(name, repr(value)) for name, value in facts.described.items() if name not in IRRELEVANT}

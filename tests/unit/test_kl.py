@@ -74,6 +74,9 @@ class Trainer:
         self.log.append(which)
         return ForwardBackwardOutput(np.full(len(data.tokens), -1.0, np.float32), data.offsets, {})
 
+    def update_reference(self):
+        self.log.append("becomes the policy")
+
 
 def minibatches(batch, log):
     for last in (False, True):
@@ -93,6 +96,20 @@ def test_references_look_at_each_part_as_it_comes_and_one_mean_holds_for_all():
         assert part.batch.columns["advantages"][1] == pytest.approx(0.508)
     assert penalty.take() == {"kl_policy_base": pytest.approx(0.58)}
     assert penalty.take() == {}
+
+
+def test_the_reference_becomes_the_policy_between_steps_at_multiples_and_never_within_one():
+    batch, _ = of_the_vectors()
+    log: list[str] = []
+    penalty = KlPenalty(Trainer(log), coef=0.1, discount=0.0, update_every=2)
+    for step in range(4):
+        list(penalty(minibatches(batch, log)))
+        penalty.end_step(step + 1)
+    one = ["sampled", "reference"] * 2
+    assert log == [*one, *one, "becomes the policy"] * 2
+    never = KlPenalty(Trainer(log), coef=0.1, discount=0.0)
+    never.end_step(4)
+    assert len(log) == 18
 
 
 def test_without_a_coefficient_nothing_waits_and_nothing_changes():

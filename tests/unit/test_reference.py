@@ -24,14 +24,23 @@ def models(tmp_path, monkeypatch):
     return tmp_path
 
 
-def resolved(base_model="./base", path=None) -> Config:
+def resolved(base_model="./base", path=None, update_every=0) -> Config:
     config = Config.model_validate(
         {
             "model": {"name": str(BASE)},
             "env": {"id": "sort"},
             "orchestrator": {"batch_size": 4},
             "inference": {"sampling": {"max_tokens": 8}},
-            "trainer": {"kl": {"coef": 0.1, "reference": {"base_model": base_model, "load_checkpoint_path": path}}},
+            "trainer": {
+                "kl": {
+                    "coef": 0.1,
+                    "reference": {
+                        "base_model": base_model,
+                        "load_checkpoint_path": path,
+                        "update_every": update_every,
+                    },
+                }
+            },
         }
     )
     facts = ModelFacts.of(config, required=True)
@@ -64,3 +73,13 @@ def test_a_reference_that_is_not_there_or_does_not_fit_is_refused(models):
     (models / "base" / "config.json").write_text(json.dumps(described))
     with pytest.raises(BadInput, match="vocabulary of 7 tokens"):
         resolved()
+
+
+def test_a_reference_that_will_be_the_policy_has_its_architecture(models):
+    file = models / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 1e-5, "use_cache": False}))
+    assert resolved(update_every=0).trainer.kl.reference.update_every == 0
+    with pytest.raises(BadInput, match=r"update_every = 3 .*differs .* in rms_norm_eps"):
+        resolved(update_every=3)
+    shutil.copy(BASE / "config.json", file)
+    assert resolved(update_every=3).trainer.kl.reference.update_every == 3
