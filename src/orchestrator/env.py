@@ -16,19 +16,24 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from trireme.config.schema import EnvConfig
+from trireme.config.schema import EnvConfig, RendererConfig
 from trireme.errors import BadInput
+from trireme.renderers import Renderer, make_renderer
 from trireme.types import StopReason, WeightIdentity
 
 StopCondition = tuple[int, ...]
 """Token ids that end an action. The stop token itself is part of the action."""
 
-BUILT_IN = {"sort": "orchestrator.envs.sort:SortDataset"}
+BUILT_IN = {
+    "calculator": "orchestrator.envs.calculator:CalculatorDataset",
+    "sort": "orchestrator.envs.sort:SortDataset",
+}
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,8 @@ class RLDataset(ABC):
 
 @dataclass(frozen=True)
 class EnvContext:
-    """What a dataset is given beside its own arguments. `tokenizer` is a `transformers` tokenizer.
+    """What a dataset is given beside its own arguments. `tokenizer` is a `transformers` tokenizer, `renderer` stands
+    between chat messages and its tokens, as `rendering` says.
 
     For runs that are repeated bit for bit, all randomness of an environment follows from `seed` and the problem: the
     state of a process's random generators is not saved.
@@ -146,6 +152,12 @@ class EnvContext:
     seed: int
     group_size: int
     split: Literal["train", "eval"] = "train"
+    rendering: RendererConfig = field(default_factory=RendererConfig)
+
+    @cached_property
+    def renderer(self) -> Renderer:
+        """Made when it is first asked for. Raises BadInput when it does not suit the tokenizer."""
+        return make_renderer(tokenizer=self.tokenizer, **self.rendering.model_dump())
 
 
 def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> RLDataset:

@@ -6,12 +6,21 @@ from collections import Counter
 from collections.abc import Iterator
 
 from trireme.config.problems import Problem
-from trireme.config.schema import Config
+from trireme.config.schema import Config, RendererConfig
 
 
 def environment_problems(config: Config) -> list[Problem]:
-    """What is wrong with `env` and `eval.env`."""
-    return [*_groups(config), *_names(config), *_held_out(config)]
+    """What is wrong with `env` and `eval.env`, and with how messages are rendered for them."""
+    return [*_groups(config), *_names(config), *_held_out(config), *rendering_problems(config.renderer)]
+
+
+def rendering_problems(renderer: RendererConfig) -> Iterator[Problem]:
+    if renderer.compact_every and not renderer.strip_thinking_from_history:
+        yield Problem(
+            f"renderer.compact_every = {renderer.compact_every} with renderer.strip_thinking_from_history = false",
+            "either: compact_every says when earlier thinking is stripped, the other that it never is",
+            "leave one of them out",
+        )
 
 
 def _groups(config: Config) -> Iterator[Problem]:

@@ -1,0 +1,172 @@
+"""Arithmetic with a tool: the assistant may call a calculator as often as its turns allow, then answers with a number.
+
+user       What is (37 - 12) * 48?
+assistant  <tool_call> calculator(expression = "(37 - 12) * 48") </tool_call>
+tool       1200
+assistant  1200                                             reward 1
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from orchestrator.env import EnvContext, EnvGroupBuilder, RLDataset
+from orchestrator.envs.expressions import MAX_LENGTH, CalculationError, calculate, show
+from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
+from trireme.renderers import Message, ToolCall, ToolSpec
+
+CALCULATOR = ToolSpec(
+    name="calculator",
+    description="Computes an arithmetic expression: + - * / // % **, brackets, decimal numbers.",
+    parameters={
+        "type": "object",
+        "properties": {"expression": {"type": "string", "description": "For example (3 + 4) * 5"}},
+        "required": ["expression"],
+    },
+)
+INSTRUCTION = "Answer with one number, in digits. You may use the calculator first."
+HELD_OUT_EVERY = 8
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
+WHOLE_NUMBER = re.compile(r"(-?)0*(\d{1,200})(?:\.0+)?", re.ASCII)
+
+
+def is_held_out(expression: str) -> bool:
+    """Whether the expression belongs to the held-out eighth: its CRC-32 is divisible by 8."""
+    return zlib.crc32(expression.encode()) % HELD_OUT_EVERY == 0
+
+
+def problem(seed: int, index: int, split: Literal["train", "eval"], operations: int, largest: int) -> str:
+    """The expression of problem `index`, a pure function of the arguments: a held-out one for "eval", else another."""
+    rng = random.Random(f"calculator:{seed}:{split}:{index}")
+    while True:
+        expression = _expression(rng, operations, largest)
+        if is_held_out(expression) == (split == "eval"):
+            return expression
+
+
+def _expression(rng: random.Random, operations: int, largest: int) -> str:
+    if not operations:
+        return str(rng.randint(0, largest))
+    left = rng.randrange(operations)
+    sides = (_expression(rng, n, largest) for n in (left, operations - 1 - left))
+    a, b = (f"({side})" if " " in side else side for side in sides)
+    return f"{a} {rng.choice('+-*')} {b}"
+
+
+def stated_number(text: str) -> str | None:
+    """The last number in a text, without needless signs; none if there is none, or it is no whole one."""
+    found = NUMBER.findall(text)
+    match = WHOLE_NUMBER.fullmatch(found[-1].replace(",", "")) if found else None
+    if match is None:
+        return None
+    return match[2] if match[2] == "0" else match[1] + match[2]
+
+
+@dataclass
+class CalculatorEnv(MessageEnv):
+    """`max_turns` counts the assistant's messages; the last one is over without an answer if it still calls a tool. A
+    call that nobody can read, or that has no value, is answered with what is wrong with it."""
+
+    expression: str
+    max_turns: int
+    tools: Sequence[ToolSpec] = (CALCULATOR,)
+    _turns: int = field(default=0, init=False)
+
+    async def initial_messages(self) -> Sequence[Message]:
+        return [
+            {"role": "system", "content": INSTRUCTION},
+            {"role": "user", "content": f"What is {self.expression}?"},
+        ]
+
+    async def step(self, message: Message) -> MessageStep:
+        calls = message.get("tool_calls", [])
+        if not calls:
+            return self._answered(message["content"])
+        answers = [_call(call) for call in calls]
+        errors = sum(answer.startswith("error") for answer in answers)
+        metrics = {"tool_calls": float(len(calls)), "tool_errors": errors / len(calls)}
+        return self._go_on([_tool_says(answer) for answer in answers], metrics)
+
+    async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
+        if cut_off:
+            return MessageStep(0.0, True, metrics={"success": 0.0}, logs={"problem": self.expression})
+        return self._go_on([_tool_says("error: this is no call of a tool with a name and arguments, as JSON")], {})
+
+    def _answered(self, content: str) -> MessageStep:
+        target = show(calculate(self.expression))
+        right = stated_number(content) == target
+        logs = {"problem": self.expression, "answer": content, "target": target}
+        return MessageStep(float(right), True, metrics={"success": float(right)}, logs=logs)
+
+    def _go_on(self, said: list[Message], metrics: dict[str, float]) -> MessageStep:
+        self._turns += 1
+        if self._turns < self.max_turns:
+            return MessageStep(0.0, False, said, metrics)
+        return MessageStep(0.0, True, metrics=metrics | {"success": 0.0}, logs={"problem": self.expression})
+
+
+def _tool_says(text: str) -> Message:
+    return {"role": "tool", "name": CALCULATOR["name"], "content": text}
+
+
+def _call(call: ToolCall) -> str:
+    expression = call["arguments"].get("expression")
+    if call["name"] != CALCULATOR["name"]:
+        return f"error: there is no tool {call['name'][:40]!r}, only {CALCULATOR['name']}"
+    if not isinstance(expression, str):
+        return "error: the argument `expression` must be a string"
+    try:
+        return show(calculate(expression))
+    except CalculationError as error:
+        return f"error: {error}"
+
+
+class CalculatorDataset(RLDataset):
+    """`num_batches` batches of `batch_size` expressions of `operations` operations on numbers up to `largest`.
+
+    Raises ValueError for sizes below 1, and for expressions that the calculator itself would refuse.
+    """
+
+    def __init__(
+        self,
+        context: EnvContext,
+        *,
+        operations: int = 2,
+        largest: int = 99,
+        max_turns: int = 4,
+        batch_size: int = 16,
+        num_batches: int = 1000,
+    ) -> None:
+        given = {
+            "operations": operations, "largest": largest, "max_turns": max_turns, "batch_size": batch_size,
+            "num_batches": num_batches,
+        }  # fmt: skip
+        for name, value in given.items():
+            if value < 1:
+                raise ValueError(f"{name} = {value}; expected at least 1")
+        longest = (operations + 1) * len(str(largest)) + operations * len(" + ()")
+        if longest > MAX_LENGTH:
+            raise ValueError(
+                f"operations = {operations} on numbers up to {largest} make expressions of up to {longest} characters; "
+                f"the calculator takes {MAX_LENGTH}"
+            )
+        self._context, self._max_turns = context, max_turns
+        self._shape = (operations, largest)
+        self._batch_size, self._num_batches = batch_size, num_batches
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        context, first = self._context, index * self._batch_size
+        expressions = (problem(context.seed, first + i, context.split, *self._shape) for i in range(self._batch_size))
+        return [
+            MessageEnvGroup(partial(CalculatorEnv, expression, self._max_turns), context.renderer, context.group_size)
+            for expression in expressions
+        ]
+
+    def __len__(self) -> int:
+        return self._num_batches

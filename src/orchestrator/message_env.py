@@ -1,0 +1,101 @@
+"""Environments at the level of chat messages. A renderer stands between them and tokens.
+
+    MessageEnv  --initial_messages-->  renderer.generation_prompt  -->  tokens
+                <------- step -------  renderer.parse_response     <--  sampled tokens
+                -- next messages --->  ...
+
+What was sampled is kept as tokens: as long as no thinking goes out of the history, the next prompt begins with the last
+one and exactly the tokens that were sampled after it, so that all turns are one training sequence.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition
+from trireme.renderers import Message, Renderer, ToolSpec
+
+
+@dataclass(frozen=True)
+class MessageStep:
+    """What a message of the assistant led to: `next_messages` are what is said before its next turn. The rest is as in
+    `StepResult`."""
+
+    reward: float
+    episode_done: bool
+    next_messages: Sequence[Message] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    logs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class MessageEnv(ABC):
+    """One episode of one problem, as a chat. Used once. `tools` are those that the assistant may call."""
+
+    tools: Sequence[ToolSpec] = ()
+
+    @abstractmethod
+    async def initial_messages(self) -> Sequence[Message]:
+        """What stands before the assistant's first message."""
+
+    @abstractmethod
+    async def step(self, message: Message) -> MessageStep:
+        """Takes the assistant's message, with its thinking and its calls of tools apart from its content."""
+
+    async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
+        """Takes a message that was cut off by its length, or is malformed (`Renderer.parse_response`); its content is
+        what there is of it. If not overridden, the episode ends with reward 0."""
+        return MessageStep(0.0, True)
+
+
+class RenderedEnv(Env):
+    """A MessageEnv behind a renderer. Metric `parse_error`: 1 for a malformed message, else 0; one that was cut off is
+    counted by its stop reason."""
+
+    def __init__(self, env: MessageEnv, renderer: Renderer) -> None:
+        self._env, self._renderer = env, renderer
+        self._messages: list[Message] = []
+        self._prompt: list[int] = []
+
+    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+        self._messages = list(await self._env.initial_messages())
+        return self._next_prompt(), self._renderer.stop_tokens()
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        message, whole = self._renderer.parse_response(action)
+        cut_off = action[-1] not in self._renderer.stop_tokens()
+        result = await (self._env.step(message) if whole else self._env.unreadable(message, cut_off))
+        done = result.episode_done
+        if not done:
+            self._say(message, result.next_messages)
+        return StepResult(
+            reward=result.reward,
+            episode_done=done,
+            next_observation=() if done else self._next_prompt(),
+            next_stop_condition=() if done else self._renderer.stop_tokens(),
+            metrics={"parse_error": float(not whole and not cut_off), **result.metrics},
+            logs=result.logs,
+        )
+
+    def _say(self, message: Message, next_messages: Sequence[Message]) -> None:
+        for earlier in self._messages:
+            earlier.pop("prompt", None)  # only the last one is gone on from
+        self._messages += [{**message, "prompt": self._prompt}, *next_messages]
+
+    def _next_prompt(self) -> list[int]:
+        self._prompt = self._renderer.generation_prompt(self._messages, self._env.tools)
+        return self._prompt
+
+
+@dataclass(frozen=True)
+class MessageEnvGroup(EnvGroupBuilder):
+    """One problem: `size` chats, each made by `make`, which must be picklable (a class, a `functools.partial`)."""
+
+    make: Callable[[], MessageEnv]
+    renderer: Renderer
+    size: int
+
+    async def make_envs(self) -> Sequence[Env]:
+        return [RenderedEnv(self.make(), self.renderer) for _ in range(self.size)]
