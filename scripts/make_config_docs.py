@@ -6,13 +6,15 @@ from itertools import groupby
 from pathlib import Path
 
 from trireme import errors
-from trireme.config.keys import Key, keys
+from trireme.config import CommonConfig, Config
+from trireme.config.keys import Key, keys_of
+from trireme.config.sft import SftConfig
 
 TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 INTRODUCTION = """# Configuration
 
-Generated from `src/trireme/config/schema.py` by `scripts/make_config_docs.py`.
+Generated from `src/trireme/config/schema.py` and `sft.py` by `scripts/make_config_docs.py`.
 
 A value is taken from the first of these places that has it: command line, environment, files, default.
 
@@ -59,12 +61,29 @@ def exit_codes() -> list[str]:
     return [f"| {number} | {text} |" for number, text in meaning.items()]
 
 
+def section_of(key: Key) -> str:
+    return key.path[0] if len(key.path) > 1 else "General"
+
+
+def tables(schema: type[CommonConfig], without: frozenset[str] = frozenset()) -> list[str]:
+    """A table for each section, but for the rows that are in `without`; sections of which nothing is left are not
+    there."""
+    parts = []
+    for section, members in groupby(keys_of(schema).options.values(), section_of):
+        rows = [line for line in map(row, members) if line not in without]
+        if rows:
+            parts += [f"### {section}\n", "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+    return parts
+
+
 def render() -> str:
     """The whole page."""
-    parts = [INTRODUCTION]
-    for section, members in groupby(keys().values(), lambda key: key.path[0] if len(key.path) > 1 else "General"):
-        parts += [f"## {section}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
-        parts += [row(key) for key in members] + [""]
+    of_rl = frozenset(map(row, keys_of(Config).options.values()))
+    shared = [key.dotted for key in keys_of(SftConfig).options.values() if row(key) in of_rl]
+    sections = ", ".join(code(name) for name in dict.fromkeys(name.partition(".")[0] for name in shared))
+    parts = [INTRODUCTION, "## rl\n", *tables(Config), "## sft\n"]
+    parts += [f"Of {sections} it takes these keys, as above: {', '.join(map(code, shared))}. And its own:\n"]
+    parts += tables(SftConfig, of_rl)
     parts += ["## Exit codes\n", "| code | meaning |", "|---|---|", *exit_codes()]
     return "\n".join(parts) + "\n"
 

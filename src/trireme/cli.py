@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from trireme import signals
+from trireme.command import StartProgress, prepare_cluster, run_command, telling_how_to_go_on
 from trireme.config import Config
 from trireme.config.checks import check, check_installed
 from trireme.config.fixed import fixed_parts
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts, with_absolute_paths
-from trireme.environ import cluster_address, prepare_existing_cluster, prepare_local_cluster
-from trireme.errors import EXIT_OK, BadInput, LimitReached, TriremeError
+from trireme.errors import LimitReached
 from trireme.plan import Plan, Resources
 from trireme.reference import keep_reference, resolve_reference
 from trireme.rundir import RunDir, resume_command
 
 if TYPE_CHECKING:
     from trireme.launch import Rooms
-
-PROGRESS_EVERY_S = 5.0
 
 
 def rl() -> None:
@@ -36,23 +33,10 @@ def rl() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit code (`trireme.errors`)."""
-    signals.arm()
-    console = Console(highlight=False, soft_wrap=True)
-    try:
-        return _rl(list(argv), console)
-    except TriremeError as error:
-        print("\n".join([f"error: {error}", *notes_of(error)]), file=sys.stderr)
-        return error.exit_code
-    except signals.Stopped as stopped:
-        print("\n".join([f"{stopped}; all rooms are down", *notes_of(stopped)]), file=sys.stderr)
-        return stopped.exit_code
+    return run_command(_rl, argv)
 
 
-def notes_of(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", [])
-
-
-def _rl(argv: list[str], console: Console) -> int:
+def _rl(argv: list[str], console: Console) -> None:
     loaded = load(argv)
     config = loaded.config
     facts = ModelFacts.of(config, required=not loaded.dry_run)
@@ -61,19 +45,14 @@ def _rl(argv: list[str], console: Console) -> int:
     if loaded.dry_run or facts is None:
         console.print(plan.render())
         console.print(config.model_dump_json(indent=2), markup=False)
-        return EXIT_OK
+        return
     check_installed()
     _run(resolve_reference(with_absolute_paths(config), facts), facts, plan, console)
-    return EXIT_OK
 
 
 def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> None:
-    if cluster_address(config) is None:
-        plan.check_resources()
-        prepare_local_cluster(plan.threads, config.deterministic)
-    else:
-        prepare_existing_cluster()
-    from trireme import launch  # Ray and the rooms: only a run that starts pays for importing them
+    prepare_cluster(config, plan)
+    from trireme import cluster, launch  # Ray and the rooms: only a run that starts pays for importing them
 
     launch.check_rooms(config, plan)
     started = time.monotonic()
@@ -85,7 +64,7 @@ def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> Non
             console.print(f"{run.root} is at step {run.start.step}; max_steps = {config.max_steps}: nothing to do")
             return
         keep_reference(config)
-        with launch.ray_cluster(config, plan) as resources:
+        with cluster.ray_cluster(config, plan) as resources:
             signals.arm()
             plan = Plan.of(config, facts, resources, run.root, plan.notes)
             plan.check_resources()
@@ -122,36 +101,6 @@ def train_and_commit(
             commits.take()
             raise
         commits.finish()
-
-
-class StartProgress:
-    """Says every few seconds of a long start what is waited for."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._next_s = PROGRESS_EVERY_S
-
-    def __call__(self, names: list[str], waited_s: float) -> None:
-        if waited_s >= self._next_s:
-            self._next_s = waited_s + PROGRESS_EVERY_S
-            self._console.print(f"waiting for {', '.join(names)} ({waited_s:.0f} s)")
-
-
-@contextmanager
-def telling_how_to_go_on(run: RunDir) -> Iterator[None]:
-    """Adds to what ends a run early: which commit is the newest, and the command that goes on from it."""
-    try:
-        yield
-    except (TriremeError, signals.Stopped) as error:
-        if not isinstance(error, BadInput):
-            error.add_note(how_to_go_on(run))
-        raise
-
-
-def how_to_go_on(run: RunDir) -> str:
-    commits = run.store.commits()
-    begun = f"The newest commit is {commits[-1].name}" if commits else "There is no commit yet"
-    return f"{begun}; the run goes on with:\n  {resume_command(run.root)}"
 
 
 def whats_next(config: Config, root: Path, seconds: float) -> str:

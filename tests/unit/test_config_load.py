@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from trireme.config import Config
+from trireme.config import Config
+from trireme.config.keys import keys_of
 from trireme.config.load import help_text, load
 from trireme.errors import EXIT_BAD_INPUT, BadInput
 
@@ -353,7 +355,7 @@ class TestInformation:
             "--dry-run",
         ):
             assert part in out
-        assert out.strip() == help_text().strip()
+        assert out.strip() == help_text(keys_of(Config)).strip()
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:

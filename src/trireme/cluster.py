@@ -1,0 +1,132 @@
+"""Ray for the time of a run, and places for its actors."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psutil
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from trireme import waits
+from trireme.common_plan import CommonPlan, Resources
+from trireme.config import CommonConfig
+from trireme.environ import cluster_address
+from trireme.errors import BadInput
+
+Progress = Callable[[list[str], float], None]
+SHUTDOWN_S = 15.0
+REACH_S = 5.0
+LONGEST_TEMP_DIR = 28
+"""Ray puts unix sockets some 60 characters below its directory, and the system allows 107 for the path of one."""
+
+
+@contextmanager
+def ray_cluster(config: CommonConfig, plan: CommonPlan) -> Iterator[Resources]:
+    """Ray for the time of a run: the cluster at `cluster_address`, or one started here that leaves nothing behind."""
+    address = cluster_address(config)
+    if address is None:
+        with _local_cluster(plan):
+            yield plan.resources
+        return
+    _refuse_unless_reachable(address)
+    ray.init(address=address, log_to_driver=False, configure_logging=False)
+    try:
+        yield cluster_resources()
+    finally:
+        ray.shutdown()
+
+
+def _refuse_unless_reachable(address: str) -> None:
+    """Raises BadInput when `address` is host:port and nothing listens there: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if "/" in address or not port.isdigit():  # "auto", "ray://...": Ray's own to resolve
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise BadInput(
+            f"cluster.address = {address}: no Ray cluster answers there ({error}). "
+            "Start one with `ray start --head`, or leave the key out to start one on this machine."
+        ) from None
+
+
+@contextmanager
+def _local_cluster(plan: CommonPlan) -> Iterator[None]:
+    base = tempfile.gettempdir()
+    directory = tempfile.mkdtemp(prefix="trireme-", dir=base if len(base) <= LONGEST_TEMP_DIR else "/tmp")
+    before = _children()
+    os.environ["TMPDIR"] = directory  # for what actors and engines leave when they are killed (vLLM's sockets)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=plan.resources.cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            _temp_dir=directory,
+        )
+        yield
+    finally:
+        started = [p for root in _children() - before for p in (root, *_children(root))]
+        ray.shutdown()
+        _end(started)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _children(of: psutil.Process | None = None) -> set[psutil.Process]:
+    """Direct children of this process, or all descendants of another, which may have ended meanwhile."""
+    try:
+        return set(of.children(recursive=True) if of else psutil.Process().children())
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Waits until the cluster's processes are gone; those that stay are killed."""
+    _, alive = psutil.wait_procs(processes, timeout=SHUTDOWN_S)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=SHUTDOWN_S)
+
+
+def cluster_resources() -> Resources:
+    """What the connected cluster has."""
+    total = ray.cluster_resources()
+    return Resources(
+        nodes=sum(1 for node in ray.nodes() if node["Alive"]),
+        cpus=int(total.get("CPU", 0)),
+        gpus=int(total.get("GPU", 0)),
+        memory_bytes=int(total.get("memory", 0)),
+        source="the Ray cluster",
+    )
+
+
+def reserve(
+    resources: Sequence[Mapping[str, float]], timeout_s: float, progress: Progress, ending: ExitStack
+) -> tuple[PlacementGroup, list[dict[str, Any]]]:
+    """Places for actors with these Ray resources, all at once, packed on as few nodes as possible; and the options of
+    each actor in its place. `ending` gives them back."""
+    bundles = [_bundle(each) for each in resources]
+    group = placement_group(bundles, strategy="PACK")
+    ending.callback(remove_placement_group, group)
+    waits.get_all(
+        [group.ready()],
+        who=[f"Ray to place {len(bundles)} actors ({bundles})"],
+        timeout_s=timeout_s,
+        on_tick=progress,
+    )
+    strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(bundles))]
+    return group, [{**r, "scheduling_strategy": s} for r, s in zip(resources, strategies, strict=True)]
+
+
+def _bundle(options: Mapping[str, float]) -> dict[str, float]:
+    named = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0)}
+    return {name: amount for name, amount in named.items() if amount}

@@ -1,0 +1,278 @@
+"""Files of conversations or tokens, read and checked: whatever is wrong is named by file and line, and refused.
+
+A line of a JSONL file is one example: `{"messages": [...]}`, with `tools` if there are any, or `{"tokens": [...]}`, with
+`weights` unless all tokens count alike. Other entries of a line are left alone. An npz file holds many examples as three
+arrays: `tokens` and `weights`, one example after the other, and `offsets` [N + 1], where each begins.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from glob import glob
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trireme.config.problems import Problem, refuse
+from trireme.renderers.types import Message, Renderer, TrainOn
+
+Tokens = npt.NDArray[np.int32]
+Weights = npt.NDArray[np.float32]
+TooLong = Literal["refuse", "truncate", "drop"]
+
+ROLES = ("system", "user", "assistant", "tool")
+ARRAYS = {"tokens": "iu", "weights": "iuf", "offsets": "iu"}
+"""Of an npz file, and what kinds of numbers they may be."""
+MOST_PROBLEMS = 10
+"""After so many nothing further is read: who made one mistake in a script made it in every line."""
+SAY_EVERY = 10_000
+
+
+@dataclass(frozen=True)
+class Example:
+    """`tokens` int32 [T]; `weights` float32 [T], of which the first is that of a token that nothing predicts. `place`:
+    file and line, or file and number."""
+
+    tokens: Tokens
+    weights: Weights
+    place: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an example must be, and how a conversation becomes one. `max_seq_len`: the most tokens of an example."""
+
+    renderer: Renderer
+    train_on: TrainOn
+    vocab_size: int
+    max_seq_len: int
+    too_long: TooLong
+
+
+@dataclass
+class Shortened:
+    """How many examples were cut, and how many left out."""
+
+    truncated: int = 0
+    dropped: int = 0
+
+    def notes(self, rules: Rules) -> list[str]:
+        counted = {"truncated": self.truncated, "left out": self.dropped}
+        return [
+            f"{number} examples longer than {rules.max_seq_len} tokens were {what} (data.too_long = {rules.too_long})"
+            for what, number in counted.items()
+            if number
+        ]
+
+
+class Wrong(Exception):
+    """What is wrong with one example; becomes a Problem with its place."""
+
+    def __init__(self, given: str, expected: str, do: str = "correct it") -> None:
+        super().__init__(given, expected, do)
+
+
+def files_of(key: str, pattern: str) -> list[Path]:
+    """The files that the value of `key` names, in the order of their names. Raises BadInput when there is none."""
+    exact = Path(pattern).expanduser()
+    files = [exact] if exact.is_file() else sorted(Path(name) for name in glob(str(exact)) if Path(name).is_file())
+    if not files:
+        raise Problem(
+            f"{key} = {pattern}, which is no file, seen from {Path.cwd()}",
+            "a file of conversations or tokens (.jsonl, .npz), or a pattern that some match",
+            "correct the path",
+        ).error()
+    return files
+
+
+def read(
+    files: Sequence[Path], rules: Rules, say: Callable[[str], None] = lambda _: None
+) -> tuple[list[Example], list[str]]:
+    """All examples of some files in order, and notes on what was cut or left out; `say` tells of long work.
+
+    Raises BadInput that lists the first problems of all files, and for files without an example.
+    """
+    examples: list[Example] = []
+    problems: list[Problem] = []
+    shortened = Shortened()
+    for file in files:
+        for place, make in _sources(file, rules):
+            try:
+                example = _checked(*make(), place, rules, shortened)
+            except Wrong as wrong:
+                given, expected, do = wrong.args
+                problems.append(Problem(f"{place}: {given}", expected, do))
+                if len(problems) == MOST_PROBLEMS:
+                    refuse(problems)
+                continue
+            if example is not None:
+                examples.append(example)
+                if len(examples) % SAY_EVERY == 0:
+                    say(f"{len(examples):,} examples read, at {place}")
+    refuse(problems)
+    if not examples:
+        names = ", ".join(map(str, files))
+        raise Problem(f"{names}: no example in it", "at least one", "give another file, or fill it").error()
+    return examples, shortened.notes(rules)
+
+
+Maker = Callable[[], tuple[Tokens, Weights]]
+
+
+def _sources(file: Path, rules: Rules) -> Iterator[tuple[str, Maker]]:
+    """Each example's place, and what reads it (and may raise Wrong)."""
+    if file.suffix == ".npz":
+        yield from _from_arrays(file)
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"{file}:{number}", partial(_from_line, line, rules)
+
+
+def _from_line(line: bytes, rules: Rules) -> tuple[Tokens, Weights]:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise Wrong(f"no JSON ({error})", "one JSON object a line") from None
+    match values:
+        case {"messages": _, "tokens": _}:
+            raise Wrong("both messages and tokens", "one of them")
+        case {"messages": messages}:
+            return _from_messages(messages, values.get("tools", []), rules)
+        case {"tokens": tokens}:
+            return _from_tokens(tokens, values.get("weights"))
+    raise Wrong(
+        f"a {type(values).__name__}" + (f" with {', '.join(values) or 'nothing'}" if isinstance(values, dict) else ""),
+        'an object with "messages" or "tokens"',
+    )
+
+
+def _from_messages(messages: Any, tools: Any, rules: Rules) -> tuple[Tokens, Weights]:
+    if not isinstance(messages, list) or not messages:
+        raise Wrong(f"messages = {_short(messages)}", "a list of messages, at least one")
+    for number, message in enumerate(messages, 1):
+        _check_message(number, message)
+    if not isinstance(tools, list):
+        raise Wrong(f"tools = {_short(tools)}", "a list of tools")
+    try:
+        return rules.renderer.supervised_example(messages, rules.train_on, tools)
+    except (ValueError, KeyError, TypeError) as error:
+        raise Wrong(
+            f"{type(error).__name__}: {error}",
+            f"a conversation that the renderer can write, with something to train on (data.train_on = "
+            f"{rules.train_on})",
+            "correct it, leave it out, or choose another --data.train-on",
+        ) from None
+
+
+def _check_message(number: int, message: Any) -> None:
+    if not isinstance(message, dict):
+        raise Wrong(f"message {number} is {_short(message)}", 'an object with "role" and "content"')
+    known = list(Message.__annotations__)
+    unknown = [name for name in message if name not in known]
+    if unknown:
+        raise Wrong(f"message {number} with {', '.join(map(repr, unknown))}", f"only {', '.join(known)}")
+    if message.get("role") not in ROLES:
+        raise Wrong(f"message {number} with role {message.get('role')!r}", f"one of {', '.join(ROLES)}")
+    if not isinstance(message.get("content"), str):
+        raise Wrong(f"message {number} with content {_short(message.get('content'))}", "a text, which may be empty")
+
+
+def _from_tokens(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise Wrong(f"tokens = {_short(tokens)}", "a list of token ids, whole numbers")
+    if weights is None:
+        weights = [1.0] * len(tokens)
+    if not isinstance(weights, list) or not all(type(weight) in (int, float) for weight in weights):
+        raise Wrong(f"weights = {_short(weights)}", "a list of numbers, one for each token")
+    if len(weights) != len(tokens):
+        raise Wrong(f"{len(tokens)} tokens with {len(weights)} weights", "a weight for each token")
+    return _as_ids(tokens), np.asarray(weights, np.float32)
+
+
+def _as_ids(tokens: Any) -> Tokens:
+    """As int32. Raises Wrong for what does not fit, which is in no vocabulary either."""
+    ids = np.asarray(tokens, np.int64)
+    if len(ids) and not (0 <= ids.min() and ids.max() < 2**31):
+        raise Wrong(f"token id {ids.max() if ids.max() >= 2**31 else ids.min()}", "ids of the model's vocabulary")
+    return ids.astype(np.int32)
+
+
+def _from_arrays(file: Path) -> Iterator[tuple[str, Maker]]:
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in ARRAYS}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        expected = f"an npz file with {', '.join(ARRAYS)}"
+        raise Problem(f"{file}: {error}", expected, "correct the file").error() from None
+    _check_arrays(file, arrays)
+    for number, (start, end) in enumerate(pairwise(arrays["offsets"])):
+        yield f"{file}[{number}]", partial(_part, arrays, slice(int(start), int(end)))
+
+
+def _part(arrays: Mapping[str, npt.NDArray[Any]], part: slice) -> tuple[Tokens, Weights]:
+    return _as_ids(arrays["tokens"][part]), arrays["weights"][part].astype(np.float32)
+
+
+def _check_arrays(file: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    tokens, weights, offsets = (arrays[name] for name in ARRAYS)
+    typed = all(array.ndim == 1 and array.dtype.kind in ARRAYS[name] for name, array in arrays.items())
+    if typed and len(tokens) == len(weights) and len(offsets):
+        ends = offsets.astype(np.int64)
+        if ends[0] == 0 and ends[-1] == len(tokens) and np.all(np.diff(ends) >= 0):
+            return
+    raise Problem(
+        f"{file}: " + ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in arrays.items()),
+        "tokens (whole numbers) and weights of one length T, offsets that rise from 0 to T",
+        "write it again with numpy.savez",
+    ).error()
+
+
+def _checked(tokens: Tokens, weights: Weights, place: str, rules: Rules, shortened: Shortened) -> Example | None:
+    """The example within the limits; None for one that is left out. Raises Wrong."""
+    if len(tokens) > rules.max_seq_len:
+        if rules.too_long == "drop":
+            shortened.dropped += 1
+            return None
+        if rules.too_long == "refuse":
+            raise Wrong(
+                f"{len(tokens)} tokens",
+                f"at most {rules.max_seq_len} (model.max_seq_len, or the model's limit)",
+                "shorten it, or set --data.too-long truncate or drop",
+            )
+        shortened.truncated += 1
+        tokens, weights = tokens[: rules.max_seq_len], weights[: rules.max_seq_len]
+    _check_values(tokens, weights, rules)
+    return Example(tokens, weights, place)
+
+
+def _check_values(tokens: Tokens, weights: Weights, rules: Rules) -> None:
+    strange = tokens[(tokens < 0) | (tokens >= rules.vocab_size)]
+    if len(strange):
+        raise Wrong(
+            f"token id {strange[0]}",
+            f"ids of the model's vocabulary, below {rules.vocab_size}",
+            "make the tokens with the model's tokenizer",
+        )
+    if not np.all(np.isfinite(weights)) or weights.min(initial=0.0) < 0:
+        raise Wrong("a weight that is negative, or no number", "weights of 0 or more")
+    if not np.any(weights[1:] > 0):
+        cut = rules.too_long == "truncate" and len(tokens) == rules.max_seq_len
+        raise Wrong(
+            f"{len(tokens)} tokens of which none is trained on" + (" (what was is cut off)" if cut else ""),
+            "at least one token with a weight, after the first (nothing predicts that one)",
+            "leave it out" + (", raise --model.max-seq-len, or set --data.too-long drop" if cut else ""),
+        )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
