@@ -16,7 +16,7 @@ ANSWERED: Message = {"role": "assistant", "content": MARK}
 
 
 class ChatTemplateRenderer(TextRenderer):
-    """The assistant's message ends with the end of sequence, or with the token that the template puts after it.
+    """The assistant's message ends with the token that the template puts after it, or with the end of sequence.
 
     Tool calls are read back where the template writes them as `<tool_call>` blocks; for another form there is
     `parse_response` of a subclass. Raises BadInput for a tokenizer without a template.
@@ -38,7 +38,7 @@ class ChatTemplateRenderer(TextRenderer):
     def _find_stop_tokens(self) -> tuple[int, ...]:
         after = self.encode(self.text([ASKED, ANSWERED], (), False).partition(MARK)[2])
         special = set(self._tokenizer.get_added_vocab().values())
-        found = [self._tokenizer.eos_token_id, *(token for token in after[:1] if token in special)]
+        found = [*(token for token in after[:1] if token in special), self._tokenizer.eos_token_id]
         stop = tuple(dict.fromkeys(token for token in found if token is not None))
         if not stop:
             raise BadInput(

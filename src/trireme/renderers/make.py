@@ -28,8 +28,9 @@ PROBE: Sequence[Message] = (
     {"role": "user", "content": "v"},
     {"role": "assistant", "content": "", "thinking": "t", "tool_calls": [{"name": "look", "arguments": {}}]},
     {"role": "tool", "content": "r"},
+    {"role": "assistant", "content": "b"},
 )
-"""A conversation in which formats differ: tools, thinking before and after the last query."""
+"""A conversation in which formats differ: tools, thinking before and after the last query, an answer without any."""
 
 
 def make_renderer(

@@ -26,6 +26,7 @@ class RoleColonRenderer(TextRenderer):
                 "the assistant's message. Set eos_token in its tokenizer_config.json"
             )
         super().__init__(tokenizer, [tokenizer.eos_token_id], rule)
+        self._end = tokenizer.eos_token  # transformers makes it up from several places at each access
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
         speaks = bool(messages) and messages[-1]["role"] == "assistant" and not generate
@@ -42,7 +43,7 @@ class RoleColonRenderer(TextRenderer):
         thinking = message.get("thinking", "")
         block = thinking_block(thinking) if shows_thinking and thinking else ""
         calls = with_tool_calls(message["content"], message.get("tool_calls", ()))
-        return f"{speaker}: {block}{calls}{self._tokenizer.eos_token}"
+        return f"{speaker}: {block}{calls}{self._end}"
 
     def parse_text(self, text: str) -> tuple[Message, bool]:
         """The space after the colon is no part of the message."""
