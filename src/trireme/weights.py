@@ -4,6 +4,9 @@ The trainer packs the tensors of one version, in the inference dtype and under t
 a few flat byte buckets. Each tensor has its own hash; the digest of the version is a hash over the sorted table of
 names, dtypes, shapes and hashes. A receiver recomputes the hashes from the bytes that arrived. That proves delivery;
 that what was delivered is *used* is proved by the canary: the log-probabilities of a fixed token sequence.
+
+With LoRA only the adapter's tensors travel. The digest then covers what they are worth nothing without too: the base,
+by its own digest, and the factor by which they count.
 """
 
 from __future__ import annotations
@@ -39,9 +42,24 @@ class TensorEntry:
     hash: str
 
 
-def weights_digest(entries: Sequence[TensorEntry]) -> str:
+@dataclass(frozen=True)
+class Adapter:
+    """What the tensors of a LoRA adapter belong to. `base`: digest of the weights that they were trained on
+    (`trireme.base_digest.base_digest`). What they add to a layer is B A x alpha / rank."""
+
+    base: str
+    rank: int
+    alpha: float
+
+    def __str__(self) -> str:
+        return f"adapter of rank {self.rank} and alpha {self.alpha:g} on base {self.base}"
+
+
+def weights_digest(entries: Sequence[TensorEntry], adapter: Adapter | None = None) -> str:
     """Digest of a version (32 hex digits): independent of the order and the packing of the tensors."""
     table = hashlib.blake2b(digest_size=16)
+    if adapter:
+        table.update(f"{adapter}\n".encode())
     for entry in sorted(entries, key=lambda e: e.name):
         table.update(f"{entry.name}\0{entry.dtype}\0{entry.shape}\0{entry.hash}\n".encode())
     return table.hexdigest()
@@ -62,12 +80,14 @@ class Canary:
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """One version, ready for replicas. `buckets` hold object-store references to uint8 arrays."""
+    """One version, ready for replicas. `buckets` hold object-store references to uint8 arrays. `adapter`: the tensors
+    are those of a LoRA adapter, under peft's names; none = they are the whole model."""
 
     identity: WeightIdentity
     entries: tuple[TensorEntry, ...]
     buckets: tuple[Any, ...]
     canary: Canary
+    adapter: Adapter | None = None
 
     @property
     def nbytes(self) -> int:
@@ -89,10 +109,13 @@ class UpdateReport:
 
 
 def check_received(
-    identity: WeightIdentity, entries: Sequence[TensorEntry], buckets: Sequence[npt.NDArray[np.uint8]]
+    identity: WeightIdentity,
+    entries: Sequence[TensorEntry],
+    buckets: Sequence[npt.NDArray[np.uint8]],
+    adapter: Adapter | None = None,
 ) -> None:
     """Raises WeightsRefused unless the bytes in `buckets` are those that `identity` names."""
-    if weights_digest(entries) != identity.digest:
+    if weights_digest(entries, adapter) != identity.digest:
         raise WeightsRefused(
             f"the table of tensors of version {identity.version} does not have digest {identity.digest}"
         )
