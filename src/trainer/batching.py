@@ -1,9 +1,10 @@
 """The plan: which datums a shard computes at once, and how its results find their way back.
 
-A micro-batch is a rectangle of rows (one datum each, padded on the right to the longest) of at most
-`micro_batch_tokens` tokens with padding, so it bounds memory and nothing else: losses are sums over tokens.
-Every shard computes the same plan from the same lengths, takes its own part, and runs as many micro-batches as the
-others, so that each collective is met by all; where a shard has fewer, fillers of weight 0 stand in.
+A micro-batch is a rectangle of rows (one datum each, padded on the right to the longest), or packed: one row of datums
+that do not see each other. It has at most `micro_batch_tokens` tokens, with padding, so that is a bound for memory and
+nothing else: losses are sums over tokens. Every shard computes the same plan from the same lengths, takes its own part,
+and runs as many micro-batches as the others, so that each collective is met by all; where a shard has fewer, fillers of
+weight 0 stand in.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import numpy.typing as npt
 
 from trireme.types import TokenBatch
 
-DEFAULT_MICRO_BATCH_TOKENS = 16384
 GOOD_ENOUGH = 1e-4
 """By how much the rank with the most to do may exceed the mean before it is worth another round."""
 
@@ -90,8 +90,24 @@ def _cut(datums: Sequence[int], lengths_D: Sequence[int], micro_batch_tokens: in
     return [*micro_batches, MicroBatch(tuple(rows))] if rows else micro_batches
 
 
+def _pack(datums: Sequence[int], lengths_D: Sequence[int], micro_batch_tokens: int) -> list[MicroBatch]:
+    """Puts datums, longest first, each into the first row that has room for it (first-fit decreasing, Johnson 1973); a
+    datum longer than the budget is alone."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for d in datums:
+        fitting = next((row for row, left in enumerate(room) if left >= lengths_D[d]), None)
+        if fitting is None:
+            rows.append([d])
+            room.append(micro_batch_tokens - lengths_D[d])
+        else:
+            rows[fitting].append(d)
+            room[fitting] -= lengths_D[d]
+    return [MicroBatch(tuple(row)) for row in rows]
+
+
 def plan(
-    lengths: npt.NDArray[np.int64], num_ranks: int, micro_batch_tokens: int, attention_length: int
+    lengths: npt.NDArray[np.int64], num_ranks: int, micro_batch_tokens: int, attention_length: int, packed: bool = False
 ) -> list[list[MicroBatch]]:
     """Micro-batches of each rank, [R][M] with the same M for all: every datum exactly once, not counting fillers.
 
@@ -99,7 +115,8 @@ def plan(
     """
     lengths_D = [int(n) for n in lengths]
     datums_R = balance(compute_cost(lengths, attention_length), num_ranks)
-    micro_R = [_cut(datums, lengths_D, micro_batch_tokens) for datums in datums_R]
+    cut = _pack if packed else _cut
+    micro_R = [cut(datums, lengths_D, micro_batch_tokens) for datums in datums_R]
     most = max(len(micro_M) for micro_M in micro_R)
     filler = MicroBatch((int(np.argmin(lengths)),), filler=True)
     return [micro_M + [filler] * (most - len(micro_M)) for micro_M in micro_R]
@@ -127,24 +144,37 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Where the tokens of some datums stand when they follow each other: `index` int64 [T] into the batch's tokens,
+    `positions` int64 [T] within each, `datum` int64 [T] which of them it is, `starts` int32 [datums + 1]. `rows`: the
+    same datums, out of the packed tokens, as rows."""
+
+    index: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    datum: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int32]
+    rows: Rows
+
+    @classmethod
+    def of(cls, offsets: npt.NDArray[np.int64], datums: Sequence[int]) -> Packed:
+        chosen = np.asarray(datums, np.int64)
+        lengths = offsets[chosen + 1] - offsets[chosen]
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+        index = np.repeat(offsets[chosen], lengths) + positions
+        datum = np.repeat(np.arange(len(chosen)), lengths)
+        return cls(index, positions, datum, starts.astype(np.int32), Rows.of(starts, range(len(chosen))))
+
+
+@dataclass(frozen=True)
 class ShardOutput:
-    """What one shard computed: `datums` (numbers in the batch) and their `logprobs`, float32, one after the other."""
+    """What one shard computed: `datums` (numbers in the batch) and their `logprobs`, float32, one after the other.
+    `suspects`: those of them whose loss is not finite, see `trainer.culprits`."""
 
     datums: tuple[int, ...]
     logprobs: npt.NDArray[np.float32]
     metrics: Mapping[str, float]
-
-
-def suspects(batch: TokenBatch, logprobs: npt.NDArray[np.float32]) -> tuple[int, ...]:
-    """Datums that have a token which counts, and whose loss is not finite by any loss: `logprobs` float32 [T] or a
-    column is not, or the ratio of trainer to sampler is beyond float range."""
-    columns = batch.columns
-    counts = columns["mask" if "mask" in columns else "weights"] != 0
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = logprobs + np.exp(logprobs - columns.get("logprobs", logprobs))
-        total = total + columns.get("advantages", 0) + columns.get("weights", 0)
-    strange = np.flatnonzero(counts & ~np.isfinite(total))
-    return tuple(int(d) for d in np.unique(np.searchsorted(batch.offsets, strange, side="right") - 1))
+    suspects: tuple[int, ...] = ()
 
 
 def scatter_outputs(batch: TokenBatch, outputs_R: list[ShardOutput]) -> npt.NDArray[np.float32]:

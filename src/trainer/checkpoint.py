@@ -1,7 +1,10 @@
 """The trainer's part of a commit: weights, AdamW's state and random generators, by torch.distributed.checkpoint (DCP).
 
 What is saved, under these names; any number of ranks can read it:
-  parameters.<name>      [3, *shape], float32: the parameter and AdamW's exp_avg and exp_avg_sq, stacked
+  parameters.<name>      [3, *shape], in the dtype of the master weights: the parameter and AdamW's exp_avg and
+                         exp_avg_sq, stacked
+  reference.<name>       [1, *shape]: of a reference policy that changes (`trainer.kl.reference.update_every`)
+  base                   [16], uint8: where the parameters are adapters, the digest of the weights they belong to
   steps                  [parameters], float32: AdamW's count of steps of each, in order of name
   random.<rank>.<kind>   see `random_state`
 (Stacked, because what DCP does for every tensor it writes costs about 1 ms in which no other Python code runs.)
@@ -43,6 +46,7 @@ from trireme.faults import fault_point
 from trireme.priority import yield_to_others
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+REFERENCE = "reference."
 
 
 def make_adam_state(optimizer: torch.optim.AdamW) -> None:
@@ -135,22 +139,30 @@ class Writer(dcp.FileSystemWriter):
 
 
 class Staging:
-    """Room in host memory for what this rank holds of each parameter and its moments.
+    """Room in host memory for what this rank holds of each parameter and its moments, and of the reference.
 
-    `buffers`: by the name under which it is saved, sharded as the parameter is, over the CPU `mesh`. `host`, `live`:
-    their parts, and the tensors that those are copies of, in the same order.
+    `buffers`: by the name under which it is saved, sharded as the parameter is, over the same ranks' CPUs. `host`,
+    `live`: their parts, and the tensors that those are copies of, in the same order.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, reference: Mapping[str, Tensor]
+    ) -> None:
         self.buffers: dict[str, Tensor] = {}
         self.host: list[Tensor] = []
         self.live: list[Tensor] = []
         for name, parameter in parameters.items():
-            live = [_local(parameter), *(_local(optimizer.state[parameter][moment]) for moment in MOMENTS)]
-            local = torch.empty((len(live), *live[0].shape), dtype=live[0].dtype, pin_memory=live[0].is_cuda)
-            self.buffers[f"parameters.{name}"] = _stacked(local, parameter, mesh)
-            self.host += local.unbind()
-            self.live += live
+            moments = [optimizer.state[parameter][moment] for moment in MOMENTS]
+            self._add(f"parameters.{name}", [parameter, *moments])
+        for name, tensor in reference.items():
+            self._add(REFERENCE + name, [tensor])
+
+    def _add(self, name: str, tensors: list[Tensor]) -> None:
+        live = [_local(tensor) for tensor in tensors]
+        local = torch.empty((len(live), *live[0].shape), dtype=live[0].dtype, pin_memory=live[0].is_cuda)
+        self.buffers[name] = _stacked(local, tensors[0])
+        self.host += local.unbind()
+        self.live += live
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -159,32 +171,38 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach()
 
 
-def _stacked(local: Tensor, parameter: Tensor, mesh: DeviceMesh) -> Tensor:
+def _stacked(local: Tensor, parameter: Tensor) -> Tensor:
     """`local`, stacked parts of tensors that are sharded like `parameter`, as this rank's part of their stack."""
     assert isinstance(parameter, DTensor)
     placements = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in parameter.placements]
     whole = torch.empty((len(local), *parameter.shape), device="meta")
+    mesh = DeviceMesh("cpu", parameter.device_mesh.mesh, _init_backend=False)  # only says who has what
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 class Checkpointer:
     """Saves and loads one rank's part of the trainer's state. Constructing it, `begin` and `load` are collective.
 
-    `parameters` are the sharded ones by name, `optimizer` has its state already. `timeout_s` is for DCP's collectives.
-    `beside_training`: nobody waits for a save.
+    `parameters` are the sharded ones by name, `optimizer` has its state already. `reference`: the tensors of the
+    reference policy that change, by name. `timeout_s` is for DCP's collectives. `beside_training`: nobody waits for a
+    save. `base`: digest of the weights that the parameters are adapters of; none = they are the whole model.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.AdamW,
+        reference: Mapping[str, Tensor],
         timeout_s: float,
         beside_training: bool,
+        base: str | None = None,
     ) -> None:
         self._beside_training = beside_training
+        self._base = base
         self._parameters = dict(sorted(parameters.items()))
         self._steps = [optimizer.state[parameter]["step"] for parameter in self._parameters.values()]
         self._optimizer = optimizer
+        self._reference = reference
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._saves: dict[Path, Future[list[FileRecord]]] = {}
@@ -212,15 +230,16 @@ class Checkpointer:
 
     def load(self, path: Path) -> None:
         """Reads what was saved in `path`, by any number of ranks; those that had no counterpart then keep their random
-        generators as they are. Raises CheckpointInvalid when it is the state of another model, or cannot be read."""
+        generators as they are, and a reference that was not saved stays as it is. Raises CheckpointInvalid when it is
+        the state of another model, or cannot be read."""
         wait([self._newest] if self._newest else [])  # then the buffers are free
         reader = dcp.FileSystemReader(path)
         saved = set(reader.read_metadata().state_dict_metadata)
-        _refuse_other_tensors(
-            path, {name for name in saved if not name.startswith("random.")}, {*self._staging.buffers, "steps"}
-        )
+        expected = {*self._staging.buffers, "steps", *(["base"] if self._base else [])}
+        _refuse_other_tensors(path, _of_the_model(saved), _of_the_model(expected))
+        self._copy()  # so that taking over what was not saved changes nothing
         small = {name: tensor for name, tensor in self._small_state().items() if name in saved}
-        state = {**self._staging.buffers, **small}
+        state = {**{name: buffer for name, buffer in self._staging.buffers.items() if name in saved}, **small}
         try:
             dcp.load(
                 state,
@@ -230,16 +249,19 @@ class Checkpointer:
             )
         except dcp.CheckpointException as error:
             raise CheckpointInvalid(f"cannot load the trainer's state from {path}: {_cause(error)}") from None
+        if self._base:
+            _refuse_other_base(path, bytes(small["base"].tolist()).hex(), self._base)
         self._take_over(small)
 
     @cached_property
     def _staging(self) -> Staging:
-        return Staging(self._parameters, self._optimizer, DeviceMesh.from_group(self._group, "cpu"))
+        return Staging(self._parameters, self._optimizer, self._reference)
 
     def _small_state(self) -> dict[str, Tensor]:
         """Copies of what is copied at once."""
         generators = {self._random_prefix + kind: tensor for kind, tensor in random_state().items()}
-        return {"steps": torch.stack(self._steps), **generators}
+        base = {"base": torch.tensor(list(bytes.fromhex(self._base)), dtype=torch.uint8)} if self._base else {}
+        return {"steps": torch.stack(self._steps), **base, **generators}
 
     @torch.no_grad()
     def _take_over(self, small: Mapping[str, Tensor]) -> None:
@@ -297,6 +319,19 @@ def _cause(error: dcp.CheckpointException) -> Exception:
             return cause
     rank, cause = causes[0]
     return RuntimeError(f"shard {rank}: {type(cause).__name__}: {cause}")
+
+
+def _of_the_model(names: set[str]) -> set[str]:
+    """Those that each save of the same model has, whatever its ranks and its reference."""
+    return {name for name in names if not name.startswith(("random.", REFERENCE))}
+
+
+def _refuse_other_base(path: Path, saved: str, expected: str) -> None:
+    if saved != expected:
+        raise CheckpointInvalid(
+            f"{path} holds adapters of another base, whose weights have digest {saved}; those of model.name have "
+            f"{expected}: give the model that the run began with"
+        )
 
 
 def _refuse_other_tensors(path: Path, saved: set[str], expected: set[str]) -> None:

@@ -24,9 +24,9 @@ METHOD = "token_logprobs"
 
 
 def add_token_logprobs(model: PreTrainedModel) -> None:
-    """Gives `model`, after `fully_shard`, the method `token_logprobs(tokens, targets, temperatures)` that
-    `token_logprobs` below calls; to FSDP it is a forward pass. Raises BadInput for a model that does more to its
-    hidden states than to multiply them by a matrix."""
+    """Gives `model`, after `fully_shard`, the method that `token_logprobs` and `packed_logprobs` below call; to FSDP it
+    is a forward pass. Raises BadInput for a model that does more to its hidden states than to multiply them by a
+    matrix."""
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise BadInput(
@@ -43,11 +43,21 @@ def _option(model: PreTrainedModel, name: str) -> bool:
     return getattr(model.config.get_text_config(), name, None) not in (None, 1, 1.0)
 
 
-def _forward(model: PreTrainedModel, tokens: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    temperature = temperatures[:, None].expand(tokens.shape).flatten()
-    weight = model.get_output_embeddings().weight
-    return SelectedLogprobs.apply(hidden.flatten(0, 1), weight, targets.flatten(), temperature)  # no view: FSDP's wish
+def _forward(model: PreTrainedModel, tokens: Tensor, targets: Tensor, temperatures: Tensor, **sequences: Any) -> Tensor:
+    hidden = model.base_model(input_ids=tokens, use_cache=False, **sequences).last_hidden_state
+    rows, weight = _head(model, hidden.flatten(0, 1))
+    return SelectedLogprobs.apply(rows, weight, targets.flatten(), temperatures.flatten())  # no view: FSDP's wish
+
+
+def _head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """What to multiply for the logits: hidden states [T, H] and the output matrix [V, H]; where that has an adapter of
+    rank r, both with r more columns, W h + B (A h) being [W B] [h; A h]."""
+    head = model.get_output_embeddings()
+    if getattr(head, "disable_adapters", True):  # or there are none
+        return hidden, head.weight
+    adapters = head.active_adapters
+    narrow = [head.lora_A[name](head.lora_dropout[name](hidden)) * head.scaling[name] for name in adapters]
+    return torch.cat([hidden, *narrow], -1), torch.cat([head.weight, *(head.lora_B[n].weight for n in adapters)], -1)
 
 
 def token_logprobs(model: PreTrainedModel, tokens: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
@@ -56,8 +66,25 @@ def token_logprobs(model: PreTrainedModel, tokens: Tensor, targets: Tensor, temp
     `tokens`, `targets` int64 [B, L], padded on the right, which a causal model needs no mask for: no token sees a later
     one, and positions count from the left. `temperatures` float32 [B].
     """
-    logprobs: Tensor = getattr(model, METHOD)(tokens, targets, temperatures)
+    logprobs: Tensor = getattr(model, METHOD)(tokens, targets, temperatures[:, None].expand(tokens.shape))
     return logprobs.view(tokens.shape)
+
+
+def packed_logprobs(
+    model: PreTrainedModel, tokens: Tensor, targets: Tensor, temperatures: Tensor, positions: Tensor, starts: Tensor
+) -> Tensor:
+    """The same of sequences one after the other, in a model whose attention is `trainer.attention.PACKED`: float32 [T].
+
+    `tokens`, `targets`, `positions` (from 0 in each sequence) int64 [T], `temperatures` float32 [T]; sequence i has the
+    tokens starts[i] : starts[i + 1], int32 on the CPU.
+    """
+    sequences = {
+        "position_ids": positions[None],
+        "cu_seq_lens_q": starts.to(tokens.device),
+        "max_length_q": int(starts.diff().max()),
+    }
+    logprobs: Tensor = getattr(model, METHOD)(tokens[None], targets[None], temperatures[None], **sequences)
+    return logprobs
 
 
 class SelectedLogprobs(torch.autograd.Function):
@@ -80,18 +107,19 @@ class SelectedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         hidden, weight, targets, temperature, normalizer = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in _chunks(len(hidden), len(weight)):
             scaled = _scaled_logits(hidden[rows], weight, temperature[rows])
             grad_z = scaled.sub_(normalizer[rows, None]).exp_().mul_(-grad[rows, None])
             grad_z.scatter_add_(-1, targets[rows, None], grad[rows, None])
             grad_logits = grad_z.div_(temperature[rows, None]).to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
-            grad_weight += grad_logits.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[rows]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
 def _chunks(tokens: int, vocabulary: int) -> list[slice]:

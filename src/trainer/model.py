@@ -1,50 +1,124 @@
 """The policy as the trainer holds it: a Hugging Face causal language model, sharded by FSDP2 layer by layer.
 
-Master weights are float32. With another inference dtype FSDP casts parameters when it gathers a layer, so that the
-trainer computes with the very values that replicas get; gradients are reduced in float32, and *summed* over ranks,
-because losses are raw sums over tokens.
+Master weights are float32 (`trainer.master_dtype`). With another inference dtype FSDP casts parameters when it gathers
+a layer, so that the trainer computes with the very values that replicas get; gradients are reduced in float32, and
+*summed* over ranks, because losses are raw sums over tokens. With `trainer.replicate` the mesh has two dimensions:
+parameters are spread over one, and gradients summed over both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightTransform, revert_weight_conversion
 
+from trainer.attention import PACKED, has_kernel
 from trainer.logprobs import add_token_logprobs
+from trainer.lora import add_adapters, start_values
+from trireme.config import CommonConfig
+from trireme.config.model_facts import ModelFacts
+from trireme.config.schema import LoraConfig
 from trireme.errors import BadInput
+from trireme.memory import computes_again
+
+SHARD, REPLICATE = "shard", "replicate"
+"""Dimensions of the mesh."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is held and computed. `mesh`: over all ranks, its last dimension being that over which parameters
+    are spread. `dtype` computes, `master` is what is trained. `packed`: see `trainer.attention`."""
+
+    mesh: DeviceMesh
+    dtype: torch.dtype
+    master: torch.dtype
+    attention: str
+    checkpointing: bool
+    compiled: bool
+    offload: OffloadPolicy
+
+    @classmethod
+    def of(cls, config: CommonConfig, facts: ModelFacts, device: torch.device) -> Sharding:
+        """As configured, over all ranks of the process group. Collective."""
+        options, dtype = config.trainer, inference_dtype(config.model.dtype, device)
+        return cls(
+            mesh=_mesh(device, options.replicate),
+            dtype=dtype,
+            master=DTYPES[options.master_dtype],
+            attention=_attention(config, device, dtype),
+            checkpointing=computes_again(
+                options.checkpointing,
+                facts,
+                options.micro_batch_tokens,
+                dtype.itemsize,
+                on_gpus=device.type == "cuda",
+            ),
+            compiled=options.compile,
+            offload=CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.offload == "cpu" else OffloadPolicy(),
+        )
+
+    @property
+    def packed(self) -> bool:
+        return self.attention == PACKED
+
+
+def _mesh(device: torch.device, replicate: int) -> DeviceMesh:
+    if replicate == 1:
+        return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(SHARD,))
+    shape = (replicate, dist.get_world_size() // replicate)
+    return init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+
+
+def _attention(config: CommonConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Name of the attention function, by `trainer.packing` and `model.attn`."""
+    configured, packing = config.model.attn, config.trainer.packing
+    if packing == "packed" or (packing == "auto" and configured == "auto" and has_kernel(device, dtype)):
+        return PACKED
+    return "sdpa" if configured == "auto" else configured
 
 
 def inference_dtype(configured: str, device: torch.device) -> torch.dtype:
     """The dtype of `model.dtype`; auto = bfloat16 on GPUs, float32 on CPUs."""
     if configured == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[configured]
+    return DTYPES[configured]
 
 
-def load_source(name: str, attn: str) -> PreTrainedModel:
+def load_source(name: str) -> PreTrainedModel:
     """The model in host memory, float32. `name`: a local directory or a name on the hub.
 
-    Raises BadInput for an architecture that is laid out differently in memory than in its checkpoint.
+    Raises BadInput for an architecture that is laid out in memory in a way that `gathered_units` cannot undo.
     """
-    source = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=_attention(attn))
-    if get_model_conversion_mapping(source, add_legacy=False):
+    source = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    strange = [
+        transform for transform in get_model_conversion_mapping(source, add_legacy=False) if not _undone(transform)
+    ]
+    if strange:
         raise BadInput(
             f"{name} is a {source.config.model_type} model, whose tensors have other names or shapes in a checkpoint "
-            "than in memory (fused experts, say); such models cannot be published yet: use a dense one, like Qwen3"
+            f"than in memory ({strange[0]}); only fused experts can be taken apart again: use a dense model, or one of "
+            "the Qwen3-MoE kind"
         )
     return source
 
 
-def _attention(configured: str) -> str:
-    return "sdpa" if configured == "auto" else configured
+def _undone(transform: WeightTransform) -> bool:
+    """Whether it only stacks the matrices of experts, and joins gate and up."""
+    operations = getattr(transform, "operations", None)
+    return operations is not None and all(isinstance(o, MergeModulelist | Concatenate) for o in operations)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -56,18 +130,16 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise BadInput(f"{type(model).__name__} has no list of {count} decoder layers: this architecture cannot be sharded")
 
 
-def attention_length(model: PreTrainedModel) -> int:
-    """The length at which causal attention costs as much as all else, in multiplications per token: with n tokens of
-    context on average n / 2 keys and as many values are multiplied in each layer, against every parameter once."""
-    config = model.config.get_text_config()
-    width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-    return max(1, model.num_parameters() // (config.num_hidden_layers * width))
-
-
 def shard_model(
-    name: str, attn: str, source: PreTrainedModel | None, device: torch.device, dtype: torch.dtype
+    name: str,
+    source: PreTrainedModel | None,
+    device: torch.device,
+    how: Sharding,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
 ) -> PreTrainedModel:
-    """The model sharded over all ranks of the process group. Collective.
+    """The model sharded over all ranks of the process group, frozen and with adapters if there is a `lora`, which start
+    by `seed`. Collective.
 
     Only rank 0 gives a `source`. Everywhere the model starts without memory; then one layer after the other is made
     whole on the device, filled from rank 0, and sharded, so that no device holds more than one whole layer (the root,
@@ -75,20 +147,34 @@ def shard_model(
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(name), dtype=torch.float32, attn_implementation=_attention(attn)
+            AutoConfig.from_pretrained(name), dtype=how.master, attn_implementation=how.attention
         )
     model.eval()  # no dropout: p must be the distribution that was sampled from
+    if lora:
+        add_adapters(model, lora, how.dtype, how.master)
     tensors = {} if source is None else {**dict(source.named_parameters()), **dict(source.named_buffers())}
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, torch.float32)
+    if lora and tensors:
+        tensors = start_values(model, tensors, seed)
     names = {module: prefix for prefix, module in model.named_modules()}
-    for unit in [*decoder_layers(model), model]:
+    layers = list(decoder_layers(model))
+    for unit in [*layers, model]:
         _fill(unit, names[unit], tensors, device)
-        _shard(unit, mesh, policy)
+        _shard(unit, how)
+    for layer in layers:
+        _wrap(layer, how)
     if source is not None:
         model.generation_config = source.generation_config
     add_token_logprobs(model)
     return model
+
+
+def _wrap(layer: nn.Module, how: Sharding) -> None:
+    """Compiles what a layer computes, or has it computed again in the backward pass, without keeping what it gave.
+    FSDP's hooks, which gather the layer's parameters, stay outside of both."""
+    if how.compiled:
+        layer.forward = torch.compile(layer.forward)
+    if how.checkpointing:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
@@ -114,8 +200,9 @@ def _fill(unit: nn.Module, prefix: str, tensors: dict[str, Tensor], device: torc
             dist.broadcast(tensor.data, src=0)
 
 
-def _shard(unit: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+def _shard(unit: nn.Module, how: Sharding) -> None:
+    policy = MixedPrecisionPolicy(None if how.dtype == how.master else how.dtype, torch.float32)
+    sharded = fully_shard(unit, mesh=how.mesh, mp_policy=policy, offload_policy=how.offload, reshard_after_forward=True)
     # Sum, do not average. Without the second line the factor 1 becomes a reduction that gloo does not have.
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
@@ -128,7 +215,8 @@ def _fsdp(unit: nn.Module) -> FSDPModule:
 
 def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
     """The names and whole tensors of one unit (layer, or root) after another, in the inference dtype, on every rank's
-    device. They are gone when the next is asked for. Tied tensors come once, under the embedding's name. Collective."""
+    device: as a checkpoint has them, with experts apart. They are gone when the next is asked for. Tied tensors come
+    once, under the embedding's name. Collective."""
     names = {module: f"{prefix}." if prefix else "" for prefix, module in model.named_modules()}
     layers = list(decoder_layers(model))
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
@@ -138,5 +226,6 @@ def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]
     _fsdp(model).reshard()
     for layer in layers:
         _fsdp(layer).unshard()
-        yield [(names[layer] + name, parameter.detach()) for name, parameter in layer.named_parameters()]
+        tensors = {names[layer] + name: parameter.detach() for name, parameter in layer.named_parameters()}
+        yield list(revert_weight_conversion(model, tensors).items())
         _fsdp(layer).reshard()

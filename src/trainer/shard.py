@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,21 +21,25 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
-from trainer.batching import DEFAULT_MICRO_BATCH_TOKENS, MicroBatch, Rows, ShardOutput, plan
+from trainer.batching import MicroBatch, Packed, Rows, ShardOutput, plan
 from trainer.checkpoint import Checkpointer, make_adam_state
-from trainer.hugging_face import companion_files, write_model
-from trainer.logprobs import token_logprobs
+from trainer.culprits import culprits, is_finite
+from trainer.hugging_face import model_files, tokenizer_files, write_model
+from trainer.logprobs import packed_logprobs, token_logprobs
+from trainer.lora import adapter_files, adapter_units, adapters_off, dropping, exchanged, write_adapter
 from trainer.losses import Metrics, columns_of, monitors, resolve_loss
-from trainer.model import attention_length, gathered_units, inference_dtype, load_source, shard_model
+from trainer.model import SHARD, Sharding, gathered_units, load_source, shard_model
 from trainer.publish import Packer, Put, compute_canary
+from trireme.base_digest import base_digest
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
+from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import ReferenceConfig
 from trireme.errors import BadInput, NonFiniteGradient, ProvenanceError, TriremeError
 from trireme.faults import fault_point
 from trireme.metrics import reduce_metrics
 from trireme.types import AdamParams, OptimStepResponse, Provenance, TokenBatch, WeightIdentity, Which
-from trireme.weights import PublishedWeights, TensorEntry, weights_digest
+from trireme.weights import Adapter, PublishedWeights, TensorEntry, weights_digest
 
 
 def check_provenance(provenance: Provenance, published: list[WeightIdentity], max_steps_off_policy: int) -> None:
@@ -62,20 +68,34 @@ def check_provenance(provenance: Provenance, published: list[WeightIdentity], ma
 
 
 def check_columns(batch: TokenBatch, loss_fn: str) -> None:
-    """Raises ValueError when a column is missing that the loss needs, or a token has an advantage but mask 0."""
+    """Raises BadInput when a column is missing that the loss needs, or a token has an advantage but mask 0."""
     needed = columns_of(loss_fn)
     missing = [name for name in needed if name not in batch.columns]
     if missing:
-        raise ValueError(f"loss {loss_fn} needs the columns {', '.join(needed)}; missing: {', '.join(missing)}")
+        raise BadInput(f"loss {loss_fn} needs the columns {', '.join(needed)}; missing: {', '.join(missing)}")
     if "advantages" not in needed:
         return
     stray = np.flatnonzero((batch.columns["mask"] == 0) & (batch.columns["advantages"] != 0))
     if len(stray):
         d = int(np.searchsorted(batch.offsets, stray[0], side="right")) - 1
-        raise ValueError(
+        raise BadInput(
             f"datum {d} has an advantage of {batch.columns['advantages'][stray[0]]:g} on its token "
             f"{stray[0] - batch.offsets[d]}, whose mask is 0 ({len(stray)} such tokens in the batch); set both, or none"
         )
+
+
+def check_tokens(batch: TokenBatch, vocab_size: int) -> None:
+    """Raises BadInput unless there are targets, and all tokens are the model's."""
+    if "target_tokens" not in batch.columns:
+        raise BadInput(f"the column target_tokens is missing; there are: {', '.join(batch.columns) or 'none'}")
+    for name, tokens in (("model_input", batch.tokens), ("target_tokens", batch.columns["target_tokens"])):
+        strange = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+        if len(strange):
+            d = int(np.searchsorted(batch.offsets, strange[0], side="right")) - 1
+            raise BadInput(
+                f"datum {d} has token {tokens[strange[0]]} in its {name}, at place {strange[0] - batch.offsets[d]}; "
+                f"expected tokens from 0 to {vocab_size - 1}, the model's vocabulary"
+            )
 
 
 def recent(published: Sequence[WeightIdentity], max_steps_off_policy: int) -> list[WeightIdentity]:
@@ -103,9 +123,11 @@ class Shard:
         self._rank = rank
         torch.use_deterministic_algorithms(config.deterministic)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._dtype = inference_dtype(config.model.dtype, self._device)
         set_seed(config.seed)  # of torch, numpy and Python
-        source = load_source(config.model.name, config.model.attn) if rank == 0 else None
+        facts = ModelFacts.of(config, required=True)
+        assert facts is not None, "required"
+        self._facts = facts
+        source = load_source(config.model.name) if rank == 0 else None
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",
             store=store,
@@ -113,14 +135,26 @@ class Shard:
             world_size=world_size,
             timeout=timedelta(seconds=max(config.timeouts.start_s, config.timeouts.step_s)),
         )
-        self._model = shard_model(config.model.name, config.model.attn, source, self._device, self._dtype)
-        self._reference = self._load_reference(config.kl_reference) if config.kl_reference else None
+        self._sharding = Sharding.of(config, facts, self._device)
+        lora = config.trainer.lora
+        self._model = shard_model(
+            config.model.name, source, self._device, self._sharding, lora if lora.on else None, config.lora_seed
+        )
+        self._adapter = self._name_adapter() if lora.on else None
+        other = config.kl_reference is not None and not config.base_is_reference
+        self._reference = self._load_reference(config.kl_reference) if config.kl_reference and other else None
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._parameters = list(parameters.values())
         self._optimizer = torch.optim.AdamW(self._parameters)
         make_adam_state(self._optimizer)
+        self._refreshed = self._tensors_of_the_reference()
         self._checkpointer = Checkpointer(
-            parameters, self._optimizer, config.timeouts.checkpoint_s, config.checkpoint.async_save
+            parameters,
+            self._optimizer,
+            self._refreshed,
+            config.timeouts.checkpoint_s,
+            config.checkpoint.async_save,
+            self._adapter.base if self._adapter else None,
         )
         self._companions: dict[str, bytes] = {}
         self._packer = Packer(put)
@@ -129,47 +163,89 @@ class Shard:
 
     def _load_reference(self, reference: ReferenceConfig) -> PreTrainedModel:
         """The model of `trainer.kl.reference`, frozen and sharded as the policy is."""
-        attn = self._config.model.attn
         assert reference.base_model is not None, "checked with the configuration"
         weights = reference.load_checkpoint_path or reference.base_model
-        source = load_source(weights, attn) if self._rank == 0 else None
-        model = shard_model(reference.base_model, attn, source, self._device, self._dtype)
-        return model.requires_grad_(False)
+        source = load_source(weights) if self._rank == 0 else None
+        return shard_model(reference.base_model, source, self._device, self._sharding).requires_grad_(False)
+
+    def _tensors_of_the_reference(self) -> dict[str, Tensor]:
+        """Those that `update_reference` changes, in the order of the policy's; none where the reference stays."""
+        reference = self._config.kl_reference
+        if reference is None or not reference.update_every:
+            return {}
+        if self._reference is None:  # the base with the adapters that it had then, at first with those that do nothing
+            return {name: p.detach().clone() for name, p in self._model.named_parameters() if p.requires_grad}
+        return dict(self._reference.named_parameters())
+
+    def _name_adapter(self) -> Adapter:
+        """What the adapters belong to, the same on all ranks. Collective."""
+        lora, digests = self._config.trainer.lora, [base_digest(self._config.model.name) if self._rank == 0 else ""]
+        dist.broadcast_object_list(digests, src=0, device=self._device)
+        assert lora.rank is not None
+        return Adapter(digests[0], lora.rank, lora.alpha)
 
     def forward_backward(
         self, batch: TokenBatch, loss_fn: str, loss_fn_config: Mapping[str, float], provenance: Provenance | None
     ) -> ShardOutput:
         """Adds the gradient of the raw masked sum over the batch. Metrics: `loss:sum` and those of `trainer.losses`.
 
-        Raises ProvenanceError, BadInput (loss), ValueError (a column is missing).
+        Raises ProvenanceError; BadInput for an unknown loss, a missing column, tokens that are not the model's.
         """
         fault_point("trainer.forward_backward")
         if provenance is not None:
             check_provenance(provenance, self._published, self._config.staleness_bound)
         function, loss_config = resolve_loss(loss_fn, loss_fn_config)
+        check_tokens(batch, self._facts.vocab_size)
         check_columns(batch, loss_fn)
-        logprobs, metrics = [], []
+        logprobs, metrics, all_finite = [], [], True
         micro_batches = self._micro_batches(batch)
         for micro in micro_batches:
             rows = self._rows(batch, micro)
-            p = self._logprobs(self._model, batch, micro, rows)
-            loss, loss_metrics = function(p, rows, loss_config)
-            loss.backward()
+            with dropping(self._model):
+                p = self._logprobs(self._model, batch, micro, rows)
+                p.retain_grad()
+                loss, loss_metrics = function(p, rows, loss_config)
+                loss.backward()
+            all_finite = all_finite and is_finite(loss, p)
             logprobs.append((micro, p.detach()))
             if not micro.filler:
                 watched: Metrics = monitors(p, rows) if "logprobs" in rows else {}
                 metrics.append({"loss:sum": float(loss.detach()), **watched, **loss_metrics})
-        return _output(batch, logprobs, reduce_metrics(metrics))
+        output = _output(batch, logprobs, reduce_metrics(metrics))
+        return output if all_finite else replace(output, suspects=culprits(batch, output, function, loss_config))
 
     @torch.no_grad()
     def forward(self, batch: TokenBatch, which: Which = "policy") -> ShardOutput:
         """Log-probabilities of the batch's `target_tokens` under the policy or the reference, without gradient. Raises
-        BadInput when there is no reference."""
-        model = self._model if which == "policy" else self._reference
-        if model is None:
-            raise BadInput("no reference policy is loaded: set trainer.kl.coef and trainer.kl.reference.base_model")
-        computed = [(m, self._logprobs(model, batch, m, self._rows(batch, m))) for m in self._micro_batches(batch)]
+        BadInput when there is no reference, and for tokens that are not the model's."""
+        check_tokens(batch, self._facts.vocab_size)
+        with self._policy_or_reference(which) as model:
+            computed = [(m, self._logprobs(model, batch, m, self._rows(batch, m))) for m in self._micro_batches(batch)]
         return _output(batch, computed, {})
+
+    @contextmanager
+    def _policy_or_reference(self, which: Which) -> Iterator[PreTrainedModel]:
+        """The model to compute with, and that only within. Raises BadInput when there is no reference."""
+        if which == "policy":
+            yield self._model
+        elif self._reference is not None:
+            yield self._reference
+        elif not self._config.base_is_reference:
+            raise BadInput("no reference policy is loaded: set trainer.kl.coef and trainer.kl.reference.base_model")
+        elif self._refreshed:
+            self._checkpointer.wait_until_copied()
+            with exchanged(self._parameters, list(self._refreshed.values())):
+                yield self._model
+        else:
+            with adapters_off(self._model):
+                yield self._model
+
+    @torch.no_grad()
+    def update_reference(self) -> None:
+        """The reference becomes the policy as it is now. For `trainer.kl.reference.update_every` above 0."""
+        self._checkpointer.wait_until_copied()
+        for tensor, parameter in zip(self._refreshed.values(), self._parameters, strict=True):
+            tensor.copy_(parameter)
 
     def optim_step(self, adam: AdamParams, normalizer: float) -> OptimStepResponse:
         """Divides the accumulated gradient by `normalizer`, clips its norm over all shards, and makes one AdamW update.
@@ -189,7 +265,7 @@ class Shard:
             raise NonFiniteGradient(
                 f"the gradient norm is {grad_norm}; nothing was updated. Look at advantages and sampled logprobs of "
                 "this batch (NaN, or ratios beyond float range: optim/ratio_max), at the learning rate (weights that "
-                f"blew up in an earlier step), and at model.dtype (now {self._dtype}; float16 overflows first)."
+                f"blew up in an earlier step), and at model.dtype, {self._sharding.dtype} (float16 overflows first)."
             )
         torch._foreach_mul_(gradients, min(1.0, adam.max_grad_norm / max(grad_norm, 1e-30)) / normalizer)
         self._optimizer.param_groups[0].update(
@@ -203,13 +279,14 @@ class Shard:
     def publish_weights(self, version: int) -> PublishedWeights | None:
         """Packs the weights in the inference dtype and names them `version`; rank 0 returns them, the others None."""
         fault_point("trainer.publish")
-        units = gathered_units(self._model)
+        how = self._sharding
+        units = adapter_units(self._model, how.dtype, self._device) if self._adapter else gathered_units(self._model)
         entries, buckets = self._packer.pack(units) if self._rank == 0 else _consume(units)
         canary = compute_canary(self._model, self._max_seq_len, self._device)
-        identities = [WeightIdentity(self._attempt, version, weights_digest(entries))]
+        identities = [WeightIdentity(self._attempt, version, weights_digest(entries, self._adapter))]
         dist.broadcast_object_list(identities, src=0, device=self._device)
         self._published = recent([*self._published, *identities], self._config.staleness_bound)
-        return PublishedWeights(identities[0], entries, buckets, canary) if self._rank == 0 else None
+        return PublishedWeights(identities[0], entries, buckets, canary, self._adapter) if self._rank == 0 else None
 
     def begin_save(self, path: Path) -> None:
         """Begins to save the state as it is now (weights, AdamW's state, random generators) into directory `path`."""
@@ -232,10 +309,19 @@ class Shard:
     def save_weights(
         self, path: Path, entries: Sequence[TensorEntry], buckets: Sequence[npt.NDArray[np.uint8]]
     ) -> list[FileRecord]:
-        """Writes published weights in the Hugging Face layout, with configuration and tokenizer: not collective, and
-        for another thread than that of the other verbs. Raises StorageFailed."""
-        if not self._companions:
-            self._companions = companion_files(self._model, self._dtype, self._config.tokenizer_name)
+        """Writes published weights in the Hugging Face layout, or peft's, with configuration and tokenizer: not
+        collective, and for another thread than that of the other verbs. Raises StorageFailed."""
+        config = self._config
+        if self._adapter:
+            self._companions = self._companions or {
+                **tokenizer_files(config.tokenizer_name),
+                **adapter_files(config.trainer.lora, self._adapter, config.model.name),
+            }
+            return write_adapter(path, entries, buckets, self._companions)
+        self._companions = self._companions or {
+            **tokenizer_files(config.tokenizer_name),
+            **model_files(self._model, self._sharding.dtype),
+        }
         return write_model(path, entries, buckets, self._companions)
 
     @property
@@ -244,8 +330,8 @@ class Shard:
         return min(limit, self._config.max_seq_len or limit)
 
     def _micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
-        budget = self._config.trainer.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
-        return plan(batch.lengths, dist.get_world_size(), budget, attention_length(self._model))[self._rank]
+        budget, by_attention = self._config.trainer.micro_batch_tokens, self._facts.attention_length
+        return plan(batch.lengths, dist.get_world_size(), budget, by_attention, self._sharding.packed)[self._rank]
 
     def _rows(self, batch: TokenBatch, micro: MicroBatch) -> dict[str, Tensor]:
         """Inputs (`tokens`) and columns as [B, L] on the device; a filler's mask is 0 everywhere."""
@@ -262,13 +348,27 @@ class Shard:
     def _logprobs(
         self, model: PreTrainedModel, batch: TokenBatch, micro: MicroBatch, rows: Mapping[str, Tensor]
     ) -> Tensor:
+        """Of the rows' targets, [B, L]; what stands at the padding has no meaning."""
+        if self._sharding.packed:
+            return self._packed_logprobs(model, batch, micro)
         temperatures = torch.from_numpy(batch.temperatures[list(micro.datums)]).to(self._device)
         return token_logprobs(model, rows["tokens"].long(), rows["target_tokens"].long(), temperatures)
 
+    def _packed_logprobs(self, model: PreTrainedModel, batch: TokenBatch, micro: MicroBatch) -> Tensor:
+        packed = Packed.of(batch.offsets, micro.datums)
+        tokens = batch.tokens[packed.index], batch.columns["target_tokens"][packed.index]
+        temperatures = batch.temperatures[list(micro.datums)][packed.datum]
+        inputs = (torch.from_numpy(values).to(self._device) for values in (*tokens, temperatures, packed.positions))
+        ids, targets, temperature, positions = inputs
+        p = packed_logprobs(model, ids.long(), targets.long(), temperature, positions, torch.from_numpy(packed.starts))
+        return p[torch.from_numpy(packed.rows.index).to(self._device)]
+
     def _global_norm(self, gradients: list[Tensor]) -> float:
-        """Euclidean norm over all shards, accumulated in float64 so that it does not depend on their number."""
+        """Euclidean norm over all shards, accumulated in float64 so that it does not depend on their number. Copies of
+        a shard hold the same gradient."""
         squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]).square().sum()
-        dist.all_reduce(squares)
+        squares = squares.to(self._device)
+        dist.all_reduce(squares, group=self._sharding.mesh.get_group(SHARD))
         return math.sqrt(float(squares))
 
 

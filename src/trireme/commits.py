@@ -225,7 +225,7 @@ class Commits:
             parent=self._parent,
             attempt=self._run.start.attempt,
             identities=saving.identities,
-            shards=self._config.trainer.shards,
+            shards=self._config.trainer.processes,
             replicas=self._config.num_replicas,
             fixed=self._fixed,
             config_hash=config_hash(self._config),

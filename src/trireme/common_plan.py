@@ -140,11 +140,12 @@ class CommonPlan(ABC):
     @property
     def shard_memory(self) -> ShardMemory | None:
         """None when the model's sizes are unknown."""
-        facts, options = self.facts, self.config.trainer
-        return facts and ShardMemory.of(
-            options,
-            facts,
-            self.bytes_per_parameter * facts.num_parameters,
+        if self.facts is None:
+            return None
+        return ShardMemory.of(
+            self.config.trainer,
+            self.facts,
+            self.bytes_per_parameter * self.facts.num_parameters,
             self.inference_dtype_bytes,
             on_gpus=self.on_gpus,
         )

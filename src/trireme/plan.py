@@ -70,9 +70,10 @@ class Plan(CommonPlan):
         ways = ["lower --trainer.shards or --inference.replicas", "use a larger cluster", "--cluster.device cpu"]
         if self.models == 2 and self.resources.gpus == 1:
             ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SHARED_GPU_UTILIZATION - 0.1:g}")
-        copies = f" x trainer.replicate = {self.config.trainer.replicate}" if self.config.trainer.replicate > 1 else ""
+        options, replicas = self.config.trainer, self.config.inference.replicas
+        copies = f" x trainer.replicate = {options.replicate}" if options.replicate > 1 else ""
         raise Problem(
-            f"trainer.shards = {self.config.trainer.shards}{copies} and inference.replicas = {self.config.inference.replicas}, "
+            f"trainer.shards = {options.shards}{copies} and inference.replicas = {replicas}, "
             f"which need {self.gpus_needed} GPUs",
             f"at most {self.resources.gpus} GPUs, which is what {self.resources.source} has",
             "; or ".join(ways),

@@ -3,12 +3,26 @@
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from trireme.config import Config
 from trireme.types import Datum, ModelInput, TokenBatch
 
 VOCAB = 50
+CLASSES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
 
 def make_model(directory, family, tied, layers=2, **other_sizes):
@@ -30,8 +44,9 @@ def make_model(directory, family, tied, layers=2, **other_sizes):
         **other_sizes,
     }
     torch.manual_seed(1)
-    classes = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
-    config_class, model_class = classes[family]
+    config_class, model_class = CLASSES[family]
+    if family == "qwen3_moe":
+        sizes = {**EXPERTS, **sizes}
     model_class(config_class(**sizes)).save_pretrained(directory)
     words = {chr(ord("0") + i): i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))

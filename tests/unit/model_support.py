@@ -9,9 +9,13 @@ FACTS = ModelFacts(
     hidden_size=128,
     num_layers=2,
     vocab_size=32,
+    num_heads=4,
     num_kv_heads=2,
     head_dim=32,
+    mlp_size=256,
+    num_chosen=0,
     num_parameters=1_000_000,
+    active_parameters=1_000_000,
     tied_embeddings=True,
     max_position_embeddings=64,
 )

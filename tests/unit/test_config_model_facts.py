@@ -76,6 +76,40 @@ def test_count_is_that_of_the_real_model(model_type: str, tied: bool) -> None:
     assert facts.num_parameters == model.num_parameters()
 
 
+@pytest.mark.parametrize("sparse", [{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
+def test_count_with_experts_is_that_of_the_real_model(sparse: dict) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        **{
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+        },
+        **{"intermediate_size": 96, "vocab_size": 50, "tie_word_embeddings": False, "max_position_embeddings": 64},
+        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, **sparse},
+    }
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
+    facts = ModelFacts.from_json("m", json.dumps({**sizes, "model_type": "qwen3_moe"}))
+    assert facts.num_parameters == model.num_parameters()
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert facts.active_parameters == model.num_parameters() - experts * 6 // 8
+    assert (facts.num_chosen, facts.mlp_size) == (2, 80)
+
+
+def test_what_a_token_is_multiplied_with(tmp_path: Path) -> None:
+    """Every parameter, the embeddings once: looking one up is no product."""
+    tied = ModelFacts.from_json("m", json.dumps(QWEN3_06B))
+    untied = ModelFacts.from_json("m", json.dumps(QWEN3_06B | {"tie_word_embeddings": False}))
+    assert tied.multiplied_parameters == untied.multiplied_parameters == tied.num_parameters
+    assert untied.num_parameters - tied.num_parameters == 151936 * 1024
+    assert tied.attention_length == tied.num_parameters // (28 * 16 * 128)
+
+
 def test_sizes_that_older_files_leave_out() -> None:
     left_out = ("head_dim", "num_key_value_heads", "tie_word_embeddings", "architectures")
     facts = ModelFacts.from_json("m", json.dumps({k: v for k, v in QWEN3_06B.items() if k not in left_out}))

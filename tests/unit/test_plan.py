@@ -11,10 +11,10 @@ from model_support import FACTS
 from rich.console import Console
 
 from trireme import common_plan
+from trireme.common_plan import GIB, _visible_gpus
 from trireme.config import Config, checks
 from trireme.config.model_facts import ModelFacts
 from trireme.errors import BadInput
-from trireme.common_plan import GIB, _visible_gpus
 from trireme.plan import Plan, Resources
 
 LAPTOP = Resources(nodes=1, cpus=8, gpus=0, memory_bytes=16 * GIB, source="this machine")
@@ -31,6 +31,7 @@ def plan(
     inference: dict | None = None,
     evaluation: dict | None = None,
     kl: dict | None = None,
+    trainer: dict | None = None,
     run_dir: Path | None = None,
     warnings: tuple[str, ...] = (),
 ) -> Plan:
@@ -39,7 +40,7 @@ def plan(
             "model": {"name": "m"},
             "env": {"id": "sort"},
             "eval": evaluation or {},
-            "trainer": {"shards": shards, "micro_batch_tokens": 1000, "kl": kl or {}},
+            "trainer": {"shards": shards, "micro_batch_tokens": 1000, "kl": kl or {}, **(trainer or {})},
             "orchestrator": {"batch_size": 16, **(orchestrator or {})},
             "inference": {"replicas": replicas, "sampling": {"max_tokens": 10}, **(inference or {})},
             "cluster": {"device": device},
@@ -194,9 +195,35 @@ class TestNumbers:
         assert (plan().max_num_seqs, plan(device="gpu").max_num_seqs) == (64, 256)
 
     def test_memory_of_a_shard(self) -> None:
-        assert plan(shards=2).shard_bytes == int(0.7 * GIB) + 16 * 1_000_000 // 2
-        reference = {"coef": 0.1, "reference": {"base_model": "m"}}
-        assert plan(shards=2, kl=reference).shard_bytes == int(0.7 * GIB) + 20 * 1_000_000 // 2
+        whole, half = (plan(shards=shards).shard_memory for shards in (1, 2))
+        assert whole is not None
+        assert half is not None
+        assert (whole.state, half.state) == (16 * 1_000_000, 16 * 1_000_000 // 2)
+        assert half.total == int(0.7 * GIB) + half.state + half.gathered + half.activations
+        reference = plan(kl={"coef": 0.1, "reference": {"base_model": "m"}}).shard_memory
+        assert reference is not None
+        assert reference.state == 20 * 1_000_000 // 2
+
+    def test_copies_of_a_shard_need_as_much_each(self) -> None:
+        given = plan(shards=2, trainer={"replicate": 3}, resources=gpus(7), device="gpu")
+        assert given.shard_memory == plan(shards=2, resources=gpus(7), device="gpu").shard_memory
+        assert len(given.trainer_options_R) == 6
+        assert given.gpus_needed == 7
+        assert "2 FSDP2 shards x 3 copies: 6 actors" in text_of(given)
+
+    def test_what_is_done_for_memory_is_said(self) -> None:
+        options = {"offload": "cpu", "checkpointing": True, "compile": True, "master_dtype": "bfloat16"}
+        given = plan(shards=1, trainer=options, resources=gpus(2))
+        memory = given.shard_memory
+        assert memory is not None
+        assert memory.total == int(0.7 * GIB) + memory.gathered + memory.activations, "the state is elsewhere"
+        text = text_of(given)
+        assert "compiled layers, master weights in bfloat16" in text
+        assert "1,000 tokens whose layers are computed twice) and in host memory 8 B x parameters" in text
+        assert "whose layers are kept)" in text_of(plan(resources=gpus(3)))
+
+    def test_offloading_does_nothing_on_cpus(self) -> None:
+        assert plan(trainer={"offload": "cpu"}).shard_memory == plan().shard_memory
 
     def test_memory_of_a_replica(self) -> None:
         expected = int((1.4 + 2) * GIB) + 4 * 1_000_000

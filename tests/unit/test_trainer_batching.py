@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batching import GOOD_ENOUGH, MicroBatch, Rows, balance, compute_cost, plan, suspects
-from trireme.types import TokenBatch
+from trainer.batching import GOOD_ENOUGH, MicroBatch, Packed, Rows, balance, compute_cost, plan
 
 ATTENTION = 10
 
@@ -89,14 +88,35 @@ def test_padding_is_on_the_right():
     )
 
 
-def test_the_datums_that_make_a_loss_not_finite_are_found():
-    columns = {
-        "mask": np.array([0, 1, 1, 1, 1, 0], np.float32),
-        "logprobs": np.array([np.nan, -1, -300, -1, -1, -1], np.float32),
-        "advantages": np.array([0, 1, 1, np.inf, 1, np.nan], np.float32),
-    }
-    batch = TokenBatch(np.zeros(6, np.int32), np.array([0, 2, 3, 4, 6]), columns, np.ones(4, np.float32))
-    assert suspects(batch, np.full(6, -1, np.float32)) == (1, 2), "a ratio of e^299, an infinite advantage"
-    assert suspects(batch, np.array([-1, np.nan, -1, -1, -1, -1], np.float32)) == (0, 1, 2)
-    weighted = TokenBatch(batch.tokens, batch.offsets, {"weights": columns["advantages"]}, batch.temperatures)
-    assert suspects(weighted, np.full(6, -1, np.float32)) == (2, 3)
+@cases
+def test_packed_rows_hold_every_datum_once_within_the_budget(lengths, num_ranks, budget):
+    micro_R = plan(lengths, num_ranks, budget, ATTENTION, packed=True)
+    rows = [m for micro_M in micro_R for m in micro_M]
+    assert sorted(d for m in rows if not m.filler for d in m.datums) == list(range(len(lengths)))
+    assert len({len(micro_M) for micro_M in micro_R}) == 1
+    for row in rows:
+        assert sum(lengths[list(row.datums)]) <= budget or len(row.datums) == 1
+
+
+@cases
+def test_no_two_packed_rows_of_a_rank_would_fit_in_one(lengths, num_ranks, budget):
+    for micro_M in plan(lengths, num_ranks, budget, ATTENTION, packed=True):
+        sums = sorted(sum(lengths[list(m.datums)]) for m in micro_M if not m.filler)
+        assert len(sums) < 2 or sums[0] + sums[1] > budget
+
+
+def test_packing_fills_what_rows_leave_empty():
+    lengths = np.array([100] + [10] * 90, dtype=np.int64)
+    count = {packed: len(plan(lengths, 1, 200, ATTENTION, packed)[0]) for packed in (False, True)}
+    assert count == {False: 6, True: 5}
+
+
+def test_packed_tokens_return_to_rows():
+    offsets = np.array([0, 2, 5, 6])
+    tokens = np.array([10, 11, 20, 21, 22, 30])
+    packed = Packed.of(offsets, (1, 2, 0))
+    assert tokens[packed.index].tolist() == [20, 21, 22, 30, 10, 11]
+    assert packed.positions.tolist() == [0, 1, 2, 0, 0, 1]
+    assert packed.datum.tolist() == [0, 0, 0, 1, 2, 2]
+    assert (packed.starts.tolist(), packed.starts.dtype) == ([0, 3, 4, 6], np.int32)
+    assert packed.rows.pad(tokens[packed.index]).tolist() == [[20, 21, 22], [30, 0, 0], [10, 11, 0]]
