@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,18 +26,29 @@ FILE_BYTES = 4 * 2**30
 INDEX = "model.safetensors.index.json"
 
 
-def companion_files(model: PreTrainedModel, dtype: torch.dtype, tokenizer: str) -> dict[str, bytes]:
-    """What belongs beside the tensors: configuration with `dtype`, generation configuration, tokenizer; by file name.
+class Saving(Protocol):
+    def save_pretrained(self, directory: str, /) -> Any: ...
 
-    `tokenizer`: a local directory or a name on the hub. Raises StorageFailed (they pass through a temporary directory).
+
+def model_files(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, bytes]:
+    """What belongs beside a model's tensors, by file name: configuration with `dtype`, generation configuration.
+
+    Raises StorageFailed (they pass through a temporary directory).
     """
     config = deepcopy(model.config)
     config.dtype = dtype
+    return _files_of(config, *([model.generation_config] if model.generation_config is not None else []))
+
+
+def tokenizer_files(tokenizer: str) -> dict[str, bytes]:
+    """The tokenizer's files: a local directory, or a name on the hub. Raises StorageFailed."""
+    return _files_of(AutoTokenizer.from_pretrained(tokenizer))
+
+
+def _files_of(*parts: Saving) -> dict[str, bytes]:
     with storage_errors(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as directory:
-        config.save_pretrained(directory)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(directory)
-        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(directory)
+        for part in parts:
+            part.save_pretrained(directory)
         files = sorted(file for file in Path(directory).rglob("*") if file.is_file())
         return {str(file.relative_to(directory)): file.read_bytes() for file in files}
 

@@ -42,9 +42,10 @@ BASE = "base.json"
 
 
 def peft_config(lora: LoraConfig) -> PeftConfig:
+    assert lora.rank is not None, "asked for only where there are adapters"
     return PeftConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # declared as an int, used as a number
         lora_dropout=lora.dropout,
         target_modules=list(lora_targets(lora)),
         task_type=TaskType.CAUSAL_LM,
@@ -145,7 +146,7 @@ def adapter_units(
     """The adapters' tensors, whole, in `dtype`, under the names that peft gives them in files. Collective."""
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            whole = parameter.detach().to(device).full_tensor()  # type: ignore[attr-defined]
+            whole = parameter.detach().to(device).full_tensor()
             yield [(PREFIX + name.replace(f".{ONLY}.", "."), whole.to(dtype))]
 
 

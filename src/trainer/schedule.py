@@ -50,6 +50,6 @@ def lr_at(
 def learning_rate_schedule(config: CommonConfig, model_type: str, hidden_size: int) -> Callable[[int], float]:
     """The learning rate of each step of a run; "auto" goes by the model's type and hidden size, see `get_lr`."""
     options = config.trainer
-    automatic = options.learning_rate == "auto"
-    peak = get_lr(model_type, hidden_size, options.lora.on) if automatic else options.learning_rate
+    rate, lora = options.learning_rate, options.lora.on
+    peak = get_lr(model_type, hidden_size, lora) if rate == "auto" else rate
     return lambda step: lr_at(step, peak, options.schedule, options.warmup_steps, config.max_steps)
