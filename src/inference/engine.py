@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,8 +107,9 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:
         min_p=params.min_p,
         repetition_penalty=params.repetition_penalty,
         seed=params.seed,
-        stop_token_ids=sorted({*params.stop, *end_ids}),
+        stop_token_ids=sorted({*params.stop_token_ids, *end_ids}),
         logprobs=0,
+        prompt_logprobs=request.topk_prompt_logprobs if request.wants_prompt_logprobs else None,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -128,17 +130,32 @@ def prompt_logprobs(tokens: Sequence[int], output: Any) -> npt.NDArray[np.float3
     return np.asarray([at[token].logprob for token, at in pairs], dtype=np.float32)
 
 
-def sampled_sequence(request_id: str, completion: Any, kept_from: WeightIdentity | None) -> SampledSequence:
-    """What vLLM's final CompletionOutput says. Raises RoomFailed unless its version spans cover every token.
+def sampled_sequence(request: SampleRequest, output: Any, kept_from: WeightIdentity | None) -> SampledSequence:
+    """What vLLM's final RequestOutput says. Raises RoomFailed unless its version spans cover every token.
 
     `kept_from`: the weights under which the request entered, where its KV cache outlives them (`keep_kv`), else None.
     """
+    completion = output.outputs[0]
     tokens = np.asarray(completion.token_ids, dtype=np.int32)
     logprobs = [at[int(token)].logprob for at, token in zip(completion.logprobs, tokens, strict=True)]
     spans = tuple(version_span(span, kept_from) for span in completion.weight_versions or ())
-    check_spans(request_id, spans, len(tokens))
+    check_spans(request.request_id, spans, len(tokens))
     reason: StopReason = "length" if completion.finish_reason == "length" else "stop"
-    return SampledSequence(tokens, np.asarray(logprobs, dtype=np.float32), reason, spans)
+    sampled = SampledSequence(tokens, np.asarray(logprobs, dtype=np.float32), reason, spans)
+    return with_prompt_logprobs(sampled, request, output) if request.wants_prompt_logprobs else sampled
+
+
+def with_prompt_logprobs(sampled: SampledSequence, request: SampleRequest, output: Any) -> SampledSequence:
+    """The same, with what vLLM's final RequestOutput says of the prompt: a table of the likeliest tokens and of the one
+    that is there, at each place but the first."""
+    k, tables = request.topk_prompt_logprobs, output.prompt_logprobs[1:]
+    own = [at[token].logprob for token, at in zip(request.prompt[1:], tables, strict=True)]
+    likeliest = [sorted((each.rank, token, each.logprob) for token, each in at.items())[:k] for at in tables]
+    return replace(
+        sampled,
+        prompt_logprobs=[None, *own] if request.prompt_logprobs else None,
+        topk_prompt_logprobs=[None, *([row[1:] for row in rows] for rows in likeliest)] if k else None,
+    )
 
 
 def version_span(span: Any, kept_from: WeightIdentity | None) -> VersionSpan:

@@ -89,7 +89,7 @@ class Replica:
 
         self.load_log = load_log(self.engine)
         self.end_ids = end_of_sequence_ids(self.engine)
-        await self._completion(await self._submit(WARM_UP, salt="warm-up"))
+        await self._output(await self._submit(WARM_UP, salt="warm-up"))
         self.proved.set()
         return await self.health()
 
@@ -180,12 +180,12 @@ class Replica:
             raise entry
         try:
             with self.sampling:
-                completion = await self._completion(entry.collector)
+                output = await self._output(entry.collector)
             await self.proved.wait()  # at most until the end of the update, which cancels this if it fails
         except Exception as error:
             raise self._can_not_sample(request, error) from error
         kept_from = entry.identity if self._keeps_kv else None
-        return sampled_sequence(request.request_id, completion, kept_from)
+        return sampled_sequence(request, output, kept_from)
 
     def _can_not_sample(self, request: SampleRequest, error: Exception) -> TriremeError:
         """What failed: this replica as a whole, or `request` alone."""
@@ -205,10 +205,10 @@ class Replica:
         prompt = tokens_input(list(tokens), cache_salt=salt)
         return await self.engine.add_request(name, prompt, params, priority=priority)
 
-    async def _completion(self, entry: RequestOutputCollector) -> Any:
-        """vLLM's final CompletionOutput. Cancelling the wait aborts the request in the engine."""
+    async def _output(self, entry: RequestOutputCollector) -> Any:
+        """vLLM's final RequestOutput. Cancelling the wait aborts the request in the engine."""
         try:
-            return (await entry.get()).outputs[0]
+            return await entry.get()
         except asyncio.CancelledError:
             await self.engine.abort(entry.request_id, internal=True)
             raise
@@ -254,6 +254,13 @@ class Replica:
             self.broken = as_failure(f"{self.name}, taking version {published.identity.version}", error)
             self._fail_running()
             raise self.broken from error
+
+    async def adopt(self, identity: WeightIdentity) -> None:
+        """Names what the engine itself has loaded `identity`, instead of a first update. Raises RoomFailed."""
+        self._raise_if_broken()
+        label = self.engine.update_weight_version(str(identity))
+        await self._guarded("a name for its weights", label, self.cfg.timeouts.update_s)
+        self.identity = identity
 
     async def _receive(self, published: PublishedWeights, step: Step) -> None:
         """Brings the bytes into the engine process and checks them, while requests go on."""

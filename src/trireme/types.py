@@ -74,7 +74,7 @@ class SamplingParams:
     top_k: int = -1
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop: Sequence[int] | Sequence[str] | str | None = ()
+    stop: Sequence[int] | Sequence[str] | str | None = None
     seed: int | None = None
 
     @property
@@ -100,6 +100,10 @@ class SampleRequest:
     route_key: str
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs or self.topk_prompt_logprobs > 0
 
 
 PromptLogprobs = list[float | None]

@@ -1,0 +1,111 @@
+"""The replicas for a program without an event loop: a training loop of one's own, a notebook.
+
+    future = sampler.sample(prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=32))
+    ...
+    response = future.result()
+
+Many prompts are asked for first, and their answers looked at afterwards: replicas decode side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from trireme.protocols import Sampler
+from trireme.tokenizer import load_tokenizer
+from trireme.types import ModelInput, SampleRequest, SampleResponse, SamplingParams
+from trireme.weights import PublishedWeights, UpdateReport
+
+Value = TypeVar("Value")
+
+
+class SamplingClient:
+    """Samples from all replicas. Weights come by `update_weights`, before which there is nothing to sample from.
+
+    `make_router` makes the router of the replicas, which keeps every deadline. `tokenizer` is read only for stop
+    strings: a local directory or a name on the hub.
+    """
+
+    def __init__(self, make_router: Callable[[], Sampler], tokenizer: str) -> None:
+        self._tokenizer_name = tokenizer
+        self._numbers = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="sampling client", daemon=True).start()
+        self._router = make_router()
+
+    def sample(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+    ) -> Future[SampleResponse]:
+        """Begins to sample `num_samples` answers to a prompt, all on one replica. With a seed, sample i has seed + i.
+
+        Raises ValueError for an empty prompt, and for a stop string that is not one token. What the future raises is a
+        TriremeError.
+        """
+        if num_samples < 1 or not prompt.length:
+            raise ValueError(
+                f"{num_samples} samples of a prompt of {prompt.length} tokens; expected at least one of each"
+            )
+        name, params = f"sample-{next(self._numbers)}", self._with_stop_ids(sampling_params)
+        requests = [
+            SampleRequest(
+                request_id=f"{name}/{i}",
+                prompt=tuple(prompt.to_ints()),
+                params=params if params.seed is None else replace(params, seed=params.seed + i),
+                route_key=name,
+                prompt_logprobs=include_prompt_logprobs and i == 0,
+                topk_prompt_logprobs=topk_prompt_logprobs if i == 0 else 0,
+            )
+            for i in range(num_samples)
+        ]
+        return self._begin(self._answer(requests))
+
+    def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
+        """Brings every replica to `weights` and waits for that. What is being sampled goes on under them.
+
+        Raises WeightsRefused or RoomFailed.
+        """
+        return self._begin(self._router.update_weights(weights)).result()
+
+    def close(self) -> None:
+        """Ends the thread; the replicas stay."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _answer(self, requests: list[SampleRequest]) -> SampleResponse:
+        sequences = await asyncio.gather(*(self._router.sample(request) for request in requests))
+        return SampleResponse(sequences, sequences[0].prompt_logprobs, sequences[0].topk_prompt_logprobs)
+
+    def _begin(self, work: Coroutine[Any, Any, Value]) -> Future[Value]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _with_stop_ids(self, params: SamplingParams) -> SamplingParams:
+        strings = (
+            [params.stop] if isinstance(params.stop, str) else [s for s in params.stop or () if isinstance(s, str)]
+        )
+        if not strings:
+            return params
+        return replace(params, stop=tuple(self._token_of(string) for string in strings))
+
+    def _token_of(self, string: str) -> int:
+        ids: list[int] = self._tokenizer.encode(string, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(
+                f"stop = {string!r} is {len(ids)} tokens of {self._tokenizer_name}; expected strings of one token, or "
+                "token ids: whatever follows a longer string is the caller's to cut off"
+            )
+        return ids[0]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._tokenizer_name)
