@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
-from trireme.types import Datum, Minibatch, ModelInput, Provenance, TokenBatch
+from trireme.types import Datum, Minibatch, ModelInput, Provenance, TensorData, TokenBatch
 
 AdvantageKind = Literal["mean", "std", "leave_one_out"]
 STD_EPS = 1e-6
@@ -99,7 +99,7 @@ def mask_overlong(data_D: Sequence[Datum]) -> list[Datum]:
         replace(
             d,
             loss_fn_inputs=dict(d.loss_fn_inputs)
-            | dict.fromkeys(("mask", "advantages"), np.zeros(d.model_input.length)),
+            | dict.fromkeys(("mask", "advantages"), TensorData(np.zeros(d.model_input.length))),
         )
         for d in data_D
     ]

@@ -5,7 +5,6 @@ Importing this module imports neither torch nor transformers: each shard's proce
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -19,12 +18,12 @@ import psutil
 import ray
 from ray.exceptions import RayActorError
 
-from trainer.batching import ShardOutput, scatter_outputs, suspects
+from trainer.batching import ShardOutput, scatter_outputs
 from trainer.custom import CustomLoss, surrogate
 from trireme import trace, waits
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
-from trireme.errors import RoomFailed
+from trireme.errors import NonFiniteGradient, RoomFailed
 from trireme.logs import redirect
 from trireme.metrics import reduce_metrics
 from trireme.priority import yield_to_others
@@ -43,6 +42,9 @@ from trireme.weights import PublishedWeights
 
 INQUEST_S = 3.0
 """How long, after a failure, the other shards are asked what they know of it."""
+
+NAMED = 8
+"""How many datums an error names."""
 
 OWN_CODE = ("trainer/shard.py", "trainer/checkpoint.py")
 """Whose threads are of interest when a verb hangs."""
@@ -95,6 +97,9 @@ class ShardActor:
     def forward(self, batch: TokenBatch, which: Which) -> ShardOutput:
         return self._shard.forward(batch, which)
 
+    def update_reference(self) -> None:
+        self._shard.update_reference()
+
     def optim_step(self, adam: AdamParams, normalizer: float) -> OptimStepResponse:
         with trace.span("optim"):
             return self._shard.optim_step(adam, normalizer)
@@ -142,6 +147,20 @@ def _interface_of(ip: str) -> str | None:
     return next((n for n, addresses in psutil.net_if_addrs().items() if any(a.address == ip for a in addresses)), None)
 
 
+def blame(suspects: Sequence[Sequence[int]]) -> str:
+    """Names the datums whose losses were not finite: `suspects` of each forward_backward since the last update.
+
+    >>> blame([(3, 7), (), (0,)])
+    'Not finite: the loss of datum 3, 7 of batch 0; datum 0 of batch 2.'
+    """
+    named = [
+        f"datum {', '.join(map(str, data[:NAMED]))}{', ..' if len(data) > NAMED else ''} of batch {batch}"
+        for batch, data in enumerate(suspects)
+        if data
+    ]
+    return f"Not finite: the loss of {'; '.join(named)}." if named else "The loss of each datum was finite."
+
+
 class TrainerGroup:
     """All shards. Every verb is collective and waits for all of them, at most `timeouts.step_s`.
 
@@ -163,6 +182,7 @@ class TrainerGroup:
         self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s
         self._log_dir = log_dir
+        self._suspects: list[tuple[int, ...]] = []  # of each forward_backward since the last update
 
     @classmethod
     def start(
@@ -194,8 +214,9 @@ class TrainerGroup:
         reference = ray.put(batch)
         outputs_R = self._call("forward_backward", reference, loss_fn, dict(loss_fn_config or {}), provenance)
         logprobs, metrics = scatter_outputs(batch, outputs_R), reduce_metrics([output.metrics for output in outputs_R])
-        strange = () if math.isfinite(metrics["loss:sum"]) else suspects(batch, logprobs)
-        return ForwardBackwardOutput(logprobs, batch.offsets, metrics, strange)
+        suspects = tuple(sorted(d for output in outputs_R for d in output.suspects))
+        self._suspects.append(suspects)
+        return ForwardBackwardOutput(logprobs, batch.offsets, metrics, suspects)
 
     def forward_backward_custom(self, data: Data, loss: CustomLoss) -> ForwardBackwardOutput:
         """Accumulates the gradient of a loss that is a function of all log-probabilities: see `trainer.custom`."""
@@ -210,12 +231,20 @@ class TrainerGroup:
         logprobs = scatter_outputs(batch, self._call("forward", ray.put(batch), which))
         return ForwardBackwardOutput(logprobs, batch.offsets, {})
 
+    def update_reference(self) -> None:
+        """The reference becomes the policy as it is now; see `trainer.kl.reference.update_every`."""
+        self._call("update_reference")
+
     def optim_step(self, adam_params: AdamParams, normalizer: float = 1.0) -> OptimStepResponse:
         """Divides the gradient by `normalizer` (1: the gradient of the sum), clips, updates.
 
         Raises NonFiniteGradient, which names the datums that are to blame; then nothing has changed.
         """
-        return self._call("optim_step", adam_params, normalizer)[0]
+        suspects, self._suspects = self._suspects, []
+        try:
+            return self._call("optim_step", adam_params, normalizer)[0]
+        except NonFiniteGradient as error:
+            raise NonFiniteGradient(f"{error} {blame(suspects)}") from None
 
     def publish_weights(self, version: int) -> PublishedWeights:
         """Makes the weights available to replicas as `version`. The buckets live until the next call, or as long as the

@@ -186,7 +186,7 @@ def test_models_that_are_fused_in_memory_are_refused(tmp_path):
 def test_missing_columns_are_named(shard):
     batch = make_batch((3,))
     batch.columns.pop("mask")
-    with pytest.raises(ValueError, match="missing: mask"):
+    with pytest.raises(BadInput, match="missing: mask"):
         shard().forward_backward(batch, "ppo", {}, None)
 
 
@@ -209,7 +209,7 @@ def test_nothing_published_means_nothing_accepted():
 def test_an_advantage_where_the_mask_is_0_is_refused_by_its_datum(shard):
     batch = make_batch(LENGTHS)
     batch.columns["advantages"][LENGTHS[0]] = 2.0
-    with pytest.raises(ValueError, match="datum 1 has an advantage of 2 on its token 0, whose mask is 0"):
+    with pytest.raises(BadInput, match="datum 1 has an advantage of 2 on its token 0, whose mask is 0"):
         shard().forward_backward(batch, "ppo", {}, None)
 
 
