@@ -1,8 +1,8 @@
 """Files of conversations or tokens, read and checked: whatever is wrong is named by file and line, and refused.
 
-A line of a JSONL file is one example: `{"messages": [...]}`, with `tools` if there are any, or `{"tokens": [...]}`, with
-`weights` unless all tokens count alike. Other entries of a line are left alone. An npz file holds many examples as three
-arrays: `tokens` and `weights`, one example after the other, and `offsets` [N + 1], where each begins.
+A line of a JSONL file is one example: `{"messages": [...]}`, with `tools` if there are any, or `{"tokens": [...]}`,
+with `weights` unless all tokens count alike. Other entries of a line are left alone. An npz file holds many examples as
+three arrays: `tokens` and `weights`, one example after the other, and `offsets` [N + 1], where each begins.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Rules:
-    """What an example must be, and how a conversation becomes one. `max_seq_len`: the most tokens of an example."""
+    """What an example must be, and how a conversation becomes one. `renderer` is asked for when there is one.
+    `max_seq_len`: the most tokens of an example."""
 
-    renderer: Renderer
+    renderer: Callable[[], Renderer]
     train_on: TrainOn
     vocab_size: int
     max_seq_len: int
@@ -163,7 +164,7 @@ def _from_messages(messages: Any, tools: Any, rules: Rules) -> tuple[Tokens, Wei
     if not isinstance(tools, list):
         raise Wrong(f"tools = {_short(tools)}", "a list of tools")
     try:
-        return rules.renderer.supervised_example(messages, rules.train_on, tools)
+        return rules.renderer().supervised_example(messages, rules.train_on, tools)
     except (ValueError, KeyError, TypeError) as error:
         raise Wrong(
             f"{type(error).__name__}: {error}",
@@ -201,8 +202,8 @@ def _from_tokens(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
 def _as_ids(tokens: Any) -> Tokens:
     """As int32. Raises Wrong for what does not fit, which is in no vocabulary either."""
     ids = np.asarray(tokens, np.int64)
-    if len(ids) and not (0 <= ids.min() and ids.max() < 2**31):
-        raise Wrong(f"token id {ids.max() if ids.max() >= 2**31 else ids.min()}", "ids of the model's vocabulary")
+    if ids.max(initial=0) >= 2**31:
+        raise Wrong(f"token id {ids.max()}", "ids of the model's vocabulary")
     return ids.astype(np.int32)
 
 
