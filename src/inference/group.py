@@ -16,7 +16,7 @@ from inference.router import Router
 from trireme.config import Config
 from trireme.errors import RoomFailed, TriremeError
 from trireme.protocols import ReplicaLoad, Sampler
-from trireme.types import SampledSequence, SampleRequest
+from trireme.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.waits import get_all, get_async
 from trireme.weights import PublishedWeights, UpdateReport
 
@@ -51,6 +51,10 @@ class RayReplica:
         reference = self.handle.update_weights.remote(published)
         who = f"{self.name}, taking version {published.identity.version}"
         return await get_async(reference, who=who, timeout_s=self.update_s + GRACE_S, log=self.log)
+
+    async def adopt(self, identity: WeightIdentity) -> None:
+        reference = self.handle.adopt.remote(identity)
+        await get_async(reference, who=f"{self.name}, naming its weights", timeout_s=self.update_s, log=self.log)
 
     async def load(self) -> ReplicaLoad:
         who = f"{self.name}, asked for its load"

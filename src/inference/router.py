@@ -32,6 +32,8 @@ class ReplicaClient(Protocol):
 
     async def update_weights(self, published: PublishedWeights) -> UpdateReport: ...
 
+    async def adopt(self, identity: WeightIdentity) -> None: ...
+
     async def load(self) -> ReplicaLoad: ...
 
     async def abort(self, request_ids: Sequence[str]) -> None: ...
@@ -172,6 +174,13 @@ class Router:
                 raise result
         self._live()
         return [result for result in results if isinstance(result, UpdateReport)]
+
+    async def adopt(self, identity: WeightIdentity) -> None:
+        """Instead of a first update: all replicas have loaded the weights `identity` themselves. Raises RoomFailed."""
+        await asyncio.gather(*(self._replicas[replica].adopt(identity) for replica in self._live()))
+        for replica in self._live():
+            self._given[replica].append(identity)
+            self._acknowledged[replica] = identity.version
 
     async def _update_one(self, replica: int, weights: PublishedWeights, turns: asyncio.Semaphore) -> UpdateReport:
         async with turns:

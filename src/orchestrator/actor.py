@@ -13,6 +13,7 @@ from orchestrator.metrics import Released
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import rollout_limits
 from orchestrator.snapshot import Snapshot, read_snapshot, write_snapshot
+from orchestrator.workers import close_workers, open_workers
 from trireme import trace
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
@@ -20,7 +21,7 @@ from trireme.faults import fault_point
 from trireme.logs import redirect
 from trireme.protocols import Sampler
 from trireme.tokenizer import load_tokenizer
-from trireme.types import Minibatch
+from trireme.types import Minibatch, WeightIdentity
 from trireme.weights import PublishedWeights
 
 COLLECT_AFTER = 20_000
@@ -40,7 +41,8 @@ class OrchestratorActor:
         fault_point("orchestrator.start")
         cfg = self._cfg
         tokenizer, group_size = load_tokenizer(cfg.tokenizer_name), cfg.orchestrator.group_size
-        context = EnvContext(tokenizer, cfg.seed, group_size, "train", cfg.renderer)
+        context = EnvContext(tokenizer, cfg.seed, group_size, "train", cfg.renderer, cfg.model.name)
+        open_workers(cfg.orchestrator.workers)
         held_out = replace(context, group_size=cfg.eval.samples, split="eval")
         self._pipeline = Pipeline(
             cfg,
@@ -57,6 +59,9 @@ class OrchestratorActor:
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         return await self._pipeline.next_minibatch(step, substep)
+
+    async def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
+        return await self._pipeline.evaluate(identity)
 
     async def give_up_evaluation(self) -> None:
         self._pipeline.give_up_evaluation()
@@ -77,6 +82,7 @@ class OrchestratorActor:
 
     async def stop(self) -> None:
         await self._pipeline.stop()
+        await close_workers()
         trace.stop()
 
 

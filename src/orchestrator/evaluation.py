@@ -156,7 +156,12 @@ class Evaluator:
     # ---- one evaluation
 
     async def _evaluate(self, version: int) -> None:
-        """Raises RoomFailed after `timeouts.step_s`, saying how much is missing; and ProvenanceError."""
+        self._rows[self._schedule.row(version)] = await self.evaluate(version)
+        self._done, self._owed = version, False
+
+    async def evaluate(self, version: int) -> dict[str, float]:
+        """The metrics of `version`, which all replicas hold. Raises RoomFailed after `timeouts.step_s`, saying how much
+        is missing; and ProvenanceError."""
         fault_point("orchestrator.evaluation")
         now, limit_s = asyncio.get_running_loop().time, self._cfg.timeouts.step_s
         started, evaluations = now(), self._evaluations(version)
@@ -176,8 +181,7 @@ class Evaluator:
         for e in evaluations:
             values = evaluation_metrics(version, e.in_order(), self._cfg.eval.samples, e.errors)
             row |= {f"eval/{e.env}/{name}": value for name, value in values.items()}
-        self._rows[self._schedule.row(version)] = row
-        self._done, self._owed = version, False
+        return row
 
     def _evaluations(self, version: int) -> list[Evaluation]:
         """Of each environment the first `eval.problems` of its dataset. Groups are numbered throughout, and their

@@ -16,7 +16,7 @@ from trireme import waits
 from trireme.config import Config
 from trireme.errors import TriremeError
 from trireme.protocols import Sampler
-from trireme.types import Minibatch
+from trireme.types import Minibatch, WeightIdentity
 from trireme.weights import PublishedWeights
 
 ANSWER_S = 30.0
@@ -59,6 +59,11 @@ class OrchestratorHandle:
         if self._cfg.eval.every:
             limit_s += self._cfg.timeouts.step_s
         self._wait(self._actor.update_weights.remote(weights), "the replicas' update", limit_s, tick)
+
+    def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
+        """The metrics of an evaluation of the weights that the replicas have loaded by themselves, to which this gives
+        their name; instead of all verbs that train. Raises RoomFailed when it takes longer than `timeouts.step_s`."""
+        return self._wait(self._actor.evaluate.remote(identity), "an evaluation", self._cfg.timeouts.step_s)
 
     def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] | None = None) -> Iterator[Minibatch]:
         """The minibatches of a substep as their groups finish: one unless streaming. `on_tick` is called about once a

@@ -61,7 +61,7 @@ from trireme.config.schema import EnvConfig
 from trireme.errors import LimitReached, ProvenanceError, RoomFailed
 from trireme.faults import fault_point
 from trireme.protocols import Sampler
-from trireme.types import Minibatch, SampledSequence, SampleRequest
+from trireme.types import Minibatch, SampledSequence, SampleRequest, WeightIdentity
 from trireme.weights import PublishedWeights
 
 LAG_TICK_S = 0.25
@@ -113,7 +113,7 @@ class Pipeline:
         self._run_limits = RunLimits(cfg)
         self._recorder = Recorder(cfg, decode)
         self._meter = StepMeter()
-        self._idle: IdleClock  # from the start of the loops on
+        self._idle: IdleClock  # from the first weights on
         self._counts = self._ledger.counts()
         self._boundary: Snapshot | None = None
 
@@ -137,6 +137,13 @@ class Pipeline:
             await self._evaluator.ended()  # else it goes on beside training
         if first:
             self._start()
+
+    async def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
+        """The metrics of an evaluation of weights that the replicas have loaded by themselves: no training before or
+        after it."""
+        await self._sampler.adopt(identity)
+        self._idle = IdleClock(asyncio.get_running_loop().time)
+        return await self._evaluator.evaluate(identity.version)
 
     def give_up_evaluation(self) -> None:
         """Ends the evaluation under way, if there is one: it is due again after a resume."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from ray.util.placement_group import placement_group_table
@@ -56,6 +57,25 @@ def _start_rooms(config: Config, plan: Plan, run: RunDir, progress: Progress, en
     waits.get_all(refs, who=names, timeout_s=max(deadline - time.monotonic(), 1.0), log=log_dir, on_tick=progress)
     nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
     return Rooms(nodes, trainer, inference, orchestrator)
+
+
+def evaluation_rooms(
+    config: Config, plan: Plan, log_dir: Path, progress: Progress, ending: ExitStack
+) -> OrchestratorHandle:
+    """The orchestrator, with replicas that hold what they loaded. `ending` gets the stops of all."""
+    _, options = reserve(
+        [*plan.inference_options_N, plan.orchestrator_options], config.timeouts.start_s, progress, ending
+    )
+    inference = InferenceGroup.start(config, options[:-1], log_dir)
+    ending.callback(inference.stop)
+    orchestrator = OrchestratorHandle.start(
+        _with_device(config, plan), inference.router_factory(), options[-1], log_dir
+    )
+    ending.callback(orchestrator.stop)
+    ready = [room.ready_refs() for room in (inference, orchestrator)]
+    refs, names = ([item for room in ready for item in room[part]] for part in (0, 1))
+    waits.get_all(refs, who=names, timeout_s=config.timeouts.start_s, log=log_dir, on_tick=progress)
+    return orchestrator
 
 
 def _with_device(config: Config, plan: Plan) -> Config:

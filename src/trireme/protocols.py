@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from trireme.types import SampledSequence, SampleRequest
+from trireme.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.weights import PublishedWeights, UpdateReport
 
 
@@ -32,6 +32,11 @@ class Sampler(Protocol):
 
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
         """Brings every live replica to `weights`, in flight. Raises WeightsRefused or RoomFailed."""
+        ...
+
+    async def adopt(self, identity: WeightIdentity) -> None:
+        """All replicas have loaded the weights `identity` by themselves: instead of a first update. Raises
+        RoomFailed."""
         ...
 
     def acknowledged(self) -> dict[int, int]:

@@ -65,6 +65,9 @@ class FakeSampler:
         self.version = version
         return [UpdateReport(0, weights.identity, version / 100, 10 * version, 0.0)]
 
+    async def adopt(self, identity: WeightIdentity) -> None:
+        self.version = identity.version
+
     def acknowledged(self) -> dict[int, int]:
         return {} if self.version < 0 else {0: self.version}
 

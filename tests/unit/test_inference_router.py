@@ -71,6 +71,10 @@ class FakeReplica:
         self.updates += 1
         return await self.update
 
+    async def adopt(self, identity: WeightIdentity) -> None:
+        if self.failure:
+            raise self.failure
+
     async def load(self) -> ReplicaLoad:
         if isinstance(self.loaded, TriremeError):
             raise self.loaded
@@ -371,3 +375,22 @@ def test_spans_must_cover_every_token() -> None:
     for wrong in (spans((0, 2), (3, 5)), spans((0, 3), (2, 5)), spans((0, 4)), spans((1, 5)), spans()):
         with pytest.raises(RoomFailed, match="do not cover"):
             check_spans("r", wrong, 5)
+
+
+@in_loop
+async def test_weights_that_replicas_loaded_themselves_count_as_given() -> None:
+    router, (replica,) = fleet(1)
+    replica.go.set()
+    identity = WeightIdentity(3, 7, "loaded")
+    replica.spans = (VersionSpan(identity, 0, 1),)
+    await router.adopt(identity)
+    assert router.acknowledged() == {0: 7}
+    assert (await router.sample(request("r"))).spans == replica.spans
+
+
+@in_loop
+async def test_a_replica_that_can_not_name_its_weights_stops_everything() -> None:
+    router, (_, second) = fleet(2)
+    second.failure = RoomFailed("replica 1 died")
+    with pytest.raises(RoomFailed, match="replica 1 died"):
+        await router.adopt(WeightIdentity(1, 0, "loaded"))

@@ -31,7 +31,7 @@ from orchestrator.snapshot import read_snapshot, write_snapshot
 from trireme.config import Config
 from trireme.config.schema import EvalConfig
 from trireme.errors import ProvenanceError, RoomFailed
-from trireme.types import SampledSequence, SampleRequest
+from trireme.types import SampledSequence, SampleRequest, WeightIdentity
 
 FIRST = 500
 """Number of the first held-out problem: no training problem comes so far."""
@@ -446,3 +446,14 @@ def test_a_resume_repeats_what_was_under_way(turns: int, tmp_path: Path) -> None
 
     interrupted, resumed = asyncio.run(scenario())
     assert outcome(interrupted) + outcome(resumed) == outcome(asyncio.run(whole_run(EvalGames(3))))
+
+
+def test_weights_that_are_there_can_be_evaluated_without_training() -> None:
+    async def evaluated() -> tuple[dict[str, float], EvalRun]:
+        run = EvalRun(with_evaluation(config(2, 6)))
+        return await run.pipeline.evaluate(WeightIdentity(2, 40, "loaded")), run
+
+    row, run = asyncio.run(evaluated())
+    assert row["eval/fake/version"] == 40
+    assert row["eval/fake/failed"] == 0, {k: v for k, v in row.items() if "errors" in k}
+    assert run.asked() == run.sampler.requests, "no problem of training was sampled"

@@ -12,7 +12,7 @@ from checkpoint_support import manifest
 from transformers import AutoModelForCausalLM
 
 from orchestrator.snapshot import Snapshot, write_snapshot
-from trainer.hugging_face import companion_files, write_model
+from trainer.hugging_face import model_files, tokenizer_files, write_model
 from trainer.publish import Packer
 from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.checkpoint.manifest import CommitRef
@@ -30,7 +30,7 @@ def base_model() -> torch.nn.Module:
 
 @cache
 def companions() -> dict[str, bytes]:
-    return companion_files(base_model(), torch.float32, str(BASE_MODEL))
+    return model_files(base_model(), torch.float32) | tokenizer_files(str(BASE_MODEL))
 
 
 def write_parts(draft: Path, scale: float) -> tuple[FileRecord, ...]:

@@ -44,7 +44,7 @@ def export(
     (None: as they are), one file after the other; `on_file` is told which. `out` appears when it is complete. Raises
     BadInput for a commit that is not there or damaged, and an `out` that is in use; StorageFailed.
     """
-    commit = _chosen(CheckpointStore(root), step)
+    commit = chosen_commit(CheckpointStore(root), step)
     try:
         records = {r.path.removeprefix(PART): r for r in read_manifest(commit).files if r.path.startswith(PART)}
         shown = dtype or json.loads(_read(commit, records[CONFIG]))["dtype"]
@@ -56,7 +56,8 @@ def export(
     return Exported(commit, out, len(records), shown)
 
 
-def _chosen(store: CheckpointStore, step: int | None) -> Path:
+def chosen_commit(store: CheckpointStore, step: int | None) -> Path:
+    """The commit of `step` (None: the newest that verifies). Raises BadInput when there is none."""
     steps = ", ".join(str(step_of(commit.name)) for commit in store.commits()) or "none"
     if step is not None:
         if not store.commit(step).exists():

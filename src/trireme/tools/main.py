@@ -34,8 +34,11 @@ PIPE_WIDTH = 200
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command (of `sys.argv` when none is given) and returns its exit code (`trireme.errors`)."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given[:1] == ["eval"]:
+        return _evaluate(given[1:])
     try:
-        options = _parser().parse_args(argv)
+        options = _parser().parse_args(given)
         options.command(options)
     except TriremeError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -43,6 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return EXIT_OK
+
+
+def _evaluate(given: list[str]) -> int:
+    from trireme.command import run_command  # the only command here that starts rooms, and takes all keys of `rl`
+    from trireme.evaluate import evaluate
+
+    return run_command(evaluate, given)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -81,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     watching = commands.add_parser("watch", help="a live or a finished run: curves, rooms and logs, rollouts")
     watching.add_argument("--plain", action="store_true", help="a line for each step, as where there is no terminal")
     watching.set_defaults(command=_watch)
+
+    commands.add_parser("eval", help="how good a model is, by the evaluations of a run", add_help=False)
 
     for command in (looking, taking, reporting, watching):
         command.add_argument("run", metavar="RUN", type=Path, help="directory of the run")

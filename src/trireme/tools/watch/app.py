@@ -102,7 +102,7 @@ class Watch(App[None]):
     async def _refresh_logs(self) -> None:
         place = self.query_one("#logs", Horizontal)
         for room, lines in self.follower.logs().items():
-            shown = Text("\n".join(lines[-self.size.height :]) or "(nothing yet)", no_wrap=False)
+            shown = Text("\n".join(lines[-self.size.height :]) or "(nothing yet)", no_wrap=True, overflow="ellipsis")
             if found := place.query(f"#log_{room}"):
                 found.first(Static).update(shown)
             else:
