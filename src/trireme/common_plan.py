@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trireme.config.checks import installed_vllm, seq_limit
+from trireme.config.lora import lora_parameters, lora_targets
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig
 from trireme.memory import GIB, LOGITS_GIB, SHARD_BASE_GIB, ShardMemory
@@ -145,15 +146,32 @@ class CommonPlan(ABC):
         return ShardMemory.of(
             self.config.trainer,
             self.facts,
-            self.bytes_per_parameter * self.facts.num_parameters,
+            self.config.micro_batch_limit(self.facts.max_position_embeddings),
+            self.bytes_per_parameter * self.facts.num_parameters + self.bytes_per_trained * self.trained_parameters,
             self.inference_dtype_bytes,
             on_gpus=self.on_gpus,
         )
 
     @property
+    def trained_parameters(self) -> int:
+        """Of LoRA adapters; else of the model. 0 when the model's sizes are unknown."""
+        if self.facts is None:
+            return 0
+        lora = self.config.trainer.lora
+        return lora_parameters(lora, self.facts) if lora.on else self.facts.num_parameters
+
+    @property
+    def bytes_per_trained(self) -> int:
+        """Of the state, for each number that is trained: it, its gradient and two Adam moments."""
+        return 4 * BYTES_OF_DTYPE[self.config.trainer.master_dtype]
+
+    @property
     def bytes_per_parameter(self) -> int:
-        """Of the state: weight, gradient and two Adam moments; and the weight of the KL reference."""
-        return BYTES_OF_DTYPE[self.config.trainer.master_dtype] * (5 if self.config.kl_reference else 4)
+        """Of the state besides: a frozen base, in the dtype that computes, and a KL reference that is another model."""
+        options, config = self.config.trainer, self.config
+        base = self.inference_dtype_bytes if options.lora.on else 0
+        other_model = config.kl_reference is not None and not config.base_is_reference
+        return base + (BYTES_OF_DTYPE[options.master_dtype] if other_model else 0)
 
     # --- for people
 
@@ -208,7 +226,7 @@ class CommonPlan(ABC):
         memory, options = self.shard_memory, self.config.trainer
         if memory is None:
             return "unknown, as the model's sizes are"
-        state = f"{self.bytes_per_parameter} B x parameters / shards = {gib(memory.state)}"
+        state = f"{self._state_text()} / shards = {gib(memory.state)}"
         kept = "computed twice" if memory.again else "kept"
         return (
             f"a shard up to {gib(memory.total)} ({SHARD_BASE_GIB + LOGITS_GIB:g} GiB + "
@@ -216,6 +234,22 @@ class CommonPlan(ABC):
             + f" + {gib(memory.activations)} for {options.micro_batch_tokens:,} tokens whose layers are {kept})"
             + (f" and in host memory {state}" if memory.offloaded else "")
         )
+
+    def _state_text(self) -> str:
+        trained, each = self.bytes_per_trained, self.bytes_per_parameter
+        if self.config.trainer.lora.on:
+            return f"({trained} B x {self.trained_parameters:,} of adapters + {each} B x parameters)"
+        return f"{trained + each} B x parameters"
+
+    def _rows_of_adapters(self) -> list[tuple[str, str]]:
+        lora = self.config.trainer.lora
+        if not lora.on:
+            return []
+        text = f"LoRA of rank {lora.rank} and alpha {lora.alpha:g} on {', '.join(lora_targets(lora))}"
+        if self.facts is None:
+            return [("adapters", text)]
+        share = self.trained_parameters / self.facts.num_parameters
+        return [("adapters", f"{text}: {self.trained_parameters:,} parameters are trained, {share:.2%} of the model's")]
 
     def _commits_text(self) -> str:
         options = self.config.checkpoint

@@ -141,11 +141,12 @@ class Plan(CommonPlan):
             ("resources", self._resources_text()),
             ("packages", ", ".join(f"{name} {number}" for name, number in package_versions().items())),
             ("model", self._model_text()),
+            *self._rows_of_adapters(),
             ("tokens", self._tokens_text()),
             ("memory", self._memory_text()),
             ("staleness", self._staleness_text()),
             ("in flight", self._in_flight_text()),
-            ("each update", f"weights travel by {self.config.transport}; {self._update_text()}"),
+            ("each update", f"{self._travelling_text()} by {self.config.transport}; {self._update_text()}"),
             *self._rows_of_evaluation(),
             ("commits", self._commits_text()),
             (
@@ -217,6 +218,12 @@ class Plan(CommonPlan):
             f"at first at most {first} rollouts ({count(config.inference.replicas, 'replica')} x {self.max_num_seqs} "
             f"sequences and a quarter more), then as the replicas' KV caches allow; at most {slots}"
         )
+
+    def _travelling_text(self) -> str:
+        """What the trainer publishes."""
+        what = "the adapters" if self.config.trainer.lora.on else "all weights"
+        size = self.trained_parameters * self.inference_dtype_bytes
+        return f"{what} ({size / 2**20:,.2f} MiB) travel" if size else f"{what} travel"
 
     def _update_text(self) -> str:
         if self.recomputed_tokens is None:

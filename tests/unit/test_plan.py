@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from model_support import FACTS
@@ -14,6 +15,7 @@ from trireme import common_plan
 from trireme.common_plan import GIB, _visible_gpus
 from trireme.config import Config, checks
 from trireme.config.model_facts import ModelFacts
+from trireme.config.schema import LoraConfig
 from trireme.errors import BadInput
 from trireme.plan import Plan, Resources
 
@@ -279,6 +281,42 @@ class TestText:
 
     def test_actor_names(self) -> None:
         assert plan().actor_names == ["trainer shard 0", "trainer shard 1", "inference replica 0", "orchestrator"]
+
+
+class TestAdapters:
+    LORA: ClassVar[dict] = {"rank": 8, "alpha": 16, "train_mlp": False}
+    WIDTHS = 2 * (128 + 128) + 2 * (128 + 64)
+    """Inputs and outputs of q, k, v and o together: 4 heads of 32 on 128, 2 for keys and values."""
+
+    def of(self, lora: dict, kl: dict | None = None) -> Plan:
+        given = plan(shards=1, kl=kl)
+        trainer = given.config.trainer.model_copy(update={"lora": LoraConfig(**lora)})
+        return replace(given, config=given.config.model_copy(update={"trainer": trainer}))
+
+    def test_what_is_trained_and_what_travels(self) -> None:
+        given, numbers = self.of(self.LORA), 8 * 2 * self.WIDTHS
+        assert given.trained_parameters == numbers
+        text = text_of(given)
+        assert f"LoRA of rank 8 and alpha 16 on q_proj, k_proj, v_proj, o_proj: {numbers:,} parameters" in text
+        assert f"the adapters ({4 * numbers / 2**20:.2f} MiB) travel by object_store" in text
+        assert "adapters" not in text_of(plan())
+        assert "all weights (3.81 MiB) travel" in text_of(plan())
+
+    def test_the_base_takes_its_weights_only(self) -> None:
+        given = self.of(self.LORA)
+        assert given.shard_memory is not None
+        assert given.shard_memory.state == 16 * given.trained_parameters + 4 * 1_000_000
+        assert f"(16 B x {given.trained_parameters:,} of adapters + 4 B x parameters) / shards" in text_of(given)
+
+    def test_the_base_is_a_reference_for_nothing(self) -> None:
+        reference = self.of(self.LORA, kl={"coef": 0.1})
+        assert reference.shard_memory == self.of(self.LORA).shard_memory
+        named = self.of(self.LORA, kl={"coef": 0.1, "reference": {"base_model": "m"}})
+        assert named.shard_memory == reference.shard_memory
+        other = self.of(self.LORA, kl={"coef": 0.1, "reference": {"base_model": "n"}})
+        assert other.shard_memory is not None
+        assert reference.shard_memory is not None
+        assert other.shard_memory.state - reference.shard_memory.state == 4 * 1_000_000
 
 
 def test_this_machine() -> None:
