@@ -31,8 +31,13 @@ StopCondition = tuple[int, ...]
 """Token ids that end an action. The stop token itself is part of the action."""
 
 BUILT_IN = {
+    "arithmetic": "orchestrator.envs.arithmetic:ArithmeticDataset",
     "calculator": "orchestrator.envs.calculator:CalculatorDataset",
+    "guess": "orchestrator.envs.guess:GuessDataset",
+    "question_answer": "orchestrator.envs.question_answer:QuestionAnswerDataset",
+    "reverse": "orchestrator.envs.reverse:ReverseDataset",
     "sort": "orchestrator.envs.sort:SortDataset",
+    "twenty_questions": "orchestrator.envs.twenty_questions:TwentyQuestionsDataset",
 }
 
 
@@ -142,7 +147,7 @@ class RLDataset(ABC):
 @dataclass(frozen=True)
 class EnvContext:
     """What a dataset is given beside its own arguments. `tokenizer` is a `transformers` tokenizer, `renderer` stands
-    between chat messages and its tokens, as `rendering` says.
+    between chat messages and its tokens, as `rendering` says. `model` is the one that the run starts from.
 
     For runs that are repeated bit for bit, all randomness of an environment follows from `seed` and the problem: the
     state of a process's random generators is not saved.
@@ -153,6 +158,7 @@ class EnvContext:
     group_size: int
     split: Literal["train", "eval"] = "train"
     rendering: RendererConfig = field(default_factory=RendererConfig)
+    model: str | None = None
 
     @cached_property
     def renderer(self) -> Renderer:

@@ -1,16 +1,16 @@
 """What takes long, in processes of its own: `await run_in_worker(function, *args, timeout_s=5)`.
 
-    environment --run_in_worker--> Workers --one call at a time--> a process: `python -m orchestrator.workers FD`
+    environment --run_in_worker--> Workers --one call at a time--> a process: `python -m orchestrator.workers`
                                       |
-                                      +-- over its limit, dead, or no longer wanted: killed; the next call starts another
+                                      +-- over its limit, dead, no longer wanted: killed; the next call starts another
 
-The orchestrator plays thousands of rollouts on one thread: whatever computes for more than a few milliseconds there holds
-all of them up (`perf/event_loop_lag`), and cannot be stopped. In a worker it can: a process that exceeds its limit is
-killed, and the caller gets a WorkerTimeout.
+The orchestrator plays thousands of rollouts on one thread: whatever computes there for more than a few milliseconds
+holds all of them up (`perf/event_loop_lag`), and can not be stopped. In a worker it can: a process that exceeds its
+limit is killed, and its caller gets a WorkerTimeout.
 
 The function and its arguments are pickled, so it is one that a module has by name; what it returns, or raises, comes
-back. The limit counts from when the process has imported that module and is about to call it. Waiting for a free process
-does not count, except for the limit of the rollout.
+back. The limit counts from when the process has imported that module and is about to call it. To wait for a free
+process does not count, except for the limit of the rollout.
 
 A process ends with its caller: the orchestrator closes all of them, Linux kills them when it dies, and elsewhere they
 find the end of the socket.
@@ -68,7 +68,9 @@ class Workers:
         async with self._places:
             worker = self._idle.pop() if self._idle else await self._start()
             try:
-                succeeded, value = await worker.call(request, f"{function.__module__}.{function.__qualname__}", timeout_s)
+                succeeded, value = await worker.call(
+                    request, f"{function.__module__}.{function.__qualname__}", timeout_s
+                )
             except BaseException:  # also cancelled: nobody waits for the answer any more
                 self._all.discard(worker)
                 await worker.kill()
@@ -100,12 +102,9 @@ class Worker:
 
     @classmethod
     async def start(cls) -> Worker:
-        """A process that waits for its first call. Its search path for modules is this process's."""
+        """A process that waits for its first call."""
         ours, theirs = socket.socketpair()
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)}
-        command = [sys.executable, "-m", "orchestrator.workers", str(theirs.fileno()), str(os.getpid())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environ, stdin=subprocess.DEVNULL)
-        theirs.close()
+        process = _process(theirs)
         return cls(process, *await asyncio.open_connection(sock=ours))
 
     async def call(self, request: bytes, name: str, timeout_s: float) -> tuple[bool, Any]:
@@ -130,6 +129,19 @@ class Worker:
         self._writer.close()
         self._process.kill()
         await asyncio.to_thread(self._process.wait, END_S)
+
+
+def _process(connection: socket.socket) -> subprocess.Popen[bytes]:
+    """A process that serves `connection`, which is closed here. It finds modules where this one does. Started on the
+    thread of the event loop, with which it ends on Linux."""
+    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    with connection:
+        return subprocess.Popen(
+            [sys.executable, "-m", "orchestrator.workers", str(connection.fileno()), str(os.getpid())],
+            pass_fds=[connection.fileno()],
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+        )
 
 
 _current: Workers | None = None
@@ -165,7 +177,9 @@ async def run_in_worker(function: Callable[..., T], *args: Any, timeout_s: float
     Raises what the function raises, WorkerTimeout when it takes longer, WorkerDied when its process ends by itself.
     """
     if _current is None:
-        raise RuntimeError("run_in_worker outside a run: write `async with orchestrator.workers.workers(2): ...` around it")
+        raise RuntimeError(
+            "run_in_worker outside a run: write `async with orchestrator.workers.workers(2): ...` around it"
+        )
     return await _current.run(function, *args, timeout_s=timeout_s)
 
 

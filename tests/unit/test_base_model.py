@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from orchestrator.envs.sort import is_held_out, prompt_text, sorted_digits
+from orchestrator.envs.sort import prompt_text, sorted_digits
+from orchestrator.envs.text import is_held_out
 
 ROOT = Path(__file__).parents[2]
 ASSET = ROOT / "assets" / "sort-base"

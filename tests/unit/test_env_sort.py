@@ -8,7 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from orchestrator.env import EnvContext, load_dataset
-from orchestrator.envs.sort import UNKNOWN, SortDataset, is_held_out, problem, score
+from orchestrator.envs.sort import SortDataset, problem, score
+from orchestrator.envs.text import UNKNOWN, is_held_out
 from trireme.config.schema import EnvConfig
 from trireme.errors import BadInput
 

@@ -67,7 +67,7 @@ def test_a_dataset_is_found_and_given_its_arguments() -> None:
 @pytest.mark.parametrize(
     ("env_id", "args", "said"),
     [
-        ("srot", {}, r"'srot' names no environment; expected a built-in name \(sort\) or `package.module:Class`"),
+        ("srot", {}, r"'srot' names no environment; expected a built-in name \(.*sort.*\) or `package.module:Class`"),
         ("no.such.module:X", {}, r"cannot be loaded: No module named 'no'.*PYTHONPATH"),
         (f"{HERE}:Missing", {}, "has no attribute 'Missing'"),
         (f"{HERE}:NOT_A_DATASET", {}, "expected a subclass of orchestrator.env.RLDataset"),

@@ -7,23 +7,14 @@ The whole environment: functions that make a problem and grade an answer, one `E
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+from orchestrator.envs.text import end_of_sequence, is_held_out, read_answer
 
 Split = Literal["train", "eval"]
-
-HELD_OUT_EVERY = 8
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-
-
-def is_held_out(digits: str) -> bool:
-    """Whether the string belongs to the held-out eighth: its CRC-32 is divisible by 8."""
-    return zlib.crc32(digits.encode()) % HELD_OUT_EVERY == 0
 
 
 def problem(seed: int, index: int, split: Split, min_digits: int, max_digits: int) -> str:
@@ -59,25 +50,11 @@ class Score:
         return 0.5 * self.matching + 0.5 * self.exact
 
 
-@cache
-def token_text(tokenizer: Any, token: int) -> str:
-    """The text of one sampled id; one without a token (models pad their vocabulary) is one unknown sign."""
-    return tokenizer.decode([token]) if token < len(tokenizer) else UNKNOWN
-
-
-@cache
-def end_of_sequence(tokenizer: Any) -> int:
-    return tokenizer.eos_token_id  # transformers makes it up from several places at each access
-
-
 def score(tokenizer: Any, digits: str, tokens: Sequence[int]) -> Score:
     """Grades sampled ids, up to the first end of sequence; without one the answer is not finished, so not exact."""
-    tokens, end = list(tokens), end_of_sequence(tokenizer)
-    finished = end in tokens
-    text = "".join(token_text(tokenizer, token) for token in (tokens[: tokens.index(end)] if finished else tokens))
-    target = sorted_digits(digits)
-    right = sum(a == b for a, b in zip(text, target, strict=False))
-    return Score(text, right / max(len(text), len(target)), finished and text == target)
+    answer, target = read_answer(tokenizer, tokens), sorted_digits(digits)
+    right = sum(a == b for a, b in zip(answer.text, target, strict=False))
+    return Score(answer.text, right / max(len(answer.text), len(target)), answer.finished and answer.text == target)
 
 
 @dataclass(frozen=True)
@@ -131,8 +108,7 @@ class SortDataset(RLDataset):
             raise ValueError(f"min_digits = {min_digits}, max_digits = {max_digits}; expected 1 <= min <= max")
         if batch_size < 1 or num_batches < 1:
             raise ValueError(f"batch_size = {batch_size}, num_batches = {num_batches}; expected at least 1 of each")
-        if context.tokenizer.eos_token_id is None:
-            raise ValueError("the model's tokenizer has no end-of-sequence token, which ends an answer")
+        end_of_sequence(context.tokenizer)
         self._context = context
         self._digits = (min_digits, max_digits)
         self._batch_size = batch_size

@@ -1,0 +1,153 @@
+"""Makes `assets/guess-base`: the model of `make_base_model.py`, taught to play the guessing game, but badly.
+
+    python scripts/make_guess_base.py [--output assets/guess-base] [--seed 0] [--data FILE.jsonl]
+
+Supervised training on whole games: half of the guesses are drawn from all ten digits, whatever the hints said, the
+other half from those that are still possible. So the rules are known, and playing by them pays: what reinforcement
+learning needs. The loss is on the guesses alone. Takes less than a minute on one thread.
+
+`--data` writes the examples instead, a line `{"tokens": [...], "weights": [...]}` for each, as `sft` reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from make_base_model import BATCH_SIZE, STEPS, learning_rate, make_model, make_tokenizer
+from orchestrator.envs.guess import COST_OF_A_TURN, DIGITS, GREATER, LESS, PROMPT, hint
+
+MAX_TURNS = 4
+AT_RANDOM = 0.5
+"""Share of the guesses that pay no attention to the hints."""
+
+
+@dataclass(frozen=True)
+class Game:
+    """One game as it was played: the guesses, in order."""
+
+    secret: str
+    guesses: tuple[str, ...]
+
+    @property
+    def found(self) -> bool:
+        return self.guesses[-1] == self.secret
+
+    @property
+    def reward(self) -> float:
+        return 1 - COST_OF_A_TURN * (len(self.guesses) - 1) if self.found else 0.0
+
+
+def play(seed: int, index: int) -> Game:
+    """Game `index` of the supervised data, a pure function of its arguments."""
+    rng = random.Random(f"guess-base:{seed}:{index}")
+    secret, possible = rng.choice(DIGITS), list(DIGITS)
+    guesses: list[str] = []
+    while len(guesses) < MAX_TURNS and secret not in guesses:
+        guess = rng.choice(DIGITS if rng.random() < AT_RANDOM else possible)
+        guesses.append(guess)
+        if guess != secret:
+            said = hint(secret, guess)
+            possible = [d for d in possible if (d > guess if said == GREATER else d < guess if said == LESS else True)]
+    return Game(secret, tuple(guesses))
+
+
+def make_example(game: Game, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """A game as tokens, and the weight of each: 1 for those of a guess and the end of sequence after it, else 0."""
+    tokens = tokenizer.encode(PROMPT)
+    weights = [0] * len(tokens)
+    for guess in game.guesses:
+        said = [*tokenizer.encode(guess), tokenizer.eos_token_id]
+        answered = [] if guess == game.secret else tokenizer.encode(hint(game.secret, guess))
+        tokens += said + answered
+        weights += [1] * len(said) + [0] * len(answered)
+    return tokens, weights
+
+
+def loss_of(model: Qwen3ForCausalLM, examples: Sequence[tuple[list[int], list[int]]], pad: int) -> torch.Tensor:
+    """Mean negative log-likelihood of the tokens that count; examples are padded on the right."""
+    length = max(len(tokens) for tokens, _ in examples)
+    tokens = torch.tensor([[*t, *[pad] * (length - len(t))] for t, _ in examples])
+    weights = torch.tensor([[*w, *[0] * (length - len(w))] for _, w in examples], dtype=torch.float32)
+    logits = model(input_ids=tokens[:, :-1]).logits
+    losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+    return (losses * weights[:, 1:]).sum() / weights[:, 1:].sum()
+
+
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    """Supervised training, in place."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
+    for step in range(STEPS):
+        examples = [make_example(play(seed, step * BATCH_SIZE + i), tokenizer) for i in range(BATCH_SIZE)]
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        loss = loss_of(model, examples, tokenizer.pad_token_id)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 0 or step == STEPS - 1:
+            print(f"step {step:3d}  loss {loss.item():.3f}", flush=True)
+
+
+@torch.no_grad()
+def next_guess(model: Qwen3ForCausalLM, tokens: list[int], eos: int) -> list[int]:
+    """A guess sampled at temperature 1: at most three tokens, as in the game."""
+    said: list[int] = []
+    while len(said) < 3 and eos not in said:
+        logits = model(input_ids=torch.tensor([tokens + said])).logits[0, -1]
+        said.append(int(torch.multinomial(logits.softmax(0), 1)))
+    return said
+
+
+def sampled_game(model: Qwen3ForCausalLM, tokenizer: Any, secret: str) -> Game:
+    """One game that the model plays."""
+    tokens, guesses = tokenizer.encode(PROMPT), []
+    while len(guesses) < MAX_TURNS and secret not in guesses:
+        said = next_guess(model, tokens, tokenizer.eos_token_id)
+        guesses.append(tokenizer.decode([t for t in said if t != tokenizer.eos_token_id]))
+        tokens += [*said, *tokenizer.encode(hint(secret, guesses[-1]))]
+    return Game(secret, tuple(guesses))
+
+
+def report(model: Qwen3ForCausalLM, tokenizer: Any, games: int = 300) -> None:
+    """Prints mean reward and success of games sampled at temperature 1."""
+    played = [sampled_game(model, tokenizer, DIGITS[i % 10]) for i in range(games)]
+    reward, success = (sum(values) / games for values in ([g.reward for g in played], [g.found for g in played]))
+    print(f"sampled  reward {reward:.3f}  success {success:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "assets" / "guess-base")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the data and of the initial weights")
+    parser.add_argument("--data", type=Path, help="write the examples to this file, and train nothing")
+    args = parser.parse_args()
+
+    tokenizer = make_tokenizer()
+    if args.data:
+        examples = (make_example(play(args.seed, i), tokenizer) for i in range(STEPS * BATCH_SIZE))
+        args.data.write_text("".join(json.dumps({"tokens": t, "weights": w}) + "\n" for t, w in examples))
+        return
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    model = make_model(tokenizer)
+    train(model, tokenizer, args.seed)
+    report(model.eval(), tokenizer)
+    model.save_pretrained(args.output)
+    (args.output / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner only
+    tokenizer.save_pretrained(args.output)
+    print(f"saved to {args.output}")
+
+
+if __name__ == "__main__":
+    main()

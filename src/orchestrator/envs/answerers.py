@@ -1,0 +1,122 @@
+"""Models that answer questions in an environment: one behind a URL, or the one that the run started from.
+
+Neither learns. What they say is greedy, so that it is the same whenever they are asked, as far as a server repeats
+itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Protocol
+
+import httpx
+
+from orchestrator.workers import run_in_worker
+from trireme.renderers import Message
+
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Before each further try of an answerer that is down."""
+REPLY_S = 60.0
+START_S = 600.0
+"""For an answer of the start model: the first one loads it."""
+MAX_TOKENS = 16
+BUSY = 429
+
+
+class AnswererDown(Exception):
+    """The answerer could not be reached, however often it was tried; or it refuses what it is asked."""
+
+
+class Answerer(Protocol):
+    """Answers chats. Must be picklable."""
+
+    async def answer(self, messages: list[Message]) -> str:
+        """Its next message, at most a few words. Raises AnswererDown."""
+        ...
+
+
+@dataclass(frozen=True)
+class UrlAnswerer:
+    """A server that speaks OpenAI's chat completions: `url` is its base, such as http://host:8000/v1."""
+
+    url: str
+    model: str
+    key: str = "none"
+    pauses_s: tuple[float, ...] = PAUSES_S
+
+    async def answer(self, messages: list[Message]) -> str:
+        body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": MAX_TOKENS, "seed": 0}
+        for pause_s in (*self.pauses_s, None):
+            failure = await self._try(body)
+            if not isinstance(failure, Exception):
+                return failure
+            if pause_s is None:
+                break
+            await asyncio.sleep(pause_s)
+        raise AnswererDown(f"the answerer at {self.url}: {failure} ({len(self.pauses_s) + 1} tries); is it up?")
+
+    async def _try(self, body: dict[str, Any]) -> str | Exception:
+        """Its answer, or why there is none now. Raises AnswererDown where another try would not help."""
+        try:
+            reply = await self._client.post("/chat/completions", json=body)
+        except httpx.TransportError as error:
+            return error
+        if reply.status_code == BUSY or reply.status_code >= 500:
+            return AnswererDown(f"status {reply.status_code}")
+        if reply.is_error:
+            raise AnswererDown(
+                f"the answerer at {self.url} refuses with status {reply.status_code}: {reply.text[:300]}"
+            )
+        return str(reply.json()["choices"][0]["message"]["content"] or "")
+
+    @cached_property
+    def _client(self) -> httpx.AsyncClient:
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=REPLY_S)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_client"}  # it belongs to this process
+
+
+@dataclass(frozen=True)
+class StartAnswerer:
+    """The weights that the run starts from, frozen, in a worker process on CPUs: for small models. Larger ones are
+    better served: `vllm serve MODEL`, and its URL."""
+
+    model: str
+
+    async def answer(self, messages: list[Message]) -> str:
+        return await run_in_worker(complete, self.model, messages, timeout_s=START_S)
+
+
+def complete(model: str, messages: list[Message]) -> str:
+    """The model's greedy next message. In a worker process, which keeps the model."""
+    import torch
+
+    renderer, network = _loaded(model)
+    prompt = torch.tensor([renderer.generation_prompt(messages)])
+    with torch.no_grad():
+        tokens = network.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=list(renderer.stop_tokens()),
+            pad_token_id=renderer.stop_tokens()[0],
+        )
+    message, _ = renderer.parse_response(tokens[0, prompt.shape[1] :].tolist())
+    return message["content"]
+
+
+@cache
+def _loaded(model: str) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from trireme.renderers import make_renderer
+    from trireme.tokenizer import load_tokenizer
+
+    torch.set_num_threads(1)
+    return make_renderer("auto", load_tokenizer(model)), AutoModelForCausalLM.from_pretrained(model).eval()
