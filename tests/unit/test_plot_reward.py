@@ -8,6 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from trireme.tools import plot as drawing
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_reward.py"
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -40,8 +42,8 @@ def test_the_line_is_where_the_metrics_say(plot, tmp_path):
     plot.main([str(metrics), "--window", "2"])
     svg = ElementTree.parse(tmp_path / "run" / "reward.svg").getroot()
     steps, means = map(points, svg.iter(f"{SVG}polyline"))
-    left, right = plot.LEFT, plot.WIDTH - plot.RIGHT
-    bottom, top = plot.HEIGHT - plot.BOTTOM, plot.TOP
+    left, right = drawing.LEFT, drawing.WIDTH - drawing.RIGHT
+    bottom, top = drawing.HEIGHT - drawing.BOTTOM, drawing.TOP
     middle = (bottom + top) / 2
     assert steps == [(left, bottom), ((left + right) / 2, top), (right, middle)]
     assert [y for _, y in means] == [bottom, middle, pytest.approx(bottom + 0.75 * (top - bottom))]
@@ -74,12 +76,12 @@ def test_the_svg_needs_nothing_else_and_suits_dark_pages(plot, tmp_path):
         (0, 1e6, [0, 2e5, 4e5, 6e5, 8e5, 1e6]),
     ],
 )
-def test_ticks_are_round_numbers(plot, low, high, ticks):
-    assert plot.Axis(low, high, 0, 100).ticks() == pytest.approx(ticks)
+def test_ticks_are_round_numbers(low, high, ticks):
+    assert drawing.Axis(low, high, 0, 100).ticks() == pytest.approx(ticks)
 
 
-def test_values_beyond_0_to_1_stay_inside_the_frame(plot):
-    _, y = plot.axes([plot.Curve("run", (0, 1), (-2.0, 3.0))])
+def test_values_beyond_0_to_1_stay_inside_the_frame():
+    _, y = drawing.axes([drawing.Curve("run", (0, 1), (-2.0, 3.0))])
     assert (y.low, y.high) == (-2.0, 3.0)
 
 
@@ -88,3 +90,35 @@ def test_a_file_without_the_column_is_named(plot, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         plot.main([str(metrics), "--key", "optim/loss"])
     assert "none of its 1 rows has 'optim/loss'" in capsys.readouterr().err
+
+
+def circles(svg: ElementTree.Element) -> list[tuple[float, float]]:
+    return [(float(dot.get("cx")), float(dot.get("cy"))) for dot in svg.iter(f"{SVG}circle")]
+
+
+def test_a_knob_is_drawn_by_its_logarithm_where_it_spans_a_decade():
+    one, ten, hundred = drawing.places([1e-4, 1e-3, 1e-2]).values()
+    assert ten - one == pytest.approx(hundred - ten)
+    one, two, three = drawing.places([1, 2, 3]).values()
+    assert two - one == pytest.approx(three - two)
+
+
+def test_a_knob_without_numbers_has_its_values_side_by_side():
+    assert len(set(drawing.places(["cosine", "linear", None]).values())) == 3
+
+
+def test_a_line_goes_through_the_means_and_each_run_is_a_dot():
+    lines = [drawing.Line("a", {1: [0.0, 1.0], 2: [2.0]}), drawing.Line("b", {1: [1.5]})]
+    svg = ElementTree.fromstring(drawing.draw_knob(lines, title="t", knob="seed", metric="m"))
+    first, second = map(points, svg.iter(f"{SVG}polyline"))
+    dots = circles(svg)
+    assert len(dots) == 4
+    assert first[0][1] == pytest.approx((dots[0][1] + dots[1][1]) / 2, abs=0.1)
+    assert first[1] == dots[2]
+    assert second == [dots[3]]
+    assert {"a", "b", "seed", "m"} <= {text.text for text in svg.iter(f"{SVG}text")}
+
+
+def test_runs_that_all_came_to_the_same_are_drawn():
+    svg = drawing.draw_knob([drawing.Line("a", {"x": [0.5]})], title="t", knob="k", metric="m")
+    ElementTree.fromstring(svg)
