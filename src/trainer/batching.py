@@ -19,6 +19,9 @@ import numpy.typing as npt
 
 from trireme.types import TokenBatch
 
+MICRO_BATCH_COST = 64
+"""What a micro-batch costs beside its tokens (each layer is gathered, and its gradient summed): as much as computing so
+many."""
 GOOD_ENOUGH = 1e-4
 """By how much the rank with the most to do may exceed the mean before it is worth another round."""
 
@@ -79,15 +82,26 @@ def compute_cost(lengths: npt.NDArray[np.int64], attention_length: int) -> npt.N
 
 
 def _cut(datums: Sequence[int], lengths_D: Sequence[int], micro_batch_tokens: int) -> list[MicroBatch]:
-    """Cuts datums, longest first, into rectangles within the budget; a datum longer than it is alone."""
-    micro_batches: list[MicroBatch] = []
-    rows: list[int] = []
-    for d in datums:
-        if rows and (len(rows) + 1) * lengths_D[rows[0]] > micro_batch_tokens:
-            micro_batches.append(MicroBatch(tuple(rows)))
-            rows = []
-        rows.append(d)
-    return [*micro_batches, MicroBatch(tuple(rows))] if rows else micro_batches
+    """Cuts datums, longest first, into rectangles within the budget, such that the least is computed: tokens with
+    padding, and MICRO_BATCH_COST for each rectangle. A datum longer than the budget is alone.
+
+    `least[i]` is the cost of the first i datums, of which the last rectangle begins at `begin[i]`.
+    """
+    lengths = np.array([lengths_D[d] for d in datums], np.int64)
+    least, begin = np.zeros(len(datums) + 1, np.int64), np.zeros(len(datums) + 1, np.int64)
+    first = 0  # where the last rectangle may begin
+    for i in range(1, len(datums) + 1):
+        while first < i - 1 and (i - first) * lengths[first] > micro_batch_tokens:
+            first += 1
+        starts = np.arange(first, i)
+        costs = least[first:i] + (i - starts) * lengths[first:i] + MICRO_BATCH_COST
+        begin[i] = first + int(costs.argmin())
+        least[i] = costs.min()
+    micro_batches, end = [], len(datums)
+    while end:
+        micro_batches.append(MicroBatch(tuple(datums[int(begin[end]) : end])))
+        end = int(begin[end])
+    return micro_batches[::-1]
 
 
 def _pack(datums: Sequence[int], lengths_D: Sequence[int], micro_batch_tokens: int) -> list[MicroBatch]:
@@ -106,17 +120,32 @@ def _pack(datums: Sequence[int], lengths_D: Sequence[int], micro_batch_tokens: i
     return [MicroBatch(tuple(row)) for row in rows]
 
 
+def _count(datums: Sequence[int], micro_batch_size: int) -> list[MicroBatch]:
+    """Cuts datums, longest first, into parts of `micro_batch_size`."""
+    firsts = range(0, len(datums), micro_batch_size)
+    return [MicroBatch(tuple(datums[first : first + micro_batch_size])) for first in firsts]
+
+
 def plan(
-    lengths: npt.NDArray[np.int64], num_ranks: int, micro_batch_tokens: int, attention_length: int, packed: bool = False
+    lengths: npt.NDArray[np.int64],
+    num_ranks: int,
+    micro_batch_tokens: int,
+    attention_length: int,
+    packed: bool = False,
+    micro_batch_size: int | None = None,
 ) -> list[list[MicroBatch]]:
     """Micro-batches of each rank, [R][M] with the same M for all: every datum exactly once, not counting fillers.
 
-    `lengths` int64 [D], D >= 1; `attention_length` as in `compute_cost`. Deterministic.
+    `lengths` int64 [D], D >= 1; `attention_length` as in `compute_cost`. With a `micro_batch_size` the number of datums
+    is what is bounded, and not that of their tokens. Deterministic.
     """
     lengths_D = [int(n) for n in lengths]
     datums_R = balance(compute_cost(lengths, attention_length), num_ranks)
-    cut = _pack if packed else _cut
-    micro_R = [cut(datums, lengths_D, micro_batch_tokens) for datums in datums_R]
+    if micro_batch_size:
+        micro_R = [_count(datums, micro_batch_size) for datums in datums_R]
+    else:
+        cut = _pack if packed else _cut
+        micro_R = [cut(datums, lengths_D, micro_batch_tokens) for datums in datums_R]
     most = max(len(micro_M) for micro_M in micro_R)
     filler = MicroBatch((int(np.argmin(lengths)),), filler=True)
     return [micro_M + [filler] * (most - len(micro_M)) for micro_M in micro_R]

@@ -1,10 +1,12 @@
 """The plan holds for any lengths: each datum once, the budget kept, the same number of micro-batches on all ranks."""
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batching import GOOD_ENOUGH, MicroBatch, Packed, Rows, balance, compute_cost, plan
+from trainer.batching import GOOD_ENOUGH, MICRO_BATCH_COST, MicroBatch, Packed, Rows, balance, compute_cost, plan
 
 ATTENTION = 10
 
@@ -105,8 +107,39 @@ def test_no_two_packed_rows_of_a_rank_would_fit_in_one(lengths, num_ranks, budge
         assert len(sums) < 2 or sums[0] + sums[1] > budget
 
 
+def padded(micro_M, lengths):
+    return sum(len(m.datums) * int(max(lengths[list(m.datums)])) for m in micro_M)
+
+
+def test_long_datums_do_not_pad_short_ones():
+    lengths = np.array([1000] + [100] * 90, dtype=np.int64)
+    [micro_M] = plan(lengths, 1, 100_000, ATTENTION)
+    assert [len(m.datums) for m in micro_M] == [1, 90]
+    assert padded(micro_M, lengths) == lengths.sum()
+
+
+def test_few_tokens_of_padding_are_cheaper_than_another_micro_batch():
+    lengths = np.array([11, 10, 10, 9], dtype=np.int64)
+    assert len(plan(lengths, 1, 1000, ATTENTION)[0]) == 1
+
+
+@cases
+def test_no_other_cut_computes_less(lengths, num_ranks, budget):
+    """Against all ways to cut the first few datums."""
+    ordered = np.sort(lengths[:9])[::-1].copy()
+    [micro_M] = plan(ordered, 1, budget, ATTENTION)
+    got = padded(micro_M, ordered) + len(micro_M) * MICRO_BATCH_COST
+    for ends in itertools.product([False, True], repeat=len(ordered) - 1):
+        edges = [0, *(i + 1 for i, end in enumerate(ends) if end), len(ordered)]
+        sizes = [(b - a) * int(ordered[a]) for a, b in itertools.pairwise(edges)]
+        within = all(
+            size <= budget or b - a == 1 for size, (a, b) in zip(sizes, itertools.pairwise(edges), strict=True)
+        )
+        assert not within or got <= sum(sizes) + len(sizes) * MICRO_BATCH_COST
+
+
 def test_packing_fills_what_rows_leave_empty():
-    lengths = np.array([100] + [10] * 90, dtype=np.int64)
+    lengths = np.array([100] * 3 + [10] * 70, dtype=np.int64)
     count = {packed: len(plan(lengths, 1, 200, ATTENTION, packed)[0]) for packed in (False, True)}
     assert count == {False: 6, True: 5}
 
@@ -120,3 +153,13 @@ def test_packed_tokens_return_to_rows():
     assert packed.datum.tolist() == [0, 0, 0, 1, 2, 2]
     assert (packed.starts.tolist(), packed.starts.dtype) == ([0, 3, 4, 6], np.int32)
     assert packed.rows.pad(tokens[packed.index]).tolist() == [[20, 21, 22], [30, 0, 0], [10, 11, 0]]
+
+
+@cases
+def test_by_number_of_sequences_every_datum_is_computed_once_and_no_part_has_more(lengths, num_ranks, budget):
+    size = 1 + budget % 4
+    micro_R = plan(lengths, num_ranks, 1, ATTENTION, micro_batch_size=size)
+    assert len({len(micro_M) for micro_M in micro_R}) == 1
+    real = [micro.datums for micro_M in micro_R for micro in micro_M if not micro.filler]
+    assert sorted(d for datums in real for d in datums) == list(range(len(lengths)))
+    assert max(len(datums) for datums in real) <= size

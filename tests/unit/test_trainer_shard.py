@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 # The tiny models and batches are the end-to-end tests' too.
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
@@ -17,7 +17,6 @@ from trainer_support import make_batch, make_config, make_model
 
 from trainer.batching import ShardOutput, scatter_outputs
 from trainer.losses import resolve_loss
-from trainer.model import load_source
 from trainer.publish import Packer, canary_tokens, canary_tolerance, fused_group
 from trainer.shard import Shard, check_provenance
 from trireme.errors import BadInput, ProvenanceError
@@ -69,11 +68,13 @@ def test_logprobs_are_those_of_the_unsharded_model_at_the_temperature(shard, mod
     )
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 10_000])
-def test_gradient_is_that_of_the_whole_sum_whatever_the_micro_batches(shard, model, micro_batch_tokens):
+@pytest.mark.parametrize(("bound", "at"), [("tokens", 1), ("tokens", 20), ("tokens", 10_000), ("size", 2)])
+def test_gradient_is_that_of_the_whole_sum_whatever_the_micro_batches(shard, model, bound, at):
     batch = make_batch(LENGTHS)
-    one = shard(trainer__micro_batch_tokens=micro_batch_tokens)
+    one = shard(**{f"trainer__micro_batch_{bound}": at})
     output = one.forward_backward(batch, "importance_sampling", {}, None)
+    if bound == "size":
+        assert [len(micro.datums) for micro in one._micro_batches(batch)] == [2, 2, 1]
     p, unsharded = reference(model, batch)
     loss, _ = importance_sampling(p, {name: torch.from_numpy(c) for name, c in batch.columns.items()})
     loss.backward()
@@ -173,14 +174,6 @@ def test_canary_fits_the_context_and_the_vocabulary():
     assert canary_tokens(7, 100).max() < 7
     assert len(set(canary_tokens(150_000, 100).tolist())) == 8
     assert canary_tolerance(torch.float32, 30.0, 36) == 1e-4
-
-
-def test_models_that_are_fused_in_memory_are_refused(tmp_path):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "intermediate_size": 32}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=8, **sizes, **experts)).save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match=r"qwen3_moe.*use a dense one"):
-        load_source(str(tmp_path), "auto")
 
 
 def test_missing_columns_are_named(shard):
