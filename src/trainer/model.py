@@ -62,7 +62,7 @@ class Sharding:
             checkpointing=computes_again(
                 options.checkpointing,
                 facts,
-                options.micro_batch_tokens,
+                config.micro_batch_limit(facts.max_position_embeddings),
                 dtype.itemsize,
                 on_gpus=device.type == "cuda",
             ),

@@ -330,8 +330,10 @@ class Shard:
         return min(limit, self._config.max_seq_len or limit)
 
     def _micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
-        budget, by_attention = self._config.trainer.micro_batch_tokens, self._facts.attention_length
-        return plan(batch.lengths, dist.get_world_size(), budget, by_attention, self._sharding.packed)[self._rank]
+        budget, by_attention = self._config.micro_batch_limit(self._max_seq_len), self._facts.attention_length
+        size = self._config.trainer.micro_batch_size
+        ranks = plan(batch.lengths, dist.get_world_size(), budget, by_attention, self._sharding.packed, size)
+        return ranks[self._rank]
 
     def _rows(self, batch: TokenBatch, micro: MicroBatch) -> dict[str, Tensor]:
         """Inputs (`tokens`) and columns as [B, L] on the device; a filler's mask is 0 everywhere."""

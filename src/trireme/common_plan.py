@@ -231,7 +231,7 @@ class CommonPlan(ABC):
         return (
             f"a shard up to {gib(memory.total)} ({SHARD_BASE_GIB + LOGITS_GIB:g} GiB + "
             + (f"gathered {gib(memory.gathered)}" if memory.offloaded else f"{state} + gathered {gib(memory.gathered)}")
-            + f" + {gib(memory.activations)} for {options.micro_batch_tokens:,} tokens whose layers are {kept})"
+            + f" + {gib(memory.activations)} for {memory.tokens:,} tokens whose layers are {kept})"
             + (f" and in host memory {state}" if memory.offloaded else "")
         )
 

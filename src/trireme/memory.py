@@ -23,10 +23,12 @@ KEPT_ON_CPU, KEPT_ON_GPU = 4 * GIB, 24 * GIB
 
 @dataclass(frozen=True)
 class ShardMemory:
-    """Bytes. `state`: a shard's part of what lives from step to step. `gathered`: weights and gradients that are whole
-    at the same time. `activations`: what a full micro-batch leaves from forward to backward; `again`: layers are
-    computed twice for it. `offloaded`: the state is in host memory, while models compute on GPUs."""
+    """Bytes, but for the `tokens` of a full micro-batch. `state`: a shard's part of what lives from step to step.
+    `gathered`: weights and gradients that are whole at the same time. `activations`: what a full micro-batch leaves from
+    forward to backward; `again`: layers are computed twice for it. `offloaded`: the state is in host memory, while
+    models compute on GPUs."""
 
+    tokens: int
     state: int
     gathered: int
     activations: int
@@ -35,12 +37,20 @@ class ShardMemory:
 
     @classmethod
     def of(
-        cls, options: CommonTrainer, facts: ModelFacts, state_bytes: int, dtype_bytes: int, *, on_gpus: bool
+        cls,
+        options: CommonTrainer,
+        facts: ModelFacts,
+        tokens: int,
+        state_bytes: int,
+        dtype_bytes: int,
+        *,
+        on_gpus: bool,
     ) -> ShardMemory:
-        """`state_bytes` of the whole model; `dtype_bytes` of a number in the dtype that computes."""
-        tokens = options.micro_batch_tokens
+        """`tokens` of a full micro-batch; `state_bytes` of the whole model; `dtype_bytes` of a number in the dtype that
+        computes."""
         again = computes_again(options.checkpointing, facts, tokens, dtype_bytes, on_gpus=on_gpus)
         return cls(
+            tokens=tokens,
             state=state_bytes // options.shards,
             gathered=gathered_bytes(facts, dtype_bytes),
             activations=activation_bytes(facts, tokens, dtype_bytes, again),

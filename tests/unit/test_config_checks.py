@@ -263,3 +263,21 @@ class TestDeterministicAndResume:
     def test_force_alone_forces_nothing(self) -> None:
         with pytest.raises(BadInput, match="something to resume"):
             check(config(resume={"force": True}), FACTS)
+
+
+def test_micro_batches_are_bounded_in_one_way() -> None:
+    text = refusal(config(trainer={"micro_batch_tokens": 64, "micro_batch_size": 2}))
+    assert "trainer.micro_batch_tokens = 64 together with trainer.micro_batch_size = 2" in text
+    model = {"name": "m", "max_seq_len": 32}
+    by_size, by_tokens = ({"micro_batch_size": 2}, {"micro_batch_tokens": 64})
+    limits = [config(trainer=given, model=model).micro_batch_limit(1000) for given in (by_size, by_tokens, {})]
+    assert limits == [64, 64, 16384]
+    assert config(trainer=by_size).micro_batch_limit(1000) == 2000
+    assert check(config(trainer=by_size, model=model), FACTS) == []
+
+
+def test_a_reference_is_refreshed_only_for_a_penalty() -> None:
+    reference = {"base_model": "m", "update_every": 3}
+    assert check(config(trainer={"kl": {"coef": 0.1, "reference": reference}}), FACTS) == []
+    text = refusal(config(trainer={"kl": {"reference": {"update_every": 3}}}))
+    assert "trainer.kl.reference.update_every with trainer.kl.coef = 0" in text

@@ -33,6 +33,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--trainer.shards", "3"),
         ("--inference.replicas", "2"),
         ("--trainer.micro-batch-tokens", "64"),
+        ("--trainer.micro-batch-size", "4"),
         ("--inference.transport", "object_store"),
         ("--trainer.learning-rate", "1e-5"),
         ("--max-steps", "7"),
@@ -73,3 +74,9 @@ def test_another_tokenizer_or_model_is_seen(tmp_path: Path) -> None:
     described.write_text(described.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
     before, after = parts(), parts("--model.name", str(tmp_path / "copy"))
     assert [name for name in before if before[name] != after[name]] == ["model", "tokenizer"]
+
+
+def test_how_often_the_reference_changes_may_not_change() -> None:
+    kl = ("--trainer.kl.coef", "0.1", "--trainer.kl.reference.base-model", "m")
+    never, often = parts(*kl), parts(*kl, "--trainer.kl.reference.update-every", "2")
+    assert [name for name in never if never[name] != often[name]] == ["loss"]

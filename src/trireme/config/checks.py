@@ -49,9 +49,20 @@ def common_problems(config: CommonConfig, facts: ModelFacts | None) -> Iterator[
     """What is wrong with a run of any kind."""
     yield from _within_model("model.max_seq_len", config.model.max_seq_len, facts)
     yield from lora_problems(config, facts)
+    yield from _micro_batches(config)
     yield from _learning_rate(config, facts)
     yield from _cpus(config)
     yield from _resume(config)
+
+
+def _micro_batches(config: CommonConfig) -> Iterator[Problem]:
+    tokens, size = config.trainer.micro_batch_tokens, config.trainer.micro_batch_size
+    if tokens and size:
+        yield Problem(
+            f"trainer.micro_batch_tokens = {tokens} together with trainer.micro_batch_size = {size}",
+            "one of them: both say how much a shard computes at once",
+            "leave --trainer.micro-batch-size out (tokens suit sequences of unequal length), or the other",
+        )
 
 
 def seq_limit(config: CommonConfig, facts: ModelFacts | None) -> int | None:

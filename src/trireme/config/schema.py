@@ -180,8 +180,13 @@ class CommonTrainer(Section):
     max_refused_steps: PositiveInt = Field(
         3, description="Stop, after a commit, when the gradients of this many steps in a row were not finite."
     )
-    micro_batch_tokens: PositiveInt = Field(
-        16384, description="Tokens (with padding) that a shard computes at once; bounds memory only."
+    micro_batch_tokens: PositiveInt | None = Field(
+        None,
+        description="Tokens (with padding) that a shard computes at once; bounds memory only. none = 16384, or by "
+        "`micro_batch_size`.",
+    )
+    micro_batch_size: PositiveInt | None = Field(
+        None, description="Sequences that a shard computes at once, however long, instead of `micro_batch_tokens`."
     )
     packing: Literal["auto", "rows", "packed"] = Field(
         "auto",
@@ -494,6 +499,14 @@ class CommonConfig(Section, ABC):
     @property
     def tokenizer_name(self) -> str:
         return self.model.tokenizer or self.model.name
+
+    def micro_batch_limit(self, model_limit: int) -> int:
+        """The most tokens that a shard computes at once, unless one sequence alone has more. `model_limit`: the longest
+        sequence of the model."""
+        options = self.trainer
+        if options.micro_batch_size:
+            return options.micro_batch_size * (self.max_seq_len or model_limit)
+        return options.micro_batch_tokens or 16384
 
     def adam_params(self, learning_rate: float) -> AdamParams:
         """AdamW's parameters with the learning rate of a step."""
