@@ -17,7 +17,7 @@ from functools import partial
 from typing import Literal
 
 from orchestrator.env import EnvContext, EnvGroupBuilder, RLDataset
-from orchestrator.envs.expressions import MAX_LENGTH, CalculationError, calculate, show
+from orchestrator.envs.expressions import MAX_DEPTH, MAX_LENGTH, CalculationError, calculate, show
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
 from trireme.renderers import Message, ToolCall, ToolSpec
 
@@ -151,10 +151,10 @@ class CalculatorDataset(RLDataset):
             if value < 1:
                 raise ValueError(f"{name} = {value}; expected at least 1")
         longest = (operations + 1) * len(str(largest)) + operations * len(" + ()")
-        if longest > MAX_LENGTH:
+        if longest > MAX_LENGTH or operations >= MAX_DEPTH:
             raise ValueError(
                 f"operations = {operations} on numbers up to {largest} make expressions of up to {longest} characters; "
-                f"the calculator takes {MAX_LENGTH}"
+                f"the calculator takes {MAX_LENGTH}, and less than {MAX_DEPTH} operations within each other"
             )
         self._context, self._max_turns = context, max_turns
         self._shape = (operations, largest)

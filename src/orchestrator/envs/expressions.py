@@ -16,7 +16,9 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 
 MAX_LENGTH = 200
-"""Longest expression, in characters: it bounds nesting and the number of operations too."""
+"""Longest expression, in characters: it bounds the number of operations too."""
+MAX_DEPTH = 20
+"""Most brackets, signs and powers within each other."""
 MAX_BITS = 4096
 """Largest numerator and denominator, in bits."""
 DIGITS = 12
@@ -76,6 +78,7 @@ class _Reader:
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens[::-1]
+        self._depth = 0
 
     @property
     def next(self) -> str | None:
@@ -94,13 +97,16 @@ class _Reader:
         return value
 
     def _signed(self) -> Fraction:
-        if self.next == "-":
-            self._tokens.pop()
-            return -self._signed()
-        if self.next == "+":
-            self._tokens.pop()
-            return self._signed()
-        return self._power()
+        """All that nests passes here."""
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise CalculationError(f"brackets, signs and powers nest deeper than {MAX_DEPTH}")
+        if self.next in ("-", "+"):
+            value = -self._signed() if self._tokens.pop() == "-" else self._signed()
+        else:
+            value = self._power()
+        self._depth -= 1
+        return value
 
     def _power(self) -> Fraction:
         base = self._atom()
@@ -139,7 +145,7 @@ def _raise_to(base: Fraction, exponent: Fraction) -> Fraction:
         raise CalculationError("an exponent must be a whole number")
     if not base and exponent < 0:
         raise CalculationError("division by zero")
-    if abs(exponent) * _bits(base) > MAX_BITS:
+    if abs(exponent) * (_bits(base) - 1) > MAX_BITS:  # it has at least as many bits, and at most twice as many
         raise CalculationError("the result is too large")
     return _limited(base**exponent.numerator)
 

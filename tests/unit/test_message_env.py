@@ -1,0 +1,249 @@
+"""Chats behind a renderer: what is asked, what is heard, and the datums that come of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections.abc import Sequence
+from functools import cache, partial
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from renderer_support import QWEN3, SAYS, bpe, said, scattered
+
+from orchestrator.data import trajectory_to_data
+from orchestrator.env import Trajectory
+from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep, RenderedEnv
+from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
+from trireme.config.schema import SamplingConfig
+from trireme.renderers import Message, Renderer, make_renderer
+from trireme.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+
+VECTORS = json.loads((Path(__file__).parents[1] / "oracles" / "vectors.json").read_text())
+KEEPING = {"strip_thinking_from_history": False}
+
+
+class Questions(MessageEnv):
+    """Asks `turns` times, and remembers what it heard."""
+
+    def __init__(self, turns: int, role: str = "user", forgiving: bool = False) -> None:
+        self.turns, self.role, self.forgiving = turns, role, forgiving
+        self.heard: list[Message] = []
+        self.unread: list[bool] = []
+
+    async def initial_messages(self) -> Sequence[Message]:
+        return [said("system", "Answer."), said("user", "Question 0?")]
+
+    async def step(self, message: Message) -> MessageStep:
+        self.heard.append(message)
+        done = len(self.heard) == self.turns
+        asked = [said(self.role, f"Question {len(self.heard)}?")]
+        return MessageStep(1.0, done, () if done else asked, metrics={"heard": 1.0}, logs={"said": message["content"]})
+
+    async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
+        self.unread.append(cut_off)
+        return await (self.step if self.forgiving else super().unreadable)(
+            *[message, cut_off][: 1 + (not self.forgiving)]
+        )
+
+
+class Policy:
+    """Answers with what it is given, one after the other; each token has a logprob and a version of its own."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], stop_reason: Any = "stop") -> None:
+        self.answers, self.stop_reason = list(answers), stop_reason
+        self.requests: list[SampleRequest] = []
+        self.tokens = 0
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        tokens = self.answers[len(self.requests)]
+        self.requests.append(request)
+        first, self.tokens = self.tokens, self.tokens + len(tokens)
+        spans = tuple(VersionSpan(WeightIdentity(0, first + i, "d"), i, i + 1) for i in range(len(tokens)))
+        logprobs = -1.0 - np.arange(first, self.tokens, dtype=np.float32)
+        return SampledSequence(np.asarray(tokens, np.int32), logprobs, self.stop_reason, spans)
+
+
+def play(env: MessageEnv, renderer: Renderer, policy: Policy, vocab_size: int = 1000) -> Trajectory:
+    key = RolloutKey("chat", "0.0.0", 0, 0, "0")
+    limits, sampling = RolloutLimits(vocab_size, 100_000), SamplingConfig(max_tokens=1000)
+    return asyncio.run(run_rollout(RenderedEnv(env, renderer), policy.sample, key, limits, sampling, 0))
+
+
+@cache
+def renderer(name: str = "qwen3", template: str | None = QWEN3, **options: Any) -> Renderer:
+    return make_renderer(name, bpe(template), **options)
+
+
+def ended(text: str, made: Renderer, seed: int = 0) -> list[int]:
+    return [*scattered(bpe(), text, seed), made.stop_tokens()[0]]
+
+
+# ---- one episode
+
+
+def test_an_episode() -> None:
+    env, made = Questions(2), renderer(**KEEPING)
+    policy = Policy([ended("<think>\nhm\n</think>\n\nfour", made), ended("five", made)])
+    trajectory = play(env, made, policy)
+    assert [m["content"] for m in env.heard] == ["four", "five"]
+    assert env.heard[0]["thinking"] == "hm"
+    assert trajectory.reward == 2.0
+    assert [t.metrics for t in trajectory.transitions] == [{"parse_error": 0.0, "heard": 1.0}] * 2
+    assert [t.logs for t in trajectory.transitions] == [{"said": "four"}, {"said": "five"}]
+    assert all(set(request.params.stop) == set(made.stop_tokens()) for request in policy.requests)
+    decoded = bpe().decode(policy.requests[1].prompt)
+    assert decoded == (
+        "<|im_start|>system\nAnswer.<|im_end|>\n<|im_start|>user\nQuestion 0?<|im_end|>\n<|im_start|>assistant\n"
+        "<think>\nhm\n</think>\n\nfour<|im_end|>\n<|im_start|>user\nQuestion 1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "cut_off", "parse_error"),
+    [
+        ("<tool_call>\nno json\n</tool_call>", True, False, 1.0),
+        ("<think>\nno end", True, False, 1.0),
+        ("4", False, True, 0.0),
+    ],
+)
+def test_what_cannot_be_read_is_counted_and_ends_the_episode(
+    text: str, end: bool, cut_off: bool, parse_error: float
+) -> None:
+    env, made = Questions(2), renderer()
+    trajectory = play(env, made, Policy([ended(text, made) if end else scattered(bpe(), text, 0)]))
+    assert env.unread == [cut_off]
+    assert env.heard == []
+    (transition,) = trajectory.transitions
+    assert (transition.reward, transition.metrics) == (0.0, {"parse_error": parse_error})
+
+
+def test_an_environment_may_go_on_after_what_it_cannot_read() -> None:
+    env, made = Questions(2, forgiving=True), renderer(**KEEPING)
+    policy = Policy([ended("<tool_call>", made), scattered(bpe(), "cut", 0)])
+    trajectory = play(env, made, policy)
+    assert env.unread == [False, True]
+    assert [t.metrics["parse_error"] for t in trajectory.transitions] == [1.0, 0.0]
+    assert len(trajectory_to_data(trajectory, 1.0, 1.0)) == 1
+
+
+def test_tools_are_in_the_prompt() -> None:
+    env, made = Questions(1), renderer()
+    env.tools = [{"name": "look", "description": "Looks.", "parameters": {}}]
+    policy = Policy([ended("4", made)])
+    play(env, made, policy)
+    assert '"name": "look"' in bpe().decode(policy.requests[0].prompt)
+
+
+def test_only_the_last_message_keeps_its_prompt() -> None:
+    """Prompts of long chats would be held once for each turn."""
+    env, made = Questions(4), renderer(**KEEPING)
+    rendered = RenderedEnv(env, made)
+
+    async def turns() -> list[int]:
+        await rendered.initial_observation()
+        for turn in range(3):
+            await rendered.step(ended("4", made, turn))
+        return [i for i, message in enumerate(rendered._messages) if "prompt" in message]
+
+    assert asyncio.run(turns()) == [6]
+
+
+def test_a_group_is_as_many_chats_and_can_be_pickled() -> None:
+    group = pickle.loads(pickle.dumps(MessageEnvGroup(partial(Questions, 2), renderer(), size=3)))
+    envs = asyncio.run(group.make_envs())
+    assert len({id(env._env) for env in envs}) == 3
+
+
+# ---- datums
+
+
+def assert_each_sampled_token_is_trained_once(trajectory: Trajectory, advantage: float = 0.25) -> int:
+    """Returns the number of datums. By logprob and version each sampled token is known: none is missed, doubled,
+    misplaced, or trained with another's column; and a datum ends where the next turn no longer extends it."""
+    data_D = trajectory_to_data(trajectory, advantage, 1.0)
+    trained = []
+    for datum in data_D:
+        columns = {name: column.to_numpy() for name, column in datum.loss_fn_inputs.items()}
+        on = columns["mask"] == 1
+        np.testing.assert_array_equal(datum.model_input.to_ints()[1:], columns["target_tokens"][:-1])
+        np.testing.assert_array_equal(columns["advantages"], np.where(on, np.float32(advantage), 0))
+        np.testing.assert_array_equal(columns["versions"] >= 0, on)
+        np.testing.assert_array_equal(columns["logprobs"] != 0, on)
+        trained += list(
+            zip(*(columns[name][on].tolist() for name in ("target_tokens", "logprobs", "versions")), strict=True)
+        )
+    turns = trajectory.transitions
+    sampled = [
+        row
+        for turn in turns
+        for row in zip(turn.action.tolist(), turn.logprobs.tolist(), turn.versions.tolist(), strict=True)
+    ]
+    assert trained == sampled
+    grown = [[*turn.observation.tolist(), *turn.action.tolist()] for turn in turns]
+    breaks = sum(
+        turn.observation.tolist()[: len(before)] != before for before, turn in zip(grown, turns[1:], strict=False)
+    )
+    assert len(data_D) == 1 + breaks, "no more datums than needed"
+    return len(data_D)
+
+
+TEXTS = st.text(alphabet='a <>/\nthinkol_c{}"é🤖', max_size=12)
+THOUGHTS = st.one_of(st.just(""), TEXTS.map(lambda text: f"<think>\n{text}\n</think>\n\n"))
+ANSWERS = st.lists(st.tuples(THOUGHTS, TEXTS, st.booleans(), st.integers(0, 9)), min_size=1, max_size=6)
+RENDERERS = [("qwen3", QWEN3), ("chat_template", QWEN3), ("chat_template", SAYS), ("role_colon", None)]
+OPTIONS: list[dict[str, Any]] = [{}, KEEPING, {"compact_every": 1}, {"compact_every": 2}, {"compact_every": 3}]
+
+
+@pytest.mark.parametrize(("name", "template"), RENDERERS)
+@given(answers=ANSWERS, options=st.sampled_from(OPTIONS), role=st.sampled_from(["user", "tool"]))
+@settings(max_examples=40, deadline=None)
+def test_any_chat_is_trained_on_token_for_token(
+    name: str, template: str | None, answers: Any, options: dict[str, Any], role: str
+) -> None:
+    made = renderer(name, template, **options)
+    sampled = [
+        [*scattered(bpe(), thought + text, seed), *([made.stop_tokens()[0]] if end else [])] or [made.stop_tokens()[0]]
+        for thought, text, end, seed in answers
+    ]
+    trajectory = play(Questions(len(sampled), role, forgiving=True), made, Policy(sampled))
+    datums = assert_each_sampled_token_is_trained_once(trajectory)
+    if options == KEEPING or (role == "tool" and not options):
+        assert datums == 1
+    elif every := options.get("compact_every"):
+        assert datums <= ceil(len(sampled) / every)
+
+
+THINKING = "<think>\nhm\n</think>\n\nfour"
+
+
+@pytest.mark.parametrize("vector", VECTORS["compaction"])
+@pytest.mark.parametrize(("name", "template"), [("qwen3", QWEN3), ("chat_template", QWEN3), ("role_colon", None)])
+def test_compaction_vectors(name: str, template: str | None, vector: dict[str, int]) -> None:
+    made = renderer(name, template, compact_every=vector["compact_every"])
+    answers = [ended(THINKING, made, turn) for turn in range(vector["turns"])]
+    trajectory = play(Questions(vector["turns"]), made, Policy(answers))
+    assert assert_each_sampled_token_is_trained_once(trajectory) == vector["num_datums"]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize("turns", [1, 2, 3, 5, 6, 7])
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_compaction_gives_a_datum_for_every_n_turns(role: str, turns: int, every: int) -> None:
+    made = renderer(compact_every=every)
+    trajectory = play(Questions(turns, role), made, Policy([ended(THINKING, made, turn) for turn in range(turns)]))
+    assert assert_each_sampled_token_is_trained_once(trajectory) == ceil(turns / every)
+
+
+def test_stripping_gives_a_datum_for_every_query_and_keeping_one() -> None:
+    answers = partial(ended, THINKING)
+    for options, datums in (({}, 4), (KEEPING, 1)):
+        made = renderer(**options)
+        trajectory = play(Questions(4), made, Policy([answers(made, turn) for turn in range(4)]))
+        assert assert_each_sampled_token_is_trained_once(trajectory) == datums
