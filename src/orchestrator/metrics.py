@@ -3,8 +3,9 @@
 Rewards are taken before filtering: the row of step s covers the groups that were trained on in it and those that were
 filtered since the row before. Evicted and failed groups are counted, but their rewards are in no row.
 
-  env/all/*, env/<tag>/*  reward/total, turns_per_episode, {ac,ob}_tokens_per_turn,
-                          by_group/frac_{mixed,all_good,all_bad}, and the means of what the environments reported
+  env/all/*, env/<tag>/*  reward/total, turns_per_episode, {ac,ob}_tokens_per_turn, length_cut (share of turns whose
+                          answer was cut by length), by_group/frac_{mixed,all_good,all_bad}, and the means of what the
+                          environments reported (parse_error: share of turns with a malformed answer)
   stop/<reason>           share of rollouts that ended so
   off_policy/mean, max    age (step - floor) over the groups trained on
   off_policy/token_mean   step - version over their sampled tokens
@@ -141,6 +142,7 @@ def _means(scored_P: Sequence[ScoredGroup]) -> dict[str, float]:
         "turns_per_episode": len(turns) / len(trajectories),
         "ac_tokens_per_turn": sum(len(turn.action) for turn in turns) / len(turns),
         "ob_tokens_per_turn": sum(len(turn.observation) for turn in turns) / len(turns),
+        "length_cut": sum(turn.stop_reason == "length" for turn in turns) / len(turns),
         **{f"by_group/frac_{kind}": kinds[kind] / len(scored_P) for kind in ("mixed", "all_good", "all_bad")},
     }
 

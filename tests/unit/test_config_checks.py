@@ -126,6 +126,13 @@ def test_orders_of_consumption_that_favour_short_answers_warn() -> None:
         assert check(orchestrator(**options), FACTS) == []
 
 
+def test_thinking_cannot_stay_and_be_compacted() -> None:
+    text = refusal(config(renderer={"compact_every": 3, "strip_thinking_from_history": False}))
+    assert "renderer.compact_every = 3 with renderer.strip_thinking_from_history = false" in text
+    assert check(config(renderer={"compact_every": 3}), FACTS) == []
+    assert check(config(renderer={"strip_thinking_from_history": False}), FACTS) == []
+
+
 @pytest.mark.parametrize("advantage", ["mean", "std", "leave_one_out"])
 def test_group_of_one(advantage: str) -> None:
     text = refusal(config(orchestrator={"batch_size": 16, "group_size": 1, "advantage": advantage}))
@@ -281,3 +288,15 @@ def test_a_reference_is_refreshed_only_for_a_penalty() -> None:
     assert check(config(trainer={"kl": {"coef": 0.1, "reference": reference}}), FACTS) == []
     text = refusal(config(trainer={"kl": {"reference": {"update_every": 3}}}))
     assert "trainer.kl.reference.update_every with trainer.kl.coef = 0" in text
+
+
+def test_reserved_replicas_leave_others_for_training() -> None:
+    evaluation = {"every": 5, "replicas": 1}
+    two = {"sampling": {"max_tokens": 8}, "replicas": 2}
+    assert check(config(eval=evaluation, inference=two), FACTS) == []
+    assert "raise --inference.replicas to 2" in refusal(config(eval=evaluation))
+    assert "set --eval.every" in refusal(config(eval={"replicas": 1}, inference=two))
+    synchronous = config(orchestrator={"max_steps_off_policy": 0}, eval=evaluation, inference=two).model_dump()
+    assert "eval.replicas = 1 in deterministic mode" in refusal(
+        Config.model_validate({**synchronous, "deterministic": True})
+    )

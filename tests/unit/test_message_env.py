@@ -17,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from renderer_support import QWEN3, SAYS, bpe, said, scattered
 
-from orchestrator.data import trajectory_to_data
+from orchestrator.data import ScoredGroup, trajectory_to_data
 from orchestrator.env import Trajectory
+from orchestrator.ledger import Group
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep, RenderedEnv
+from orchestrator.metrics import env_metrics
 from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
 from trireme.config.schema import SamplingConfig
 from trireme.renderers import Message, Renderer, make_renderer
@@ -131,6 +133,16 @@ def test_an_environment_may_go_on_after_what_it_cannot_read() -> None:
     assert env.unread == [False, True]
     assert [t.metrics["parse_error"] for t in trajectory.transitions] == [1.0, 0.0]
     assert len(trajectory_to_data(trajectory, 1.0, 1.0)) == 1
+
+
+def test_shares_of_cut_and_malformed_turns_are_metrics() -> None:
+    made = renderer(**KEEPING)
+    cut = play(Questions(1, forgiving=True), made, Policy([scattered(bpe(), "cut", 0)], "length"))
+    bad = play(Questions(3, forgiving=True), made, Policy([ended(text, made) for text in ("<think>", "4", "</think>")]))
+    scored = ScoredGroup(Group(0, "0.0.0", 0, 0), (cut, bad), (0.0, 1.0), ({}, {}), ("chat",), 1.0)
+    row = env_metrics([scored])
+    assert (row["env/chat/length_cut"], row["env/chat/parse_error"]) == (1 / 4, 2 / 4)
+    assert (row["stop/length"], row["stop/stop"]) == (1 / 2, 1 / 2)
 
 
 def test_tools_are_in_the_prompt() -> None:

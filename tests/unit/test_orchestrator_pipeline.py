@@ -597,6 +597,7 @@ def test_the_row_of_a_step() -> None:
         "env/fake/turns_per_episode": 1.0,
         "env/fake/ac_tokens_per_turn": 1.0,
         "env/fake/ob_tokens_per_turn": 2.0,
+        "env/fake/length_cut": 0.0,
         "env/fake/by_group/frac_mixed": 1.0,
         "env/fake/asked": 1.0,
         "env/fake/shared": 2.0,

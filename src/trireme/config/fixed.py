@@ -35,8 +35,11 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
             **({"trainer.kl.coef": kl.coef, "trainer.kl.discount": kl.discount} if kl.coef else {}),
             **({"trainer.kl.reference.update_every": refresh} if (refresh := kl.reference.update_every) else {}),
         },
-        "data": {"seed": config.seed, "env": [data_of(env, alone=len(config.env) == 1) for env in config.env]},
-        **({"rendering": rendering} if (rendering := config.renderer.model_dump(exclude_defaults=True)) else {}),
+        "data": {
+            "seed": config.seed,
+            "env": [data_of(env, alone=len(config.env) == 1) for env in config.env],
+            "renderer": config.renderer.model_dump(),
+        },
     }
 
 
