@@ -77,11 +77,11 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def differences(committed: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two nested dicts of JSON values, a line each."""
+def differences(committed: Mapping[str, Any], now: Mapping[str, Any], then: str = "in the commit") -> list[str]:
+    """What differs between two nested dicts of JSON values, a line each; `then` says where the first is from."""
     before, after = _leaves(committed), _leaves(json.loads(json.dumps(now)))
     return [
-        f"{name}: {json.dumps(before[name]) if name in before else ABSENT} in the commit, "
+        f"{name}: {json.dumps(before[name]) if name in before else ABSENT} {then}, "
         f"{json.dumps(after[name]) if name in after else ABSENT} now"
         for name in dict.fromkeys([*before, *after])
         if before.get(name, ABSENT) != after.get(name, ABSENT)

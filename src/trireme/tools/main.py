@@ -21,6 +21,7 @@ from trireme.tokenizer import load_tokenizer
 from trireme.tools.export import DTYPES, export
 from trireme.tools.inspection import inspect, render, to_json
 from trireme.tools.report import page
+from trireme.tools.sweep.running import main as sweep
 from trireme.tools.timeline import Timeline, join_files, timeline, traces
 from trireme.tools.watch.following import Follower, tokenizer_of
 from trireme.tools.watch.plain import follow
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] == ["eval"]:
         return _evaluate(given[1:])
     try:
+        if given[:1] == ["sweep"]:
+            return sweep(given[1:])  # takes all keys of `rl` or `sft`
         options = _parser().parse_args(given)
         options.command(options)
     except TriremeError as error:
@@ -72,10 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     looking.add_argument("--quick", action="store_true", help="only whether files are there with their sizes")
     looking.set_defaults(command=_inspect)
 
-    taking = commands.add_parser("export", help="the model of a commit, in Hugging Face layout")
+    taking = commands.add_parser("export", help="the model of a commit, in Hugging Face layout, or an adapter")
     taking.add_argument("--step", type=int, help="of which commit (default: the newest that verifies)")
     taking.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were saved)")
     taking.add_argument("--out", type=Path, help="a new or empty directory (default: RUN/exports/<step>-<dtype>)")
+    taking.add_argument("--merge", action="store_true", help="a whole model, where the run trained LoRA adapters")
     taking.set_defaults(command=_export)
 
     reporting = commands.add_parser("report", help="curves, ages, and who did what when, as one HTML page")
@@ -93,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     watching.set_defaults(command=_watch)
 
     commands.add_parser("eval", help="how good a model is, by the evaluations of a run", add_help=False)
+
+    commands.add_parser("sweep", help="a run for each point of a grid; table and plot of a metric", add_help=False)
 
     for command in (looking, taking, reporting, watching):
         command.add_argument("run", metavar="RUN", type=Path, help="directory of the run")
@@ -116,7 +122,14 @@ def _inspect(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     root = _run_directory(options.run)
     with Console(stderr=True).status("choosing a commit") as status:
-        written = export(root, options.step, options.dtype, options.out, lambda file: status.update(f"reading {file}"))
+        written = export(
+            root,
+            options.step,
+            options.dtype,
+            options.out,
+            lambda file: status.update(f"reading {file}"),
+            merge=options.merge,
+        )
     print(f"{written.commit} is now {written.out}: {written.files} files, weights in {written.dtype}")
 
 
