@@ -198,12 +198,14 @@ class Packed:
 @dataclass(frozen=True)
 class ShardOutput:
     """What one shard computed: `datums` (numbers in the batch) and their `logprobs`, float32, one after the other.
-    `suspects`: those of them whose loss is not finite, see `trainer.culprits`."""
+    `suspects`: those of them whose loss is not finite, see `trainer.culprits`. `peak_s`: its part of that of
+    `ForwardBackwardOutput`."""
 
     datums: tuple[int, ...]
     logprobs: npt.NDArray[np.float32]
     metrics: Mapping[str, float]
     suspects: tuple[int, ...] = ()
+    peak_s: float = 0.0
 
 
 def scatter_outputs(batch: TokenBatch, outputs_R: list[ShardOutput]) -> npt.NDArray[np.float32]:

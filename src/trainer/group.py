@@ -216,7 +216,7 @@ class TrainerGroup:
         logprobs, metrics = scatter_outputs(batch, outputs_R), reduce_metrics([output.metrics for output in outputs_R])
         suspects = tuple(sorted(d for output in outputs_R for d in output.suspects))
         self._suspects.append(suspects)
-        return ForwardBackwardOutput(logprobs, batch.offsets, metrics, suspects)
+        return ForwardBackwardOutput(logprobs, batch.offsets, metrics, suspects, sum(out.peak_s for out in outputs_R))
 
     def forward_backward_custom(self, data: Data, loss: CustomLoss) -> ForwardBackwardOutput:
         """Accumulates the gradient of a loss that is a function of all log-probabilities: see `trainer.custom`."""

@@ -30,6 +30,7 @@ from trainer.lora import adapter_files, adapter_units, adapters_off, dropping, e
 from trainer.losses import Metrics, columns_of, monitors, resolve_loss
 from trainer.model import SHARD, Sharding, gathered_units, load_source, shard_model
 from trainer.publish import Packer, Put, compute_canary
+from trainer.utilization import device_peak, train_flops
 from trireme.base_digest import base_digest
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
@@ -137,6 +138,7 @@ class Shard:
         )
         self._sharding = Sharding.of(config, facts, self._device)
         lora = config.trainer.lora
+        self._peak_flops = device_peak(self._device, self._sharding.dtype)
         self._model = shard_model(
             config.model.name, source, self._device, self._sharding, lora if lora.on else None, config.lora_seed
         )
@@ -211,7 +213,7 @@ class Shard:
             if not micro.filler:
                 watched: Metrics = monitors(p, rows) if "logprobs" in rows else {}
                 metrics.append({"loss:sum": float(loss.detach()), **watched, **loss_metrics})
-        output = _output(batch, logprobs, reduce_metrics(metrics))
+        output = self._output(batch, logprobs, reduce_metrics(metrics))
         return output if all_finite else replace(output, suspects=culprits(batch, output, function, loss_config))
 
     @torch.no_grad()
@@ -221,7 +223,7 @@ class Shard:
         check_tokens(batch, self._facts.vocab_size)
         with self._policy_or_reference(which) as model:
             computed = [(m, self._logprobs(model, batch, m, self._rows(batch, m))) for m in self._micro_batches(batch)]
-        return _output(batch, computed, {})
+        return _collected(batch, computed, {})
 
     @contextmanager
     def _policy_or_reference(self, which: Which) -> Iterator[PreTrainedModel]:
@@ -242,7 +244,9 @@ class Shard:
 
     @torch.no_grad()
     def update_reference(self) -> None:
-        """The reference becomes the policy as it is now. For `trainer.kl.reference.update_every` above 0."""
+        """The reference becomes the policy as it is now. Raises BadInput when it is one that stays."""
+        if not self._refreshed:
+            raise BadInput("a reference that can change needs trainer.kl.coef and trainer.kl.reference.update_every > 0")
         self._checkpointer.wait_until_copied()
         for tensor, parameter in zip(self._refreshed.values(), self._parameters, strict=True):
             tensor.copy_(parameter)
@@ -373,8 +377,19 @@ class Shard:
         dist.all_reduce(squares, group=self._sharding.mesh.get_group(SHARD))
         return math.sqrt(float(squares))
 
+    def _output(
+        self, batch: TokenBatch, computed: list[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]
+    ) -> ShardOutput:
+        output = _collected(batch, computed, metrics)
+        if self._peak_flops is None:
+            return output
+        flops = train_flops(self._facts, batch.lengths[list(output.datums)], frozen=self._config.trainer.lora.on)
+        return replace(output, peak_s=flops / self._peak_flops / dist.get_world_size())
 
-def _output(batch: TokenBatch, computed: list[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]) -> ShardOutput:
+
+def _collected(
+    batch: TokenBatch, computed: list[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]
+) -> ShardOutput:
     datums = tuple(d for micro, _ in computed if not micro.filler for d in micro.datums)
     lengths = batch.lengths
     rows = [

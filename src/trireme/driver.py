@@ -44,6 +44,7 @@ def train(
         with clock("step", step=step):
             outputs: list[Mapping[str, float]] = []
             suspects: list[str] = []
+            peak_s = 0.0
             for substep in range(config.trainer.num_substeps):
                 loss_tokens = sequences = 0
                 on_tick = stop.check if substep == 0 else None  # later substeps cannot be given up
@@ -54,6 +55,7 @@ def train(
                             minibatch.batch, config.loss_fn, config.trainer.loss_fn_config, minibatch.provenance
                         )
                     outputs.append(output.metrics)
+                    peak_s += output.peak_s
                     suspects += [minibatch.problems_D[d] for d in output.suspects]
                     loss_tokens += minibatch.num_loss_tokens
                     sequences += len(minibatch.batch)
@@ -77,7 +79,7 @@ def train(
             **penalty.take(),
             "weights/digest": weights.identity.digest,
             "weights/bytes": weights.nbytes,
-            **time_metrics(clock.seconds, released.metrics),
+            **time_metrics(clock.seconds, released.metrics, peak_s),
         }
         journal.write(row, released.trained, released.records)
         commits.seal()
@@ -96,13 +98,16 @@ def optim_metrics(sums: Mapping[str, float], update: Mapping[str, float], learni
     }
 
 
-def time_metrics(seconds: Mapping[str, float], rollout_metrics: Mapping[str, float]) -> dict[str, float]:
-    """`time/*` of the driver, and the rates that follow from them."""
+def time_metrics(seconds: Mapping[str, float], rollout_metrics: Mapping[str, float], peak_s: float) -> dict[str, float]:
+    """`time/*` of the driver, and the rates that follow from them; `perf/mfu` (`trainer.utilization`) where the peak of
+    the trainer's GPUs is known."""
     step_s = seconds["step"]
+    mfu = {"perf/mfu": peak_s / (seconds["forward_backward"] + seconds["optim"])} if peak_s else {}
     return {
         **{f"time/{name}": value for name, value in seconds.items()},
         "perf/tokens_per_s": rollout_metrics["perf/tokens"] / step_s,
         "perf/rollouts_per_s": rollout_metrics["perf/rollouts"] / step_s,
         "perf/trainer_idle_frac": (seconds["wait_for_batch"] + seconds["update_replicas"]) / step_s,
         "perf/inference_idle_frac": min(rollout_metrics["perf/inference_idle_s"] / step_s, 1.0),
+        **mfu,
     }

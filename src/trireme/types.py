@@ -257,12 +257,15 @@ class ForwardBackwardOutput:
 
     `metrics` are named `name:reduction`, reduction one of sum, max, min, mean (`trireme.metrics.reduce_metrics`).
     `suspects`: the datums whose loss, or its gradient by their log-probabilities, is not finite.
+    `peak_s`: seconds that all of the trainer's GPUs would take for the model's arithmetic at their peak rate; 0 where
+    that is not known.
     """
 
     logprobs: npt.NDArray[np.float32]
     offsets: npt.NDArray[np.int64]
     metrics: Mapping[str, float]
     suspects: tuple[int, ...] = ()
+    peak_s: float = 0.0
 
     @property
     def loss_fn_outputs(self) -> list[dict[str, TensorData]]:

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.core_model_loading import revert_weight_conversion
 
 from inference.group import MAX_CALLS, InferenceGroup, RayReplica
 from inference.replica import Replica
@@ -22,7 +30,12 @@ from trireme.weights import Canary, PublishedWeights, TensorEntry, UpdateReport,
 
 VOCAB = 64
 MAX_MODEL_LEN = 1024
-FAMILIES: dict[str, Any] = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+FAMILIES: dict[str, Any] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 
 def random_model(family: str, tied: bool, seed: int) -> Any:
@@ -44,6 +57,7 @@ def random_model(family: str, tied: bool, seed: int) -> Any:
             eos_token_id=None,
             bos_token_id=None,
             pad_token_id=None,
+            **(EXPERTS if family == "qwen3_moe" else {}),
         )
     )
     return model.float().eval()
@@ -71,7 +85,7 @@ def publish(model: Any, version: int, tolerance: float = 1e-4) -> PublishedWeigh
     """The model's weights as a trainer publishes them, in one bucket."""
     tied = model.config.tie_word_embeddings
     entries, parts, offset = [], [], 0
-    for name, tensor in model.state_dict().items():
+    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():  # experts apart
         if tied and name == "lm_head.weight":
             continue
         data = tensor.contiguous().numpy().reshape(-1).view(np.uint8)
