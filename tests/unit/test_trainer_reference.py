@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from trainer_support import make_batch, make_config, make_model
 
 from trainer.shard import Shard
+from trireme.errors import BadInput
 from trireme.types import AdamParams
 
 BATCH = make_batch((5, 9, 1, 7, 9))
@@ -100,6 +101,8 @@ def test_looking_at_an_exchanged_reference_leaves_the_policy_as_it_is(shard):
 def test_a_commit_without_a_reference_leaves_the_one_that_was_loaded(shard, tmp_path):
     """Only after --resume.force: `update_every` is among what a resume compares."""
     one = shard(update_every=0)
+    with pytest.raises(BadInput, match=r"update_every > 0"):
+        one.update_reference()
     step(one)
     save(one, tmp_path / "without")
     other = shard()
