@@ -24,9 +24,9 @@ KEPT_ON_CPU, KEPT_ON_GPU = 4 * GIB, 24 * GIB
 @dataclass(frozen=True)
 class ShardMemory:
     """Bytes, but for the `tokens` of a full micro-batch. `state`: a shard's part of what lives from step to step.
-    `gathered`: weights and gradients that are whole at the same time. `activations`: what a full micro-batch leaves from
-    forward to backward; `again`: layers are computed twice for it. `offloaded`: the state is in host memory, while
-    models compute on GPUs."""
+    `gathered`: weights and gradients that are whole at the same time. `activations`: what a full micro-batch leaves
+    from forward to backward; `again`: layers are computed twice for it. `offloaded`: the state is in host memory,
+    while models compute on GPUs."""
 
     tokens: int
     state: int
