@@ -16,8 +16,9 @@ from test_message_env import Policy, ended
 
 from orchestrator.data import trajectory_to_data
 from orchestrator.env import EnvContext, Trajectory, load_dataset
-from orchestrator.envs.calculator import CalculatorDataset, CalculatorEnv, is_held_out, problem, stated_number
+from orchestrator.envs.calculator import CalculatorDataset, CalculatorEnv, problem, stated_number
 from orchestrator.envs.expressions import MAX_LENGTH, CalculationError, calculate, show
+from orchestrator.envs.text import is_held_out
 from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
 from trireme.config.schema import EnvConfig, RendererConfig, SamplingConfig
 from trireme.errors import BadInput

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Literal
 
 from orchestrator.env import EnvContext, EnvGroupBuilder, RLDataset
 from orchestrator.envs.expressions import MAX_DEPTH, MAX_LENGTH, CalculationError, calculate, show
+from orchestrator.envs.text import is_held_out
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
 from trireme.renderers import Message, ToolCall, ToolSpec
 
@@ -31,14 +31,8 @@ CALCULATOR = ToolSpec(
     },
 )
 INSTRUCTION = "Answer with one number, in digits. You may use the calculator first."
-HELD_OUT_EVERY = 8
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 WHOLE_NUMBER = re.compile(r"(-?)0*(\d{1,200})(?:\.0+)?", re.ASCII)
-
-
-def is_held_out(expression: str) -> bool:
-    """Whether the expression belongs to the held-out eighth: its CRC-32 is divisible by 8."""
-    return zlib.crc32(expression.encode()) % HELD_OUT_EVERY == 0
 
 
 def problem(seed: int, index: int, split: Literal["train", "eval"], operations: int, largest: int) -> str:
