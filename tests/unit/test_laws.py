@@ -62,6 +62,15 @@ def test_every_option_has_a_reader() -> None:
     assert unread == []
 
 
+def test_every_oracle_is_tested_against() -> None:
+    """Of the exact numbers in tests/oracles none lies unused."""
+    import json
+
+    oracles = json.loads((ROOT / "tests/oracles/vectors.json").read_text())
+    tests = "\n".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
+    assert [name for name in oracles if f'VECTORS["{name}"]' not in tests] == []
+
+
 def test_no_sentence_names_this_machine() -> None:
     """The repository stands alone: no registry hosts, no absolute home of a build machine."""
     import subprocess
