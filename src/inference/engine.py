@@ -15,10 +15,13 @@ import numpy.typing as npt
 
 from inference.startup import prepare_start
 from trireme.config import Config
+from trireme.config.lora import UNEMBED, lora_targets
+from trireme.config.schema import LoraConfig
 from trireme.errors import BadInput, RoomFailed
 from trireme.types import SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 CPU_ENVIRONMENT = {
@@ -64,6 +67,7 @@ def engine_args(cfg: Config, on_cpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "seed": cfg.seed,
     }
+    args |= lora_args(cfg.trainer.lora)
     args |= cpu_args(cfg) if on_cpu else {"gpu_memory_utilization": cfg.inference.gpu_memory_utilization}
     if cfg.deterministic:
         args["enable_prefix_caching"] = False  # what is cached depends on what was asked before, and when
@@ -72,6 +76,14 @@ def engine_args(cfg: Config, on_cpu: bool) -> dict[str, Any]:
             f"inference.engine_args sets {', '.join(clash)}, which other keys or Trireme decide: leave it out"
         )
     return {"enforce_eager": on_cpu} | cfg.inference.engine_args | args
+
+
+def lora_args(lora: LoraConfig) -> dict[str, Any]:
+    """One adapter, on the layers that `inference.adapter` does not merge."""
+    if not lora.on:
+        return {}
+    layers = [name for name in lora_targets(lora) if name not in UNEMBED]
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.rank, "lora_target_modules": layers}
 
 
 def cpu_args(cfg: Config) -> dict[str, Any]:
@@ -113,6 +125,13 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def policy_adapter() -> LoRARequest:
+    """What requests name, to be answered by the adapter that the engine has taken."""
+    from inference.adapter import POLICY
+
+    return POLICY
 
 
 def canary_params() -> Any:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from inference.engine import (
     canary_params,
     end_of_sequence_ids,
+    policy_adapter,
     prompt_logprobs,
     sampled_sequence,
     start_engine,
@@ -22,6 +23,7 @@ from inference.engine import (
 )
 from inference.shipment import Shipment, in_memory_files
 from trireme import logs, trace
+from trireme.base_digest import base_digest
 from trireme.config import Config
 from trireme.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.faults import fault_point
@@ -30,6 +32,7 @@ from trireme.types import SampledSequence, SampleRequest, SamplingParams, Weight
 from trireme.weights import PublishedWeights, UpdateReport, check_canary
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 Value = TypeVar("Value")
@@ -74,6 +77,8 @@ class Replica:
         self.index = index
         self.name = f"inference replica {index}"
         self.identity: WeightIdentity | None = None
+        self.adapter: LoRARequest | None = None  # what requests name once an adapter has been taken
+        self.base: str | None = None
         self.broken: TriremeError | None = None
         self.running: dict[str, asyncio.Task[SampledSequence]] = {}
         self.pausing = asyncio.Lock()  # held by whoever has paused the engine, so that nobody else lets it go on
@@ -89,6 +94,8 @@ class Replica:
 
         self.load_log = load_log(self.engine)
         self.end_ids = end_of_sequence_ids(self.engine)
+        if self.cfg.trainer.lora.on:
+            self.base = await asyncio.to_thread(base_digest, self.cfg.model.name)
         await self._output(await self._submit(WARM_UP, salt="warm-up"))
         self.proved.set()
         return await self.health()
@@ -203,7 +210,7 @@ class Replica:
         from vllm.inputs import tokens_input
 
         prompt = tokens_input(list(tokens), cache_salt=salt)
-        return await self.engine.add_request(name, prompt, params, priority=priority)
+        return await self.engine.add_request(name, prompt, params, lora_request=self.adapter, priority=priority)
 
     async def _output(self, entry: RequestOutputCollector) -> Any:
         """vLLM's final RequestOutput. Cancelling the wait aborts the request in the engine."""
@@ -264,12 +271,21 @@ class Replica:
 
     async def _receive(self, published: PublishedWeights, step: Step) -> None:
         """Brings the bytes into the engine process and checks them, while requests go on."""
+        self._check_base(published)
         buckets = await step("fetch", asyncio.gather(*published.buckets))
         with in_memory_files(buckets) as paths:
-            shipment = pickle.dumps(Shipment(published.identity, published.entries, paths))
+            shipment = pickle.dumps(Shipment(published.identity, published.entries, paths, published.adapter))
             reason = await step("receive", self._in_engine("receive_weights", args=(shipment,)))
         if reason:
             raise WeightsRefused(f"{self.name}: {reason}")
+
+    def _check_base(self, published: PublishedWeights) -> None:
+        """Raises WeightsRefused for adapters of other weights than this replica has loaded."""
+        if published.adapter and published.adapter.base != self.base:
+            raise WeightsRefused(
+                f"{self.name}: version {published.identity.version} is an {published.adapter}, but the files of "
+                f"{self.cfg.model.name} here have digest {self.base}: every node needs the same ones"
+            )
 
     async def _drained(self, identity: WeightIdentity, started: float) -> None:
         """Returns when no request is in flight; new ones wait in `_entering`."""
@@ -296,6 +312,8 @@ class Replica:
         still = time.monotonic()
         in_flight = await step("take", self._in_engine("take_weights"))
         await step("label", self.engine.update_weight_version(str(published.identity)))
+        if published.adapter:
+            self.adapter = policy_adapter()
         self.proved.clear()
         self.identity = published.identity
         prefilled = 0 if self._keeps_kv else self._cleared(in_flight)

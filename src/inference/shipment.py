@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trireme.types import WeightIdentity
-from trireme.weights import TensorEntry
+from trireme.weights import Adapter, TensorEntry
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Shipment:
     identity: WeightIdentity
     entries: tuple[TensorEntry, ...]
     paths: tuple[str, ...]
+    adapter: Adapter | None = None
 
     def open(self) -> list[npt.NDArray[np.uint8]]:
         """The buckets, mapped: pages are shared with the file until written to, and writes stay private."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
+from inference.adapter import take_adapter
 from inference.shipment import Shipment
 from trireme.errors import WeightsRefused
 from trireme.faults import fault_point
-from trireme.weights import TensorEntry, check_received
+from trireme.weights import Adapter, TensorEntry, check_received
 
 # At every update it warns of each module for which a checkpoint has no tensors: rotary embeddings, a tied output head.
 # That all weights are what they should be is proved by the canary.
@@ -37,6 +39,11 @@ class Received:
 
     entries: tuple[TensorEntry, ...]
     buckets: list[npt.NDArray[np.uint8]]
+    adapter: Adapter | None
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """By name, as views of the buckets."""
+        return ((entry.name, tensor_of(entry, self.buckets)) for entry in self.entries)
 
 
 def load(model: torch.nn.Module, received: Received, model_config: Any) -> None:
@@ -44,13 +51,10 @@ def load(model: torch.nn.Module, received: Received, model_config: Any) -> None:
     # Linear weights are packed for the CPU at load and their parameters become empty, so model.load_weights alone
     # would raise half-way. Layerwise reloading restores the parameters, loads, packs, and copies into place.
     initialize_layerwise_reload(model)
-    model.load_weights((entry.name, tensor_of(entry, received.buckets)) for entry in received.entries)  # type: ignore[operator]
+    model.load_weights(received.tensors())  # type: ignore[operator]
     finalize_layerwise_reload(model, model_config)
     if fault_point("inference.repack") != "skip":
         repack_output_heads(model)
-    if fault_point("inference.loaded") == "corrupt":
-        corrupt_one_weight(model)
-    torch.accelerator.synchronize()
 
 
 def tensor_of(entry: TensorEntry, buckets: list[npt.NDArray[np.uint8]]) -> torch.Tensor:
@@ -94,10 +98,10 @@ class WorkerExtension:
             entry = shipment.entries[len(shipment.entries) // 2]
             buckets[entry.bucket][entry.offset] ^= 1
         try:
-            check_received(shipment.identity, shipment.entries, buckets)
+            check_received(shipment.identity, shipment.entries, buckets, shipment.adapter)
         except WeightsRefused as refused:
             return str(refused)
-        self.received = Received(shipment.entries, buckets)
+        self.received = Received(shipment.entries, buckets, shipment.adapter)
         return None
 
     def take_weights(self) -> dict[str, int]:
@@ -106,6 +110,12 @@ class WorkerExtension:
         assert self.received is not None
         runner = self.model_runner
         with set_current_vllm_config(self.vllm_config):
-            load(runner.get_model(), self.received, self.vllm_config.model_config)
+            if self.received.adapter:
+                take_adapter(runner, dict(self.received.tensors()), self.received.adapter)
+            else:
+                load(runner.get_model(), self.received, self.vllm_config.model_config)
+            if fault_point("inference.loaded") == "corrupt":
+                corrupt_one_weight(runner.get_model())
+            torch.accelerator.synchronize()
         self.received = None
         return {request: runner.requests[request].num_tokens for request in runner.input_batch.req_ids}

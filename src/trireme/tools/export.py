@@ -1,12 +1,14 @@
-"""Takes the model of a commit out of a run: a directory in the Hugging Face layout, in another dtype if wanted."""
+"""Takes the model of a commit out of a run: a directory in the Hugging Face layout, in another dtype if wanted; a LoRA
+adapter in peft's layout, or merged into its base."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +19,14 @@ from trireme.checkpoint.manifest import read_manifest, step_of
 from trireme.checkpoint.store import CheckpointStore
 from trireme.config.problems import Problem
 from trireme.errors import CheckpointInvalid
+from trireme.tools.merge import ADAPTER, merged_files
 
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""As safetensors writes them, and as torch does."""
+DTYPES = tuple(DTYPE_NAMES.values())
 PART = "inference/"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -36,24 +41,33 @@ class Exported:
 
 
 def export(
-    root: Path, step: int | None, dtype: str | None, out: Path | None, on_file: Callable[[str], None]
+    root: Path, step: int | None, dtype: str | None, out: Path | None, on_file: Callable[[str], None], *, merge: bool
 ) -> Exported:
     """Writes the model of the commit of `step` (None: the newest that verifies) to `out` (None: in the run's exports/).
 
     Every file is compared with the checksum that it was committed with. Tensors of floating point are cast to `dtype`
-    (None: as they are), one file after the other; `on_file` is told which. `out` appears when it is complete. Raises
-    BadInput for a commit that is not there or damaged, and an `out` that is in use; StorageFailed.
+    (None: as they are), one file after the other; `on_file` is told which. `merge`: a whole model, where the commit
+    holds an adapter. `out` appears when it is complete. Raises BadInput for a commit that is not there or damaged, one
+    without an adapter to merge, a base that is not what it was, and an `out` that is in use; StorageFailed.
     """
     commit = chosen_commit(CheckpointStore(root), step)
     try:
         records = {r.path.removeprefix(PART): r for r in read_manifest(commit).files if r.path.startswith(PART)}
-        shown = dtype or json.loads(_read(commit, records[CONFIG]))["dtype"]
-        out = (out or root / "exports" / f"{commit.name}-{shown}").expanduser().absolute()
+        _refuse_whole(commit, records, merge)
+        read = {name: partial(_read, commit, record, on_file) for name, record in records.items()}
+        kind = "merged" if merge else "adapter" if ADAPTER in records else None
+        label = dtype if dtype or kind else json.loads(read[CONFIG]())["dtype"]
+        name = "-".join(part for part in (commit.name, label, kind) if part)
+        out = (out or root / "exports" / name).expanduser().absolute()
         _refuse_used(out)
-        _write_beside(out, commit, records, dtype, on_file)
+        files = (
+            merged_files(read, on_file, exact=dtype is not None)
+            if merge
+            else ((name, get()) for name, get in read.items())
+        )
+        return Exported(commit, out, *_write_beside(out, files, dtype))
     except CheckpointInvalid as error:
         raise _damaged(commit, str(error)).error() from None
-    return Exported(commit, out, len(records), shown)
 
 
 def chosen_commit(store: CheckpointStore, step: int | None) -> Path:
@@ -86,6 +100,15 @@ def _damaged(commit: Path, reason: str) -> Problem:
     )
 
 
+def _refuse_whole(commit: Path, records: Mapping[str, FileRecord], merge: bool) -> None:
+    if merge and ADAPTER not in records:
+        raise Problem(
+            f"--merge for {commit}, which holds a whole model",
+            "a commit of a run that trained LoRA adapters",
+            "leave --merge out",
+        ).error()
+
+
 def _refuse_used(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Problem(
@@ -95,20 +118,21 @@ def _refuse_used(out: Path) -> None:
         ).error()
 
 
-def _write_beside(
-    out: Path, commit: Path, records: Mapping[str, FileRecord], dtype: str | None, on_file: Callable[[str], None]
-) -> None:
-    """Writes all files ({name in `out`: record}) to a directory beside `out`, which then gets its name."""
+def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | None) -> tuple[int, str]:
+    """Writes all files (name in `out`, contents) to a directory beside `out`, which then gets its name; how many they
+    are, and the dtype of their tensors."""
     draft = out.with_name(f"{out.name}.partial-{secrets.token_hex(4)}")
     try:
-        tensor_bytes = 0
-        for name, record in records.items():
-            on_file(record.path)
-            data = _read(commit, record)
-            if dtype and name.endswith(".safetensors"):
-                data, size = cast_tensors(data, dtype)
-                tensor_bytes += size
+        written, tensor_bytes, shown = 0, 0, ""
+        for name, contents in files:
+            data = contents
+            if name.endswith(".safetensors"):
+                if dtype:
+                    data, size = cast_tensors(data, dtype)
+                    tensor_bytes += size
+                shown = shown or dtype_of(data)
             _write(draft / name, data)
+            written += 1
         if dtype:
             _edit(draft / CONFIG, {"dtype": dtype})
             _edit(draft / INDEX, {"metadata": {"total_size": tensor_bytes}})
@@ -116,10 +140,19 @@ def _write_beside(
             draft.replace(out)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+    return written, shown
 
 
-def _read(commit: Path, record: FileRecord) -> bytes:
+def dtype_of(data: bytes) -> str:
+    """Of the first tensor in a safetensors file."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    first = next(about["dtype"] for name, about in header.items() if name != "__metadata__")
+    return DTYPE_NAMES.get(first, first)
+
+
+def _read(commit: Path, record: FileRecord, on_file: Callable[[str], None]) -> bytes:
     """The contents of a file of a commit. Raises CheckpointInvalid unless they are those that were written."""
+    on_file(record.path)
     try:
         data = (commit / record.path).read_bytes()
     except OSError as error:
@@ -136,6 +169,9 @@ def _write(file: Path, data: bytes) -> None:
 
 
 def _edit(file: Path, changes: Mapping[str, Any]) -> None:
+    """Changes a JSON file, if there is one: an adapter has no configuration of a model, a small model no index."""
+    if not file.exists():
+        return
     values = json.loads(file.read_bytes())
     _write(file, (json.dumps(values | changes, indent=2) + "\n").encode())
 

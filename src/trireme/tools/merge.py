@@ -1,0 +1,75 @@
+"""A LoRA adapter merged into its base: W + (alpha / rank) B A of every layer that has one, file after file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trireme.base_digest import INDEX, base_digest, weight_files
+from trireme.config.problems import Problem
+from trireme.errors import CheckpointInvalid
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE = "base.json"
+OF_THE_BASE = ("config.json", "generation_config.json", INDEX)
+"""Files that a merged model has from its base."""
+
+
+def merged_files(
+    read: Mapping[str, Callable[[], bytes]], on_file: Callable[[str], None], *, exact: bool
+) -> Iterator[tuple[str, bytes]]:
+    """The files of the merged model, one after the other; what was merged in float32 if it is to be `exact`, else as
+    the base is.
+
+    `read`: how to get each file of the adapter's directory. Raises BadInput when the base is not where it was or has
+    changed, CheckpointInvalid when the adapter does not fit.
+    """
+    from safetensors.torch import load, save
+
+    base = base_of(json.loads(read[BASE]()))
+    about = json.loads(read[ADAPTER]())
+    adapter = {name.removeprefix("base_model.model."): t for name, t in load(read[ADAPTER_WEIGHTS]()).items()}
+    yield from ((name, get()) for name, get in read.items() if name not in (ADAPTER, ADAPTER_WEIGHTS, BASE))
+    files = weight_files(base)
+    beside = files[0].parent
+    yield from ((name, (beside / name).read_bytes()) for name in OF_THE_BASE if (beside / name).is_file())
+    for file in files:
+        on_file(str(file))
+        weights = load(file.read_bytes())
+        for name in weights:
+            merged = _merged(weights[name], name, adapter, about["lora_alpha"] / about["r"])
+            weights[name] = merged if exact else merged.to(weights[name].dtype)
+        yield file.name, save(weights, metadata={"format": "pt"})
+    if adapter:
+        raise CheckpointInvalid(f"{ADAPTER_WEIGHTS} has tensors for layers that {base} has not: {sorted(adapter)[:2]}")
+
+
+def base_of(about: Mapping[str, Any]) -> str:
+    """Where the base is that an adapter names. Raises BadInput unless its weights are those it was trained on."""
+    name, expected = about["name"], about["digest"]
+    if Path(name).is_absolute() and not Path(name).is_dir():
+        found = "is no directory here"
+    elif (digest := base_digest(name)) != expected:
+        found = f"now has weights with digest {digest}"
+    else:
+        return str(name)
+    raise Problem(
+        f"an adapter of {name}, which {found}",
+        f"the weights that it was trained on, with digest {expected}",
+        "bring them back there, or export the adapter without --merge",
+    ).error()
+
+
+def _merged(weight: Tensor, name: str, adapter: dict[str, Tensor], scale: float) -> Tensor:
+    """The weight with what its layer's adapter adds, if it has one, which is then taken out of `adapter`."""
+    layer = name.removesuffix(".weight")
+    a, b = (adapter.pop(f"{layer}.lora_{which}.weight", None) for which in "AB")
+    if a is None or b is None:
+        return weight
+    return weight.float() + scale * (b.float() @ a.float())

@@ -1,0 +1,221 @@
+"""Adapters in the real vLLM, against Hugging Face and peft: updates in flight, caches, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from inference_support import (
+    VOCAB,
+    Room,
+    health,
+    kept_kv_logprobs,
+    make_config,
+    prompt_of,
+    random_model,
+    reference_logprobs,
+    request,
+)
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model, get_peft_model_state_dict
+
+from inference.group import InferenceGroup
+from trireme.base_digest import base_digest
+from trireme.config.lora import lora_targets
+from trireme.config.schema import LoraConfig
+from trireme.errors import WeightsRefused
+from trireme.types import WeightIdentity
+from trireme.waits import get_all
+from trireme.weights import Adapter, Canary, PublishedWeights, TensorEntry, hash_bytes, weights_digest
+
+TOLERANCE = 1e-4
+KINDS = {
+    "everywhere": ("llama", False, "recompute_kv", {"rank": 8, "alpha": 16, "train_unembed": True}),
+    "kept": ("qwen3", True, "keep_kv", {"rank": 1, "alpha": 2, "targets": ["q_proj", "v_proj", "down_proj"]}),
+}
+"""A model, what an update does with requests in flight, and the adapters: on all layers, or on parts of fused ones."""
+
+
+def adapted(base: Any, lora: LoraConfig, seed: int) -> Any:
+    """The base with adapters of random values; none with seed 0, whose B is zero."""
+    config = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora_targets(lora)))
+    model = get_peft_model(base, config)
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name and seed:
+            torch.nn.init.normal_(parameter.data, std=0.05)
+    return model.eval()
+
+
+@dataclass(kw_only=True)
+class AdapterRoom(Room):
+    """A room whose updates are adapters on one base."""
+
+    lora: LoraConfig
+    base: Path
+
+    def next_weights(self, tolerance: float = TOLERANCE) -> PublishedWeights:
+        version = len(self.models)
+        self.models[version] = adapted(random_model(self.family, self.tied, seed=0), self.lora, seed=version)
+        return self.publish(version, Adapter(base_digest(str(self.base)), self.lora.rank or 0, self.lora.alpha))
+
+    def publish(self, version: int, adapter: Adapter) -> PublishedWeights:
+        entries, parts, offset = [], [], 0
+        for name, tensor in get_peft_model_state_dict(self.models[version], save_embedding_layers=False).items():
+            data = tensor.detach().contiguous().numpy().reshape(-1).view(np.uint8)
+            entries.append(TensorEntry(name, "F32", tuple(tensor.shape), 0, offset, data.nbytes, hash_bytes(data)))
+            parts.append(data)
+            offset += data.nbytes
+        identity = WeightIdentity(1, version, weights_digest(entries, adapter))
+        tokens = np.random.default_rng(0).integers(0, VOCAB, 8).astype(np.int32)
+        canary = Canary(tokens, reference_logprobs(self.models[version], tokens.tolist()), TOLERANCE)
+        return PublishedWeights(identity, tuple(entries), (ray.put(np.concatenate(parts)),), canary, adapter)
+
+
+@pytest.fixture(scope="module")
+def rooms(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, AdapterRoom]]:
+    directory = tmp_path_factory.mktemp("lora")
+    groups = {}
+    for name, (family, tied, on_update, lora) in KINDS.items():
+        random_model(family, tied, seed=0).save_pretrained(directory / name)
+        config = make_config(directory / name, False, on_update=on_update)
+        trainer = config.trainer.model_copy(update={"lora": LoraConfig.model_validate(lora)})
+        options = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+        config = config.model_copy(update={"trainer": trainer})
+        groups[name] = InferenceGroup.start(config, [options], directory / "logs" / name)
+    started = {}
+    for name, group in groups.items():
+        family, tied, _, lora = KINDS[name]
+        references, who = group.ready_refs()
+        (ready,) = get_all(references, who=who, timeout_s=300, log=directory / "logs" / name)
+        options_of = LoraConfig.model_validate(lora)
+        router = group.router_factory()()
+        started[name] = AdapterRoom(
+            family, tied, group, router, ready.engine_pid, lora=options_of, base=directory / name
+        )
+    yield started
+    for group in groups.values():
+        group.stop()
+
+
+def begin(room: Room, requests: list[Any]) -> list[asyncio.Task[Any]]:
+    return [asyncio.create_task(room.router.sample(r)) for r in requests]
+
+
+async def some_tokens_later(room: Room, name: str) -> None:
+    """Returns when a request that started after all others has got 16 tokens: so have they."""
+    await room.router.sample(request(name, prompt_of(4), 16))
+
+
+def test_at_first_the_adapted_model_is_the_base(rooms: dict[str, AdapterRoom]) -> None:
+    for room in rooms.values():
+
+        async def run(room: AdapterRoom = room) -> None:
+            report = await room.update()
+            assert report.identity.version == 0
+            answer = await room.router.sample(request("first", prompt_of(20), 24))
+            base = random_model(room.family, room.tied, seed=0)
+            expected = reference_logprobs(base, prompt_of(20) + answer.tokens.tolist())[19:]
+            assert np.abs(expected - answer.logprobs).max() < TOLERANCE
+
+        asyncio.run(run())
+
+
+def test_answers_over_three_adapters_know_which_token_came_from_which(rooms: dict[str, AdapterRoom]) -> None:
+    room = rooms["everywhere"]
+    prompts = [prompt_of(5 + 40 * i, seed=i) for i in range(6)]
+
+    async def run() -> list[Any]:
+        running = begin(room, [request(f"long{i}", prompt, 500, seed=i) for i, prompt in enumerate(prompts)])
+        for probe in range(2):
+            await some_tokens_later(room, f"probe {probe}")
+            report = await room.update()
+            assert report.canary_max_diff < TOLERANCE
+            assert report.reprefill_tokens >= len(prompts) * 16
+            assert health(room).identity == report.identity
+        return await asyncio.gather(*running)
+
+    answers = asyncio.run(run())
+    newest = len(room.models) - 1
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert [span.identity.version for span in answer.spans] == [newest - 2, newest - 1, newest]
+        assert len(answer.tokens) == 500
+        assert room.difference(prompt, answer) < TOLERANCE
+    tokens = prompts[0] + answers[0].tokens.tolist()
+    apart = np.abs(
+        reference_logprobs(room.models[newest], tokens) - reference_logprobs(room.models[newest - 1], tokens)
+    )
+    assert apart.max() > 1000 * TOLERANCE, "the adapters hardly differ"
+
+
+def test_cached_prefixes_never_outlive_their_adapter(rooms: dict[str, AdapterRoom]) -> None:
+    prompt = prompt_of(300, seed=5)
+    for room in rooms.values():
+
+        async def run(room: AdapterRoom = room) -> list[Any]:
+            answers = []
+            for i in range(4):
+                if i % 2 == 0:
+                    await room.update()
+                answers.append(await room.router.sample(request(f"prefix {i}", prompt, 8, seed=i)))
+            return answers
+
+        for answer in asyncio.run(run()):
+            assert room.difference(prompt, answer) < TOLERANCE
+
+
+def test_with_kept_kv_a_new_adapter_reads_what_the_old_one_wrote(rooms: dict[str, AdapterRoom]) -> None:
+    room, prompt = rooms["kept"], prompt_of(150)
+
+    async def run() -> Any:
+        (running,) = begin(room, [request("kept", prompt, 600)])
+        await some_tokens_later(room, "probe kept")
+        assert (await room.update()).reprefill_tokens == 0
+        return await running
+
+    answer = asyncio.run(run())
+    old, new = answer.spans
+    assert (old.mixed, new.mixed) == (False, True)
+    tokens = prompt + answer.tokens.tolist()
+    models = (room.models[span.identity.version] for span in answer.spans)
+    expected = kept_kv_logprobs(*models, tokens, len(prompt) + new.start)[len(prompt) - 1 :]
+    assert np.abs(expected - answer.logprobs).max() < TOLERANCE
+
+
+def test_equal_seeds_give_equal_tokens(rooms: dict[str, AdapterRoom]) -> None:
+    room = rooms["everywhere"]
+
+    async def run() -> list[Any]:
+        return [await room.router.sample(request("again", prompt_of(9), 40, seed=11)) for _ in range(2)]
+
+    one, other = asyncio.run(run())
+    assert one.tokens.tolist() == other.tokens.tolist()
+
+
+# From here on each test spoils a replica for good.
+
+
+def test_adapters_of_another_base_are_refused(rooms: dict[str, AdapterRoom]) -> None:
+    room = rooms["kept"]
+    room.next_weights()
+    strange = room.publish(len(room.models) - 1, Adapter("0" * 32, 1, 2.0))
+    with pytest.raises(
+        WeightsRefused, match=rf"base {'0' * 32}, but the files of .* have digest {base_digest(str(room.base))}"
+    ):
+        asyncio.run(room.router.update_weights(strange))
+
+
+def test_a_scale_that_was_not_published_is_refused(rooms: dict[str, AdapterRoom]) -> None:
+    """By the canary, if the digest is made to agree."""
+    room = rooms["everywhere"]
+    room.next_weights()
+    strange = room.publish(len(room.models) - 1, Adapter(base_digest(str(room.base)), 8, 20.0))
+    with pytest.raises(WeightsRefused, match="canary of version"):
+        asyncio.run(room.router.update_weights(strange))
