@@ -120,6 +120,7 @@ def train_step(
     with clock("optim"):
         step = partial(trainer.optim_step, config.adam_params(learning_rate), normalizer)
         update = guard.update(step, suspects)
+    busy_s = clock.seconds["forward_backward"] + clock.seconds["optim"]
     return {
         "train_mean_nll": output.metrics["loss:sum"] / weight,
         "num_examples": len(batch),
@@ -128,6 +129,7 @@ def train_step(
         "learning_rate": learning_rate,
         "optim/grad_norm": update["grad_norm"],
         "optim/refused": update["refused"],
+        **({"perf/mfu": output.peak_s / busy_s} if output.peak_s else {}),
     }
 
 
