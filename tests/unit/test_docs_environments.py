@@ -1,0 +1,136 @@
+"""The tutorial's code is code: what docs/environments.md shows is run as it stands there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from orchestrator_fakes import FakeSampler, Run, config, whole_run
+from renderer_support import characters
+
+from orchestrator.data import trajectory_to_data
+from orchestrator.env import EnvContext, RLDataset, Trajectory, load_dataset
+from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
+from trireme.config.load import load
+from trireme.config.schema import EnvConfig, SamplingConfig
+from trireme.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "environments.md").read_text()
+FILES: dict[str, str] = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The tutorial's files, in a directory of Python's path."""
+    for name, code in FILES.items():
+        (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in FILES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def dataset(env_id: str, **args: Any) -> RLDataset:
+    return load_dataset(EnvConfig(id=env_id, args=args), EnvContext(characters(), 0, 2))
+
+
+class Says(FakeSampler):
+    """Answers with these texts, one after the other, each ended."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__()
+        self.version, self.texts = 0, list(texts)
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        self.requests.append(request)
+        tokens = [*characters().encode(self.texts.pop(0)), characters().eos_token_id]
+        spans = (VersionSpan(WeightIdentity(0, self.version, f"d{self.version}"), 0, len(tokens)),)
+        return SampledSequence(np.asarray(tokens, np.int32), np.full(len(tokens), -1.0, np.float32), "stop", spans)
+
+
+def play(problem: Any, texts: Sequence[str]) -> tuple[Trajectory, list[str]]:
+    """One episode in which the policy says these texts; and its prompts."""
+
+    async def episode() -> tuple[Trajectory, list[str]]:
+        (env, _), sampler = await problem.make_envs(), Says(*texts)
+        key, limits = RolloutKey("tutorial", "0.0.0", 0, 0, "0"), RolloutLimits(99, 256)
+        trajectory = await run_rollout(env, sampler.sample, key, limits, SamplingConfig(max_tokens=40), 0)
+        return trajectory, [characters().decode(request.prompt) for request in sampler.requests]
+
+    return asyncio.run(episode())
+
+
+def test_the_document_shows_both() -> None:
+    assert list(FILES) == ["letters.py", "higher_lower.py"]
+    assert len(FILES["letters.py"].strip().splitlines()) < 35
+
+
+@pytest.mark.parametrize(("answer", "reward", "exact"), [("abc", 1.0, 1.0), ("abcd", 2 / 3, 0.0), ("", 0.0, 0.0)])
+def test_one_question_one_answer(answer: str, reward: float, exact: float) -> None:
+    trajectory, prompts = play(dataset("letters:Letters", longest=3).get_batch(0)[2], [answer])
+    assert prompts == ["Write 3 letters: "]
+    assert trajectory.reward == pytest.approx(reward)
+    assert trajectory.transitions[0].metrics == {"exact": exact}
+
+
+def higher_lower(texts: Sequence[str]) -> tuple[Trajectory, list[str]]:
+    problem = dataset("higher_lower:Secrets").get_batch(0)[0]
+    assert problem.make.args == (9,), "the secret that the texts are about"
+    return play(problem, texts)
+
+
+def test_a_chat_of_several_turns() -> None:
+    trajectory, prompts = higher_lower([" 5", " 15", " 9"])
+    assert trajectory.reward == pytest.approx(1 / 3)
+    assert prompts[-1] == (
+        "User: Guess my number, from 1 to 20. Answer with digits.\n\nAssistant: 5<eos>\n\nUser: Higher.\n\n"
+        "Assistant: 15<eos>\n\nUser: Lower.\n\nAssistant:"
+    )
+    assert len(trajectory_to_data(trajectory, 1.0, 1.0)) == 1
+
+
+@pytest.mark.parametrize("texts", [["what?"], ["<think>"], [" 1", " 2", " 3", " 4", " 5"]])
+def test_a_chat_that_ends_badly(texts: list[str]) -> None:
+    trajectory, _ = higher_lower(texts)
+    assert trajectory.reward == 0
+    assert len(trajectory.transitions) == len(texts)
+
+
+@pytest.mark.parametrize("env_id", ["letters:Letters", "higher_lower:Secrets"])
+def test_each_trains_in_the_pipeline(env_id: str) -> None:
+    run = Run(config(max_steps=2, batch_size=3), dataset(env_id), RolloutLimits(99, 256), Talks())
+    asyncio.run(whole_run(run))
+    assert [row["ledger/trained"] for row in run.rows] == [3, 6]
+
+
+class Talks(Says):
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        self.texts.append(" 7")
+        return await super().sample(request)
+
+
+def test_the_command_is_a_valid_one() -> None:
+    (command,) = [line for line in DOCUMENT.splitlines() if "--env.id letters" in line]
+    flags = shlex.split(command.removeprefix("PYTHONPATH=. uv run rl "))
+    env = load([str(ROOT / flag) if flag.endswith(".toml") else flag for flag in flags], {}).config.env[0]
+    assert (env.id, env.args, env.label) == ("letters:Letters", {"longest": 5}, "letters")
+
+
+def test_the_options_are_real_ones() -> None:
+    assert (
+        load([*quickstart(), "--renderer.strip-thinking-from-history", "false"], {}).config.renderer.compact_every
+        is None
+    )
+    assert load([*quickstart(), "--renderer.compact-every", "3"], {}).config.renderer.compact_every == 3
+
+
+def quickstart() -> list[str]:
+    return ["@", str(ROOT / "configs" / "quickstart.toml")]
