@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from run_support import DEADLINE_S, Running, in_directory
+from run_support import DEADLINE_S, QUICKSTART, RL, Running, in_directory
 
 DETERMINISTIC = [
     *("--deterministic", "--orchestrator.max-steps-off-policy", "0", "--max-steps", "6", "--checkpoint.every", "2"),
@@ -20,7 +20,15 @@ NOT_COMPARED = ("time/", "perf/")
 """Columns of metrics.jsonl that say how fast, not what. `attempt` differs by its meaning."""
 
 
-def run_and_kill(tmp_path: Path, flags: Sequence[str], *, at: str | None = None, after_s: float = DEADLINE_S) -> str:
+def run_and_kill(
+    tmp_path: Path,
+    flags: Sequence[str],
+    *,
+    at: str | None = None,
+    after_s: float = DEADLINE_S,
+    config: Path = QUICKSTART,
+    module: str = RL,
+) -> str:
     """Starts `rl` and kills its whole tree of processes: at the fault point `at` (`name@passage`), or after `after_s`
     seconds, whatever it is doing then, or nothing any more. Returns what it printed. Raises AssertionError if it never
     comes to the point."""
@@ -28,7 +36,7 @@ def run_and_kill(tmp_path: Path, flags: Sequence[str], *, at: str | None = None,
         reached, out = Path(directory, "reached"), Path(directory, "out")
         environ = {"TRIREME_FAULT_REACHED": str(reached)} | ({"TRIREME_FAULTS": f"{at}=freeze"} if at else {})
         with out.open("w") as stream:
-            running = Running.start(*in_directory(tmp_path), *flags, environ=environ, out=stream)
+            running = Running.start(*in_directory(tmp_path, config), *flags, environ=environ, out=stream, module=module)
         deadline = time.monotonic() + after_s
         try:
             while not reached.exists() and running.process.poll() is None and time.monotonic() < deadline:

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 TINY = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", "3"]
 DEADLINE_S = 300
+RL, SFT = "trireme.cli", "trireme.sft.cli"
+"""The modules behind the commands."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,18 @@ class Running:
     shm_before: frozenset[str]
 
     @classmethod
-    def start(cls, *flags: str, environ: dict[str, str] | None = None, out: int | IO[str] = subprocess.PIPE) -> Running:
+    def start(
+        cls,
+        *flags: str,
+        environ: dict[str, str] | None = None,
+        out: int | IO[str] = subprocess.PIPE,
+        module: str = RL,
+    ) -> Running:
         mark = f"TRIREME_TEST_MARK={uuid.uuid4().hex}"
         before = frozenset(os.listdir("/dev/shm"))
         temporary = tempfile.mkdtemp(prefix="tr-", dir="/tmp")  # short, for Ray's sockets
         process = subprocess.Popen(
-            [sys.executable, "-m", "trireme.cli", *flags],
+            [sys.executable, "-m", module, *flags],
             cwd=ROOT,
             env={**os.environ, "TMPDIR": temporary, **(environ or {}), **dict([mark.split("=")])},
             stdout=out,
@@ -119,10 +127,13 @@ def run_rl(
     config: Path = QUICKSTART,
     gone_s: float = 20.0,
     directory: bool = True,
+    module: str = RL,
 ) -> Ended:
     """Runs to the end (at most DEADLINE_S). `on_line` sees each line of output as it comes, and may send signals.
     `directory`: whether configuration and run directory are given here, or by `flags`."""
-    running = Running.start(*(in_directory(tmp_path, config) if directory else []), *flags, environ=environ)
+    running = Running.start(
+        *(in_directory(tmp_path, config) if directory else []), *flags, environ=environ, module=module
+    )
     process = running.process
     lines = []
     assert process.stdout is not None

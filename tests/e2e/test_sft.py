@@ -1,0 +1,124 @@
+"""Supervised training: real Ray and FSDP2 over gloo, the command in a process of its own, killed and stopped at several
+points. In the end all that it leaves is what a run leaves that nothing happened to, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from resume_support import assert_same_run, rows_of, run_and_kill
+from run_support import SFT, Ended, run_rl
+from trainer_support import VOCAB, make_model
+
+from trireme.checkpoint.store import CheckpointStore
+from trireme.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_SIGTERM
+from trireme.tools.main import main as trireme
+
+EXAMPLES, BATCH, EPOCHS = 21, 4, 2
+STEPS = 10  # 2 epochs of 18, in batches of 4
+KILLS = ["trainer.forward_backward@4", "commit.data@1", "checkout.rows@1"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, data of which 3 examples are held out, and a configuration."""
+    directory = tmp_path_factory.mktemp("sft")
+    make_model(directory / "model", "qwen3", tied=True)
+    rng = np.random.default_rng(0)
+    with (directory / "train.jsonl").open("w") as lines:
+        for _ in range(EXAMPLES):
+            tokens = rng.integers(0, VOCAB, rng.integers(4, 12)).tolist()
+            lines.write(json.dumps({"tokens": tokens, "weights": [0, *[1] * (len(tokens) - 1)]}) + "\n")
+    file = directory / "sft.toml"
+    file.write_text(
+        f"""
+        deterministic = true
+        [model]
+        name = "{directory}/model"
+        dtype = "float32"
+        [data]
+        train = "{directory}/train.jsonl"
+        test_examples = 3
+        batch_size = {BATCH}
+        epochs = {EPOCHS}
+        [eval]
+        every = 3
+        [trainer]
+        shards = 2
+        learning_rate = 1e-2
+        schedule = "cosine"
+        warmup_steps = 2
+        micro_batch_tokens = 24
+        [checkpoint]
+        every = 4
+        keep_last = 2
+        """
+    )
+    return file
+
+
+@pytest.fixture(scope="module")
+def reference(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A run that nothing happens to."""
+    ended = run_rl(tmp_path_factory.mktemp("r"), config=config, module=SFT)
+    assert ended.code == EXIT_OK, ended.out
+    ended.assert_nothing_left()
+    return ended
+
+
+def stop_after_step_2(line: str, process: subprocess.Popen[str]) -> None:
+    if line.split()[:2] == ["step", f"2/{STEPS}"]:
+        process.send_signal(signal.SIGTERM)
+
+
+def test_it_learns_and_says_so(reference: Ended) -> None:
+    rows = reference.rows
+    assert [row["version"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["train_mean_nll"] < rows[0]["train_mean_nll"]
+    assert [row["step"] for row in rows if "test/nll" in row] == [0, 3, 6, STEPS - 1]
+    assert rows[-1]["test/version"] == STEPS
+    assert (rows[-1]["epoch"], rows[-1]["progress"]) == (EPOCHS, 1.0)
+    trained = [n for row in rows_of(reference.root / "trained.jsonl") for n in row["examples"]]
+    assert [sorted(trained[:18]), sorted(trained[18:])] == [list(range(18))] * 2
+
+
+def test_killed_and_stopped_it_comes_to_the_same(config: Path, reference: Ended, tmp_path: Path) -> None:
+    stopped = run_rl(tmp_path, config=config, module=SFT, on_line=stop_after_step_2)
+    assert stopped.code == EXIT_SIGTERM, stopped.out
+    assert "uv run sft @" in stopped.out
+    assert [commit.name for commit in CheckpointStore(stopped.root).commits()] == [f"step_{len(stopped.rows):06d}"]
+    for point in KILLS:
+        run_and_kill(tmp_path, ["--resume"], at=point, config=config, module=SFT)
+    ended = run_rl(tmp_path, "--resume", "--checkpoint.keep-last", "2", config=config, module=SFT)
+    assert ended.code == EXIT_OK, ended.out
+    assert_same_run(ended.root, reference.root)
+    ended.assert_nothing_left()
+
+
+def test_what_it_made_opens_with_transformers(reference: Ended, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "exported"
+    assert trireme(["export", str(reference.root), "--out", str(out), "--dtype", "bfloat16"]) == EXIT_OK
+    assert trireme(["inspect", str(reference.root)]) == EXIT_OK
+    for directory in (out, reference.root / "checkpoints" / f"step_{STEPS:06d}" / "inference"):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        assert len(AutoTokenizer.from_pretrained(directory)) == model.config.vocab_size
+
+
+def test_other_data_or_seed_are_refused_and_nothing_starts(config: Path, reference: Ended, tmp_path: Path) -> None:
+    shutil.copytree(reference.root, tmp_path / "run")
+    other = tmp_path / "other.jsonl"
+    other.write_text((config.parent / "train.jsonl").read_text() + '{"tokens": [1, 2]}\n')
+    refused = run_rl(tmp_path, "--resume", "--data.train", str(other), "--seed", "1", config=config, module=SFT)
+    assert refused.code == EXIT_BAD_INPUT
+    assert "data.digest" in refused.out
+    assert "data.seed" in refused.out
+    again = run_rl(tmp_path, "--resume", config=config, module=SFT)
+    assert again.code == EXIT_OK
+    assert "nothing to do" in again.out
