@@ -1,6 +1,7 @@
 """The data cursor: the endless stream of problems, epoch after epoch, each with an id by which it is found again.
 
-A `Cursor` walks through one dataset; a `Mix` draws from several, by weight. Both are a few numbers: what a commit holds.
+A `Cursor` walks through one dataset; a `Mix` draws from several, by weight. Both are a few numbers: what a commit
+holds.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ class Cursor:
 
 
 class Mix:
-    """The problems of several environments, by name, as one stream. Each environment's own order is that of its dataset.
+    """The problems of several environments, by name, as one stream. Within an environment the order is its dataset's.
 
-    Whose turn it is follows from `seed` and the number of problems drawn so far alone: places on a circle, of which each
-    environment has a share by its weight. Of any n problems in a row its part of n is met but for a few (about log n).
+    Whose turn it is follows from `seed` and the number of problems drawn so far alone: places on a circle, of which
+    each environment has a share by its weight. Of any n problems in a row its part of n is met but for a few (log n).
 
     Of one environment alone the ids are those of its cursor; of several they begin with the environment's name:
     `guess/0.1.2`.
@@ -98,8 +99,8 @@ class Mix:
         name = problem.rpartition("/")[0] or self._names[0]
         if name not in self._cursors:
             raise BadInput(
-                f"problem {problem} is of environment {name}; expected one of {', '.join(self._names)}: the environments "
-                "that the run was begun with"
+                f"problem {problem} is of environment {name}; expected one of {', '.join(self._names)}, the "
+                "environments that the run was begun with"
             )
         return name
 

@@ -23,7 +23,8 @@ the replicas run dry. And the gate (`concurrency.py`): no more is sampled at onc
 in any loop is raised by the driver's next call, at once if one is waiting.
 
 Updates. One at a time, and the driver goes on meanwhile: it trains on what was sampled before. Its next update waits
-for the one before, and for an evaluation under way, which is of one version (`evaluation.py`). Where it could not go
+for the one before, and for an evaluation under way, which is of one version (`evaluation.py`), unless that has replicas
+of its own. Where it could not go
 on, and where nothing later would show a failure, the verb returns when the update has ended: the first and the last
 version of a run, and every one when max_steps_off_policy = 0.
 
@@ -42,6 +43,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from orchestrator import leaks
 from orchestrator.concurrency import Backpressure, Kind, Room
 from orchestrator.cursor import Mix
 from orchestrator.data import ScoredGroup, build_minibatch, group_to_data, is_constant
@@ -87,6 +89,7 @@ class Pipeline:
         limits: RolloutLimits,
         held_out: Sequence[RLDataset] = (),
         decode: Decode | None = None,
+        reserved: Sampler | None = None,
     ) -> None:
         self._cfg, self._options, self._sampler, self._limits = cfg, cfg.orchestrator, sampler, limits
         names = [env.label for env in cfg.env]
@@ -109,7 +112,7 @@ class Pipeline:
         self._pace = Lockstep(self._ledger.can_dispatch) if cfg.deterministic else OwnPace()
         self._pressure = Backpressure(cfg)
         self._players = {env.label: self._player(env) for env in cfg.env}
-        self._evaluator = Evaluator(cfg, held_out, self._sample, limits, self._pressure.gate)
+        self._evaluator = Evaluator(cfg, held_out, self._sample, limits, self._pressure.gate, reserved)
         self._run_limits = RunLimits(cfg)
         self._recorder = Recorder(cfg, decode)
         self._meter = StepMeter()
@@ -126,7 +129,7 @@ class Pipeline:
         """
         self._raise_error(but_limits=True)
         await self._update_ended()
-        await self._evaluator.ended()
+        await self._evaluator.before_update(weights.identity.version)
         first, self._newest = self._update is None, weights.identity.version
         if first:
             self._idle = IdleClock(asyncio.get_running_loop().time)
@@ -168,11 +171,12 @@ class Pipeline:
         reports = await self._sampler.update_weights(weights)
         self._update_rows[weights.identity.version] = update_metrics(reports, now() - started)
         self._acknowledge()
-        self._evaluator.begin(weights.identity.version, self._spawn)
+        self._evaluator.begin(weights, self._spawn)
         self._slots_changed.set()
 
     def _start(self) -> None:
         """Begins the loops."""
+        leaks.watch(asyncio.get_running_loop())
         self._note_boundary()
         self._spawn(self._dispatch_loop(), "dispatch loop")
         self._spawn(self._load_loop(), "load loop")

@@ -8,17 +8,22 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from orchestrator import leaks
 from orchestrator.concurrency import Room
 from orchestrator.data import ScoredGroup
 from orchestrator.env import Env, EnvGroupBuilder, Trajectory
 from orchestrator.ledger import Group
 from orchestrator.lockstep import OwnPace
 from orchestrator.rollout import (
+    BadStep,
+    EnvCancelled,
+    EnvExited,
     PromptTooLong,
     RolloutError,
     RolloutKey,
     RolloutLimits,
     Sample,
+    check_metrics,
     check_reward,
     run_rollout,
 )
@@ -54,6 +59,18 @@ class Played:
     scored: ScoredGroup | None
 
 
+def _exited(env: str, exit: SystemExit) -> EnvExited:
+    error = EnvExited(f"environment {env}: called sys.exit({exit.code!r}), which would have ended the orchestrator")
+    error.__cause__ = exit
+    return error
+
+
+def _checked_tags(tags: Sequence[str], env: str) -> Sequence[str]:
+    if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
+        raise BadStep(f"environment {env}: logging_tags() gave {tags!r}; expected a list of names")
+    return tags
+
+
 @dataclass(frozen=True)
 class Player:
     """Plays groups. `note` is told each error of an environment, `check` may refuse the rollouts of a group."""
@@ -67,12 +84,17 @@ class Player:
     async def play(self, group: Group, builder: EnvGroupBuilder, room: Room, over: Callable[[], None]) -> Played:
         """Plays all rollouts, scores and cleans up. Each one that ends leaves `room`; `over` is called before cleaning
         up, however the group ended."""
+        started: leaks.Tasks = set()
         try:
-            outcomes_G = await self._rollouts(group, builder, room)
-            scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
+            with leaks.owned_by(started):
+                outcomes_G = await self._rollouts(group, builder, room)
+                scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
         finally:
             over()
-            await self._attempt(builder.cleanup(), self._deadline())
+            with leaks.owned_by(started):
+                await self._attempt(builder.cleanup(), self._deadline())
+            if leaked := leaks.end(started, self.rules.env, group.problem):
+                self.note(leaked)
         return Played(outcomes_G, scored)
 
     async def _rollouts(self, group: Group, builder: EnvGroupBuilder, room: Room) -> list[Trajectory | Exception]:
@@ -80,6 +102,7 @@ class Player:
         rollouts = [
             asyncio.ensure_future(self._rollout(group, builder, envs, sample)) for sample in range(self.rules.size)
         ]
+        leaks.disown(envs, *rollouts)
         for rollout in rollouts:
             rollout.add_done_callback(room.leave_one)
         try:
@@ -104,7 +127,10 @@ class Player:
 
     async def _make_envs(self, group: Group, builder: EnvGroupBuilder) -> Sequence[Env]:
         with trace.overlapping("make_envs", "environment", problem=group.problem):
-            return await builder.make_envs()
+            try:
+                return await builder.make_envs()
+            except SystemExit as exit:  # in a task of its own it would end the whole process
+                raise _exited(self.rules.env, exit) from exit
 
     async def _play_one(
         self, group: Group, made: Awaitable[Sequence[Env]], key: RolloutKey, deadline: asyncio.Timeout
@@ -118,7 +144,8 @@ class Player:
 
         async def sample(request: SampleRequest) -> SampledSequence:
             await self.pace.before_sample(group.index, key.sample, deadline)
-            return await self.sample(request)
+            with leaks.owned_by(None):
+                return await self.sample(request)
 
         return await run_rollout(envs[key.sample], sample, key, rules.limits, rules.sampling, rules.seed)
 
@@ -133,9 +160,18 @@ class Player:
                 return await work
         except TriremeError:
             raise
-        except Exception as error:
-            self.note(error)
-            return error
+        except asyncio.CancelledError as cancelled:
+            task = asyncio.current_task()
+            if task and task.cancelling():  # by us
+                raise
+            error: Exception = EnvCancelled(f"environment {self.rules.env}: raised CancelledError by itself")
+            error.__cause__ = cancelled
+        except SystemExit as exit:
+            error = _exited(self.rules.env, exit)
+        except Exception as raised:
+            error = raised
+        self.note(error)
+        return error
 
     async def _score(
         self, group: Group, builder: EnvGroupBuilder, trajectories_G: list[Trajectory]
@@ -149,14 +185,15 @@ class Player:
     async def _rewards(self, group: Group, builder: EnvGroupBuilder, trajectories_G: list[Trajectory]) -> ScoredGroup:
         with trace.overlapping("compute_group_rewards", "environment", problem=group.problem):
             extra_G = await builder.compute_group_rewards(trajectories_G)
-        rewards_G = [float(t.reward + reward) for t, (reward, _) in zip(trajectories_G, extra_G, strict=True)]
-        for reward in rewards_G:
+        for reward, metrics in extra_G:
             check_reward(reward, self.rules.env, group.problem)
+            check_metrics(metrics, self.rules.env, group.problem)
+        rewards_G = [float(t.reward + reward) for t, (reward, _) in zip(trajectories_G, extra_G, strict=True)]
         return ScoredGroup(
             group=group,
             trajectories_G=tuple(trajectories_G),
             rewards_G=tuple(rewards_G),
             metrics_G=tuple(metrics for _, metrics in extra_G),
-            tags=(self.rules.env, *builder.logging_tags()),
+            tags=(self.rules.env, *_checked_tags(builder.logging_tags(), self.rules.env)),
             temperature=self.rules.sampling.temperature,
         )

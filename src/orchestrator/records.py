@@ -25,6 +25,7 @@ import numpy as np
 
 from orchestrator.data import AdvantageKind, ScoredGroup, compute_advantages, extends
 from orchestrator.env import Trajectory, Transition
+from orchestrator.snapshot import readable
 from trireme.config import Config
 
 Decode = Callable[[Sequence[int]], str]
@@ -95,7 +96,7 @@ class Recorder:
             "versions": [[version, len(list(tokens))] for version, tokens in groupby(turn.versions.tolist())],
             "reward": round(float(turn.reward), DIGITS),
             "metrics": {name: float(value) for name, value in turn.metrics.items()},
-            "logs": dict(turn.logs),
+            "logs": readable(turn.logs),
         }
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,8 @@ from trireme.faults import fault_point
 from trireme.types import SampledSequence, SampleRequest, VersionSpan
 
 Sample = Callable[[SampleRequest], Awaitable[SampledSequence]]
+NUMBERS = (Real, np.bool_)
+"""What rewards and metrics may be: Python's numbers and numpy's."""
 
 
 class RolloutError(Exception):
@@ -37,12 +40,32 @@ class PromptTooLong(RolloutError):
     """The first prompt exceeds `max_prompt_len` or leaves no room below `max_seq_len`: refused before sampling."""
 
 
+class BadReward(RolloutError):
+    """The environment gave something for a reward that is no number."""
+
+
 class NonFiniteReward(RolloutError):
     """The environment gave a reward of NaN or infinity."""
 
 
+class BadStep(RolloutError):
+    """What the environment's step returned is no StepResult, or its metrics are no numbers."""
+
+
+class BadPrompt(RolloutError):
+    """The environment gave an observation without tokens, or one that is no sequence of token ids."""
+
+
 class OutOfVocabulary(RolloutError):
     """The environment gave a token that the model does not have."""
+
+
+class EnvExited(RolloutError):
+    """The environment asked the whole process to end (`sys.exit`)."""
+
+
+class EnvCancelled(RolloutError):
+    """The environment raised CancelledError although nobody had cancelled its rollout."""
 
 
 class BadSample(RolloutError):
@@ -101,7 +124,7 @@ async def run_rollout(
         observation, stop = await env.initial_observation()
     transitions: list[Transition] = []
     while True:
-        prompt = _checked_prompt(observation, key, limits)
+        prompt = _checked_prompt(observation, stop, key, limits)
         too_long = _too_long(prompt, limits)
         if too_long and not transitions:
             raise PromptTooLong(f"environment {key.env}, problem {key.problem}: {too_long}")
@@ -118,14 +141,23 @@ async def run_rollout(
         observation, stop = result.next_observation, result.next_stop_condition
 
 
-def _checked_prompt(observation: Sequence[int], key: RolloutKey, limits: RolloutLimits) -> npt.NDArray[np.int32]:
-    prompt = np.asarray(observation, dtype=np.int64)
+def _checked_prompt(
+    observation: Sequence[int], stop: StopCondition, key: RolloutKey, limits: RolloutLimits
+) -> npt.NDArray[np.int32]:
+    prompt = np.asarray(observation)
+    if prompt.ndim != 1 or prompt.dtype.kind not in "iu" or not len(prompt):
+        raise BadPrompt(
+            f"environment {key.env}, problem {key.problem}: gave the observation {str(observation)[:100]!r}; expected "
+            f"at least one token, each a whole number of 0 .. {limits.vocab_size - 1}"
+        )
+    prompt = prompt.astype(np.int64)
     unknown = prompt[prompt.view(np.uint64) >= limits.vocab_size]  # a negative one, too: unsigned it is very large
-    if len(unknown) or not len(prompt):
-        given = f"token {unknown[0]}" if len(unknown) else "an empty observation"
+    strange = [token for token in stop if token not in range(limits.vocab_size)]
+    if len(unknown) or strange:
+        given = f"token {unknown[0]}" if len(unknown) else f"{strange[0]!r} as a token that ends an answer"
         raise OutOfVocabulary(
-            f"environment {key.env}, problem {key.problem}: gave {given}; expected at least one token, each of "
-            f"0 .. {limits.vocab_size - 1}"
+            f"environment {key.env}, problem {key.problem}: gave {given}; expected tokens of 0 .. "
+            f"{limits.vocab_size - 1}"
         )
     return prompt.astype(np.int32)
 
@@ -168,7 +200,13 @@ def _check_sample(sampled: SampledSequence, key: RolloutKey) -> None:
 def _transition(
     prompt: npt.NDArray[np.int32], sampled: SampledSequence, result: StepResult, key: RolloutKey
 ) -> Transition:
+    if not isinstance(result, StepResult) or not isinstance(result.logs, Mapping):
+        raise BadStep(
+            f"environment {key.env}, problem {key.problem}: step() returned {str(result)[:200]}; expected a "
+            "StepResult, its logs a mapping"
+        )
     check_reward(result.reward, key.env, key.problem)
+    check_metrics(result.metrics, key.env, key.problem)
     return Transition(
         observation=prompt,
         action=sampled.tokens.astype(np.int32),
@@ -184,10 +222,29 @@ def _transition(
 
 
 def check_reward(reward: float, env: str, problem: str) -> None:
-    """Raises NonFiniteReward for NaN and infinity."""
+    """Raises NonFiniteReward for NaN and infinity, BadReward for what is no number."""
+    if not isinstance(reward, NUMBERS):
+        raise BadReward(
+            f"environment {env}, problem {problem}: gave the reward {str(reward)[:100]!r} of type "
+            f"{type(reward).__name__}; expected a number"
+        )
     if not math.isfinite(reward):
         raise NonFiniteReward(
             f"environment {env}, problem {problem}: gave the reward {reward}; expected a finite number"
+        )
+
+
+def check_metrics(metrics: Mapping[str, float], env: str, problem: str) -> None:
+    """Raises BadStep unless all are numbers: a row of metrics could not be made of anything else."""
+    strange = (
+        [(name, value) for name, value in metrics.items() if not isinstance(value, NUMBERS)]
+        if isinstance(metrics, Mapping)
+        else [("all of them", metrics)]
+    )
+    if strange:
+        name, value = strange[0]
+        raise BadStep(
+            f"environment {env}, problem {problem}: gave the metric {name} = {str(value)[:100]!r}; expected a number"
         )
 
 

@@ -114,7 +114,7 @@ def _turn_to_json(turn: Transition) -> dict[str, Any]:
         "stop_reason": turn.stop_reason,
         "reward": turn.reward,
         "metrics": _floats(turn.metrics),
-        "logs": _readable(turn.logs),
+        "logs": readable(turn.logs),
     }
 
 
@@ -141,10 +141,10 @@ def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _readable(logged: Any) -> Any:
+def readable(logged: Any) -> Any:
     """What an environment logged, as JSON values."""
     if isinstance(logged, Mapping):
-        return {str(name): _readable(value) for name, value in logged.items()}
+        return {str(name): readable(value) for name, value in logged.items()}
     if isinstance(logged, list | tuple):
-        return [_readable(value) for value in logged]
+        return [readable(value) for value in logged]
     return logged if isinstance(logged, str | bool | int | float | None) else str(logged)

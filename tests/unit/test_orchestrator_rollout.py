@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from orchestrator.env import Env, StepResult, StopCondition, Trajectory
 from orchestrator.rollout import (
+    BadPrompt,
+    BadReward,
     BadSample,
+    BadStep,
     NonFiniteReward,
     OutOfVocabulary,
     PromptTooLong,
@@ -126,10 +130,56 @@ def test_rewards_must_be_finite(reward: float) -> None:
         play(Counting(reward=reward))
 
 
-@pytest.mark.parametrize("first", [[100], [-1], []])
+@pytest.mark.parametrize("first", [[100], [-1]])
 def test_observations_must_be_of_the_vocabulary(first: list[int]) -> None:
     with pytest.raises(OutOfVocabulary, match=r"environment counting.*0 \.\. 99"):
         play(Counting(first=first))
+
+
+@pytest.mark.parametrize("first", [[], [1.5], ["a"], [[1], [2]], [True, None]])
+def test_observations_must_be_tokens(first: list[Any]) -> None:
+    with pytest.raises(BadPrompt, match=r"environment counting.*at least one token"):
+        play(Counting(first=first))
+
+
+@pytest.mark.parametrize("stop", [(100,), (-1,), ("a",)])
+def test_tokens_that_end_an_answer_must_be_of_the_vocabulary(stop: tuple[Any, ...]) -> None:
+    class Stops(Counting):
+        async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+            return self.tokens, stop
+
+    with pytest.raises(OutOfVocabulary, match=r"as a token that ends an answer; expected tokens of 0 \.\. 99"):
+        play(Stops())
+
+
+@pytest.mark.parametrize("reward", [None, "1.0", [1.0], 1j, np.ones(2)])
+def test_rewards_must_be_numbers(reward: Any) -> None:
+    with pytest.raises(BadReward, match=rf"counting.* of type {type(reward).__name__}; expected a number"):
+        play(Counting(reward=reward))
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1), np.bool_(True)])
+def test_any_number_is_a_reward(reward: Any) -> None:
+    assert play(Counting(reward=reward)).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        None,
+        1.0,
+        StepResult(1.0, True, metrics={"seen": "much"}),  # type: ignore[dict-item]
+        StepResult(1.0, True, metrics=["seen"]),  # type: ignore[arg-type]
+        StepResult(1.0, True, logs="seen"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_step_must_give_what_can_be_counted_and_kept(result: Any) -> None:
+    class Odd(Counting):
+        async def step(self, action: Sequence[int]) -> StepResult:
+            return result
+
+    with pytest.raises(BadStep, match=r"environment counting, problem 0\.1\.2: .*expected"):
+        play(Odd())
 
 
 @pytest.mark.parametrize("sampler", [Echo(logprob=math.nan), Echo(tokens=0)])
