@@ -75,13 +75,14 @@ def test_role_colon_tells_of_tools() -> None:
     assert "\n\nTool: 4\n\nAssistant: It is 4.<eos>\n\nUser: Sure?\n\nAssistant:" in shown
 
 
-def test_thinking_stays_or_goes_or_goes_every_n_turns() -> None:
+@pytest.mark.parametrize(("name", "template"), [("qwen3", QWEN3), ("chat_template", SAYS), ("role_colon", None)])
+def test_thinking_stays_or_goes_or_goes_every_n_turns(name: str, template: str | None) -> None:
     turns = [m for n in range(5) for m in (said("user", f"q{n}"), said("assistant", f"a{n}", thinking=f"t{n}"))]
     asked = [*turns, said("user", "last")]
 
     def shown(**options: Any) -> str:
-        tokenizer = bpe(QWEN3)
-        text = tokenizer.decode(make_renderer("qwen3", tokenizer, **options).generation_prompt(asked))
+        tokenizer = bpe(template)
+        text = tokenizer.decode(make_renderer(name, tokenizer, **options).generation_prompt(asked))
         return "".join(str(n) for n in range(5) if f"t{n}" in text)
 
     assert shown() == ""
@@ -433,6 +434,12 @@ def test_any_tokens_can_be_parsed_and_gone_on_from(tokens: list[int]) -> None:
         assert message["tokens"] == tokens
         after = renderer.generation_prompt([said("user", "q"), message, said("user", "r")])
         assert after[: len(prompt) + len(tokens)] == prompt + tokens
+
+
+def test_who_speaks_for_others_is_malformed() -> None:
+    renderer = make_renderer("role_colon", characters())
+    for text, whole in ((" 4", True), (" 4\n\nUser: and 5?\n\nAssistant: 5", False), (" 4\n\nTool: 3", False)):
+        assert renderer.parse_response([*characters().encode(text), 1])[1] is whole
 
 
 def test_a_template_without_tool_calls_leaves_them_in_the_text() -> None:

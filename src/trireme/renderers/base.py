@@ -49,6 +49,12 @@ class TextRenderer(ABC):
     def stop_tokens(self) -> tuple[int, ...]:
         return self._stop
 
+    def thinking_from(self, messages: Sequence[Message], generate: bool) -> int:
+        """The text of a conversation shows no thinking before this place. One that ends with the assistant shows what
+        its prompt showed."""
+        speaks = bool(messages) and messages[-1]["role"] == "assistant" and not generate
+        return self._rule.boundary(messages[:-1] if speaks else messages)
+
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 

@@ -48,19 +48,20 @@ class ChatTemplateRenderer(TextRenderer):
         return stop
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
+        boundary = 0 if self._writes_thinking else self.thinking_from(messages, generate)
         return str(
             self._tokenizer.apply_chat_template(
-                [self._for_template(message) for message in messages],
+                [self._for_template(message, i >= boundary) for i, message in enumerate(messages)],
                 tools=[tool_schema(tool) for tool in tools] or None,
                 add_generation_prompt=generate,
                 tokenize=False,
             )
         )
 
-    def _for_template(self, message: Message) -> dict[str, Any]:
-        """A message under the names that chat templates know."""
+    def _for_template(self, message: Message, shows_thinking: bool) -> dict[str, Any]:
+        """A message under the names that chat templates know. One that knows no thinking finds it in the content."""
         shown: dict[str, Any] = {key: message[key] for key in ("role", "content", "name") if key in message}
-        thinking = message.get("thinking", "")
+        thinking = message.get("thinking", "") if shows_thinking else ""
         if thinking and self._writes_thinking:
             shown["reasoning_content"] = thinking
         elif thinking:

@@ -29,9 +29,7 @@ class Qwen3Renderer(TextRenderer):
         super().__init__(tokenizer, [known[END], *([] if end_of_text is None else [end_of_text])], rule)
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
-        speaks = bool(messages) and messages[-1]["role"] == "assistant" and not generate
-        boundary = self._rule.boundary(messages[:-1] if speaks else messages)
-        query = last_query(messages)
+        boundary, query = self.thinking_from(messages, generate), last_query(messages)
         blocks = [_opening(messages, tools)] if messages else []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":

@@ -10,6 +10,8 @@ from trireme.renderers.base import TextRenderer, describe_tools, thinking_block,
 from trireme.renderers.history import HistoryRule
 from trireme.renderers.types import Message, ToolSpec
 
+OTHERS = ("User", "System", "Tool")
+
 
 class RoleColonRenderer(TextRenderer):
     """Messages are parted by an empty line; the assistant's end with the tokenizer's end of sequence, which stops it.
@@ -29,8 +31,7 @@ class RoleColonRenderer(TextRenderer):
         self._end = tokenizer.eos_token  # transformers makes it up from several places at each access
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
-        speaks = bool(messages) and messages[-1]["role"] == "assistant" and not generate
-        boundary = self._rule.boundary(messages[:-1] if speaks else messages)
+        boundary = self.thinking_from(messages, generate)
         said = [self._said(message, i >= boundary) for i, message in enumerate(messages)]
         if tools:
             said.insert(0, f"System: {describe_tools(tools)}")
@@ -46,5 +47,6 @@ class RoleColonRenderer(TextRenderer):
         return f"{speaker}: {block}{calls}{self._end}"
 
     def parse_text(self, text: str) -> tuple[Message, bool]:
-        """The space after the colon is no part of the message."""
-        return super().parse_text(text.removeprefix(" "))
+        """The space after the colon is no part of the message. One in which somebody else speaks too is malformed."""
+        message, whole = super().parse_text(text.removeprefix(" "))
+        return message, whole and not any(f"\n\n{speaker}:" in text for speaker in OTHERS)
