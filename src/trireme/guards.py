@@ -3,6 +3,7 @@ sampler that no longer agree."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import nan
 from typing import Any
@@ -12,6 +13,9 @@ from trireme.errors import LimitReached, NonFiniteGradient
 from trireme.types import OptimStepResponse
 
 NAMED = 8
+ALIKE_STEPS = 5
+"""So many steps in a row of groups whose rewards are all alike are no accident."""
+NEARLY_ALL = 0.9
 KL = "optim/kl_sample_train_v2"
 
 
@@ -45,17 +49,44 @@ class RefusedSteps:
             )
 
 
+class Difficulty:
+    """Warns, once per stretch, when nearly all problems of an environment are too hard or too easy to learn from."""
+
+    def __init__(self, envs: Sequence[str], say: Callable[[str], None]) -> None:
+        self._envs, self._say = envs, say
+        self._steps: Counter[tuple[str, str]] = Counter()
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Looks at the row of a step; one without problems of an environment says nothing about it."""
+        for env in self._envs:
+            for kind, how, instead in (("bad", "are all bad", "easier"), ("good", "are all good", "harder")):
+                share = row.get(f"env/{env}/by_group/frac_all_{kind}")
+                if share is not None:
+                    self._steps[env, kind] = self._steps[env, kind] + 1 if share >= NEARLY_ALL else 0
+                    if self._steps[env, kind] == ALIKE_STEPS:
+                        self._warn(row["step"], env, how, instead)
+
+    def _warn(self, step: int, env: str, how: str, instead: str) -> None:
+        self._say(
+            f"step {step}: for {ALIKE_STEPS} steps the rollouts of at least {NEARLY_ALL:.0%} of the problems of {env} "
+            f"{how}, and a problem whose rollouts are alike teaches nothing. As a rule of thumb, problems of which the "
+            f"start solves 0%, or more than 80%, have the wrong difficulty: choose {instead} ones"
+        )
+
+
 class Guard(RefusedSteps):
-    """And stops or warns when trainer and sampler are too far apart."""
+    """And stops or warns when trainer and sampler are too far apart, and warns of problems of the wrong difficulty."""
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         super().__init__(config, say)
         self._limits, self._temperature = config.trainer.kl, config.inference.sampling.temperature
         self._alarmed = False
+        self._difficulty = Difficulty([env.label for env in config.env], say)
 
     def check(self, row: Mapping[str, Any]) -> None:
         """As RefusedSteps; raises LimitReached beyond `trainer.kl.stop` too."""
         super().check(row)
+        self._difficulty.check(row)
         kl, limits = row[KL], self._limits
         apart = (
             f"step {row['step']}: kl_sample_train_v2 = {kl:.3g} between sampler and trainer (mean age of the groups "

@@ -300,3 +300,43 @@ def test_reserved_replicas_leave_others_for_training() -> None:
     assert "eval.replicas = 1 in deterministic mode" in refusal(
         Config.model_validate({**synchronous, "deterministic": True})
     )
+
+
+def mixed(*envs: dict, held_out: list[dict] | None = None, **orchestrator: Any) -> Config:
+    given = config().model_dump() | {"env": list(envs), "eval": {"env": held_out or []}}
+    given["orchestrator"] |= orchestrator
+    return Config.model_validate(given)
+
+
+def test_environments_have_names_of_their_own() -> None:
+    assert check(mixed({"id": "sort"}, {"id": "sort", "name": "long"}), FACTS) == []
+    text = refusal(mixed({"id": "sort"}, {"id": "guess"}, {"id": "my.sort:Sort", "name": "sort"}))
+    assert "env has 2 environments of the name 'sort'" in text
+    assert "`env.0.name = ...`" in text
+    assert "env/all/*" in refusal(mixed({"id": "sort", "name": "all"}, {"id": "guess"}))
+
+
+def test_each_environment_needs_groups_that_can_be_compared() -> None:
+    text = refusal(mixed({"id": "sort"}, {"id": "guess", "group_size": 1}))
+    assert "group_size = 1 of environment guess" in text
+    assert check(mixed({"id": "sort", "group_size": 2}, {"id": "guess", "group_size": 4}, group_size=1), FACTS) == []
+
+
+def test_there_must_be_room_for_the_largest_group() -> None:
+    envs = {"id": "sort", "group_size": 2}, {"id": "guess", "group_size": 16}
+    assert "room for a whole group, 16 rollouts" in refusal(mixed(*envs, max_concurrent=15))
+    assert check(mixed(*envs, max_concurrent=16), FACTS) == []
+
+
+def test_batch_size_counts_groups_of_whatever_size() -> None:
+    envs = {"id": "sort", "group_size": 3}, {"id": "guess", "group_size": 16}
+    given = mixed(*envs).model_copy(update={"trainer": config(trainer={"num_substeps": 4}).trainer})
+    assert check(given, FACTS) == []
+
+
+def test_an_environment_of_evaluations_is_one_of_the_runs_own_or_has_an_id() -> None:
+    envs = {"id": "sort"}, {"id": "guess"}
+    assert check(mixed(*envs, held_out=[{"name": "guess"}, {"id": "reverse"}]), FACTS) == []
+    text = refusal(mixed(*envs, held_out=[{"args": {"max_turns": 2}}]))
+    assert "the name of one of the run's environments (sort, guess)" in text
+    assert "eval.env has 2 environments" in refusal(mixed(*envs, held_out=[{"name": "guess"}, {"name": "guess"}]))

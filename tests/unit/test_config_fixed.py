@@ -81,3 +81,12 @@ def test_how_often_the_reference_changes_may_not_change() -> None:
     kl = ("--trainer.kl.coef", "0.1", "--trainer.kl.reference.base-model", "m")
     never, often = parts(*kl), parts(*kl, "--trainer.kl.reference.update-every", "2")
     assert [name for name in never if never[name] != often[name]] == ["loss"]
+
+
+def test_with_several_environments_names_and_weights_are_fixed_too() -> None:
+    def data(*flags: str) -> dict:
+        return parts("--env", '[{id = "sort"}, {id = "guess"}]', *flags)["data"]
+
+    assert data("--env.1.group-size", "4") == data()
+    for flags in (("--env.1.weight", "2"), ("--env.1.name", "game"), ("--env.1.args.max-turns", "3")):
+        assert data(*flags) != data()

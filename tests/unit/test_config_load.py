@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from trireme.config import Config
-from trireme.config import Config
 from trireme.config.keys import keys_of
 from trireme.config.load import help_text, load
 from trireme.errors import EXIT_BAD_INPUT, BadInput
@@ -208,6 +207,115 @@ class TestAliases:
         file = toml("[orchestrator]\nbatch_size = 2\ngroups_per_batch = 3")
         text = refusal("@", file, "--model.name", "m", "--env.id", "sort", "--inference.sampling.max-tokens", "1")
         assert "orchestrator.groups_per_batch = 3 (file f.toml)" in text
+
+
+SORT_AND_GUESS = """
+[[env]]
+id = "sort"
+args = { max_digits = 5 }
+
+[[env]]
+id = "guess"
+weight = 2.0
+group_size = 4
+"""
+WITHOUT_ENV = [
+    *("--model.name", "m", "--orchestrator.batch-size", "16"),
+    *("--inference.sampling.max-tokens", "10"),
+]
+
+
+class TestSeveralEnvironments:
+    def test_a_list_of_tables(self, toml: Toml) -> None:
+        got = load([*WITHOUT_ENV, "@", toml(SORT_AND_GUESS)], {}).config
+        assert [(env.id, env.weight, env.group_size) for env in got.env] == [("sort", 1.0, None), ("guess", 2.0, 4)]
+        assert got.env[0].args == {"max_digits": 5}
+        assert [got.group_size(env) for env in got.env] == [8, 4]
+        assert got.label == "sort+guess"
+
+    def test_one_table_is_a_list_of_one(self, toml: Toml) -> None:
+        assert [env.id for env in load([*WITHOUT_ENV, "@", toml('[env]\nid = "sort"')], {}).config.env] == ["sort"]
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["--env", '[{"id": "sort"}, {"id": "guess", "weight": 2.0}]'],
+            ["--env", "[{id = 'sort'}, {id = 'guess', weight = 2.0}]"],
+            ["--env.0.id", "sort", "--env.1.id", "guess", "--env.1.weight", "2"],
+        ],
+    )
+    def test_flags(self, words: list[str]) -> None:
+        got = load([*WITHOUT_ENV, *words], {}).config
+        assert [(env.id, env.weight) for env in got.env] == [("sort", 1.0), ("guess", 2.0)]
+
+    def test_a_flag_adds_one_to_a_files_only_table(self, toml: Toml) -> None:
+        got = load([*WITHOUT_ENV, "@", toml('[env]\nid = "sort"'), "--env.1.id", "guess"], {}).config
+        assert [env.id for env in got.env] == ["sort", "guess"]
+
+    def test_environment_variables(self) -> None:
+        environ = {
+            "TRIREME__ENV__0__ID": "sort",
+            "TRIREME__ENV__1__ID": "guess",
+            "TRIREME__ENV__1__ARGS__MAX_TURNS": "3",
+        }
+        got = load(WITHOUT_ENV, environ).config
+        assert [env.id for env in got.env] == ["sort", "guess"]
+        assert got.env[1].args == {"max_turns": 3}
+
+    def test_a_later_place_changes_one_entry(self, toml: Toml) -> None:
+        flags = ["--env.1.weight", "5", "--env.0.args.min-digits", "4"]
+        got = load([*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), *flags], {}).config
+        assert [env.weight for env in got.env] == [1.0, 5.0]
+        assert got.env[0].args == {"max_digits": 5, "min_digits": 4}
+        assert got.env[1].group_size == 4
+
+    def test_a_later_list_replaces_an_earlier_one(self, toml: Toml) -> None:
+        first, second = toml(SORT_AND_GUESS), toml('[[env]]\nid = "reverse"', "g.toml")
+        got = load([*WITHOUT_ENV, "@", first, "@", second], {}).config
+        assert [(env.id, env.args) for env in got.env] == [("reverse", {})]
+        assert len(load([*WITHOUT_ENV, "@", second, "@", first], {}).config.env) == 2
+
+    def test_a_file_for_one_entry(self, toml: Toml) -> None:
+        first, second = toml(SORT_AND_GUESS), toml('id = "arithmetic"', "g.toml")
+        got = load([*WITHOUT_ENV, "@", first, "--env.1", "@", second], {}).config
+        assert [(env.id, env.weight) for env in got.env] == [("sort", 1.0), ("arithmetic", 2.0)]
+
+    def test_an_entry_without_an_id_is_refused(self, toml: Toml) -> None:
+        text = refusal(*WITHOUT_ENV, "@", toml('[[env]]\nid = "sort"\n[[env]]\nweight = 2.0'))
+        assert "no value for `env.1.id`" in text
+        assert "no value for `env.1.id`" in refusal(*WITHOUT_ENV, "--env.0.id", "a", "--env.2.id", "b")
+        assert "no value for `env.id`" in refusal(*WITHOUT_ENV, "--env", "[]")
+
+    @pytest.mark.parametrize(
+        ("flag", "meant"), [("--env.1.wieght", "--env.1.weight"), ("--env.1.groupsize", "--env.1.group-size")]
+    )
+    def test_an_unknown_key_of_an_entry(self, toml: Toml, flag: str, meant: str) -> None:
+        text = refusal(*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), flag, "4")
+        assert f"did you mean `{meant}`?" in text
+
+    def test_a_wrong_value_in_an_entry(self, toml: Toml) -> None:
+        text = refusal(*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), "--env.1.weight", "0")
+        assert "env.1.weight = 0 (flag --env.1.weight)" in text
+        assert "takes: number > 0" in text
+
+    def test_a_flag_without_a_number_is_refused_where_there_are_several(self, toml: Toml) -> None:
+        text = refusal(*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), "--env.args.max-digits", "4")
+        assert "because there are several in `env`" in text
+        assert "`env.0.args.max_digits`" in text
+
+    def test_evaluations_on_several(self, toml: Toml) -> None:
+        file = toml(SORT_AND_GUESS)
+        assert [env.label for env in load([*WITHOUT_ENV, "@", file], {}).config.eval_envs] == ["sort", "guess"]
+        given = '[{name = "guess", args = {max_turns = 2}}, {id = "reverse"}]'
+        got = load([*WITHOUT_ENV, "@", file, "--eval.env", given], {}).config
+        assert [(env.id, env.label, env.args) for env in got.eval_envs] == [
+            ("guess", "guess", {"max_turns": 2}),
+            ("reverse", "reverse", {}),
+        ]
+
+    def test_what_is_resolved_can_be_given_again(self, toml: Toml) -> None:
+        got = load([*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), "--eval.env.name", "guess"], {}).config
+        assert load(["@", toml(got.model_dump_json(), "c.json")], {}).config == got
 
 
 class TestUnknownKeys:

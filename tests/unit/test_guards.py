@@ -69,3 +69,37 @@ def test_the_run_stops_beyond_kl_stop():
     guard.check(row(kl=0.5))
     with pytest.raises(LimitReached, match=r"step 1: kl_sample_train_v2 = 0.51 .* trainer.kl.stop = 0.5"):
         guard.check(row(1, kl=0.51))
+
+
+def shares(env: str, bad: float = 0.0, good: float = 0.0):
+    return {f"env/{env}/by_group/frac_all_bad": bad, f"env/{env}/by_group/frac_all_good": good}
+
+
+@pytest.mark.parametrize(("kind", "instead"), [("bad", "easier"), ("good", "harder")])
+def test_problems_that_teach_nothing_are_warned_of_once_per_stretch(kind: str, instead: str):
+    said: list[str] = []
+    guard = Guard(config(), said.append)
+    for n in range(4):
+        guard.check(row(n) | shares("sort", **{kind: 0.9}))
+    guard.check(row(4) | shares("sort", **{kind: 0.89}))
+    assert said == []
+    for n in range(5, 15):
+        guard.check(row(n) | shares("sort", **{kind: 1.0}))
+    (warning,) = said
+    assert warning.startswith("step 9: for 5 steps the rollouts of at least 90% of the problems of sort")
+    assert f"choose {instead} ones" in warning
+    guard.check(row(15) | shares("sort"))
+    for n in range(16, 21):
+        guard.check(row(n) | shares("sort", **{kind: 1.0}))
+    assert len(said) == 2
+
+
+def test_each_environment_is_judged_by_itself_and_only_where_it_has_problems():
+    given = config().model_dump() | {"env": [{"id": "sort", "name": "easy"}, {"id": "sort", "name": "rare"}]}
+    said: list[str] = []
+    guard = Guard(Config.model_validate(given), said.append)
+    for n in range(9):
+        guard.check(row(n) | shares("all", bad=1.0) | shares("easy") | (shares("rare", bad=1.0) if n % 2 == 0 else {}))
+    (warning,) = said
+    assert "step 8" in warning
+    assert "of rare" in warning
