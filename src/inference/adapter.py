@@ -34,7 +34,7 @@ def take_adapter(runner: Any, tensors: Mapping[str, torch.Tensor], adapter: Adap
     names."""
     layers = dict(tensors)
     a, b = (layers.pop(HEAD.format(which), None) for which in "AB")
-    helper = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=[])  # type: ignore[arg-type]
+    helper = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=[])
     manager = runner.lora_manager._adapter_manager
     lora = LoRAModel.from_lora_tensors(
         POLICY.lora_int_id, layers, helper, device="cpu", dtype=manager.lora_config.lora_dtype

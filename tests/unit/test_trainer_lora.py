@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import PeftModel
+from ranks_support import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -324,3 +325,72 @@ def test_the_digest_of_a_base_is_that_of_its_tensors(models: dict[str, str], tmp
         base_digest(str(tmp_path / "parts"))
     with pytest.raises(BadInput, match="safetensors format"):
         base_digest(str(tmp_path))
+
+
+LONG = (30, 3, 3, 4, 5, 29, 7, 1)
+WAYS = {
+    "2 shards": (2, {"trainer__micro_batch_tokens": 24}),
+    "3 shards, packed, layers computed twice": (3, {"trainer__packing": "packed", "trainer__checkpointing": True}),
+    "2 copies, offloaded": (2, {"trainer__replicate": 2, "trainer__offload": "cpu"}),
+}
+
+
+def adapters_of(shard: Shard) -> dict[str, Tensor]:
+    published = shard.publish_weights(1)
+    if published is None:
+        return {}
+    flat = {e.name: (published.buckets[e.bucket][e.offset : e.offset + e.nbytes], e.shape) for e in published.entries}
+    return {name: torch.from_numpy(part.copy()).view(torch.float32).view(shape) for name, (part, shape) in flat.items()}
+
+
+def two_steps(
+    rank: int, world_size: int, store: Any, model: str, options: dict[str, Any], save_to: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """The gradients of the second step (in the first, A has none), the adapters after it, and the base's logprobs."""
+    config = make_config(model, trainer__lora=EVERYTHING, trainer__kl={"coef": 0.1}, **options)
+    shard = Shard(config, rank, world_size, store, np.copy)
+    for seed in range(2):
+        shard.forward_backward(make_batch(LONG, seed=seed), "importance_sampling", {}, None)
+        named = [(name, p) for name, p in shard._model.named_parameters() if p.requires_grad]
+        gradients = {name: p.grad.full_tensor().clone() for name, p in named}
+        shard.optim_step(AdamParams(learning_rate=1e-2), 40.0)
+    shard.begin_save(save_to)
+    shard.finish_save(save_to)
+    after, reference = adapters_of(shard), shard.forward(make_batch(LONG), "reference")
+    dist.destroy_process_group()
+    return gradients, after, reference
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shards_and_layouts_change_nothing(models: dict[str, str], make: Make, way: str, tmp_path: Path) -> None:
+    processes, options = WAYS[way]
+    ranks = run_ranks(processes, two_steps, models["untied"], options, tmp_path / "many")
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    gradients, after, reference = two_steps(0, 1, store, models["untied"], {}, tmp_path / "one")
+    for got, _, _ in ranks:
+        assert got.keys() == gradients.keys()
+        for name, wanted in gradients.items():
+            assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm() + 1e-9, name
+    for name, wanted in after.items():
+        assert (ranks[0][1][name] - wanted).norm() <= 1e-4 * wanted.norm() + 1e-9, name
+    batch = make_batch(LONG)
+    np.testing.assert_allclose(
+        scatter_outputs(batch, [output for _, _, output in ranks]), scatter_outputs(batch, [reference]), atol=1e-5
+    )
+    resharded = make("untied", trainer__kl={"coef": 0.1})
+    resharded.load_state(tmp_path / "many", [])
+    for name, tensor in adapters_of(resharded).items():
+        assert torch.equal(tensor, ranks[0][1][name]), name
+
+
+def test_dropped_inputs_are_the_same_when_layers_are_computed_twice(make: Make) -> None:
+    batch = make_batch(LENGTHS)
+
+    def gradients(**options: Any) -> list[Tensor]:
+        shard = trained(make("untied", {**EVERYTHING, "dropout": 0.3}, **options), 1)
+        torch.manual_seed(5)
+        shard.forward_backward(batch, "importance_sampling", {}, None)
+        return [p.grad.to_local().clone() for p in shard._parameters]
+
+    for once, twice in zip(gradients(), gradients(trainer__checkpointing=True), strict=True):
+        torch.testing.assert_close(twice, once, rtol=1e-4, atol=1e-5)
