@@ -31,6 +31,9 @@ A value is taken from the first of these places that has it: command line, envir
 - Lists and tables are written as JSON or TOML: `--wandb.tags '["a", "b"]'`, `--env.args '{length = 5}'`.
 - One entry of a table can be given alone: `--env.args.length 5`, `TRIREME__ENV__ARGS__LENGTH=5`. Entries of several
   places add to each other.
+- `env` and `eval.env` are one table or a list of them: `[[env]]` in files, `--env '[{id = "sort"}, {id = "guess"}]'`.
+  One of several is named by its number, from 0: `--env.1.weight 2`, `TRIREME__ENV__1__WEIGHT=2`. A list replaces what
+  came before.
 - An alias stands for its key in files, environment and flags (those that begin with `--` in flags only). Two spellings
   of one key that disagree in the same place are an error.
 """

@@ -125,7 +125,7 @@ def published(version: int) -> PublishedWeights:
     return PublishedWeights(WeightIdentity(1, version, f"{version:032x}"), (), (), canary)
 
 
-def make_pipeline(client: Any, groups: int, steps: int) -> Pipeline:
+def make_pipeline(client: Any, groups: int, steps: int, flags: Sequence[str] = ("@", str(CONFIG))) -> Pipeline:
     from inference.router import Router
     from orchestrator.env import EnvContext, load_dataset
     from orchestrator.pipeline import Pipeline
@@ -139,7 +139,7 @@ def make_pipeline(client: Any, groups: int, steps: int) -> Pipeline:
         "--max-steps": steps,
         "--orchestrator.max-concurrent": 2 * groups * GROUP_SIZE,
     }
-    config = load(["@", str(CONFIG), *(str(part) for pair in sizes.items() for part in pair)]).config
+    config = load([*flags, *(str(part) for pair in sizes.items() for part in pair)]).config
     context = EnvContext(load_tokenizer(config.tokenizer_name), config.seed, GROUP_SIZE, "train")
     return Pipeline(config, [load_dataset(config.env[0], context)], Router({0: client}), rollout_limits(config))
 
@@ -154,8 +154,8 @@ async def drive(pipeline: Pipeline, steps: int) -> None:
     await pipeline.stop()
 
 
-def measure(client: Any, groups: int, steps: int) -> Measured:
-    pipeline = make_pipeline(client, groups, steps)
+def measure(client: Any, groups: int, steps: int, flags: Sequence[str] = ("@", str(CONFIG))) -> Measured:
+    pipeline = make_pipeline(client, groups, steps, flags)
     load_before, resident = os.getloadavg()[0], psutil.Process().memory_info().rss
     started, cpu_started = time.monotonic(), time.process_time()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop that Ray gives its actors
