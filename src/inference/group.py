@@ -93,11 +93,23 @@ class InferenceGroup:
         return list(self._ready.values()), [self._name(index) for index in self._ready]
 
     def router_factory(self) -> Callable[[], Sampler]:
-        """Makes the sampler in the process that will use it; picklable."""
+        """Makes the sampler of the replicas that sample for training, in the process that will use it; picklable."""
+        return self._factory(self._indices[: len(self.replicas) - self.cfg.eval.replicas])
+
+    def reserved_factory(self) -> Callable[[], Sampler] | None:
+        """The same of those that only evaluate; None when there are none."""
+        reserved = self.cfg.eval.replicas
+        return self._factory(self._indices[-reserved:]) if reserved else None
+
+    @property
+    def _indices(self) -> list[int]:
+        return sorted(self.replicas)
+
+    def _factory(self, indices: Sequence[int]) -> Callable[[], Sampler]:
         timeouts = self.cfg.timeouts
         clients = {
-            index: RayReplica(handle, self._name(index), self._log(index), timeouts.step_s, timeouts.update_s)
-            for index, handle in self.replicas.items()
+            i: RayReplica(self.replicas[i], self._name(i), self._log(i), timeouts.step_s, timeouts.update_s)
+            for i in indices
         }
         return partial(make_router, clients, self.cfg.deterministic, self.cfg.inference.max_updating)
 

@@ -31,10 +31,16 @@ COLLECT_AFTER = 20_000
 class OrchestratorActor:
     """An async actor: all methods run on one event loop. `start` comes first, and is where bad input is found."""
 
-    def __init__(self, cfg: Config, sampler_factory: Callable[[], Sampler], log_dir: Path | None) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        sampler_factory: Callable[[], Sampler],
+        reserved_factory: Callable[[], Sampler] | None,
+        log_dir: Path | None,
+    ) -> None:
         redirect(log_dir, "orchestrator_0")
         trace.start(log_dir, "orchestrator_0", cfg.trace.max_mb)
-        self._cfg, self._sampler_factory = cfg, sampler_factory
+        self._cfg, self._sampler_factory, self._reserved_factory = cfg, sampler_factory, reserved_factory
 
     async def start(self) -> None:
         """Opens tokenizer and environment, and the way to the replicas. Raises BadInput."""
@@ -51,6 +57,7 @@ class OrchestratorActor:
             rollout_limits(cfg),
             [load_dataset(env, held_out, "eval.env") for env in cfg.eval_envs] if cfg.eval.every else [],
             context.tokenizer.decode,
+            self._reserved_factory and self._reserved_factory(),
         )
         spare_collector()
 

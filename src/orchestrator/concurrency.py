@@ -138,7 +138,7 @@ class Backpressure:
         if cfg.deterministic:  # a batch is sampled at once, whatever the replicas report and when
             self.gate = Gate(None)
         elif options.max_concurrent == "auto":
-            self.gate = Gate(cfg.first_max_concurrent(on_gpus=cfg.cluster.device == "gpu"))
+            self.gate = Gate(cfg.enough_rollouts(cfg.training_replicas, on_gpus=cfg.cluster.device == "gpu"))
         else:
             self.gate = Gate(options.max_concurrent)
         self._preempted: dict[int, int] = {}

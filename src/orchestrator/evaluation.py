@@ -14,6 +14,9 @@ been and is being sampled by the same version. Each token is checked: another ve
 Beside training. Both ask the gate for room, a group at a time; there neither keeps the other out. In deterministic mode
 all of an evaluation is sampled in lockstep, and nothing else meanwhile.
 
+Replicas of its own (`eval.replicas`). They take weights only when these are to be evaluated, and nothing waits for
+them, but the next evaluation. One stands in the row of the step during which it ended; `version` says what it was of.
+
 Failed rollouts are tried again as in training. Those that fail for good are counted (`failed`) and left out of every
 mean: they are no zeros. A refused prompt fails at once.
 
@@ -59,6 +62,8 @@ from trireme import trace
 from trireme.config import Config
 from trireme.errors import ProvenanceError, RoomFailed
 from trireme.faults import fault_point
+from trireme.protocols import Sampler
+from trireme.weights import PublishedWeights
 
 PASSED_REWARD = 1.0
 """A rollout passes with this reward or more: full marks."""
@@ -91,13 +96,25 @@ class Evaluator:
     `eval.every` is 0."""
 
     def __init__(
-        self, cfg: Config, datasets: Sequence[RLDataset], sample: Sample, limits: RolloutLimits, gate: Gate
+        self,
+        cfg: Config,
+        datasets: Sequence[RLDataset],
+        sample: Sample,
+        limits: RolloutLimits,
+        gate: Gate,
+        reserved: Sampler | None = None,
     ) -> None:
-        self._cfg, self._sample, self._gate = cfg, sample, gate
+        """`reserved`: the replicas that do nothing else; then `sample` and `gate` are not used."""
+        self._cfg, self._reserved = cfg, reserved
+        self._sample, self._gate = sample, gate
+        if reserved:
+            room = cfg.enough_rollouts(cfg.eval.replicas, on_gpus=cfg.cluster.device == "gpu")
+            self._sample, self._gate = reserved.sample, Gate(room)
         self._datasets = {env.label: dataset for env, dataset in zip(cfg.eval_envs, datasets, strict=False)}
         self._schedule = Schedule(cfg.eval.every, cfg.max_steps)
         self._rules = {env.label: self._rules_of(env.label, limits) for env in cfg.eval_envs}
         self._task: asyncio.Task[None] | None = None
+        self._begun: int | None = None
         self._done: int | None = None
         self._owed = False
         self._rows: dict[int, dict[str, float]] = {}
@@ -116,11 +133,29 @@ class Evaluator:
             timeout_s=options.generation_timeout_s,
         )
 
-    def begin(self, version: int, spawn: Spawn) -> None:
-        """All replicas hold `version`: begins its evaluation if it is due."""
-        if self._schedule.due(version, self._done, self._owed):
-            self._owed = True
-            self._task = spawn(self._evaluate(version), f"evaluation of version {version}")
+    def begin(self, weights: PublishedWeights, spawn: Spawn) -> None:
+        """All replicas but the reserved ones hold `weights`: begins the evaluation of that version if it is due."""
+        version = weights.identity.version
+        if self._due(version):
+            self._owed, self._begun = True, version
+            self._task = spawn(self._evaluate(weights), f"evaluation of version {version}")
+
+    async def before_update(self, version: int) -> None:
+        """Returns when replicas may take `version`: not while they evaluate, nor, where others do that, while these are
+        busy and `version` is due too (or the last row is near, which holds one evaluation). Raises what an evaluation
+        failed with."""
+        near_end = version >= self._schedule.last - 1
+        if not self._reserved or (self._under_way and (near_end or self._due(version))):
+            await self.ended()
+
+    @property
+    def _under_way(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def _due(self, version: int) -> bool:
+        if self._under_way:
+            return self._schedule.due(version, self._begun, owed=False)
+        return self._schedule.due(version, self._done, self._owed)
 
     async def ended(self) -> None:
         """Returns when no evaluation is under way. Raises what it failed with."""
@@ -140,7 +175,9 @@ class Evaluator:
 
     def take(self, step: int) -> dict[str, float]:
         """What the row of `step` is to hold; nothing when no evaluation belongs there."""
-        row = self._rows.pop(step, {})
+        row: dict[str, float] = {}
+        for due in [due for due in self._rows if due <= step]:
+            row |= self._rows.pop(due)
         if row:
             row["time/wait_for_evaluation"], self._waited_s = self._waited_s, 0.0
         return row
@@ -155,7 +192,10 @@ class Evaluator:
 
     # ---- one evaluation
 
-    async def _evaluate(self, version: int) -> None:
+    async def _evaluate(self, weights: PublishedWeights) -> None:
+        version = weights.identity.version
+        if self._reserved:
+            await self._reserved.update_weights(weights)
         self._rows[self._schedule.row(version)] = await self.evaluate(version)
         self._done, self._owed = version, False
 

@@ -33,10 +33,16 @@ class OrchestratorHandle:
 
     @classmethod
     def start(
-        cls, cfg: Config, sampler_factory: Callable[[], Sampler], options: dict[str, Any], log_dir: Path | None
+        cls,
+        cfg: Config,
+        sampler_factory: Callable[[], Sampler],
+        options: dict[str, Any],
+        log_dir: Path | None,
+        reserved_factory: Callable[[], Sampler] | None = None,
     ) -> OrchestratorHandle:
-        """Creates the actor and returns at once; wait for `ready_refs` before any other call."""
-        actor = ray.remote(OrchestratorActor).options(**options).remote(cfg, sampler_factory, log_dir)
+        """Creates the actor and returns at once; wait for `ready_refs` before any other call. `reserved_factory` makes
+        the sampler of the replicas that only evaluate, if there are any."""
+        actor = ray.remote(OrchestratorActor).options(**options).remote(cfg, sampler_factory, reserved_factory, log_dir)
         return cls(cfg, actor, log_dir and log_dir / "orchestrator_0.log")
 
     def ready_refs(self) -> tuple[list[Any], list[str]]:

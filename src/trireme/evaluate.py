@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _config(subject: Subject, given: Sequence[str]) -> Config:
     files = ["@", str(subject.run / "config.json")] if subject.run else []
-    own = {"model.name": subject.model, **UNUSED, "eval.every": "1"}
+    own = {"model.name": subject.model, **UNUSED, "eval.every": "1", "eval.replicas": "0"}
     config = load([*files, *given, *(part for key, value in own.items() for part in (f"--{key}", value))]).config
     trainer = config.trainer.model_copy(update={"lora": LoraConfig()})  # what was merged is a whole model
     return config.model_copy(update={"trainer": trainer})

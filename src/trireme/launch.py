@@ -47,7 +47,9 @@ def _start_rooms(config: Config, plan: Plan, run: RunDir, progress: Progress, en
     trainer = TrainerGroup.start(config, options[:shards], log_dir, run.start.attempt)
     ending.callback(trainer.stop)
     planned = _with_device(config, plan)
-    orchestrator = OrchestratorHandle.start(planned, inference.router_factory(), options[-1], log_dir)
+    orchestrator = OrchestratorHandle.start(
+        planned, inference.router_factory(), options[-1], log_dir, inference.reserved_factory()
+    )
     ending.callback(orchestrator.stop)
     refs, names = [], []
     for room in (inference, trainer, orchestrator):

@@ -172,7 +172,8 @@ class Plan(CommonPlan):
         if not options.every:
             return []
         problems = f"{options.problems or 'all'} held-out problems of {env} x {count(options.samples, 'rollout')}"
-        return [("evaluation", f"{problems}: first of all, every {count(options.every, 'step')}, and at the end")]
+        own = f", by {count(options.replicas, 'replica')} of its own" if options.replicas else ""
+        return [("evaluation", f"{problems}: first of all, every {count(options.every, 'step')}, and at the end{own}")]
 
     def _tokens_text(self) -> str:
         orchestrator, steps = self.config.orchestrator, self.config.max_steps
@@ -213,9 +214,9 @@ class Plan(CommonPlan):
             return f"a whole batch at once: {slots}"
         if options.max_concurrent != "auto":
             return f"at most {options.max_concurrent} rollouts; at most {slots}"
-        first = config.first_max_concurrent(on_gpus=self.on_gpus)
+        first = config.enough_rollouts(config.training_replicas, on_gpus=self.on_gpus)
         return (
-            f"at first at most {first} rollouts ({count(config.inference.replicas, 'replica')} x {self.max_num_seqs} "
+            f"at first at most {first} rollouts ({count(config.training_replicas, 'replica')} x {self.max_num_seqs} "
             f"sequences and a quarter more), then as the replicas' KV caches allow; at most {slots}"
         )
 

@@ -457,3 +457,62 @@ def test_weights_that_are_there_can_be_evaluated_without_training() -> None:
     assert row["eval/fake/version"] == 40
     assert row["eval/fake/failed"] == 0, {k: v for k, v in row.items() if "errors" in k}
     assert run.asked() == run.sampler.requests, "no problem of training was sampled"
+
+
+# ---- replicas of its own
+
+
+class OnReserved(EvalRun):
+    """Evaluates every other version on a sampler of its own."""
+
+    def __init__(self, steps: int = 6) -> None:
+        cfg = with_evaluation(config(2, steps), replicas=1)
+        super().__init__(cfg.model_copy(update={"inference": cfg.inference.model_copy(update={"replicas": 2})}))
+        self.reserved = Witness()
+        self.pipeline = Pipeline(
+            self.cfg,
+            [self.dataset],
+            self.sampler,
+            RolloutLimits(1000, 100),
+            [HeldOut(samples=1)],
+            reserved=self.reserved,
+        )
+
+
+def test_reserved_replicas_take_all_of_an_evaluation_and_only_the_versions_that_are_due() -> None:
+    run = asyncio.run(whole_run(OnReserved()))
+    assert run.asked() == [], "the others sample for training alone"
+    assert {r.request_id.partition("/")[0] for r in run.reserved.requests} == {"eval"}
+    assert sorted(set(run.reserved.versions.values())) == [0, 2, 4, 6]
+    assert sorted(run.evaluated.values()) == [0, 2, 4, 6]
+
+
+def test_training_and_updates_go_on_while_reserved_replicas_evaluate() -> None:
+    async def played() -> OnReserved:
+        run = OnReserved()
+        held = run.reserved.hold_update(0)
+        async with run:
+            await asyncio.wait_for(run.step(0), 10)
+            assert run.sampler.version == 1
+            held.set()
+            for step in range(1, 6):
+                await run.step(step)
+        return run
+
+    run = asyncio.run(played())
+    assert 0 not in run.evaluated
+    assert run.evaluated[1] == 0, "it stands in the row of the step during which it ended"
+    assert sorted(run.evaluated.values()) == [0, 2, 4, 6]
+
+
+def test_the_next_evaluation_waits_for_reserved_replicas_that_are_busy() -> None:
+    async def played() -> int:
+        run = OnReserved()
+        run.reserved.hold_update(0)
+        async with run:
+            await run.step(0)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(run.step(1), 0.2)
+        return run.sampler.version
+
+    assert asyncio.run(played()) == 1, "version 2 is due, and version 0 is not done"

@@ -32,6 +32,7 @@ def check(config: Config, facts: ModelFacts | None) -> list[str]:
         *_kl(config),
         *_lengths(config, facts),
         *_deterministic(config),
+        *_reserved(config),
         *_concurrency(config),
         *_timeouts(config),
         *common_problems(config, facts),
@@ -117,6 +118,28 @@ def _kl(config: Config) -> Iterator[Problem]:
             f"trainer.kl.discount = {kl.discount:g} with trainer.kl.coef = 0",
             "a penalty to discount",
             "set --trainer.kl.coef, or leave the discount out",
+        )
+
+
+def _reserved(config: Config) -> Iterator[Problem]:
+    reserved = config.eval.replicas
+    if reserved >= config.inference.replicas:
+        yield Problem(
+            f"eval.replicas = {reserved} of inference.replicas = {config.inference.replicas}",
+            "fewer than all: the others sample what is trained on",
+            f"raise --inference.replicas to {reserved + 1} or more, or lower --eval.replicas",
+        )
+    if reserved and not config.eval.every:
+        yield Problem(
+            f"eval.replicas = {reserved} with eval.every = 0, which means never",
+            "evaluations for them to make",
+            "set --eval.every, or leave --eval.replicas out",
+        )
+    if reserved and config.deterministic:
+        yield Problem(
+            f"eval.replicas = {reserved} in deterministic mode",
+            "0: in which row such an evaluation ends depends on how fast it is",
+            "leave --eval.replicas out, or --deterministic",
         )
 
 

@@ -349,6 +349,11 @@ class EvalConfig(Section):
     temperature: PositiveFloat | None = Field(
         None, description="Sampling temperature of evaluations; none = inference.sampling.temperature."
     )
+    replicas: NonNegativeInt = Field(
+        0,
+        description="Of inference.replicas, those that evaluate and do nothing else: updates and training do not wait "
+        "for an evaluation then; 0 = all replicas do both, and the next update waits.",
+    )
 
 
 class SamplingConfig(Section):
@@ -590,8 +595,13 @@ class Config(CommonConfig):
         own = {"max_tokens": self.eval.max_tokens, "temperature": self.eval.temperature}
         return self.inference.sampling.model_copy(update={k: v for k, v in own.items() if v is not None})
 
-    def first_max_concurrent(self, *, on_gpus: bool) -> int:
-        """`max_concurrent = auto` at first: a quarter more than the replicas decode at once waits there, so that none
-        runs dry while answers travel."""
-        decoded = self.inference.replicas * self.inference.sequences(on_gpus=on_gpus)
+    @property
+    def training_replicas(self) -> int:
+        """Those that sample what is trained on: the first of all, the others are reserved for evaluations."""
+        return self.inference.replicas - self.eval.replicas
+
+    def enough_rollouts(self, replicas: int, *, on_gpus: bool) -> int:
+        """A quarter more than so many replicas decode at once waits there, so that none runs dry while answers travel:
+        `max_concurrent = auto` at first."""
+        decoded = replicas * self.inference.sequences(on_gpus=on_gpus)
         return max(decoded + decoded // 4, self.largest_group)
