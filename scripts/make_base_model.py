@@ -4,22 +4,34 @@
 
 Supervised training on sort problems of which 70 % have a corrupted answer: the skill is there, diluted, so that
 sampling finds right answers in some groups and wrong ones in most, which is what reinforcement learning needs.
-Strings that the task holds out for evaluation are never trained on. Takes less than a minute on one thread.
+Strings that the task holds out for evaluation are never trained on.
+
+An untrained model and the problems, as tokens, go into a directory of their own; `sft` does the rest, with
+`configs/sft-base.toml`. Takes a minute or two on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import json
 import random
 import string
-from collections.abc import Sequence
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from orchestrator.envs.sort import problem, prompt_text, score, sorted_digits
 
@@ -28,12 +40,16 @@ CHARACTERS = "\n" + "".join(sorted(string.ascii_letters + string.digits + string
 MAX_LENGTH = 256
 MIN_DIGITS, MAX_DIGITS = 3, 8
 MAX_ANSWER_TOKENS = 10
-STEPS, BATCH_SIZE, WARMUP_STEPS = 400, 64, 20
-PEAK_LEARNING_RATE, FINAL_LEARNING_RATE = 2e-3, 2e-4
+STEPS, BATCH_SIZE = 400, 64
+HELD_OUT = 512
+"""Examples that `sft` looks at, and does not train on (`configs/sft-base.toml`)."""
+CONFIG = Path(__file__).parents[1] / "configs" / "sft-base.toml"
 CORRUPTED_SHARE = 0.7
 CORRUPTIONS = ("copy", "shuffle", "change")
 CORRUPTION_WEIGHTS = (0.4, 0.3, 0.3)
-IGNORED = -100
+
+Tokens = tuple[list[int], list[int]]
+"""Token ids, and the weight of each."""
 
 
 @dataclass(frozen=True)
@@ -110,44 +126,31 @@ def make_example(seed: int, index: int) -> Example:
     return Example(digits, corrupt(digits, corruption, rng), corruption)
 
 
-def collate(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both int64 [D, T], padded on the right; labels cover the answer and its eos only."""
-    prompts = [tokenizer.encode(prompt_text(example.digits)) for example in examples]
-    answers = [[*tokenizer.encode(example.answer), tokenizer.eos_token_id] for example in examples]
-    length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    tokens = torch.full((len(examples), length), tokenizer.pad_token_id)
-    labels = torch.full((len(examples), length), IGNORED)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        tokens[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
-    return tokens, labels
+def as_tokens(example: Example, tokenizer: PreTrainedTokenizerFast) -> Tokens:
+    """Problem and answer; what counts is the answer and its end."""
+    prompt = tokenizer.encode(prompt_text(example.digits))
+    answer = [*tokenizer.encode(example.answer), tokenizer.eos_token_id]
+    return prompt + answer, [0] * len(prompt) + [1] * len(answer)
 
 
-def learning_rate(step: int) -> float:
-    """A linear ramp to the peak, then a cosine to a tenth of it."""
-    if step < WARMUP_STEPS:
-        return PEAK_LEARNING_RATE * (step + 1) / WARMUP_STEPS
-    progress = (step - WARMUP_STEPS) / (STEPS - WARMUP_STEPS)
-    fall = PEAK_LEARNING_RATE - FINAL_LEARNING_RATE
-    return FINAL_LEARNING_RATE + fall * 0.5 * (1 + math.cos(math.pi * progress))
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: Iterable[Tokens], *flags: str) -> None:
+    """Supervised training by `sft`, in place; `flags` go to the command. Raises CalledProcessError when it fails."""
+    with tempfile.TemporaryDirectory(prefix="base-") as name:
+        directory = Path(name)
+        save(model, tokenizer, directory / "untrained")
+        lines = [json.dumps({"tokens": tokens, "weights": weights}) + "\n" for tokens, weights in examples]
+        (directory / "examples.jsonl").write_text("".join(lines))
+        given = ["--model.name", str(directory / "untrained"), "--data.train", str(directory / "examples.jsonl")]
+        place = ["--run.output-dir", str(directory), "--run.name", "run"]
+        subprocess.run([sys.executable, "-m", "trireme.sft.cli", "@", str(CONFIG), *given, *place, *flags], check=True)
+        newest = max((directory / "run" / "checkpoints").glob("step_*"))
+        model.load_state_dict(AutoModelForCausalLM.from_pretrained(newest / "inference").state_dict())
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """Supervised training, in place. Causal attention makes a mask for the padding on the right unnecessary."""
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
-    for step in range(STEPS):
-        examples = [make_example(seed, step * BATCH_SIZE + i) for i in range(BATCH_SIZE)]
-        tokens, labels = collate(examples, tokenizer)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
-        loss = model(input_ids=tokens, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 50 == 0 or step == STEPS - 1:
-            print(f"step {step:3d}  loss {loss.item():.3f}", flush=True)
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    model.save_pretrained(directory)
+    (directory / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner only
+    tokenizer.save_pretrained(directory)
 
 
 @torch.no_grad()
@@ -178,24 +181,25 @@ def report(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: in
         print(f"{'greedy' if greedy else 'sampled':8s} reward {reward:.3f}  success {success:.3f}")
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "assets" / "sort-base")
     parser.add_argument("--seed", type=int, default=0, help="seed of the data, the initial weights and the report")
-    args = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=STEPS, help="fewer make a worse model (default: %(default)s)")
+    args = parser.parse_args(argv)
 
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
-    train(model, tokenizer, args.seed)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
+    numbers = range(args.steps * BATCH_SIZE + HELD_OUT)
+    examples = [as_tokens(make_example(args.seed, i), tokenizer) for i in numbers]
+    train(model, tokenizer, examples, "--seed", str(args.seed))
     report(model.eval(), tokenizer, args.seed)
-    model.save_pretrained(args.output)
-    (args.output / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner only
-    tokenizer.save_pretrained(args.output)
+    save(model, tokenizer, args.output)
     print(f"saved to {args.output}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

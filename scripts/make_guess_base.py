@@ -4,7 +4,7 @@
 
 Supervised training on whole games: half of the guesses are drawn from all ten digits, whatever the hints said, the
 other half from those that are still possible. So the rules are known, and playing by them pays: what reinforcement
-learning needs. The loss is on the guesses alone. Takes less than a minute on one thread.
+learning needs. The loss is on the guesses alone. `sft` trains it, as `make_base_model.py` says.
 
 `--data` writes the examples instead, a line `{"tokens": [...], "weights": [...]}` for each, as `sft` reads them.
 """
@@ -14,16 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from make_base_model import BATCH_SIZE, STEPS, learning_rate, make_model, make_tokenizer
+from make_base_model import BATCH_SIZE, HELD_OUT, STEPS, make_model, make_tokenizer, save, train
 from orchestrator.envs.guess import COST_OF_A_TURN, DIGITS, GREATER, LESS, PROMPT, hint
 
 MAX_TURNS = 4
@@ -73,32 +71,6 @@ def make_example(game: Game, tokenizer: PreTrainedTokenizerFast) -> tuple[list[i
     return tokens, weights
 
 
-def loss_of(model: Qwen3ForCausalLM, examples: Sequence[tuple[list[int], list[int]]], pad: int) -> torch.Tensor:
-    """Mean negative log-likelihood of the tokens that count; examples are padded on the right."""
-    length = max(len(tokens) for tokens, _ in examples)
-    tokens = torch.tensor([[*t, *[pad] * (length - len(t))] for t, _ in examples])
-    weights = torch.tensor([[*w, *[0] * (length - len(w))] for _, w in examples], dtype=torch.float32)
-    logits = model(input_ids=tokens[:, :-1]).logits
-    losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
-    return (losses * weights[:, 1:]).sum() / weights[:, 1:].sum()
-
-
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """Supervised training, in place."""
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
-    for step in range(STEPS):
-        examples = [make_example(play(seed, step * BATCH_SIZE + i), tokenizer) for i in range(BATCH_SIZE)]
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
-        loss = loss_of(model, examples, tokenizer.pad_token_id)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 50 == 0 or step == STEPS - 1:
-            print(f"step {step:3d}  loss {loss.item():.3f}", flush=True)
-
-
 @torch.no_grad()
 def next_guess(model: Qwen3ForCausalLM, tokens: list[int], eos: int) -> list[int]:
     """A guess sampled at temperature 1: at most three tokens, as in the game."""
@@ -134,18 +106,16 @@ def main() -> None:
     args = parser.parse_args()
 
     tokenizer = make_tokenizer()
+    examples = [make_example(play(args.seed, i), tokenizer) for i in range(STEPS * BATCH_SIZE + HELD_OUT)]
     if args.data:
-        examples = (make_example(play(args.seed, i), tokenizer) for i in range(STEPS * BATCH_SIZE))
         args.data.write_text("".join(json.dumps({"tokens": t, "weights": w}) + "\n" for t, w in examples))
         return
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     model = make_model(tokenizer)
-    train(model, tokenizer, args.seed)
+    train(model, tokenizer, examples, "--seed", str(args.seed))
     report(model.eval(), tokenizer)
-    model.save_pretrained(args.output)
-    (args.output / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner only
-    tokenizer.save_pretrained(args.output)
+    save(model, tokenizer, args.output)
     print(f"saved to {args.output}")
 
 

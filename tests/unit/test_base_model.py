@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from orchestrator.envs.sort import prompt_text, sorted_digits
 from orchestrator.envs.text import is_held_out
+from trireme.config.load import load_as
+from trireme.config.sft import SftConfig
 
 ROOT = Path(__file__).parents[2]
 ASSET = ROOT / "assets" / "sort-base"
@@ -111,10 +113,13 @@ def test_examples_are_a_function_of_the_seed(maker, examples):
 
 
 def test_loss_is_on_the_answer_only(maker, tokenizer):
-    examples = [maker.Example("312", "123", None), maker.Example("54321", "54321", "copy")]
-    tokens, labels = maker.collate(examples, tokenizer)
-    assert tokens.shape == labels.shape
-    learned = [tokenizer.decode(row[row != maker.IGNORED]) for row in labels]
-    assert learned == ["123<eos>", "54321<eos>"]
-    assert tokenizer.decode(tokens[0]) == "Sort: 312\n123<eos>" + "<pad>" * 4
-    assert torch.equal(labels[0][10:14], tokens[0][10:14])
+    tokens, weights = maker.as_tokens(maker.Example("312", "123", None), tokenizer)
+    assert tokenizer.decode(tokens) == "Sort: 312\n123<eos>"
+    learned = [token for token, weight in zip(tokens, weights, strict=True) if weight]
+    assert tokenizer.decode(learned) == "123<eos>"
+
+
+def test_the_configuration_holds_out_what_the_script_makes_for_that(maker):
+    config = load_as(SftConfig, ["@", str(maker.CONFIG)], {}).config
+    assert config.data.test_examples == maker.HELD_OUT
+    assert config.data.batch_size == maker.BATCH_SIZE

@@ -135,16 +135,22 @@ def _readable_manifest(path: Path) -> Manifest | None:
 
 
 def _parts(path: Path, manifest: Manifest) -> dict[str, Part]:
-    groups = json.loads((path / "orchestrator" / "state.json").read_bytes())["ledger"]["groups"]
-    finished = sum(group["finished"] for group in groups)
     dtype = json.loads((path / "inference" / "config.json").read_bytes())["dtype"]
     return {
         "trainer": _part(manifest, "trainer", shards=manifest.shards),
-        "orchestrator": _part(
-            manifest, "orchestrator", groups_finished=finished, groups_in_flight=len(groups) - finished
-        ),
+        **_part_of_data(path, manifest),
         "inference": _part(manifest, "inference", replicas=manifest.replicas, dtype=dtype),
     }
+
+
+def _part_of_data(path: Path, manifest: Manifest) -> dict[str, Part]:
+    """The orchestrator's of a run of `rl`; of `sft` the place in its data."""
+    if (path / "data").exists():
+        return {"data": _part(manifest, "data", **json.loads((path / "data" / "state.json").read_bytes()))}
+    groups = json.loads((path / "orchestrator" / "state.json").read_bytes())["ledger"]["groups"]
+    finished = sum(group["finished"] for group in groups)
+    holds = {"groups_finished": finished, "groups_in_flight": len(groups) - finished}
+    return {"orchestrator": _part(manifest, "orchestrator", **holds)}
 
 
 def _part(manifest: Manifest, room: str, **holds: Any) -> Part:

@@ -38,6 +38,7 @@ class Panel:
 
 PANELS = (
     Panel("Reward", "", {"reward/total": "mean reward"}),
+    Panel("Loss", "nats per token", {"train_mean_nll": "training", "test/nll": "held out"}),
     Panel("Evaluation", "", {"eval/*/avg@*": "", "eval/*/pass@*": ""}),
     Panel(
         "Sampler and trainer apart (KL)",
@@ -123,15 +124,22 @@ def _standing(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], now:
     ended = datetime.fromtimestamp(last["time/unix"], UTC)
     seconds = median(row["time/step"] for row in rows)
     return (
-        f"step {last['step'] + 1} of {config.get('max_steps', '?')}, {age(ended.isoformat(), now)} "
+        f"step {last['step'] + 1} of {config.get('max_steps') or _steps_of(last)}, {age(ended.isoformat(), now)} "
         f"({ended:%Y-%m-%d %H:%M} UTC); {seconds:.3g} s a step (median)"
     )
+
+
+def _steps_of(row: Mapping[str, Any]) -> str:
+    """All steps of a run whose configuration counts epochs."""
+    return str(round((row["step"] + 1) / row["progress"])) if row.get("progress") else "?"
 
 
 def _described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a configuration says that tells runs apart; nothing of an empty one."""
     if not config:
         return []
+    if "data" in config:
+        return _described_sft(config)
     model, trainer, orchestrator, inference = (
         config[name] for name in ("model", "trainer", "orchestrator", "inference")
     )
@@ -146,6 +154,17 @@ def _described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("loss", f"{trainer['loss_fn'] or 'by staleness'}, learning rate {trainer['learning_rate']}"),
         ("shards, replicas", f"{trainer['shards']}, {inference['replicas']}"),
         ("seed", str(config["seed"])),
+    ]
+
+
+def _described_sft(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    model, trainer, data = config["model"], config["trainer"], config["data"]
+    return [
+        ("model", f"{model['name']}, {model['dtype']}"),
+        ("data", f"{data['train']}, {data['train_on']}"),
+        ("batch", f"{data['batch_size']} examples"),
+        ("learning rate", f"{trainer['learning_rate']}, {trainer['schedule']}"),
+        ("shards", str(trainer["shards"])),
     ]
 
 
@@ -207,7 +226,9 @@ def ages(root: Path) -> dict[str, Any]:
     """How many groups were trained on at which age (step - floor), every one counted, and the bound on it."""
     file, config = root / "trained.jsonl", root / "config.json"
     counts = Counter(
-        row["step"] - group["floor"] for row in (json_lines(file) if file.exists() else ()) for group in row["groups"]
+        row["step"] - group["floor"]
+        for row in (json_lines(file) if file.exists() else ())
+        for group in row.get("groups", ())
     )
     bound = (
         json.loads(config.read_bytes()).get("orchestrator", {}).get("max_steps_off_policy") if config.exists() else None
