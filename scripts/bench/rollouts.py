@@ -3,8 +3,8 @@
     python scripts/bench/rollouts.py [--rollouts 10000] [--repeats 3] [--rounds 3]
 
 The guessing game of `configs/guess.toml`, whose guesses are never right here, so that each game has three turns.
-Nothing of the orchestrator is left out; the replica is none: it holds all answers of a turn back until every rollout has
-asked, and then gives them at once. So all rollouts are in flight the whole time, each with what it has said so far.
+Nothing of the orchestrator is left out; the replica is none: it holds all answers of a turn back until every rollout
+has asked, and then gives them at once. So all rollouts are in flight the whole time, each with what it has said so far.
 
 Each repeat is a process of its own, after a warm-up, with all its threads on one core, and plays all rollouts
 `--rounds` times. The last line of the output is the result: turns a second of wall time, and what a rollout takes of
