@@ -119,6 +119,15 @@ def test_the_base_is_the_reference_unless_another_is_named() -> None:
     assert "without a reference" in refusal({}, kl={"coef": 0.1})
 
 
+def test_only_the_base_becomes_the_policy() -> None:
+    check(config({"rank": 8}, kl={"coef": 0.1, "reference": {"update_every": 2}}), FACTS)
+    named = {"base_model": "m", "update_every": 2}
+    check(config({"rank": 8}, kl={"coef": 0.1, "reference": named}), FACTS)
+    other = {"base_model": "n", "update_every": 2}
+    text = refusal({"rank": 8}, kl={"coef": 0.1, "reference": other})
+    assert "trainer.kl.reference.update_every = 2" in text
+
+
 @pytest.mark.parametrize("lora", [{}, {"train_mlp": False}, {"targets": ["k_proj", "down_proj"]}])
 def test_parameters_are_counted_as_peft_makes_them(lora: dict[str, Any]) -> None:
     options = LoraConfig.model_validate({"rank": 8, **lora})

@@ -52,6 +52,7 @@ def lora_problems(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Pr
         return
     yield from _rank(lora.rank)
     yield from _targets(lora)
+    yield from _reference(config)
     if facts:
         yield from _model(lora, facts)
 
@@ -102,6 +103,17 @@ def _targets(lora: LoraConfig) -> Iterator[Problem]:
             f"trainer.lora for {'the output matrix alone' if targets else 'no layer at all'}",
             f"at least one of {', '.join((*ATTENTION, *MLP))}",
             "set --trainer.lora.train-attn true, or --trainer.lora.train-mlp true",
+        )
+
+
+def _reference(config: CommonConfig) -> Iterator[Problem]:
+    reference = config.kl_reference
+    if reference and reference.update_every and not config.base_is_reference:
+        yield Problem(
+            f"trainer.kl.reference.update_every = {reference.update_every} with trainer.lora.rank and another model as "
+            "the reference",
+            "the base as the reference, whose adapters then become the policy's: another model has none",
+            "leave trainer.kl.reference.base_model and load_checkpoint_path out, or update_every",
         )
 
 
