@@ -149,3 +149,11 @@ def test_what_a_resume_must_find_unchanged() -> None:
     assert parts(rank=8, targets=["v_proj", "q_proj"]) == parts(rank=8, targets=["q_proj", "v_proj"])
     for other in ({"rank": 16}, {"rank": 8, "alpha": 8}, {"rank": 8, "train_mlp": False}, {}):
         assert parts(**other) != parts(rank=8)
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    given = config({})
+    given = given.model_copy(update={"model": given.model.model_copy(update={"name": str(tmp_path)})})
+    with pytest.raises(BadInput, match="a LoRA adapter without the model it belongs to"):
+        ModelFacts.of(given, required=True)

@@ -171,6 +171,8 @@ def _read_local(name: str) -> str:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     what = "a directory without config.json" if file.parent.is_dir() else f"no directory, seen from {Path.cwd()}"
+    if (file.parent / "adapter_config.json").is_file():
+        what = "a LoRA adapter without the model it belongs to (trireme export RUN --merge makes a whole one)"
     raise Problem(
         f"model.name = {name}, which is {what}",
         "a Hugging Face model directory (config.json, *.safetensors, tokenizer.json), or a name on the hub",
