@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from trireme.types import TokenBatch
 
-MICRO_BATCH_COST = 64
+MICRO_BATCH_COST = 32
 """What a micro-batch costs beside its tokens (each layer is gathered, and its gradient summed): as much as computing so
 many."""
 GOOD_ENOUGH = 1e-4

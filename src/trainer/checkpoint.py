@@ -56,7 +56,7 @@ def make_adam_state(optimizer: torch.optim.AdamW) -> None:
     """
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
-        optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        optimizer.state[parameter] = {"step": torch.tensor(0.0, device=parameter.device), **moments}
 
 
 def random_state() -> dict[str, Tensor]:
@@ -261,7 +261,7 @@ class Checkpointer:
         """Copies of what is copied at once."""
         generators = {self._random_prefix + kind: tensor for kind, tensor in random_state().items()}
         base = {"base": torch.tensor(list(bytes.fromhex(self._base)), dtype=torch.uint8)} if self._base else {}
-        return {"steps": torch.stack(self._steps), **base, **generators}
+        return {"steps": torch.stack(self._steps).cpu(), **base, **generators}
 
     @torch.no_grad()
     def _take_over(self, small: Mapping[str, Tensor]) -> None:

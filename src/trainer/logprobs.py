@@ -2,7 +2,8 @@
 
 With a vocabulary of 150,000 the logits of 4,096 tokens are 2.5 GB in float32, and plain autograd keeps several such
 arrays. Here the output matrix is applied to a chunk of tokens at a time, forward and again backward; what is kept from
-one to the other are the hidden states and one number per token, the logarithm of its softmax's denominator.
+one to the other are the hidden states, one number per token, the logarithm of its softmax's denominator, and the logits
+of the last chunk: where there is no other, nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -102,17 +103,17 @@ class SelectedLogprobs(torch.autograd.Function):
             selected.append(scaled.gather(-1, targets[rows, None]).squeeze(-1))
             normalizers.append(scaled.logsumexp(-1))
         normalizer = torch.cat(normalizers)
-        ctx.save_for_backward(hidden, weight, targets, temperature, normalizer)
+        ctx.save_for_backward(hidden, weight, targets, temperature, normalizer, scaled)
         return torch.cat(selected) - normalizer
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        hidden, weight, targets, temperature, normalizer = ctx.saved_tensors
+        hidden, weight, targets, temperature, normalizer, last = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(len(hidden), len(weight)):
-            scaled = _scaled_logits(hidden[rows], weight, temperature[rows])
+        for number, rows in enumerate(reversed(_chunks(len(hidden), len(weight)))):
+            scaled = _scaled_logits(hidden[rows], weight, temperature[rows]) if number else last
             grad_z = scaled.sub_(normalizer[rows, None]).exp_().mul_(-grad[rows, None])
             grad_z.scatter_add_(-1, targets[rows, None], grad[rows, None])
             grad_logits = grad_z.div_(temperature[rows, None]).to(hidden.dtype)

@@ -8,7 +8,8 @@ parameters are spread over one, and gradients summed over both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -30,7 +31,7 @@ from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import LoraConfig
 from trireme.errors import BadInput
-from trireme.memory import computes_again
+from trireme.memory import computes_again, stays_whole
 
 SHARD, REPLICATE = "shard", "replicate"
 """Dimensions of the mesh."""
@@ -48,6 +49,7 @@ class Sharding:
     attention: str
     checkpointing: bool
     compiled: bool
+    whole: bool
     offload: OffloadPolicy
 
     @classmethod
@@ -67,6 +69,7 @@ class Sharding:
                 on_gpus=device.type == "cuda",
             ),
             compiled=options.compile,
+            whole=stays_whole(facts, dtype.itemsize, on_gpus=device.type == "cuda"),
             offload=CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.offload == "cpu" else OffloadPolicy(),
         )
 
@@ -211,6 +214,29 @@ def _shard(unit: nn.Module, how: Sharding) -> None:
 def _fsdp(unit: nn.Module) -> FSDPModule:
     """The same object, of which `fully_shard` has changed the class."""
     return cast(FSDPModule, unit)
+
+
+@contextmanager
+def accumulating(model: PreTrainedModel, how: Sharding) -> Iterator[Callable[[bool], None]]:
+    """For the passes whose gradients add up: before each, the function that this gives is told whether it is the last.
+
+    Where the model stays whole, what was gathered stays from pass to pass, gradients are added up whole and summed over
+    ranks in the last. Whatever happens, at the end nothing is left gathered.
+    """
+    root = _fsdp(model)
+
+    def next_pass(last: bool) -> None:
+        root.set_requires_gradient_sync(last or not how.whole)
+        root.set_reshard_after_backward(last or not how.whole)
+
+    root.set_reshard_after_forward(not how.whole)
+    try:
+        yield next_pass
+    finally:
+        next_pass(True)
+        root.set_reshard_after_forward(True)
+        for unit in [*decoder_layers(model), model]:
+            _fsdp(unit).reshard()
 
 
 def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:

@@ -28,7 +28,7 @@ from trainer.hugging_face import model_files, tokenizer_files, write_model
 from trainer.logprobs import packed_logprobs, token_logprobs
 from trainer.lora import adapter_files, adapter_units, adapters_off, dropping, exchanged, write_adapter
 from trainer.losses import Metrics, columns_of, monitors, resolve_loss
-from trainer.model import SHARD, Sharding, gathered_units, load_source, shard_model
+from trainer.model import SHARD, Sharding, accumulating, gathered_units, load_source, shard_model
 from trainer.publish import Packer, Put, compute_canary
 from trainer.utilization import device_peak, train_flops
 from trireme.base_digest import base_digest
@@ -147,7 +147,7 @@ class Shard:
         self._reference = self._load_reference(config.kl_reference) if config.kl_reference and other else None
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._parameters = list(parameters.values())
-        self._optimizer = torch.optim.AdamW(self._parameters)
+        self._optimizer = torch.optim.AdamW(self._parameters, fused=True)
         make_adam_state(self._optimizer)
         self._refreshed = self._tensors_of_the_reference()
         self._checkpointer = Checkpointer(
@@ -201,18 +201,19 @@ class Shard:
         check_columns(batch, loss_fn)
         logprobs, metrics, all_finite = [], [], True
         micro_batches = self._micro_batches(batch)
-        for micro in micro_batches:
-            rows = self._rows(batch, micro)
-            with dropping(self._model):
+        with accumulating(self._model, self._sharding) as next_pass, dropping(self._model):
+            for number, micro in enumerate(micro_batches, start=1):
+                next_pass(number == len(micro_batches))
+                rows = self._rows(batch, micro)
                 p = self._logprobs(self._model, batch, micro, rows)
                 p.retain_grad()
                 loss, loss_metrics = function(p, rows, loss_config)
                 loss.backward()
-            all_finite = all_finite and is_finite(loss, p)
-            logprobs.append((micro, p.detach()))
-            if not micro.filler:
-                watched: Metrics = monitors(p, rows) if "logprobs" in rows else {}
-                metrics.append({"loss:sum": float(loss.detach()), **watched, **loss_metrics})
+                all_finite = all_finite and is_finite(loss, p)
+                logprobs.append((micro, p.detach()))
+                if not micro.filler:
+                    watched: Metrics = monitors(p, rows) if "logprobs" in rows else {}
+                    metrics.append({"loss:sum": float(loss.detach()), **watched, **loss_metrics})
         output = self._output(batch, logprobs, reduce_metrics(metrics))
         return output if all_finite else replace(output, suspects=culprits(batch, output, function, loss_config))
 
@@ -246,7 +247,9 @@ class Shard:
     def update_reference(self) -> None:
         """The reference becomes the policy as it is now. Raises BadInput when it is one that stays."""
         if not self._refreshed:
-            raise BadInput("a reference that can change needs trainer.kl.coef and trainer.kl.reference.update_every > 0")
+            raise BadInput(
+                "a reference that can change needs trainer.kl.coef and trainer.kl.reference.update_every > 0"
+            )
         self._checkpointer.wait_until_copied()
         for tensor, parameter in zip(self._refreshed.values(), self._parameters, strict=True):
             tensor.copy_(parameter)

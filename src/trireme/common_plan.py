@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trireme.config.checks import installed_vllm, seq_limit
+from trireme.config.computing import computing_warnings
 from trireme.config.lora import lora_parameters, lora_targets
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig
@@ -130,6 +131,11 @@ class CommonPlan(ABC):
         """Ray resources of each trainer shard."""
         return [self._options() for _ in range(self.config.trainer.processes)]
 
+    @property
+    def common_warnings(self) -> list[str]:
+        """Those of its checks, and of how the trainer computes where it does."""
+        return [*self.notes, *computing_warnings(self.config, on_gpus=self.on_gpus)]
+
     # --- numbers
 
     @property
@@ -223,7 +229,7 @@ class CommonPlan(ABC):
         )
 
     def _shard_memory_text(self) -> str:
-        memory, options = self.shard_memory, self.config.trainer
+        memory = self.shard_memory
         if memory is None:
             return "unknown, as the model's sizes are"
         state = f"{self._state_text()} / shards = {gib(memory.state)}"

@@ -19,6 +19,8 @@ LOGITS_GIB = 0.2
 """What a shard holds of logits at once (`trainer.logprobs`)."""
 KEPT_ON_CPU, KEPT_ON_GPU = 4 * GIB, 24 * GIB
 """`checkpointing = "auto"` keeps activations up to this."""
+WHOLE_ON_CPU, WHOLE_ON_GPU = 1 * GIB, 4 * GIB
+"""Up to this a model stays whole over the micro-batches of a batch."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class ShardMemory:
         return cls(
             tokens=tokens,
             state=state_bytes // options.shards,
-            gathered=gathered_bytes(facts, dtype_bytes),
+            gathered=gathered_bytes(facts, dtype_bytes, on_gpus=on_gpus),
             activations=activation_bytes(facts, tokens, dtype_bytes, again),
             again=again,
             offloaded=on_gpus and options.offload == "cpu",
@@ -81,8 +83,22 @@ def activation_bytes(facts: ModelFacts, tokens: int, dtype_bytes: int, again: bo
     return tokens * kept * dtype_bytes
 
 
-def gathered_bytes(facts: ModelFacts, dtype_bytes: int) -> int:
-    """Embeddings and head, which are whole throughout a pass, and two layers; each with its gradient."""
+def whole_bytes(facts: ModelFacts, dtype_bytes: int) -> int:
+    """All weights in the dtype that computes, and their gradients, summed up in float32."""
+    return facts.num_parameters * (dtype_bytes + 4)
+
+
+def stays_whole(facts: ModelFacts, dtype_bytes: int, *, on_gpus: bool) -> bool:
+    """Whether every shard keeps the whole model while it computes the micro-batches of a batch. Then it is gathered
+    once for all, and gradients are summed over shards once; else both for every micro-batch and layer."""
+    return whole_bytes(facts, dtype_bytes) <= (WHOLE_ON_GPU if on_gpus else WHOLE_ON_CPU)
+
+
+def gathered_bytes(facts: ModelFacts, dtype_bytes: int, *, on_gpus: bool) -> int:
+    """The whole model where it stays whole; else embeddings and head, which are gathered throughout a pass, and two
+    layers, each with its gradient."""
+    if stays_whole(facts, dtype_bytes, on_gpus=on_gpus):
+        return whole_bytes(facts, dtype_bytes)
     layer = (facts.num_parameters - facts.embedding_parameters) // facts.num_layers
     return 2 * dtype_bytes * (facts.embedding_parameters + 2 * layer)
 

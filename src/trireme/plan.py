@@ -116,7 +116,7 @@ class Plan(CommonPlan):
 
     @property
     def warnings(self) -> list[str]:
-        found = list(self.notes)
+        found = self.common_warnings
         has, where = self.resources, self.resources.source
         if self.gpus_needed > has.gpus:
             found.append(

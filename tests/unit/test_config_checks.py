@@ -340,3 +340,10 @@ def test_an_environment_of_evaluations_is_one_of_the_runs_own_or_has_an_id() -> 
     text = refusal(mixed(*envs, held_out=[{"args": {"max_turns": 2}}]))
     assert "the name of one of the run's environments (sort, guess)" in text
     assert "eval.env has 2 environments" in refusal(mixed(*envs, held_out=[{"name": "guess"}, {"name": "guess"}]))
+
+
+def test_packed_rows_have_an_attention_of_their_own() -> None:
+    text = refusal(config(trainer={"packing": "packed"}, model={"attn": "eager"}))
+    assert "trainer.packing = packed with model.attn = eager" in text
+    assert check(config(trainer={"packing": "packed"}), FACTS) == []
+    assert check(config(trainer={"packing": "auto"}, model={"attn": "eager"}), FACTS) == []

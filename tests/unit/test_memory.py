@@ -13,13 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.config.model_facts import ModelFacts
 from trireme.memory import (
-    GIB,
     KEPT_ON_CPU,
     KEPT_ON_GPU,
+    WHOLE_ON_CPU,
+    WHOLE_ON_GPU,
     activation_bytes,
     computes_again,
     gathered_bytes,
     layer_activations,
+    stays_whole,
 )
 
 TOKENS = 64
@@ -81,10 +83,19 @@ def test_when_layers_are_computed_again(on_gpus: bool, limit: int) -> None:
     assert not computes_again(False, FACTS, most + 1, 2, on_gpus=on_gpus)
 
 
-def test_what_is_gathered_at_once() -> None:
-    """Embeddings once if tied, twice if not, and two of the layers."""
-    tied = replace(FACTS, vocab_size=1000, hidden_size=100, num_parameters=100_000 + 10 * 50, num_layers=10)
-    assert gathered_bytes(tied, 2) == 2 * 2 * (100_000 + 2 * 50)
-    untied = replace(tied, tied_embeddings=False, num_parameters=200_000 + 10 * 50)
-    assert gathered_bytes(untied, 4) == 2 * 4 * (200_000 + 2 * 50)
-    assert gathered_bytes(untied, 4) < GIB
+def test_a_small_model_stays_whole() -> None:
+    """Weights in the dtype that computes, gradients in float32."""
+    most = replace(FACTS, num_parameters=WHOLE_ON_CPU // 8)
+    assert stays_whole(most, 4, on_gpus=False)
+    assert gathered_bytes(most, 4, on_gpus=False) == WHOLE_ON_CPU
+    assert not stays_whole(replace(most, num_parameters=most.num_parameters + 1), 4, on_gpus=False)
+    assert stays_whole(replace(most, num_parameters=WHOLE_ON_GPU // 6), 2, on_gpus=True)
+
+
+def test_of_a_large_model_embeddings_and_two_layers_are_whole_at_once() -> None:
+    """Embeddings once if tied, twice if not."""
+    large = 10**9
+    tied = replace(FACTS, vocab_size=1000, hidden_size=100, num_parameters=100_000 + 10 * large, num_layers=10)
+    assert gathered_bytes(tied, 2, on_gpus=True) == 2 * 2 * (100_000 + 2 * large)
+    untied = replace(tied, tied_embeddings=False, num_parameters=200_000 + 10 * large)
+    assert gathered_bytes(untied, 4, on_gpus=True) == 2 * 4 * (200_000 + 2 * large)

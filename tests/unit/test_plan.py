@@ -225,7 +225,22 @@ class TestNumbers:
         assert "whose layers are kept)" in text_of(plan(resources=gpus(3)))
 
     def test_offloading_does_nothing_on_cpus(self) -> None:
-        assert plan(trainer={"offload": "cpu"}).shard_memory == plan().shard_memory
+        given = plan(trainer={"offload": "cpu"})
+        assert given.shard_memory == plan().shard_memory
+        assert any("nothing to offload" in warning for warning in given.warnings)
+
+    @pytest.mark.parametrize(
+        ("option", "present", "words"),
+        [
+            ({"packing": "packed"}, 0, "without GPUs"),
+            ({"packing": "packed"}, 3, None),
+            ({"master_dtype": "bfloat16"}, 3, "1/256 of a weight"),
+            ({"offload": "cpu"}, 3, None),
+        ],
+    )
+    def test_what_has_a_price_is_said(self, option: dict, present: int, words: str | None) -> None:
+        warnings = plan(trainer=option, resources=gpus(present)).warnings
+        assert warnings == [] if words is None else words in " ".join(warnings)
 
     def test_memory_of_a_replica(self) -> None:
         expected = int((1.4 + 2) * GIB) + 4 * 1_000_000

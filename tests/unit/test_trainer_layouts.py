@@ -22,6 +22,7 @@ from trainer_support import make_batch, make_config, make_model
 from trainer.batching import ShardOutput, scatter_outputs
 from trainer.losses import resolve_loss
 from trainer.shard import Shard
+from trireme import memory
 from trireme.types import AdamParams
 from trireme.weights import TensorEntry
 
@@ -54,9 +55,12 @@ def published(one: Shard, version: int) -> dict[str, np.ndarray]:
 
 
 def make_shard(rank, world_size, store, model, options):
-    return Shard(
-        make_config(model, **{"trainer__micro_batch_tokens": BUDGET, **options}), rank, world_size, store, np.copy
-    )
+    """With `layer_by_layer` among the options nothing stays gathered between micro-batches, as with large models."""
+    options = {"trainer__micro_batch_tokens": BUDGET, **options}
+    with pytest.MonkeyPatch.context() as patch:
+        if options.pop("layer_by_layer", False):
+            patch.setattr(memory, "WHOLE_ON_CPU", 0)
+        return Shard(make_config(model, **options), rank, world_size, store, np.copy)
 
 
 def one_step(rank, world_size, store, model, options, save_to=None):
@@ -118,6 +122,8 @@ WAYS = {
     "checkpointing": {"trainer__checkpointing": True},
     "packed, checkpointing": {"trainer__packing": "packed", "trainer__checkpointing": True},
     "offload": {"trainer__offload": "cpu"},
+    "layer by layer": {"layer_by_layer": True},
+    "layer by layer, checkpointing": {"layer_by_layer": True, "trainer__checkpointing": True},
 }
 
 
@@ -134,8 +140,8 @@ def test_one_process(models, unsharded, family, way):
 GROUPS = {
     (2, 1): ("qwen3_moe", WAYS["packed"]),
     (1, 2): ("qwen3", WAYS["rows"]),
-    (3, 1): ("qwen3", WAYS["packed, checkpointing"]),
-    (2, 2): ("qwen3_moe", WAYS["checkpointing"]),
+    (3, 1): ("qwen3", {**WAYS["packed, checkpointing"], "layer_by_layer": True}),
+    (2, 2): ("qwen3_moe", WAYS["layer by layer"]),
 }
 
 

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
+from trireme.config.computing import computing_problems
 from trireme.config.environments import environment_problems
 from trireme.config.lora import lora_problems, lora_warnings
 from trireme.config.losses import loss_problems
@@ -50,6 +51,7 @@ def common_problems(config: CommonConfig, facts: ModelFacts | None) -> Iterator[
     """What is wrong with a run of any kind."""
     yield from _within_model("model.max_seq_len", config.model.max_seq_len, facts)
     yield from lora_problems(config, facts)
+    yield from computing_problems(config)
     yield from _micro_batches(config)
     yield from _learning_rate(config, facts)
     yield from _cpus(config)

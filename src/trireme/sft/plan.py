@@ -38,7 +38,7 @@ class SftPlan(CommonPlan):
 
     @property
     def warnings(self) -> list[str]:
-        found = list(self.notes) + (list(self.data.notes) if self.data else [])
+        found = self.common_warnings + (list(self.data.notes) if self.data else [])
         has, where, shards = self.resources, self.resources.source, self.config.trainer.processes
         if self.gpus_needed > has.gpus:
             found.append(f"needs {count(self.gpus_needed, 'GPU')}, {where} has {has.gpus}")
