@@ -177,7 +177,7 @@ def report(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: in
         replies = answers(model, tokenizer, digits, greedy=greedy)
         scores = [score(tokenizer, d, reply) for d, reply in zip(digits, replies, strict=True)]
         reward = sum(s.reward for s in scores) / problems
-        success = sum(s.exact for s in scores) / problems
+        success = sum(s.success for s in scores) / problems
         print(f"{'greedy' if greedy else 'sampled':8s} reward {reward:.3f}  success {success:.3f}")
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.envs.sort import SortDataset, problem, score
-from orchestrator.envs.text import UNKNOWN, is_held_out
+from orchestrator.envs.text import UNKNOWN, is_held_out, read_answer
 from trireme.config.schema import EnvConfig
 from trireme.errors import BadInput
 
@@ -27,7 +27,11 @@ def answer(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def digits_of(dataset: SortDataset, batches: int) -> list[str]:
-    return [builder.digits for i in range(batches) for builder in dataset.get_batch(i)]
+    return [digits_asked(builder) for i in range(batches) for builder in dataset.get_batch(i)]
+
+
+def digits_asked(builder) -> str:
+    return builder.env.question.prompt.removeprefix("Sort: ").removesuffix("\n")
 
 
 def test_a_problem_is_a_function_of_seed_and_index():
@@ -73,15 +77,14 @@ def test_an_answer_without_an_end_is_not_exact(tokenizer):
 
 
 def test_what_follows_the_end_does_not_count(tokenizer):
-    assert score(tokenizer, "52413", [*answer(tokenizer, "12345"), *tokenizer.encode("9")]).exact
+    assert score(tokenizer, "52413", [*answer(tokenizer, "12345"), *tokenizer.encode("9")]).success
 
 
 def test_an_unknown_id_takes_a_place_and_matches_nothing(tokenizer):
     tokens = answer(tokenizer, "12345")
     tokens.insert(2, len(tokenizer) + 7)
-    scored = score(tokenizer, "52413", tokens)
-    assert scored.text == f"12{UNKNOWN}345"
-    assert scored.reward == pytest.approx(0.5 * 2 / 6)
+    assert read_answer(tokenizer, tokens).text == f"12{UNKNOWN}345"
+    assert score(tokenizer, "52413", tokens).reward == pytest.approx(0.5 * 2 / 6)
 
 
 def test_an_episode(tokenizer):
@@ -91,12 +94,12 @@ def test_an_episode(tokenizer):
     async def play():
         envs = await builder.make_envs()
         prompt, stop = await envs[0].initial_observation()
-        result = await envs[0].step(answer(tokenizer, "".join(sorted(builder.digits))))
+        result = await envs[0].step(answer(tokenizer, "".join(sorted(digits_asked(builder)))))
         return len(envs), prompt, stop, result
 
     count, prompt, stop, result = asyncio.run(play())
     assert count == 4
-    assert tokenizer.decode(prompt) == f"Sort: {builder.digits}\n"
+    assert tokenizer.decode(prompt) == f"Sort: {digits_asked(builder)}\n"
     assert stop == ()
     assert (result.reward, result.episode_done, result.metrics) == (1.0, True, {"success": 1.0})
     assert result.logs["answer"] == result.logs["target"]
