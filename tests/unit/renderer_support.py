@@ -97,7 +97,7 @@ def bpe(template: str | None = None) -> Any:
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    special = ["<eos>", "<|im_start|>", "<|im_end|>", "<end>", *TAGS]
+    special = ["<eos>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<end>", *TAGS]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     raw.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>")

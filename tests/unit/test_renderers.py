@@ -452,7 +452,8 @@ def test_a_template_without_tool_calls_leaves_them_in_the_text() -> None:
 def test_either_end_stops() -> None:
     tokenizer = bpe(QWEN3)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert set(make_renderer("qwen3", tokenizer).stop_tokens()) == {end, tokenizer.eos_token_id}
+    text_end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert set(make_renderer("qwen3", tokenizer).stop_tokens()) == {end, tokenizer.eos_token_id, text_end}
     assert set(make_renderer("chat_template", tokenizer).stop_tokens()) == {end, tokenizer.eos_token_id}
     tokenizer = bpe(SAYS)
     stop = make_renderer("chat_template", tokenizer).stop_tokens()

@@ -11,7 +11,7 @@ from trireme.renderers.history import TOOL_RESPONSE, TOOL_RESPONSE_END, HistoryR
 from trireme.renderers.parsing import THINK, THINK_END
 from trireme.renderers.types import Message, ToolSpec
 
-START, END = "<|im_start|>", "<|im_end|>"
+START, END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
 
 class Qwen3Renderer(TextRenderer):
@@ -25,8 +25,8 @@ class Qwen3Renderer(TextRenderer):
                 f"renderer.name = qwen3 with a tokenizer that has no token {' and no '.join(missing)}; expected the "
                 "tokenizer of a Qwen3 model: set --renderer.name to chat_template or role_colon, or leave it out"
             )
-        end_of_text = tokenizer.eos_token_id
-        super().__init__(tokenizer, [known[END], *([] if end_of_text is None else [end_of_text])], rule)
+        ends = [known[END], tokenizer.eos_token_id, known.get(END_OF_TEXT)]  # these models stop at the last one too
+        super().__init__(tokenizer, [end for end in ends if end is not None], rule)
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
         boundary, query = self.thinking_from(messages, generate), last_query(messages)
