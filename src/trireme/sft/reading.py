@@ -157,10 +157,7 @@ def _from_line(line: bytes, rules: Rules) -> tuple[Tokens, Weights]:
 
 
 def _from_messages(messages: Any, tools: Any, rules: Rules) -> tuple[Tokens, Weights]:
-    if not isinstance(messages, list) or not messages:
-        raise Wrong(f"messages = {_short(messages)}", "a list of messages, at least one")
-    for number, message in enumerate(messages, 1):
-        _check_message(number, message)
+    check_messages(messages)
     if not isinstance(tools, list):
         raise Wrong(f"tools = {_short(tools)}", "a list of tools")
     try:
@@ -172,6 +169,14 @@ def _from_messages(messages: Any, tools: Any, rules: Rules) -> tuple[Tokens, Wei
             f"{rules.train_on})",
             "correct it, leave it out, or choose another --data.train-on",
         ) from None
+
+
+def check_messages(messages: Any) -> None:
+    """Raises Wrong unless these are messages."""
+    if not isinstance(messages, list) or not messages:
+        raise Wrong(f"messages = {_short(messages)}", "a list of messages, at least one")
+    for number, message in enumerate(messages, 1):
+        _check_message(number, message)
 
 
 def _check_message(number: int, message: Any) -> None:

@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == ["sweep"]:
             return sweep(given[1:])  # takes all keys of `rl` or `sft`
+        if given[:1] == ["distill"]:
+            return _distill(given[1:])
         options = _parser().parse_args(given)
         options.command(options)
     except TriremeError as error:
@@ -49,6 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return EXIT_OK
+
+
+def _distill(given: list[str]) -> int:
+    from trireme.distill import main as distill  # vLLM's environment is set before it is imported
+
+    return distill(given)
 
 
 def _evaluate(given: list[str]) -> int:
@@ -98,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("eval", help="how good a model is, by the evaluations of a run", add_help=False)
 
+    commands.add_parser("distill", help="answers under a long prompt, as data for sft without it", add_help=False)
     commands.add_parser("sweep", help="a run for each point of a grid; table and plot of a metric", add_help=False)
 
     for command in (looking, taking, reporting, watching):
