@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from trireme.protocols import Sampler
-from trireme.tokenizer import load_tokenizer
+from trireme.tokenizer import load_tokenizer, stop_ids
 from trireme.types import ModelInput, SampleRequest, SampleResponse, SamplingParams
 from trireme.weights import PublishedWeights, UpdateReport
 
@@ -95,16 +95,7 @@ class SamplingClient:
         )
         if not strings:
             return params
-        return replace(params, stop=tuple(self._token_of(string) for string in strings))
-
-    def _token_of(self, string: str) -> int:
-        ids: list[int] = self._tokenizer.encode(string, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ValueError(
-                f"stop = {string!r} is {len(ids)} tokens of {self._tokenizer_name}; expected strings of one token, or "
-                "token ids: whatever follows a longer string is the caller's to cut off"
-            )
-        return ids[0]
+        return replace(params, stop=stop_ids(self._tokenizer, self._tokenizer_name, strings))
 
     @cached_property
     def _tokenizer(self) -> Any:

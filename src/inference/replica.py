@@ -354,7 +354,7 @@ class Replica:
 
     async def _step(self, name: str, awaitable: Awaitable[Value], *, deadline: float) -> Value:
         with trace.span(name, "update"):
-            return await self._guarded(f"update step {name!r}", awaitable, deadline - time.monotonic())
+            return await self._guarded(f"update step {name!r}", awaitable, max(deadline - time.monotonic(), 0.0))
 
     # ------------------------------------------------------------------------------------------------------ failures
 

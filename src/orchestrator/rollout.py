@@ -74,11 +74,13 @@ class BadSample(RolloutError):
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """`max_seq_len` bounds prompt and answer together; an answer gets the room that its prompt leaves."""
+    """`max_seq_len` bounds prompt and answer together; an answer gets the room that its prompt leaves. `stop`: tokens
+    that end every answer, whatever its environment says."""
 
     vocab_size: int
     max_seq_len: int
     max_prompt_len: int | None = None
+    stop: tuple[int, ...] = ()
 
 
 def rollout_limits(cfg: Config) -> RolloutLimits:
@@ -184,7 +186,7 @@ def _request(
     return SampleRequest(
         request_id=f"{key.problem}/{key.sample}/{key.attempt}/{turn}",
         prompt=tuple(prompt.tolist()),
-        params=sampling.params(key.seed(run_seed, turn), tuple(stop), room),
+        params=sampling.params(key.seed(run_seed, turn), (*stop, *limits.stop), room),
         route_key=key.route_key,
     )
 

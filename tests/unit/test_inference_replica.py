@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from inference.engine import engine_args
+from inference.engine import engine_args, vllm_params
 from inference.load import LoadLog
 from inference.replica import Replica
 from inference.shipment import Shipment, in_memory_files
 from trireme.config import Config
+from trireme.config.schema import SamplingConfig
 from trireme.errors import BadInput, RoomFailed, WeightsRefused
 from trireme.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.weights import Canary, PublishedWeights
@@ -382,3 +384,15 @@ def test_a_shipment_arrives_whole_is_private_and_leaves_nothing() -> None:
 def test_engine_args_must_not_undo_what_the_replica_decides() -> None:
     with pytest.raises(BadInput, match="enable_chunked_prefill, logprobs_mode"):
         engine_args(config(engine_args={"logprobs_mode": "raw_logprobs", "enable_chunked_prefill": True}), on_cpu=True)
+
+
+def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> None:
+    given = SamplingConfig(
+        max_tokens=9, temperature=0.7, top_p=0.8, top_k=5, min_p=0.1, repetition_penalty=1.2, stop=("a",)
+    )
+    request = SampleRequest("r", (1,), given.params(seed=4, stop=(3, 6), room=100), "r")
+    params = vllm_params(request, end_ids=[2])
+    reached = {name: getattr(params, name) for name in SamplingConfig.model_fields if name != "stop"}
+    assert reached == {name: value for name, value in given.model_dump().items() if name != "stop"}
+    assert (params.seed, params.stop_token_ids) == (4, [2, 3, 6])
+    assert vllm_params(replace(request, params=given.params(seed=4, stop=(), room=7)), []).max_tokens == 7

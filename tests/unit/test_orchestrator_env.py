@@ -18,7 +18,7 @@ from orchestrator.rollout import RolloutLimits, rollout_limits
 from trireme.config import Config
 from trireme.config.schema import EnvConfig
 from trireme.errors import BadInput
-from trireme.tokenizer import load_tokenizer
+from trireme.tokenizer import load_tokenizer, stop_ids
 
 CONTEXT = EnvContext(tokenizer=None, seed=0, group_size=2)
 HERE = "test_orchestrator_env"
@@ -67,7 +67,7 @@ def test_a_dataset_is_found_and_given_its_arguments() -> None:
 @pytest.mark.parametrize(
     ("env_id", "args", "said"),
     [
-        ("srot", {}, r"'srot' names no environment; expected a built-in name \(.*sort.*\) or `package.module:Class`"),
+        ("srot", {}, r"'srot' names no environment; expected a built-in name \(.*sort.*\).* or `package.module:Class`"),
         ("no.such.module:X", {}, r"cannot be loaded: No module named 'no'.*PYTHONPATH"),
         (f"{HERE}:Missing", {}, "has no attribute 'Missing'"),
         (f"{HERE}:NOT_A_DATASET", {}, "expected a subclass of orchestrator.env.RLDataset"),
@@ -177,3 +177,10 @@ def test_the_room_starts_without_torch(model_dir: Path) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+def test_a_string_that_ends_answers_is_one_token(model_dir: Path) -> None:
+    tokenizer = load_tokenizer(str(model_dir))
+    assert stop_ids(tokenizer, "m", ["b", "a"]) == (1, 0)
+    with pytest.raises(ValueError, match="stop = 'ab' is 2 tokens of m; expected strings of one token"):
+        stop_ids(tokenizer, "m", ["b", "ab"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -204,3 +205,9 @@ def test_fault_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIREME_FAULTS", "orchestrator.rollout=raise")
     with pytest.raises(InjectedFault):
         play(Counting())
+
+
+def test_answers_end_at_the_tokens_of_the_run_too() -> None:
+    sampler = Echo()
+    play(Counting(turns=2), sampler, replace(LIMITS, stop=(9,)))
+    assert [request.params.stop_token_ids for request in sampler.requests] == [(7, 9), (8, 9)]

@@ -363,11 +363,14 @@ class SamplingConfig(Section):
     top_k: int = Field(-1, description="Sample from the k likeliest only; -1 = off. The trainer cannot match it.")
     min_p: Share = Field(0.0, description="Cut below this share of the likeliest; the trainer cannot match it.")
     repetition_penalty: PositiveFloat = Field(1.0, description="1 = off. The trainer cannot match it.")
+    stop: tuple[str, ...] = Field(
+        (), description="Strings that end an answer, each one token, beside what the environment says."
+    )
 
     def params(self, seed: int, stop: tuple[int, ...], room: int) -> SamplingParams:
-        """For one request, whose answer has room for `room` tokens."""
-        fields = vars(self) | {"max_tokens": min(self.max_tokens, room)}  # model_dump takes ten times as long
-        return SamplingParams(**fields, seed=seed, stop=stop)
+        """For one request, whose answer has room for `room` tokens. `stop`: all tokens that end it."""
+        own = {"max_tokens": min(self.max_tokens, room), "stop": stop}
+        return SamplingParams(**(vars(self) | own), seed=seed)  # model_dump takes ten times as long
 
 
 class InferenceConfig(Section):
