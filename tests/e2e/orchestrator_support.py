@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+from orchestrator.workers import run_in_worker
 from trireme.protocols import ReplicaLoad
 from trireme.types import SampledSequence, SampleRequest, VersionSpan
 from trireme.weights import PublishedWeights, UpdateReport
@@ -57,6 +60,38 @@ class GuessBuilder(EnvGroupBuilder):
 
     async def make_envs(self) -> Sequence[Env]:
         return [GuessEnv(self.number, self.broken, self.hangs) for _ in range(self.group_size)]
+
+
+class ComputingEnv(GuessEnv):
+    """Its rewards are computed in a worker process; those of problem 1 never end there."""
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        reward = await run_in_worker(compute, self.number, int(action[0]), timeout_s=2.0)
+        return StepResult(reward, episode_done=True, metrics={"orchestrator": os.getpid()})
+
+
+class ComputingBuilder(GuessBuilder):
+    async def make_envs(self) -> Sequence[Env]:
+        return [ComputingEnv(self.number, broken=False, hangs=False) for _ in range(self.group_size)]
+
+
+def compute(number: int, token: int) -> float:
+    while number == 1:
+        time.sleep(1)
+    return float(token % 2)
+
+
+class Computations(RLDataset):
+    """Eight problems in one batch."""
+
+    def __init__(self, context: EnvContext) -> None:
+        self.context = context
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return [ComputingBuilder(i, self.context.group_size, broken=False, hangs=False) for i in range(8)]
+
+    def __len__(self) -> int:
+        return 1
 
 
 class Guesses(RLDataset):

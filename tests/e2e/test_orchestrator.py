@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from orchestrator_support import SeededSampler
 from tokenizers import Tokenizer, models
@@ -35,6 +36,7 @@ def start(
     faults: str = "",
     policy: str = "requeue",
     evaluation: dict[str, Any] | None = None,
+    envs: list[dict[str, Any]] | None = None,
     **env: Any,
 ) -> OrchestratorHandle:
     cfg = Config.model_validate(
@@ -43,7 +45,7 @@ def start(
             "model": {"name": str(model_dir)},
             "trainer": {"num_minibatches": 2},
             "orchestrator": {"batch_size": 4, "group_size": 4, "retries": 0, "stale_policy": policy},
-            "env": {"id": "orchestrator_support:Guesses", "name": "guesses", **env},
+            "env": envs or {"id": "orchestrator_support:Guesses", "name": "guesses", **env},
             "eval": evaluation or {},
             "inference": {"sampling": {"max_tokens": 4}},
         }
@@ -95,6 +97,33 @@ def test_what_goes_wrong_in_the_actor_reaches_the_driver(model_dir: Path) -> Non
         next(broken.minibatches(0, 0))
     for handle in (unknown, broken):
         handle.stop()
+
+
+def test_several_environments_one_of_which_computes_in_worker_processes(model_dir: Path) -> None:
+    handle = start(
+        model_dir,
+        policy="wait",
+        envs=[
+            {"id": "orchestrator_support:Guesses", "name": "guesses", "group_size": 2},
+            {"id": "orchestrator_support:Computations", "name": "computed"},
+        ],
+    )
+    wait_ready(handle)
+    handle.update_weights(published(0))
+    rows = []
+    for step in range(3):
+        list(handle.minibatches(step, 0))
+        handle.update_weights(published(step + 1))
+        rows.append(handle.release(step).metrics)
+    assert sum(row.get("rollout_errors/WorkerTimeout", 0) for row in rows) == 4, "the rollouts of one problem"
+    assert rows[-1]["ledger/failed"] == 1
+    assert all({"env/guesses/reward/total", "env/computed/reward/total"} <= row.keys() for row in rows)
+    actor = psutil.Process(int(rows[-1]["env/computed/orchestrator"]))
+    workers = [child for child in actor.children() if "orchestrator.workers" in child.cmdline()]
+    assert workers
+    handle.stop()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert alive == []
 
 
 def test_an_evaluation_is_given_up_when_the_driver_is_in_a_hurry(model_dir: Path, tmp_path: Path) -> None:
