@@ -84,6 +84,20 @@ def test_targets_that_no_decoder_has() -> None:
     assert "q_proj, k_proj" in text
 
 
+def test_the_engine_has_room_for_one_adapter_on_the_layers_that_are_not_merged() -> None:
+    from inference.engine import engine_args
+
+    args = engine_args(config({"rank": 16, "train_mlp": False, "train_unembed": True}), on_cpu=True)
+    assert (args["enable_lora"], args["max_loras"], args["max_lora_rank"]) == (True, 1, 16)
+    assert args["lora_target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert "enable_lora" not in engine_args(config({}), on_cpu=True)
+    taken = config({"rank": 16}).model_copy(
+        update={"inference": config({}).inference.model_copy(update={"engine_args": {"max_loras": 4}})}
+    )
+    with pytest.raises(BadInput, match="sets max_loras"):
+        engine_args(taken, on_cpu=True)
+
+
 @pytest.mark.parametrize("lora", [{"train_attn": False, "train_mlp": False}, {"targets": ["lm_head"]}])
 def test_no_layer_for_the_sampler(lora: dict[str, Any]) -> None:
     assert "at least one of q_proj" in refusal({"rank": 8, "train_attn": False, **lora}, UNTIED)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.schedule import get_lr, lr_at, scale_lr
+from trainer.schedule import get_lr, learning_rate_schedule, lr_at, scale_lr
+from trireme.config import Config
 from trireme.errors import BadInput
 
 VECTORS = json.loads((Path(__file__).parents[1] / "oracles" / "vectors.json").read_text())
@@ -18,6 +19,17 @@ def test_get_lr_of_the_vectors(case):
 
 def test_full_training_has_a_tenth_and_model_types_do_as_names():
     assert get_lr("qwen3", 2560) == pytest.approx(get_lr("Qwen/Qwen3-4B", 2560, lora=True) / 10)
+
+
+@pytest.mark.parametrize(("given", "peak"), [("auto", 10.0), (3e-5, 1.0)])
+def test_auto_knows_of_adapters_and_a_number_does_not(given, peak):
+    def first(lora):
+        sizes = {"orchestrator": {"batch_size": 2}, "inference": {"sampling": {"max_tokens": 8}}}
+        trainer = {"learning_rate": given, "lora": lora}
+        config = Config.model_validate({"model": {"name": "m"}, "env": {"id": "sort"}, "trainer": trainer, **sizes})
+        return learning_rate_schedule(config, "qwen3", 2560)(0)
+
+    assert first({"rank": 8}) == pytest.approx(peak * first({}))
 
 
 def test_other_families_ask_for_a_number():
