@@ -116,6 +116,8 @@ def whats_next(config: Config, root: Path, seconds: float) -> str:
             f"print(pipeline('text-generation', '{weights}')('PROMPT'))\"",
             "what the run holds, and its checkpoints:",
             f"  uv run --no-sync trireme inspect {root}",
+            "curves, logs and rollouts, in the terminal (of a running one too):",
+            f"  uv run --no-sync trireme watch {root}",
             "all curves, and who did what when, as one HTML page:",
             f"  uv run --no-sync trireme report {root}",
             "the same run, for longer:",
