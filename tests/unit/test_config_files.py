@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trireme.config.checks import check
 from trireme.config import CommonConfig, Config
+from trireme.config.checks import check
 from trireme.config.keys import keys_of
 from trireme.config.load import load
 from trireme.config.sft import SftConfig

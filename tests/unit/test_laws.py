@@ -44,7 +44,7 @@ def test_the_rooms_are_ours(room: str) -> None:
 
 def test_every_option_has_a_reader() -> None:
     """A key that nothing reads would be a promise without an answer."""
-    from trireme.config import schema
+    from trireme.config import schema, sft
     from trireme.config.schema import Config, Section
 
     def leaves(section: type[Section]) -> Iterator[str]:
@@ -55,10 +55,16 @@ def test_every_option_has_a_reader() -> None:
             else:
                 yield name
 
-    read = "\n".join(path.read_text() for path in SOURCES if path != Path(schema.__file__))
-    read += "\n".join(line for line in Path(schema.__file__).read_text().splitlines() if "self." in line)
+    schemas = [Path(schema.__file__), Path(sft.__file__)]
+    read = "\n".join(path.read_text() for path in SOURCES if path not in schemas)
+    read += "\n".join(line for path in schemas for line in path.read_text().splitlines() if "self." in line)
     by_dump = {*schema.OptimConfig.model_fields, *schema.SamplingConfig.model_fields}
-    unread = [name for name in leaves(Config) if name not in by_dump and f".{name}" not in read]
+    unread = [
+        name
+        for command in (Config, sft.SftConfig)
+        for name in leaves(command)
+        if name not in by_dump and f".{name}" not in read
+    ]
     assert unread == []
 
 
