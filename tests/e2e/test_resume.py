@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 from resume_support import DETERMINISTIC, assert_same_run, comparable, rows_of, run_and_kill
-from run_support import TINY, Ended, assert_bound_and_conservation, at_step, run_rl
+from run_support import ROOT, TINY, Ended, assert_bound_and_conservation, at_step, run_rl
 
 from trireme.checkpoint.store import CheckpointStore
 from trireme.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_SIGTERM
@@ -102,6 +102,22 @@ def test_killed_here_and_there(tmp_path: Path, reference: Ended) -> None:
     for point, asynchronous in SHORT_CHAIN:
         kill_and_compare(tmp_path, reference, [*DETERMINISTIC, "--checkpoint.async-save", asynchronous], point)
     assert_goes_on_to_the_end(tmp_path, reference, *DETERMINISTIC)
+
+
+GAMES = [
+    *("@", str(ROOT / "configs" / "guess.toml"), *DETERMINISTIC, "--max-steps", "4", "--eval.every", "0"),
+    *("--checkpoint.async-save", "false"),
+]
+
+
+def test_killed_in_the_middle_of_games_of_several_turns(tmp_path: Path) -> None:
+    """All rollouts take a turn together, four turns a step: the fourteenth time that the replica samples is the second
+    turn of the last step. Its games are played again from their beginning, out of the commit after step 1."""
+    reference = reference_run(tmp_path / "reference", GAMES)
+    assert all(row["env/guess/turns_per_episode"] > 1 for row in reference.rows)
+    kill_and_compare(tmp_path, reference, GAMES, "inference.sample@14")
+    assert [commit.name for commit in CheckpointStore(tmp_path / "run").commits()] == ["step_000002"]
+    assert_goes_on_to_the_end(tmp_path, reference, *GAMES)
 
 
 @pytest.mark.long
