@@ -16,7 +16,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -39,6 +39,8 @@ BUILT_IN = {
     "sort": "orchestrator.envs.sort:SortDataset",
     "twenty_questions": "orchestrator.envs.twenty_questions:TwentyQuestionsDataset",
 }
+VERIFIERS, TASKSETS = "verifiers:", "orchestrator.envs.verifiers:TasksetDataset"
+"""An id that begins so names a taskset of the package verifiers, which this dataset plays."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,9 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
 
 
 def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
-    expected = f"expected a built-in name ({', '.join(BUILT_IN)}) or `package.module:Class`"
+    if env_id.startswith(VERIFIERS):
+        return partial(_find_class(TASKSETS, section), env_id.removeprefix(VERIFIERS))
+    expected = f"expected a built-in name ({', '.join(BUILT_IN)}), `{VERIFIERS}<taskset>` or `package.module:Class`"
     module_name, _, class_name = BUILT_IN.get(env_id, env_id).partition(":")
     if not module_name or not class_name:
         raise BadInput(f"{section}.id = {env_id!r} names no environment; {expected}")

@@ -1,0 +1,370 @@
+"""Tasksets of the package `verifiers` 0.4: `env.id = "verifiers:<taskset>"`, with its arguments in `env.args`.
+
+    Taskset --> Task --prompt--> renderer --> tokens --> policy --> message --> Trace of MessageNodes
+                                                                                  |
+                              reward, metrics <-- await task.score(trace) <-------+
+
+A task is asked once, by this orchestrator's own token loop: there is no server between the policy and the task. What
+the package plays in other ways would be another task without them, and is refused at the start: tools, a runtime
+(sandbox), a harness or an Env of the taskset's own, hooks between model and harness, and rewards that are given outside
+of `task.score`. In 0.4 a taskset has no rewards of a group: only an Env compares rollouts.
+
+Scoring may compute for long, and math-verify's own time limit works in a process's main thread alone. So it runs in a
+worker process with a time limit (`scoring = "worker"`), to which task and trace are pickled. Rewards that wait rather
+than compute, such as judges, may run side by side on the event loop instead (`scoring = "loop"`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from inspect import Parameter, signature
+from typing import Any, Literal, get_args
+
+from pydantic import ValidationError
+
+from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+from orchestrator.envs.text import is_held_out
+from orchestrator.workers import run_in_worker
+from trireme.errors import BadInput
+from trireme.renderers import Message, Renderer
+
+SUPPORTED = "0.4."
+try:
+    if not version("verifiers").startswith(SUPPORTED):
+        raise ImportError(f"verifiers {version('verifiers')} is installed")
+    import verifiers.v1 as vf
+    from verifiers.v1.state import state_cls
+    from verifiers.v1.types import content_text
+    from verifiers.v1.utils.decorators import discover_decorated
+except ImportError as error:
+    raise BadInput(
+        f"environments `verifiers:<taskset>` take the package verifiers {SUPPORTED}x: {error}; "
+        "`uv sync --extra verifiers` installs it"
+    ) from error
+
+Scoring = Literal["worker", "loop"]
+
+BATCH_SIZE = 16
+DEFAULT_HARNESS = "bash"
+FOR_RUNTIMES = ("setup", "finalize", "stage_verifier", "runtime_env")
+"""What a Task overrides only for a runtime."""
+OF_RUNTIMES = ("image", "workdir", "agent_user", "skills", "artifacts")
+"""What a TaskData says only about a runtime."""
+
+
+# ---- scoring
+
+
+class NotScored(Exception):
+    """A task scored a rollout, but a reward is missing."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a task made of a rollout: `rewards` are name -> (score, weight)."""
+
+    rewards: Mapping[str, tuple[float, float]]
+    metrics: Mapping[str, float]
+
+    @property
+    def reward(self) -> float:
+        return sum(score * weight for score, weight in self.rewards.values())
+
+
+async def score(task: Any, trace: Any) -> Scores:
+    """Lets the task score. Raises NotScored, and verifiers' TaskError for what a reward or metric raises."""
+    await task.score(trace)
+    missing = [name for name, value in [*trace.rewards.items(), *trace.metrics.items()] if value is None]
+    if missing or not trace.rewards:
+        raise NotScored(
+            f"{type(task).__name__} gave {'no value for ' + ', '.join(missing) if missing else 'no reward'}"
+        )
+    return Scores({name: (given.score, given.weight) for name, given in trace.rewards.items()}, dict(trace.metrics))
+
+
+def score_alone(task: Any, trace: Any) -> Scores:
+    """The same, for a process that does nothing else."""
+    return asyncio.run(score(task, trace))
+
+
+# ---- one rollout
+
+
+def spoken(data: Any) -> list[Any]:
+    """The messages that a task begins with, as verifiers has them."""
+    asked = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt or [])
+    return asked if data.system_prompt is None else [vf.SystemMessage(content=data.system_prompt), *asked]
+
+
+def conversation(data: Any) -> list[Message]:
+    """The same for a renderer. Raises ValueError for what none can show."""
+    if not data.prompt:
+        raise ValueError("has no prompt, so that somebody else has to open the conversation")
+    return [_message(message) for message in spoken(data)]
+
+
+def _message(given: Any) -> Message:
+    if isinstance(given.content, list) and any(part.type != "text" for part in given.content):
+        raise ValueError("has more than text in its prompt")
+    message: Message = {"role": given.role, "content": content_text(given.content)}
+    if given.role == "assistant" and given.reasoning_content:
+        message["thinking"] = given.reasoning_content
+    if given.role == "assistant" and given.tool_calls:
+        message["tool_calls"] = [{"name": call.name, "arguments": _arguments(call)} for call in given.tool_calls]
+    if given.role == "tool" and given.name:
+        message["name"] = given.name
+    return message
+
+
+def _arguments(call: Any) -> dict[str, Any]:
+    arguments = json.loads(call.arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError(f"has a call of the tool {call.name} in its prompt without a JSON object as arguments")
+    return arguments
+
+
+def make_trace(task: Any, prompt: Sequence[int], action: Sequence[int], message: Message, cut_off: bool) -> Any:
+    """A finished rollout as tasks score it: a node for each message, the last one with all tokens that there were, and
+    the one call of the model, with their numbers."""
+    trace = vf.Trace(
+        task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+        state=state_cls(type(task))(),
+        agent=vf.AgentInfo(config=vf.AgentConfig()),
+    )
+    nodes = [vf.MessageNode(parent=n - 1 if n else None, message=said) for n, said in enumerate(spoken(task.data))]
+    answer = vf.MessageNode(
+        parent=len(nodes) - 1,
+        message=_answer(message),
+        sampled=True,
+        token_ids=[*prompt, *action],
+        mask=[False] * len(prompt) + [True] * len(action),
+    )
+    trace.nodes.extend([*nodes, answer])
+    finished = "tool_calls" if message.get("tool_calls") else "stop"
+    usage = vf.Usage(prompt_tokens=len(prompt), completion_tokens=len(action))
+    trace.calls.append(vf.ModelCall(node=len(nodes), finish_reason="length" if cut_off else finished, usage=usage))
+    trace.stop("agent_completed")
+    trace.ok = True
+    return trace
+
+
+def _answer(message: Message) -> Any:
+    calls = [
+        vf.ToolCall(id=f"call_{n}", name=call["name"], arguments=json.dumps(call["arguments"]))
+        for n, call in enumerate(message.get("tool_calls", []))
+    ]
+    return vf.AssistantMessage(
+        content=message["content"], reasoning_content=message.get("thinking"), tool_calls=calls or None
+    )
+
+
+class TaskEnv(Env):
+    """One answer to one task. An answer that was cut off or is malformed is scored like any other, as what there is of
+    it; metric `parse_error`: 1 for a malformed one."""
+
+    def __init__(self, task: Any, renderer: Renderer, scoring: Scoring, limit_s: float) -> None:
+        self._task, self._renderer = task, renderer
+        self._scoring, self._limit_s = scoring, limit_s
+        self._prompt: list[int] = []
+
+    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+        self._prompt = self._renderer.generation_prompt(conversation(self._task.data))
+        return self._prompt, self._renderer.stop_tokens()
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        message, whole = self._renderer.parse_response(action)
+        cut_off = action[-1] not in self._renderer.stop_tokens()
+        scores = await self._score(make_trace(self._task, self._prompt, action, message, cut_off))
+        return StepResult(
+            reward=scores.reward,
+            episode_done=True,
+            metrics={
+                "parse_error": float(not whole and not cut_off),
+                **scores.metrics,
+                **{f"score/{name}": given for name, (given, _) in scores.rewards.items()},
+            },
+            logs={"task": _named(self._task.data), "answer": message["content"]},
+        )
+
+    async def _score(self, trace: Any) -> Scores:
+        limit_s = self._task.data.timeout.scoring or self._limit_s
+        if self._scoring == "worker":
+            return await run_in_worker(score_alone, self._task, trace, timeout_s=limit_s)
+        async with asyncio.timeout(limit_s):
+            return await score(self._task, trace)
+
+
+def _named(data: Any) -> str:
+    return str(data.name or data.id or data.idx)
+
+
+@dataclass(frozen=True)
+class TaskGroup(EnvGroupBuilder):
+    """One problem: `size` answers to one task."""
+
+    task: Any
+    renderer: Renderer
+    size: int
+    scoring: Scoring
+    limit_s: float
+
+    async def make_envs(self) -> Sequence[Env]:
+        return [TaskEnv(self.task, self.renderer, self.scoring, self.limit_s) for _ in range(self.size)]
+
+
+# ---- tasksets
+
+
+class TasksetDataset(RLDataset):
+    """The tasks of a taskset, in an order that follows from the seed.
+
+    `args` are the taskset's own; `select` picks among its tasks as verifiers' SelectConfig says (`limit`, `include`,
+    ...). An eighth of them is for evaluations and never trained on; with `hold_out = false` training and evaluations
+    take all, for a taskset that has a split of its own, which `eval.env.args` chooses. A task may say how long scoring
+    takes at most, else it is `scoring_limit_s`.
+
+    Raises BadInput for a taskset that cannot be found, loaded or played, ValueError for other arguments that are wrong.
+    """
+
+    def __init__(
+        self,
+        taskset_id: str,
+        context: EnvContext,
+        *,
+        select: Mapping[str, Any] | None = None,
+        hold_out: bool = True,
+        scoring: Scoring = "worker",
+        scoring_limit_s: float = 60.0,
+        **args: Any,
+    ) -> None:
+        if scoring not in get_args(Scoring) or scoring_limit_s <= 0:
+            raise ValueError(
+                f"scoring = {scoring!r}, scoring_limit_s = {scoring_limit_s}; expected 'worker' or 'loop', more than 0"
+            )
+        found = load_tasks(taskset_id, args, select or {})
+        tasks = [task for task in found if not hold_out or _is_held_out(task) == (context.split == "eval")]
+        if not tasks:
+            raise ValueError(
+                f"none of the {len(found)} tasks of {taskset_id!r} belongs to the split {context.split!r}; with "
+                "hold_out = false all do, and eval.env.args may choose others for evaluations"
+            )
+        random.Random(f"verifiers:{context.seed}").shuffle(tasks)
+        self._groups = [
+            TaskGroup(task, context.renderer, context.group_size, scoring, scoring_limit_s) for task in tasks
+        ]
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return list(self._groups[index * BATCH_SIZE : (index + 1) * BATCH_SIZE])
+
+    def __len__(self) -> int:
+        return -(-len(self._groups) // BATCH_SIZE)
+
+
+def _is_held_out(task: Any) -> bool:
+    """By what the task says, not by its place: two tasks that say the same are on the same side."""
+    return is_held_out(task.data.model_dump_json(exclude={"idx"}))
+
+
+def load_tasks(taskset_id: str, args: Mapping[str, Any], select: Mapping[str, Any]) -> list[Any]:
+    """All tasks that are selected; each of them can be played. Raises BadInput."""
+    try:
+        config = _checked(vf.taskset_config_type(taskset_id), {**args, "id": taskset_id})
+        chosen = _checked(vf.SelectConfig, select)
+        taskset = vf.load_taskset(config).select(chosen)
+        if not taskset.bounded:
+            raise BadInput(
+                f"taskset {taskset_id!r} never ends; say how many of its tasks: env.args.select = {{ limit = 1000 }}"
+            )
+        tasks = list(taskset)
+        reasons = [*reasons_against(taskset_id, taskset, tasks)]
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(
+            f"taskset {taskset_id!r} of verifiers cannot be loaded: {type(error).__name__}: {str(error).rstrip('.')}; "
+            "expected the name of an installed package that exports a Taskset, and all that it needs"
+        ) from error
+    if reasons:
+        raise BadInput(
+            f"taskset {taskset_id!r} of verifiers cannot be played here: {'; '.join(reasons)}. Expected tasks that are "
+            "answered once, in text, and scored by Task.score alone. Write the others as an environment of your own "
+            "(docs/environments.md)"
+        )
+    return tasks
+
+
+def _checked(config_type: Any, given: Mapping[str, Any]) -> Any:
+    try:
+        return config_type.model_validate(dict(given))
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors())
+        raise BadInput(
+            f"{config_type.__name__} of verifiers cannot be made from {dict(given)!r}: {wrong}. "
+            f"Expected some of: {', '.join(config_type.model_fields)}"
+        ) from None
+
+
+def reasons_against(taskset_id: str, taskset: Any, tasks: Sequence[Any]) -> Iterator[str]:
+    """Why these tasks cannot be played; none if they can."""
+    env = vf.environment_class(taskset_id)
+    if env is not vf.SingleAgentEnv:
+        yield f"it has an Env of its own ({env.__name__})"
+    if vf.default_harness_id(taskset_id) != DEFAULT_HARNESS:
+        yield "it has a harness of its own"
+    if toolsets := taskset.toolsets(taskset.config):
+        yield f"it serves tools ({_types(toolsets)})"
+    if tasks:  # all are of one type
+        yield from _against_type(tasks[0])
+    if wrong := next(_against_data(tasks), None):
+        yield wrong
+
+
+def _against_type(task: Any) -> Iterator[str]:
+    name = type(task).__name__
+    if toolsets := task.toolsets(task.config):
+        yield f"{name} has tools ({_types(toolsets)})"
+    overridden = [method for method in FOR_RUNTIMES if getattr(type(task), method) is not getattr(vf.Task, method)]
+    if task.NEEDS_CONTAINER or overridden:
+        yield f"{name} needs a runtime ({', '.join(overridden) or 'NEEDS_CONTAINER'})"
+    if hooks := [hook.__name__ for hook in (*discover_decorated(task, "intercept"), *task.hooks("stop"))]:
+        yield f"{name} acts between model and harness ({', '.join(hooks)})"
+    rewards, judges = task.hooks("reward"), task.plugged_judges()
+    if not rewards and not judges:
+        yield f"{name} has no reward"
+    scorers = [*rewards, *task.hooks("metric"), *(judge.score for judge in judges)]
+    if blind := [scorer.__qualname__ for scorer in scorers if _needs_runtime(scorer)]:
+        yield f"{name} is scored in a runtime ({', '.join(blind)})"
+    yield from _against_pickle(task)
+
+
+def _needs_runtime(scorer: Any) -> bool:
+    """Task.score leaves those out where there is no runtime, as if they were worth nothing."""
+    parameter = signature(scorer).parameters.get("runtime")
+    return parameter is not None and parameter.default is Parameter.empty
+
+
+def _against_pickle(task: Any) -> Iterator[str]:
+    try:
+        pickle.loads(pickle.dumps(task))
+    except Exception as error:
+        yield f"{type(task).__name__} cannot be pickled ({error})"
+
+
+def _against_data(tasks: Sequence[Any]) -> Iterator[str]:
+    for task in tasks:
+        if said := [name for name in OF_RUNTIMES if getattr(task.data, name)]:
+            yield f"task {_named(task.data)} needs a runtime ({', '.join(said)})"
+        try:
+            conversation(task.data)
+        except ValueError as error:
+            yield f"task {_named(task.data)} {error}"
+
+
+def _types(things: Sequence[Any]) -> str:
+    return ", ".join(type(thing).__name__ for thing in things)
