@@ -33,7 +33,8 @@ class RefusedSteps:
         try:
             metrics = {**step().metrics, "refused": 0.0}
         except NonFiniteGradient as error:
-            culprits = ", ".join(suspects[:NAMED]) + (", .." if len(suspects) > NAMED else "")
+            problems = list(dict.fromkeys(suspects))
+            culprits = ", ".join(problems[:NAMED]) + (", .." if len(problems) > NAMED else "")
             self._say(f"step refused, its weights stay: {error} Their problems: {culprits or 'unknown'}")
             return {"refused": 1.0, "grad_norm": nan}
         return metrics

@@ -15,6 +15,8 @@ DETERMINISTIC = [
     *("--deterministic", "--orchestrator.max-steps-off-policy", "0", "--max-steps", "6", "--checkpoint.every", "2"),
     *("--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--checkpoint.keep-last", "1"),
     *("--eval.every", "2", "--eval.problems", "8"),
+    *("--trainer.kl.coef", "0.05", "--trainer.kl.reference.base-model", "./assets/sort-base"),
+    *("--trainer.kl.reference.update-every", "3"),  # a commit's reference is then neither the first nor its own policy
 ]
 NOT_COMPARED = ("time/", "perf/")
 """Columns of metrics.jsonl that say how fast, not what. `attempt` differs by its meaning."""

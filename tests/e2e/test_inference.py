@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from inference_support import (
     VOCAB,
     Room,
@@ -23,9 +24,10 @@ from inference_support import (
     start_rooms,
 )
 
+from inference.client import SamplingClient
 from trireme.errors import RoomFailed, WeightsRefused
 from trireme.protocols import ReplicaLoad
-from trireme.types import SampleRequest, SamplingParams
+from trireme.types import ModelInput, SampleRequest, SamplingParams
 from trireme.waits import get
 
 KINDS = {"tied": ("qwen3", True), "untied": ("qwen3", False), "llama": ("llama", False), "spare": ("qwen3", True)}
@@ -309,6 +311,32 @@ def test_stop_tokens_end_an_answer_and_belong_to_it(rooms: dict[str, Room]) -> N
     assert answer.stop_reason == "stop"
     assert [token in stop for token in answer.tokens.tolist()] == [False] * (len(answer.tokens) - 1) + [True]
     assert room.difference(prompt_of(5), answer) < TOLERANCE
+
+
+def test_a_client_answers_with_samples_and_with_logprobs_of_the_prompt(rooms: dict[str, Room]) -> None:
+    """Twice, so that the second finds the prompt's prefix cached. Those of the prompt are at temperature 1."""
+    room, prompt = rooms["llama"], prompt_of(40, seed=3)
+    client = SamplingClient(lambda: room.router, "no stop strings, no tokenizer")
+    params = SamplingParams(max_tokens=4, temperature=0.5, seed=0)
+    model = room.models[max(room.models)]
+    with torch.no_grad():
+        table = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+    for _ in range(2):
+        asked = client.sample(ModelInput.from_ints(prompt), 2, params, True, topk_prompt_logprobs=3)
+        response = asked.result(60)
+        assert [len(sequence.tokens) for sequence in response.sequences] == [4, 4]
+        assert response.prompt_logprobs is not None
+        assert response.topk_prompt_logprobs is not None
+        assert response.prompt_logprobs[0] is response.topk_prompt_logprobs[0] is None
+        own = np.asarray(response.prompt_logprobs[1:], np.float32)
+        assert np.abs(own - reference_logprobs(model, prompt)).max() < TOLERANCE
+        likeliest = np.asarray(response.topk_prompt_logprobs[1:])
+        assert np.abs(likeliest[..., 1] - table.topk(3).values.numpy()).max() < TOLERANCE
+        assert (
+            np.abs(table.numpy()[np.arange(39)[:, None], likeliest[..., 0].astype(int)] - likeliest[..., 1]).max()
+            < TOLERANCE
+        )
+    client.close()
 
 
 def test_a_request_that_can_not_work_fails_alone(rooms: dict[str, Room]) -> None:
