@@ -7,12 +7,13 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from resume_support import assert_same_run, rows_of, run_and_kill
-from run_support import SFT, Ended, run_rl
+from run_support import DEADLINE_S, ROOT, SFT, Ended, run_rl
 from trainer_support import VOCAB, make_model
 
 from trireme.checkpoint.store import CheckpointStore
@@ -122,3 +123,17 @@ def test_other_data_or_seed_are_refused_and_nothing_starts(config: Path, referen
     again = run_rl(tmp_path, "--resume", config=config, module=SFT)
     assert again.code == EXIT_OK
     assert "nothing to do" in again.out
+
+
+def test_the_script_of_the_base_models_trains_by_sft(tmp_path: Path) -> None:
+    """A few steps of it: a model of the shipped one's form, that has begun to learn the digits."""
+    out = tmp_path / "base"
+    script = [sys.executable, "scripts/make_base_model.py", "--steps", "25", "--output", str(out)]
+    made = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert made.returncode == EXIT_OK, made.stdout + made.stderr
+    losses = [float(line.split("nll")[1].split()[0]) for line in made.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 25
+    assert losses[-1] < 0.75 * losses[0]
+    shipped = json.loads((ROOT / "assets" / "sort-base" / "config.json").read_text())
+    assert json.loads((out / "config.json").read_text()) == shipped
+    assert list(tmp_path.iterdir()) == [out]
