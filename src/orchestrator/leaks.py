@@ -9,7 +9,7 @@ been cleaned up is cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -27,7 +27,7 @@ def watch(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_task_factory(_start)
 
 
-def _start(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+def _start(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
     task = asyncio.Task(work, loop=loop, **options)
     if (tasks := _owner.get()) is not None:
         tasks.add(task)
