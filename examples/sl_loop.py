@@ -50,11 +50,11 @@ def num_weights(data: list[Datum]) -> float:
     return sum(float(datum.loss_fn_inputs["weights"].data.sum()) for datum in data)
 
 
-def mean_nll(trainer_logprobs: list[dict], data: list[Datum]) -> float:
+def mean_nll(outputs: list[dict], data: list[Datum]) -> float:
     """The mean of -log p over the answers' tokens."""
     total = sum(
         float((output["logprobs"].data * datum.loss_fn_inputs["weights"].data).sum())
-        for output, datum in zip(trainer_logprobs, data, strict=True)
+        for output, datum in zip(outputs, data, strict=True)
     )
     return -total / num_weights(data)
 
