@@ -41,6 +41,7 @@ class TextRenderer(ABC):
 
     def __init__(self, tokenizer: Any, stop: Sequence[int], rule: HistoryRule) -> None:
         self._tokenizer, self._stop, self._rule = tokenizer, tuple(dict.fromkeys(stop)), rule
+        self._think_end = tokenizer.get_added_vocab().get(THINK_END)
 
     @abstractmethod
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
@@ -77,8 +78,9 @@ class TextRenderer(ABC):
         return prompt
 
     def _sampled_tokens(self, message: Message, cut: bool) -> list[int]:
-        tokens = message["tokens"]
-        return without_thinking(self._tokenizer, tokens, self.thinking_is_open) if cut else list(tokens)
+        if not cut:
+            return list(message["tokens"])
+        return without_thinking(self._tokenizer, message["tokens"], self._think_end, self.thinking_is_open)
 
     def _tokens_after(
         self, own: list[int], messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]

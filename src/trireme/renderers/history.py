@@ -49,20 +49,29 @@ class HistoryRule:
         return [i for i, m in enumerate(messages[:boundary]) if "tokens" in m and "thinking" in m]
 
 
-def without_thinking(tokenizer: Any, tokens: Sequence[int], opened_by_prompt: bool) -> list[int]:
+def without_thinking(tokenizer: Any, tokens: Sequence[int], end_token: int | None, opened_by_prompt: bool) -> list[int]:
     """Sampled tokens from the end of their thinking on. Where the prompt has opened it, the closing tag stays.
+    `end_token` is the tag as one token, where the tokenizer has it.
 
     The cut is between tokens. If one of them holds the end of the thinking and the beginning of the answer, all stay:
     to part them would be to tokenise again. Thinking that never ends leaves nothing.
     """
-    end = bisect_left(range(len(tokens)), True, key=lambda n: THINK_END in tokenizer.decode(tokens[: n + 1])) + 1
+    end = _end_of_thinking(tokenizer, tokens, end_token)
     if end > len(tokens):
         return []
-    if tokenizer.decode(tokens[:end]).partition(THINK_END)[2].strip("\n"):
+    near = range(max(end - len(THINK_END), 0), end)  # the tag begins here: each of its tokens has some of its letters
+    start = max(n for n in near if THINK_END in tokenizer.decode(tokens[n:end]))
+    if tokenizer.decode(tokens[start:end]).rpartition(THINK_END)[2].strip("\n"):
         return list(tokens)
     if opened_by_prompt:
-        start = max(n for n in range(end) if THINK_END in tokenizer.decode(tokens[n:end]))
         return list(tokens[start:])
     while end < len(tokens) and not tokenizer.decode([tokens[end]]).strip("\n"):
         end += 1
     return list(tokens[end:])
+
+
+def _end_of_thinking(tokenizer: Any, tokens: Sequence[int], end_token: int | None) -> int:
+    """Number of tokens up to the closing tag, with it; more than there are if it is not there."""
+    if end_token in tokens:
+        return tokens.index(end_token) + 1
+    return bisect_left(range(len(tokens)), True, key=lambda n: THINK_END in tokenizer.decode(tokens[: n + 1])) + 1
