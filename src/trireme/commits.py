@@ -24,10 +24,10 @@ from typing import Any, Protocol
 from trireme import trace
 from trireme.checkpoint.files import FileRecord, storage_errors
 from trireme.checkpoint.manifest import CommitRef, Manifest
+from trireme.common_plan import package_versions
 from trireme.config import CommonConfig
 from trireme.errors import RoomFailed, StorageFailed, TriremeError, WeightsRefused
 from trireme.faults import fault_point
-from trireme.common_plan import package_versions
 from trireme.rundir import RunDir
 from trireme.types import WeightIdentity
 from trireme.weights import PublishedWeights
