@@ -69,7 +69,7 @@ def play(problem: Any, texts: Sequence[str]) -> tuple[Trajectory, list[str]]:
 
 
 def test_the_document_shows_both() -> None:
-    assert list(FILES) == ["letters.py", "higher_lower.py"]
+    assert list(FILES) == ["letters.py", "higher_lower.py", "capitals.py"]
     assert len(FILES["letters.py"].strip().splitlines()) < 35
 
 

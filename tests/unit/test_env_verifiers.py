@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import json
 import pickle
+import re
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
@@ -280,6 +281,15 @@ def test_a_prompt_of_several_messages() -> None:
         {"role": "tool", "content": "2", "name": "find"},
         {"role": "user", "content": "and now?"},
     ]
+
+
+def test_the_taskset_of_the_documentation(written: Written, tmp_path: Path) -> None:
+    document = (ROOT / "docs" / "environments.md").read_text()
+    (code,) = re.findall(r"^```python\n# capitals\.py\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+    (tmp_path / "capitals.py").write_text(code)
+    trajectory = answer("capitals", hold_out=False)
+    assert trajectory.reward == 1.0
+    assert trajectory.transitions[0].metrics.keys() == {"parse_error", "letters", "score/right", "score/short"}
 
 
 # ---- scoring that fails

@@ -286,7 +286,9 @@ class OrchestratorConfig(Section):
 
 
 class EnvConfig(Section):
-    id: str = Field(description="Environment: a built-in name (`sort`) or `package.module:Dataset`.")
+    id: str = Field(
+        description="Environment: a built-in name (`sort`), `verifiers:<taskset>` or `package.module:Dataset`."
+    )
     args: dict[str, Any] = Field({}, description="Arguments of the dataset.")
     name: str | None = Field(None, description="Name in metrics; none = from the id.")
     weight: PositiveFloat = Field(
