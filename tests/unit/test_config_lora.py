@@ -131,6 +131,7 @@ def test_dropout_warns_that_ratios_scatter() -> None:
 def test_the_base_is_the_reference_unless_another_is_named() -> None:
     check(config({"rank": 8}, kl={"coef": 0.1}), FACTS)
     assert "without a reference" in refusal({}, kl={"coef": 0.1})
+    assert "without a reference" in refusal({"rank": 8}, kl={"coef": 0.1, "reference": {"load_checkpoint_path": "c"}})
 
 
 def test_only_the_base_becomes_the_policy() -> None:

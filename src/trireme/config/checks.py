@@ -102,7 +102,7 @@ def _loss(config: Config) -> Iterator[Problem]:
 
 def _kl(config: Config) -> Iterator[Problem]:
     kl = config.trainer.kl
-    if kl.coef and kl.reference.base_model is None and not config.trainer.lora.on:  # with LoRA: the frozen base
+    if kl.coef and kl.reference.base_model is None and not config.base_is_reference:
         yield Problem(
             f"trainer.kl.coef = {kl.coef:g} without a reference",
             "a model to stay near",
