@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 import shlex
@@ -71,6 +72,13 @@ def play(problem: Any, texts: Sequence[str]) -> tuple[Trajectory, list[str]]:
 def test_the_document_shows_both() -> None:
     assert list(FILES) == ["letters.py", "higher_lower.py", "capitals.py"]
     assert len(FILES["letters.py"].strip().splitlines()) < 35
+
+
+def test_all_that_looks_like_python_is() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= len(FILES)
+    for block in blocks:
+        ast.parse(block)
 
 
 @pytest.mark.parametrize(("answer", "reward", "exact"), [("abc", 1.0, 1.0), ("abcd", 2 / 3, 0.0), ("", 0.0, 0.0)])
