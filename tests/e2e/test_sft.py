@@ -106,10 +106,18 @@ def test_what_it_made_opens_with_transformers(reference: Ended, tmp_path: Path) 
 
     out = tmp_path / "exported"
     assert trireme(["export", str(reference.root), "--out", str(out), "--dtype", "bfloat16"]) == EXIT_OK
-    assert trireme(["inspect", str(reference.root)]) == EXIT_OK
     for directory in (out, reference.root / "checkpoints" / f"step_{STEPS:06d}" / "inference"):
         model = AutoModelForCausalLM.from_pretrained(directory)
         assert len(AutoTokenizer.from_pretrained(directory)) == model.config.vocab_size
+
+
+def test_the_tools_know_such_runs(reference: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["inspect"], ["watch", "--plain"], ["report", "--output", str(tmp_path / "page.html")]):
+        assert trireme([*command, str(reference.root)]) == EXIT_OK
+    out = capsys.readouterr().out
+    assert "epoch 2, position 0" in " ".join(out.split())
+    assert f"step {STEPS}/{STEPS}" in out
+    assert "held out" in (tmp_path / "page.html").read_text()
 
 
 def test_other_data_or_seed_are_refused_and_nothing_starts(config: Path, reference: Ended, tmp_path: Path) -> None:

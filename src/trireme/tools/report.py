@@ -21,7 +21,7 @@ from typing import Any
 from trireme.checkpoint.manifest import step_of
 from trireme.checkpoint.store import CheckpointStore
 from trireme.tools.inspection import age
-from trireme.tools.timeline import KINDS, KINDS_OF_TRACKS, Process, Span, Timeline, Track, json_lines
+from trireme.tools.timeline import KINDS, KINDS_OF_TRACKS, Process, Span, Timeline, Track, json_lines, target_of
 
 CURVE_BUCKETS = 400
 MOST_CURVES = 8
@@ -124,14 +124,9 @@ def _standing(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], now:
     ended = datetime.fromtimestamp(last["time/unix"], UTC)
     seconds = median(row["time/step"] for row in rows)
     return (
-        f"step {last['step'] + 1} of {config.get('max_steps') or _steps_of(last)}, {age(ended.isoformat(), now)} "
+        f"step {last['step'] + 1} of {target_of(config, last)}, {age(ended.isoformat(), now)} "
         f"({ended:%Y-%m-%d %H:%M} UTC); {seconds:.3g} s a step (median)"
     )
-
-
-def _steps_of(row: Mapping[str, Any]) -> str:
-    """All steps of a run whose configuration counts epochs."""
-    return str(round((row["step"] + 1) / row["progress"])) if row.get("progress") else "?"
 
 
 def _described(config: Mapping[str, Any]) -> list[tuple[str, str]]:

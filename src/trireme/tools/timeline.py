@@ -125,6 +125,13 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
                 yield value
 
 
+def target_of(config: Mapping[str, Any], row: Mapping[str, Any] | None) -> str:
+    """The last step of a run; of one that counts epochs (`max_steps` = 0) as its newest row says."""
+    if config.get("max_steps") or not row or not row.get("progress"):
+        return str(config.get("max_steps") or "?")
+    return str(round((row["step"] + 1) / row["progress"]))
+
+
 def join_files(files: Iterable[Path], out: Path) -> None:
     """Writes the events of several processes as one file in Chrome's format. Raises OSError."""
     with out.open("w") as joined:

@@ -8,9 +8,19 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from trireme.tools.timeline import target_of
+
 Row = Mapping[str, Any]
 TokenText = Callable[[int], str]
-FIRST_CURVES = ("reward/total", "off_policy/mean", "optim/kl_sample_train_v2", "optim/entropy", "time/step")
+FIRST_CURVES = (
+    "reward/total",
+    "train_mean_nll",
+    "test/nll",
+    "off_policy/mean",
+    "optim/kl_sample_train_v2",
+    "optim/entropy",
+    "time/step",
+)
 """Curves that are looked at first; the others follow in order of name."""
 
 ROOMS = {
@@ -44,7 +54,7 @@ ROOMS = {
 
 def headline(config: Mapping[str, Any], rows: Sequence[Row], driver: str) -> str:
     """One line: how far the run is, and whether it goes on."""
-    target = config.get("max_steps", "?")
+    target = target_of(config, rows[-1] if rows else None)
     if not rows:
         return f"step 0/{target}  {driver}"
     row = rows[-1]

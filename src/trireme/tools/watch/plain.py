@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from trireme.tools.timeline import target_of
 from trireme.tools.watch import drawing
 from trireme.tools.watch.following import Follower
 
@@ -22,7 +23,7 @@ def follow(follower: Follower, say: Callable[[str], None]) -> None:
             say("the run has gone back to a commit")
         for row in follower.rows[said:]:
             told = [f"{name} {row[name]:.4g}" for name in drawing.FIRST_CURVES if name in row]
-            say(f"step {row['step'] + 1}/{follower.config.get('max_steps', '?')}  {'  '.join(told)}")
+            say(f"step {row['step'] + 1}/{target_of(follower.config, row)}  {'  '.join(told)}")
         said = len(follower.rows)
         if not driver.startswith(("running", "driver on")):
             say(drawing.headline(follower.config, follower.rows, driver))
