@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import verifiers.v1 as vf
+from orchestrator_fakes import Run, config, whole_run
 from renderer_support import QWEN3, bpe
 from test_message_env import Policy, ended
 from verifiers.v1.errors import TaskError
@@ -318,6 +319,23 @@ def test_deferred_scoring_is_no_reward_of_zero(written: Written) -> None:
     env = TaskEnv(tasks(opened(written()))[0].defer_scoring(), context().renderer, "loop", 10.0)
     with pytest.raises(NotScored):
         asyncio.run(answered(env, Policy([ended("4", context().renderer)])))
+
+
+def test_in_the_pipeline_what_failed_is_counted_and_not_trained(written: Written) -> None:
+    name = written("""
+        @vf.reward
+        async def given(self, trace: vf.Trace) -> float:
+            if self.data.answer == "2":
+                raise ZeroDivisionError("by nothing")
+            return 1.0
+    """)
+    dataset = opened(name, hold_out=False, scoring="loop", size=3)
+    cfg = config(max_steps=3, batch_size=1, retries=1, max_failure_rate=1.0)
+    run = asyncio.run(whole_run(Run(cfg, dataset, RolloutLimits(1000, 1000))))
+    last = run.rows[-1]
+    assert [row["reward/total"] for row in run.rows] == [row["env/all/score/given"] for row in run.rows] == [1.0] * 3
+    assert last["ledger/trained"] == 3
+    assert sum(row.get("rollout_errors/TaskError", 0) for row in run.rows) == last["ledger/failed"] * 2 * 2 > 0
 
 
 def test_scoring_in_a_worker_process(written: Written) -> None:
