@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,11 +56,13 @@ def published(one: Shard, version: int) -> dict[str, np.ndarray]:
 
 
 def make_shard(rank, world_size, store, model, options):
-    """With `layer_by_layer` among the options nothing stays gathered between micro-batches, as with large models."""
+    """With `layer_by_layer` among the options nothing stays gathered between micro-batches, as with large models. When
+    compiled, layers are traced, forward and backward, but no code is made of them: that takes half a minute."""
     options = {"trainer__micro_batch_tokens": BUDGET, **options}
     with pytest.MonkeyPatch.context() as patch:
         if options.pop("layer_by_layer", False):
             patch.setattr(memory, "WHOLE_ON_CPU", 0)
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
         return Shard(make_config(model, **options), rank, world_size, store, np.copy)
 
 
@@ -122,6 +125,12 @@ WAYS = {
     "checkpointing": {"trainer__checkpointing": True},
     "packed, checkpointing": {"trainer__packing": "packed", "trainer__checkpointing": True},
     "offload": {"trainer__offload": "cpu"},
+    "compiled": {"trainer__compile": True},
+    "compiled, packed, checkpointing": {
+        "trainer__compile": True,
+        "trainer__packing": "packed",
+        "trainer__checkpointing": True,
+    },
     "layer by layer": {"layer_by_layer": True},
     "layer by layer, checkpointing": {"layer_by_layer": True, "trainer__checkpointing": True},
 }
