@@ -16,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from inference.adapter import take_adapter
 from inference.shipment import Shipment
@@ -55,6 +57,7 @@ def load(model: torch.nn.Module, received: Received, model_config: Any) -> None:
     finalize_layerwise_reload(model, model_config)
     if fault_point("inference.repack") != "skip":
         repack_output_heads(model)
+        repack_experts(model)
 
 
 def tensor_of(entry: TensorEntry, buckets: list[npt.NDArray[np.uint8]]) -> torch.Tensor:
@@ -72,6 +75,19 @@ def repack_output_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """On CPUs, packs the stacked matrices of experts again.
+
+    vLLM packs them when it makes the kernel, at the first load. At later ones it copies the plain weights into the
+    packed tensors, and the kernel takes them for packed: logprobs wrong by nats, and no error.
+    """
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def corrupt_one_weight(model: torch.nn.Module) -> None:

@@ -30,13 +30,20 @@ from trireme.protocols import ReplicaLoad
 from trireme.types import ModelInput, SampleRequest, SamplingParams
 from trireme.waits import get
 
-KINDS = {"tied": ("qwen3", True), "untied": ("qwen3", False), "llama": ("llama", False), "spare": ("qwen3", True)}
+KINDS = {
+    "tied": ("qwen3", True),
+    "untied": ("qwen3", False),
+    "llama": ("llama", False),
+    "experts": ("qwen3_moe", False),
+    "spare": ("qwen3", True),
+}
 DETERMINISTIC = {"tied", "spare"}
 LAST = 14  # this update of a replica meets its fault point
 FAULTS = {
     "tied": f"inference.repack@{LAST}=skip",
     "untied": f"inference.received@{LAST}=corrupt",
     "llama": f"inference.loaded@{LAST}=corrupt",
+    "experts": f"inference.repack@{LAST}=skip",
 }
 TOLERANCE = 1e-4
 
@@ -72,7 +79,7 @@ async def some_tokens_later(room: Room, name: str) -> None:
     await room.router.sample(request(name, prompt_of(4), 16))
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "llama"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "llama", "experts"])
 def test_after_every_update_logprobs_are_those_of_the_published_model(rooms: dict[str, Room], kind: str) -> None:
     room = rooms[kind]
 
@@ -398,6 +405,11 @@ def test_a_weight_corrupted_after_receipt_is_refused_by_the_canary(rooms: dict[s
 def test_tied_output_heads_still_need_packing_again(rooms: dict[str, Room]) -> None:
     """Fails when vLLM does it itself: then `repack_output_heads` can go."""
     refused_update(rooms["tied"], "inference replica 0: canary of version")
+
+
+def test_stacked_experts_still_need_packing_again(rooms: dict[str, Room]) -> None:
+    """Fails when vLLM does it itself: then `repack_experts` can go."""
+    refused_update(rooms["experts"], "inference replica 0: canary of version")
 
 
 def test_an_engine_process_dies_with_its_actor(rooms: dict[str, Room]) -> None:
