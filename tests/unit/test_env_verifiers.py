@@ -509,6 +509,16 @@ def test_a_taskset_without_end_takes_a_limit(written: Written) -> None:
     )
 
 
+def test_a_game_is_refused_before_its_tasks_are_looked_for(written: Written) -> None:
+    name = written(
+        taskset="INFINITE = True\ndef load(self):\n    raise FileNotFoundError('boards')",
+        module="class Game(vf.SingleAgentEnv):\n    pass",
+        exported=("Questions", "Game"),
+    )
+    with pytest.raises(BadInput, match=r"an Env of its own \(Game\)"):
+        opened(name)
+
+
 @pytest.mark.parametrize(("patch", "said"), [("missing", "import of verifiers"), ("old", "verifiers 0.1.14 is inst")])
 def test_the_package_is_not_installed(monkeypatch: pytest.MonkeyPatch, patch: str, said: str) -> None:
     monkeypatch.delitem(sys.modules, "orchestrator.envs.verifiers")

@@ -275,14 +275,14 @@ def load_tasks(taskset_id: str, args: Mapping[str, Any], select: Mapping[str, An
     """All tasks that are selected; each of them can be played. Raises BadInput."""
     try:
         config = _checked(vf.taskset_config_type(taskset_id), {**args, "id": taskset_id})
-        chosen = _checked(vf.SelectConfig, select)
-        taskset = vf.load_taskset(config).select(chosen)
+        taskset = vf.load_taskset(config).select(_checked(vf.SelectConfig, select))
+        _refuse(taskset_id, _against_taskset(taskset_id, taskset))
         if not taskset.bounded:
             raise BadInput(
                 f"taskset {taskset_id!r} never ends; say how many of its tasks: env.args.select = {{ limit = 1000 }}"
             )
         tasks = list(taskset)
-        reasons = [*reasons_against(taskset_id, taskset, tasks)]
+        _refuse(taskset_id, _against_tasks(tasks))
     except BadInput:
         raise
     except Exception as error:
@@ -290,28 +290,32 @@ def load_tasks(taskset_id: str, args: Mapping[str, Any], select: Mapping[str, An
             f"taskset {taskset_id!r} of verifiers cannot be loaded: {type(error).__name__}: {str(error).rstrip('.')}; "
             "expected the name of an installed package that exports a Taskset, and all that it needs"
         ) from error
-    if reasons:
+    return tasks
+
+
+def _refuse(taskset_id: str, reasons: Iterator[str]) -> None:
+    if found := list(reasons):
         raise BadInput(
-            f"taskset {taskset_id!r} of verifiers cannot be played here: {'; '.join(reasons)}. Expected tasks that are "
+            f"taskset {taskset_id!r} of verifiers cannot be played here: {'; '.join(found)}. Expected tasks that are "
             "answered once, in text, and scored by Task.score alone. Write the others as an environment of your own "
             "(docs/environments.md)"
         )
-    return tasks
 
 
 def _checked(config_type: Any, given: Mapping[str, Any]) -> Any:
     try:
         return config_type.model_validate(dict(given))
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors())
+        wrong = "; ".join(
+            f"{'.'.join(map(str, e['loc'])) or 'all'} = {e['input']!r}: {e['msg']}" for e in error.errors()
+        )
         raise BadInput(
             f"{config_type.__name__} of verifiers cannot be made from {dict(given)!r}: {wrong}. "
             f"Expected some of: {', '.join(config_type.model_fields)}"
         ) from None
 
 
-def reasons_against(taskset_id: str, taskset: Any, tasks: Sequence[Any]) -> Iterator[str]:
-    """Why these tasks cannot be played; none if they can."""
+def _against_taskset(taskset_id: str, taskset: Any) -> Iterator[str]:
     env = vf.environment_class(taskset_id)
     if env is not vf.SingleAgentEnv:
         yield f"it has an Env of its own ({env.__name__})"
@@ -319,6 +323,9 @@ def reasons_against(taskset_id: str, taskset: Any, tasks: Sequence[Any]) -> Iter
         yield "it has a harness of its own"
     if toolsets := taskset.toolsets(taskset.config):
         yield f"it serves tools ({_types(toolsets)})"
+
+
+def _against_tasks(tasks: Sequence[Any]) -> Iterator[str]:
     if tasks:  # all are of one type
         yield from _against_type(tasks[0])
     if wrong := next(_against_data(tasks), None):
