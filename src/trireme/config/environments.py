@@ -30,7 +30,7 @@ def _groups(config: Config) -> Iterator[Problem]:
                 f"orchestrator.group_size = 1 with orchestrator.advantage = {config.orchestrator.advantage}"
                 if env.group_size is None
                 else f"group_size = 1 of environment {env.label}",
-                "at least 2 rollouts per problem: advantages compare the rollouts of a group, one alone has advantage 0",
+                "at least 2 rollouts per problem: advantages compare those of a group, one alone has advantage 0",
                 f"set {'--orchestrator.group-size' if env.group_size is None else 'it'} to 2 or more (8 is usual)",
             )
             return

@@ -420,7 +420,7 @@ def _missing(key: Key, named: set[Path], known: Keys) -> Iterator[Problem]:
     for entry in _entries(known.list_of(key.path), named)[1:]:
         place = (*entry, *key.path[len(entry) - 1 :])
         if place not in named:
-            do = f"write `--{'.'.join(place)} VALUE`, or put it into that entry; they are numbered from 0, without a gap"
+            do = f"write `--{'.'.join(place)} VALUE`, or put it into that entry; numbers begin at 0 and have no gap"
             yield Problem(f"no value for `{'.'.join(place)}`", expected, do)
 
 
