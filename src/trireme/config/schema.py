@@ -196,7 +196,7 @@ class CommonTrainer(Section):
     checkpointing: bool | Literal["auto"] = Field(
         "auto",
         description="Keep only the input of each decoder layer, and compute the layer again in the backward pass; "
-        "auto = when the activations of a micro-batch exceed 4 GiB on a CPU, 24 GiB on a GPU.",
+        "auto = for micro-batches whose activations exceed 4 GiB on a CPU, 24 GiB on a GPU.",
     )
     compile: bool = Field(
         False, description="torch.compile each decoder layer: faster steps, after a minute or so of compiling."
@@ -365,8 +365,8 @@ class SamplingConfig(Section):
     top_k: int = Field(-1, description="Sample from the k likeliest only; -1 = off. The trainer cannot match it.")
     min_p: Share = Field(0.0, description="Cut below this share of the likeliest; the trainer cannot match it.")
     repetition_penalty: PositiveFloat = Field(1.0, description="1 = off. The trainer cannot match it.")
-    stop: tuple[str, ...] = Field(
-        (), description="Strings that end an answer, each one token, beside what the environment says."
+    stop: list[str] = Field(
+        [], description="Strings that end an answer, each one token, beside what the environment says."
     )
 
     def params(self, seed: int, stop: tuple[int, ...], room: int) -> SamplingParams:
