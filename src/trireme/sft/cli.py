@@ -131,20 +131,22 @@ def train_and_commit(
 def whats_next(config: SftConfig, root: Path, seconds: float) -> str:
     """What a user may want to do with a finished run."""
     weights = root / "checkpoints" / f"step_{config.max_steps:06d}" / "inference"
-    longer = f"--max-steps {2 * config.max_steps}"
+    model = f"uv run rl @ configs/quickstart.toml --model.name {weights}"
+    if config.trainer.lora.on:
+        model = f"uv run --no-sync trireme export {root} --merge"
     return "\n".join(
         [
             f"\nstep {config.max_steps} reached after {seconds:.0f} s. What next:",
             "the loss, as an SVG file:",
             f"  uv run --no-sync python scripts/plot_reward.py {root}/metrics.jsonl --key train_mean_nll",
             "the trained model, in Hugging Face layout; reinforcement learning goes on from it:",
-            f"  uv run rl @ configs/quickstart.toml --model.name {weights}",
+            f"  {model}",
             "what the run holds, and its checkpoints:",
             f"  uv run --no-sync trireme inspect {root}",
             "all curves, and who did what when, as one HTML page:",
             f"  uv run --no-sync trireme report {root}",
             "the same run, for longer:",
-            f"  {resume_command(root)} {longer}",
+            f"  {resume_command(root)} --max-steps {2 * config.max_steps}",
         ]
     )
 
