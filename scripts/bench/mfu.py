@@ -137,7 +137,7 @@ def main() -> None:
             "tokens": args.tokens,
             "sequences": args.sequences,
             "compiled": args.compile,
-            "checkpointing": shard._sharding.checkpointing,
+            "layers_kept_up_to_tokens": shard._sharding.kept_tokens,
             "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         },
     ).print()

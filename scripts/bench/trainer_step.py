@@ -1,4 +1,4 @@
-"""Tokens per second of the trainer: one shard over a plain PyTorch loop, and two shards over one.
+"""Tokens per second of the trainer: one shard over a plain PyTorch loop, two shards over one, packed rows over padded.
 
     python scripts/bench/trainer_step.py [--repeats 3]
 
@@ -97,7 +97,7 @@ def plain_step(model_path: Path) -> Callable[[], None]:
     return step
 
 
-def shard_step(model_path: Path, rank: int, shards: int, port: int) -> Callable[[], None]:
+def shard_step(model_path: Path, rank: int, shards: int, port: int, packing: str = "auto") -> Callable[[], None]:
     """A step of one shard."""
     from torch.distributed import TCPStore
 
@@ -108,6 +108,7 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int) -> Callable[
     config = Config.model_validate(
         {
             "model": {"name": str(model_path), "dtype": "float32"},
+            "trainer": {"packing": packing},
             "orchestrator": {"batch_size": 2},
             "env": {"id": "sort"},
             "inference": {"sampling": {"max_tokens": 8}},
@@ -124,14 +125,14 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int) -> Callable[
     return step
 
 
-def serve(end: Any, core: int, model_path: Path, rank: int, shards: int, port: int) -> None:
+def serve(end: Any, core: int, model_path: Path, rank: int, shards: int, port: int, packing: str) -> None:
     """Makes a step whenever it is asked for; answers with the CPU seconds that it took. `shards` 0: the plain loop."""
     os.sched_setaffinity(0, {core})
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
-    step = shard_step(model_path, rank, shards, port) if shards else plain_step(model_path)
+    step = shard_step(model_path, rank, shards, port, packing) if shards else plain_step(model_path)
     end.send(0.0)
     while end.recv():
         before = time.process_time()
@@ -142,7 +143,7 @@ def serve(end: Any, core: int, model_path: Path, rank: int, shards: int, port: i
 class Ranks:
     """The processes of one kind."""
 
-    def __init__(self, model_path: Path, shards: int) -> None:
+    def __init__(self, model_path: Path, shards: int, packing: str = "auto") -> None:
         from torch.distributed import TCPStore
 
         context = multiprocessing.get_context("spawn")
@@ -151,7 +152,7 @@ class Ranks:
         self._ends, self._processes = [], []
         for rank in range(max(shards, 1)):
             here, there = context.Pipe()
-            arguments = (there, cores[rank % len(cores)], model_path, rank, shards, self._store.port)
+            arguments = (there, cores[rank % len(cores)], model_path, rank, shards, self._store.port, packing)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             self._ends.append(here)
@@ -187,7 +188,13 @@ def main() -> None:
     tokens = len(make_batch().tokens)
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         parameters = make_model(Path(directory))
-        kinds = {"plain": Ranks(Path(directory), 0), "one": Ranks(Path(directory), 1), "two": Ranks(Path(directory), 2)}
+        model_path = Path(directory)
+        kinds = {
+            "plain": Ranks(model_path, 0),
+            "one": Ranks(model_path, 1),
+            "two": Ranks(model_path, 2),
+            "packed": Ranks(model_path, 1, "packed"),
+        }
         measured: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
         for repeat in range(repeats + 1):
             for name, ranks in kinds.items():
@@ -210,6 +217,7 @@ def main() -> None:
         detail={
             "two_shards_over_one": round(two_over_one, 3),
             "two_shards_target": TARGET_TWO,
+            "packed_over_rows": round(rates["packed"] / rates["one"], 3),
             "tokens_per_s": {name: round(rate, 1) for name, rate in rates.items()},
             "cpu_s": {name: median([cpu for _, cpu in seconds]) for name, seconds in measured.items()},
             "parameters": parameters,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import LoraConfig
 from trireme.errors import BadInput
-from trireme.memory import computes_again, stays_whole
+from trireme.memory import kept_tokens, stays_whole
 
 SHARD, REPLICATE = "shard", "replicate"
 """Dimensions of the mesh."""
@@ -41,13 +41,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @dataclass(frozen=True)
 class Sharding:
     """How a model is held and computed. `mesh`: over all ranks, its last dimension being that over which parameters
-    are spread. `dtype` computes, `master` is what is trained. `packed`: see `trainer.attention`."""
+    are spread. `dtype` computes, `master` is what is trained. Of more than `kept_tokens` at once a layer keeps only its
+    input, and is computed again in the backward pass. `whole`: see `accumulating`."""
 
     mesh: DeviceMesh
     dtype: torch.dtype
     master: torch.dtype
     attention: str
-    checkpointing: bool
+    kept_tokens: int | None
     compiled: bool
     whole: bool
     offload: OffloadPolicy
@@ -61,13 +62,7 @@ class Sharding:
             dtype=dtype,
             master=DTYPES[options.master_dtype],
             attention=_attention(config, device, dtype),
-            checkpointing=computes_again(
-                options.checkpointing,
-                facts,
-                config.micro_batch_limit(facts.max_position_embeddings),
-                dtype.itemsize,
-                on_gpus=device.type == "cuda",
-            ),
+            kept_tokens=kept_tokens(options.checkpointing, facts, dtype.itemsize, on_gpus=device.type == "cuda"),
             compiled=options.compile,
             whole=stays_whole(facts, dtype.itemsize, on_gpus=device.type == "cuda"),
             offload=CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.offload == "cpu" else OffloadPolicy(),
@@ -176,8 +171,15 @@ def _wrap(layer: nn.Module, how: Sharding) -> None:
     FSDP's hooks, which gather the layer's parameters, stay outside of both."""
     if how.compiled:
         layer.forward = torch.compile(layer.forward)
-    if how.checkpointing:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    if how.kept_tokens is not None:
+        layer.forward = partial(again_if_large, layer.forward, how.kept_tokens)
+
+
+def again_if_large(forward: Callable[..., Any], kept_tokens: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A layer's pass over `hidden` [B, L, H]."""
+    if hidden.shape[:-1].numel() <= kept_tokens:
+        return forward(hidden, *args, **kwargs)
+    return checkpoint(forward, hidden, *args, use_reentrant=False, **kwargs)
 
 
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
@@ -206,9 +208,10 @@ def _fill(unit: nn.Module, prefix: str, tensors: dict[str, Tensor], device: torc
 def _shard(unit: nn.Module, how: Sharding) -> None:
     policy = MixedPrecisionPolicy(None if how.dtype == how.master else how.dtype, torch.float32)
     sharded = fully_shard(unit, mesh=how.mesh, mp_policy=policy, offload_policy=how.offload, reshard_after_forward=True)
-    # Sum, do not average. Without the second line the factor 1 becomes a reduction that gloo does not have.
-    sharded.set_gradient_divide_factor(1.0)
-    sharded.set_force_sum_reduction_for_comms(True)
+    if how.mesh.size() > 1:  # alone there is nothing to average, and a division by 1 would be a copy
+        # Sum, do not average. Without the second line the factor 1 becomes a reduction that gloo does not have.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
 
 
 def _fsdp(unit: nn.Module) -> FSDPModule:

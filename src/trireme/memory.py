@@ -50,7 +50,8 @@ class ShardMemory:
     ) -> ShardMemory:
         """`tokens` of a full micro-batch; `state_bytes` of the whole model; `dtype_bytes` of a number in the dtype that
         computes."""
-        again = computes_again(options.checkpointing, facts, tokens, dtype_bytes, on_gpus=on_gpus)
+        kept = kept_tokens(options.checkpointing, facts, dtype_bytes, on_gpus=on_gpus)
+        again = kept is not None and tokens > kept
         return cls(
             tokens=tokens,
             state=state_bytes // options.shards,
@@ -103,10 +104,9 @@ def gathered_bytes(facts: ModelFacts, dtype_bytes: int, *, on_gpus: bool) -> int
     return 2 * dtype_bytes * (facts.embedding_parameters + 2 * layer)
 
 
-def computes_again(
-    option: bool | Literal["auto"], facts: ModelFacts, tokens: int, dtype_bytes: int, *, on_gpus: bool
-) -> bool:
-    """Whether layers are computed again in the backward pass, by `trainer.checkpointing`."""
-    if option != "auto":
-        return option
-    return activation_bytes(facts, tokens, dtype_bytes, False) > (KEPT_ON_GPU if on_gpus else KEPT_ON_CPU)
+def kept_tokens(option: bool | Literal["auto"], facts: ModelFacts, dtype_bytes: int, *, on_gpus: bool) -> int | None:
+    """By `trainer.checkpointing`: of more tokens at once than this, layers are computed again in the backward pass;
+    none = never."""
+    if option == "auto":
+        return (KEPT_ON_GPU if on_gpus else KEPT_ON_CPU) // activation_bytes(facts, 1, dtype_bytes, False)
+    return 0 if option else None

@@ -18,8 +18,8 @@ from trireme.memory import (
     WHOLE_ON_CPU,
     WHOLE_ON_GPU,
     activation_bytes,
-    computes_again,
     gathered_bytes,
+    kept_tokens,
     layer_activations,
     stays_whole,
 )
@@ -75,12 +75,12 @@ def test_activations_of_layers_that_are_computed_again() -> None:
 
 
 @pytest.mark.parametrize(("on_gpus", "limit"), [(False, KEPT_ON_CPU), (True, KEPT_ON_GPU)])
-def test_when_layers_are_computed_again(on_gpus: bool, limit: int) -> None:
-    most = limit // (FACTS.num_layers * layer_activations(FACTS) * 2)
-    assert not computes_again("auto", FACTS, most, 2, on_gpus=on_gpus)
-    assert computes_again("auto", FACTS, most + 1, 2, on_gpus=on_gpus)
-    assert computes_again(True, FACTS, 1, 2, on_gpus=on_gpus)
-    assert not computes_again(False, FACTS, most + 1, 2, on_gpus=on_gpus)
+def test_of_how_many_tokens_layers_are_kept(on_gpus: bool, limit: int) -> None:
+    most = kept_tokens("auto", FACTS, 2, on_gpus=on_gpus)
+    assert most is not None
+    assert activation_bytes(FACTS, most, 2, False) <= limit < activation_bytes(FACTS, most + 1, 2, False)
+    assert kept_tokens(True, FACTS, 2, on_gpus=on_gpus) == 0
+    assert kept_tokens(False, FACTS, 2, on_gpus=on_gpus) is None
 
 
 def test_a_small_model_stays_whole() -> None:

@@ -22,6 +22,7 @@ from trainer_support import make_batch, make_config, make_model
 
 from trainer.batching import ShardOutput, scatter_outputs
 from trainer.losses import resolve_loss
+from trainer.model import again_if_large
 from trainer.shard import Shard
 from trireme import memory
 from trireme.types import AdamParams
@@ -210,3 +211,17 @@ def test_master_weights_and_what_computes(models, master, dtype):
         assert gradient.isfinite().all()
     assert torch.equal(ranks[0][2], ranks[1][2])
     assert torch.nn.functional.cosine_similarity(ranks[0][2], expected, dim=0) > 0.9
+
+
+@pytest.mark.parametrize(("tokens", "times"), [(10, 1), (11, 2)])
+def test_only_passes_over_many_tokens_are_computed_again(tokens, times):
+    passes = []
+
+    def forward(hidden):
+        passes.append(hidden.shape)
+        return hidden.sin()
+
+    hidden = torch.ones(1, tokens, 4, requires_grad=True)
+    again_if_large(forward, 10, hidden).sum().backward()
+    assert len(passes) == times
+    assert torch.equal(hidden.grad, hidden.cos())
