@@ -25,8 +25,8 @@ Put = Callable[[npt.NDArray[np.uint8]], Any]
 BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 64
 CANARY_TOKENS = 8
-"""Enough for attention to look back and for every weight but the embeddings' rows to count; little beside the prefill of
-the requests in flight, with which replicas compute them."""
+"""Enough for attention to look back and for every weight but the embeddings' rows to count; little beside the prefill
+of the requests in flight, with which replicas compute them."""
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _FUSED = re.compile(r"\b(?:[qkv]|gate|up)_proj\b")

@@ -70,9 +70,10 @@ def _check(key: str, name: str, config: Config, facts: ModelFacts) -> None:
         ).error()
     other = sorted(name for name, _ in _computed(found) ^ _computed(facts))
     if other and config.trainer.kl.reference.update_every:
+        every = config.trainer.kl.reference.update_every
         raise Problem(
-            f"trainer.kl.reference.update_every = {config.trainer.kl.reference.update_every} with {key} = {name}, whose "
-            f"config.json differs from that of {facts.name} in {', '.join(dict.fromkeys(other))}",
+            f"trainer.kl.reference.update_every = {every} with {key} = {name}, whose config.json differs"
+            f" from that of {facts.name} in {', '.join(dict.fromkeys(other))}",
             "a reference of the model's own architecture: it will hold the model's weights",
             f"take {config.model.name}, or leave update_every out",
         ).error()

@@ -48,7 +48,7 @@ def test_a_damaged_commit_is_refused(run: Path) -> None:
 
 def test_an_adapter_alone_is_refused_with_the_command_that_merges_it(run: Path) -> None:
     (run / "checkpoints" / "step_000004" / "inference" / "adapter_config.json").write_text("{}")
-    with pytest.raises(BadInput, match="trireme export .* --step 4 --merge"):
+    with pytest.raises(BadInput, match=r"trireme export .* --step 4 --merge"):
         Subject.of(str(run), 4)
 
 

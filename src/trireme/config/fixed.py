@@ -1,5 +1,5 @@
-"""What a resume must find unchanged: the model, its tokenizer, its LoRA adapters, the definition of the loss, the order of
-the data.
+"""What a resume must find unchanged: the model, its tokenizer, its LoRA adapters, the definition of the loss, the order
+of the data.
 
 Everything else may change between a commit and its resume: shards, replicas, micro-batches, transport, batch size,
 staleness bound, learning rate, limits. `--resume.force` goes on in spite of a difference.

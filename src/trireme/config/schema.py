@@ -190,8 +190,8 @@ class CommonTrainer(Section):
     )
     packing: Literal["auto", "rows", "packed"] = Field(
         "auto",
-        description="How a micro-batch is laid out: as rows of about equal length, padded; or packed, one sequence after "
-        "the other, none of which sees another. auto = packed on GPUs in 16 bits, else rows.",
+        description="How a micro-batch is laid out: as rows of about equal length, padded; or packed, one sequence "
+        "after the other, none of which sees another. auto = packed on GPUs in 16 bits, else rows.",
     )
     checkpointing: bool | Literal["auto"] = Field(
         "auto",
