@@ -1,4 +1,4 @@
-"""`trireme eval`: whose weights are evaluated, and what is printed. tests/e2e/test_evaluate.py runs it."""
+"""`trireme eval`: whose weights are evaluated, and what is printed. tests/e2e/test_eval_command.py runs it."""
 
 from __future__ import annotations
 
