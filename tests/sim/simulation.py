@@ -32,7 +32,7 @@ from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCo
 from orchestrator.metrics import Released
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
-from trainer.shard import check_provenance, recent
+from trainer.admission import check_provenance, recent
 from trireme.config import Config
 from trireme.errors import RoomFailed, TriremeError
 from trireme.protocols import ReplicaLoad

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from trainer_support import make_batch, make_config, make_model
 
+from trainer.admission import check_provenance, recent
 from trainer.checkpoint import make_adam_state, random_state, set_random_state
 from trainer.hugging_face import write_model
-from trainer.shard import Shard, check_provenance, recent
+from trainer.shard import Shard
 from trireme.checkpoint.files import checksum_of
 from trireme.errors import CheckpointInvalid, ProvenanceError, StorageFailed
 from trireme.faults import InjectedFault

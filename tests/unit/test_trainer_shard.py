@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from trainer_support import make_batch, make_config, make_model
 
+from trainer.admission import check_provenance
 from trainer.batching import ShardOutput, scatter_outputs
 from trainer.losses import resolve_loss
 from trainer.publish import Packer, canary_tokens, canary_tolerance, fused_group
-from trainer.shard import Shard, check_provenance
+from trainer.shard import Shard
 from trireme.errors import BadInput, ProvenanceError
 from trireme.types import AdamParams, Provenance, TokenBatch, WeightIdentity
 from trireme.weights import check_canary, check_received
