@@ -29,8 +29,8 @@ from trireme.faults import fault_point
 from trireme.weights import Adapter, TensorEntry, check_received
 
 # At every update it warns of each module for which a checkpoint has no tensors: rotary embeddings, a tied output head.
-# That all weights are what they should be is proved by the canary.
-logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
+# That all weights are what they should be is proved by the canary. (A filter: vLLM sets all levels again as it starts.)
+logging.getLogger(layerwise.__name__).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -11,6 +11,7 @@ import pytest
 from run_support import ROOT, TINY, Ended, assert_bound_and_conservation, at_step, run_rl
 
 from trireme.errors import EXIT_FAILED, EXIT_OK
+from trireme.rollouts import ROLLOUTS, read_records, recorded_steps
 from trireme.tools.timeline import Span, timeline
 
 LONG = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", "200"]
@@ -69,7 +70,18 @@ class TestTwoShardsTwoReplicas:
         assert len(AutoTokenizer.from_pretrained(weights)) == model.config.vocab_size
 
     def test_each_room_has_a_log(self, ended: Ended) -> None:
-        assert len(list((ended.root / "logs" / "attempt_1").glob("*.log"))) == 5
+        logs = sorted((ended.root / "logs" / "attempt_1").glob("*.log"))
+        assert len(logs) == 5
+        assert not any("Failed to load weights" in log.read_text() for log in logs), "a false alarm at every update"
+
+    def test_each_step_left_rollouts_to_read(self, ended: Ended) -> None:
+        files = recorded_steps(ended.root / ROLLOUTS)
+        assert list(files) == list(range(12))
+        groups = read_records(files[11])
+        assert [group["why"] for group in groups[:2]] == ["best", "worst"]
+        turn = groups[0]["rollouts"][0]["turns"][0]
+        assert turn["observation_text"].startswith("Sort: ")
+        assert len(turn["logprobs"]) == len(turn["action"]) == sum(tokens for _, tokens in turn["versions"])
 
     def test_each_room_traced_what_it_did(self, ended: Ended) -> None:
         shown = timeline(ended.root, None, lambda _: None)
