@@ -416,6 +416,15 @@ class ClusterConfig(Section):
     )
 
 
+class SupervisedCluster(ClusterConfig):
+    max_restarts: NonNegativeInt = Field(
+        3,
+        description="How often the same part of a run (a replica; trainer and orchestrator together) is started again "
+        "after its death within restart_window_s; then the run stops with exit code 3. 0 = never: it fails.",
+    )
+    restart_window_s: PositiveFloat = Field(3600.0, description="Seconds in which max_restarts are counted.")
+
+
 class CommonTimeouts(Section):
     start_s: PositiveFloat = Field(600.0, description="Deadline for all rooms to start.")
     step_s: PositiveFloat = Field(1800.0, description="Deadline for a batch of rollouts, and for each trainer call.")
@@ -425,6 +434,9 @@ class CommonTimeouts(Section):
 class TimeoutsConfig(CommonTimeouts):
     update_s: PositiveFloat = Field(
         300.0, description="Deadline for a replica to take new weights (drain: with its wait for requests in flight)."
+    )
+    heartbeat_s: PositiveFloat = Field(
+        60.0, description="A process that answers nothing for so long is taken for dead, and killed."
     )
 
 
@@ -540,6 +552,7 @@ class Config(CommonConfig):
     eval: EvalConfig = EvalConfig()
     inference: InferenceConfig
     rollouts: RolloutsConfig = RolloutsConfig()
+    cluster: SupervisedCluster = SupervisedCluster()
     timeouts: TimeoutsConfig = TimeoutsConfig()
 
     @property

@@ -1,0 +1,51 @@
+"""How often parts may be started again. No Ray, no clock of its own."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+
+from trireme.errors import LimitReached, RoomFailed
+
+NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+")
+COMPARED = 400
+"""Characters of two reasons that are compared: their beginnings say what happened, the rest where."""
+
+
+class Restarts:
+    """The budget of one command. The same part is started again at most `limit` times in any `window_s` seconds.
+
+    An error that code raised is no accident when it is raised again before a step was completed in between: then
+    starting again is of no use, however much of the budget is left. A process that dies says nothing of that kind.
+    """
+
+    def __init__(self, limit: int, window_s: float) -> None:
+        self._limit, self._window_s = limit, window_s
+        self._taken: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._last: dict[str, tuple[str, int]] = {}
+
+    def take(self, part: str, failure: RoomFailed, *, died: bool, step: int, now: float) -> None:
+        """`part` is about to be started again after `failure`, `step` steps being completed. Raises LimitReached when
+        it may not be, and `failure` itself when no part ever may or it is the same as the last time.
+
+        `died`: its process ended, or was killed because it did not answer. `now`: seconds on any clock that does not
+        go back.
+        """
+        if not self._limit:
+            raise failure
+        if not died:
+            said = (NUMBERS.sub("#", str(failure))[:COMPARED], step)
+            if self._last.get(part) == said:
+                failure.add_note(f"{part} was started again after the same error, and raised it again at once.")
+                raise failure
+            self._last[part] = said
+        taken = self._taken[part]
+        while taken and now - taken[0] > self._window_s:
+            taken.popleft()
+        if len(taken) >= self._limit:
+            raise LimitReached(
+                f"{part} failed {len(taken) + 1} times within {now - taken[0]:.0f} s, and may be started again at most "
+                f"{self._limit} times (cluster.max_restarts) in {self._window_s:g} s (cluster.restart_window_s). "
+                f"The last failure: {failure}"
+            )
+        taken.append(now)
