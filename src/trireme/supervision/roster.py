@@ -49,12 +49,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that happened to a part, or to the run. `at`: seconds since 1970. `what`: one line for people."""
+    """Something that happened to a part, or to the run. `at`: seconds since 1970. `what`: one line for people. `step`:
+    how many were done."""
 
     at: float
     part: str
     what: str
     step: int
+    attempt: int
 
 
 Listener = Callable[["Roster", Incident | None], None]
@@ -131,7 +133,7 @@ class Roster:
 
     def note(self, part: str, what: str) -> None:
         """Something happened that a person should know of."""
-        incident = Incident(self._now(), part, " ".join(what.split()), self.step)
+        incident = Incident(self._now(), part, " ".join(what.split()), self.step, self.attempt)
         with self._lock:
             self._incidents.append(incident)
             self.incidents_total += 1
