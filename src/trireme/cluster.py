@@ -7,13 +7,13 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import psutil
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trireme import waits
 from trireme.common_plan import CommonPlan, Resources
@@ -125,6 +125,35 @@ def reserve(
     )
     strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(bundles))]
     return group, [{**r, "scheduling_strategy": s} for r, s in zip(resources, strategies, strict=True)]
+
+
+def place_for(resources: Mapping[str, float], ending: ExitStack) -> dict[str, Any]:
+    """As `reserve` for one actor more, which waits until there is a place. `ending` gives it back."""
+    group = placement_group([_bundle(resources) or {"CPU": 0.001}])
+    ending.callback(remove_placement_group, group)
+    return {**resources, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)}
+
+
+def has_place(options: Mapping[str, Any]) -> bool:
+    """Whether Ray has the place of an actor with these options: it has none while a node is lost."""
+    group = options["scheduling_strategy"].placement_group
+    return bool(placement_group_table(group)["state"] == "CREATED")
+
+
+def signal_processes(node: str, pids: Sequence[int], number: int) -> None:
+    """Sends a signal to processes of a run on the node with Ray's id `node`; those that have ended are passed over."""
+    if node == ray.get_runtime_context().get_node_id():
+        _signal(pids, number)
+        return
+    here = NodeAffinitySchedulingStrategy(node, soft=False)
+    sent = ray.remote(num_cpus=0, scheduling_strategy=here, max_retries=0)(_signal).remote(pids, number)
+    waits.get(sent, who=f"a signal to processes on node {node}", timeout_s=REACH_S)
+
+
+def _signal(pids: Sequence[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _bundle(options: Mapping[str, float]) -> dict[str, float]:

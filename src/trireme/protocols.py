@@ -20,6 +20,16 @@ class ReplicaLoad:
     preemptions: int
 
 
+@dataclass(frozen=True)
+class Pulse:
+    """A sign of life. `pids`: process ids of an actor and of what it started, on the node with Ray's id `node`.
+    `behind_s`: seconds for which a process behind it, which has work, has not answered it."""
+
+    pids: tuple[int, ...]
+    node: str
+    behind_s: float = 0.0
+
+
 class Sampler(Protocol):
     """The inference room as the orchestrator sees it: all replicas behind one router."""
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from trireme.errors import RoomFailed, TriremeError
 
@@ -60,11 +60,37 @@ def get_all(
         for ref in ready:
             try:
                 values[ref] = ray.get(ref)
-            except (RayTaskError, RayActorError) as error:
+            except RayError as error:
                 raise failure(error, owner[ref], log) from error
         if on_tick and not ready:
             on_tick([owner[ref] for ref in pending], time.monotonic() - started)
     return [values[ref] for ref in refs]
+
+
+def ready(refs: Mapping[Any, str], timeout_s: float) -> dict[Any, Any]:
+    """Of references with the names of their owners, those that are there, after at most `timeout_s` seconds if none is
+    at once: each with its value, or with the TriremeError that it failed with."""
+    if not refs:
+        time.sleep(timeout_s)
+        return {}
+    if not ray.wait(list(refs), num_returns=1, timeout=timeout_s)[0]:
+        return {}
+    there, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+    return {ref: _outcome(ref, refs[ref]) for ref in there}
+
+
+def _outcome(ref: Any, who: str) -> Any:
+    try:
+        return ray.get(ref)
+    except RayError as error:
+        found = failure(error, who, None)
+        found.__cause__ = error
+        return found
+
+
+def died(error: BaseException) -> bool:
+    """Whether what `error` tells of is the end of a process, not something that its code raised."""
+    return isinstance(error.__cause__, RayError) and not isinstance(error.__cause__, RayTaskError)
 
 
 def get(ref: Any, *, who: str, timeout_s: float, log: Path | None = None) -> Any:
@@ -92,5 +118,5 @@ async def get_async(awaitable: Awaitable[Any], *, who: str, timeout_s: float, lo
         return await asyncio.wait_for(awaitable, timeout_s)
     except TimeoutError:
         raise _overdue(who, timeout_s, log) from None
-    except (RayTaskError, RayActorError) as error:
+    except RayError as error:
         raise failure(error, who, log) from error
