@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict, deque
 
-from trireme.errors import LimitReached, RoomFailed
+from trireme.errors import LimitReached, TriremeError
 
 NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+")
 COMPARED = 400
@@ -24,7 +24,7 @@ class Restarts:
         self._taken: defaultdict[str, deque[float]] = defaultdict(deque)
         self._last: dict[str, tuple[str, int]] = {}
 
-    def take(self, part: str, failure: RoomFailed, *, died: bool, step: int, now: float) -> None:
+    def take(self, part: str, failure: TriremeError, *, died: bool, step: int, now: float) -> None:
         """`part` is about to be started again after `failure`, `step` steps being completed. Raises LimitReached when
         it may not be, and `failure` itself when no part ever may or it is the same as the last time.
 

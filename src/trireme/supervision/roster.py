@@ -73,6 +73,7 @@ class Roster:
         self._lock = threading.Lock()
         self._parts: dict[str, Part] = {}
         self._incidents: deque[Incident] = deque(maxlen=KEPT)
+        self._unsuspected: dict[str, Health] = {}
         self._listeners: list[Listener] = []
         self.step = 0
         self.attempt = 1
@@ -80,6 +81,10 @@ class Roster:
 
     def listen(self, listener: Listener) -> None:
         self._listeners.append(listener)
+
+    def ignore(self, listener: Listener) -> None:
+        """It is told nothing any more."""
+        self._listeners.remove(listener)
 
     @property
     def parts(self) -> list[Part]:
@@ -111,6 +116,8 @@ class Roster:
         a new process in the place of one that is gone. None leaves `pids` and `node` as they are."""
         with self._lock:
             before = self._parts.get(name) or Part(name, health, self._now())
+            if health is Health.SUSPECT and before.health is not Health.SUSPECT:
+                self._unsuspected[name] = before.health
             changed = Part(
                 name,
                 health,
@@ -124,6 +131,20 @@ class Roster:
                 return
             self._parts[name] = changed
         self._tell(None)
+
+    def found(self, name: str, pids: tuple[int, ...], node: str) -> None:
+        """Part `name` is these processes, on this node."""
+        part = self.part(name)
+        if part:
+            self.set(name, part.health, part.why, pids=pids, node=node)
+
+    def no_suspect(self, name: str) -> None:
+        """Part `name` has answered: if it was suspect, it is what it was before."""
+        with self._lock:
+            before = self._unsuspected.pop(name, None)
+        part = self.part(name)
+        if before and part and part.health is Health.SUSPECT:
+            self.set(name, before)
 
     def remove(self, name: str) -> None:
         """Part `name` has left."""
@@ -145,5 +166,5 @@ class Roster:
         self._tell(None)
 
     def _tell(self, incident: Incident | None) -> None:
-        for listener in self._listeners:
+        for listener in list(self._listeners):
             listener(self, incident)

@@ -1,0 +1,115 @@
+"""Waits for the answers of many processes at once, and finds those that are dead or silent."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from trireme import waits
+from trireme.cluster import signal_processes
+from trireme.errors import RoomFailed, TriremeError
+from trireme.protocols import Pulse
+from trireme.supervision.pulses import Pulses
+from trireme.supervision.roster import Health, Part, Roster
+
+STACKS_S = 0.5
+"""What a process is given to write its stacks before it is killed."""
+STACKS = signal.SIGUSR1
+"""`trireme.logs` makes a process write the stacks of all its threads to its log when this comes."""
+
+Handle = Callable[[Any], None]
+Lost = Callable[[str, TriremeError, bool], None]
+
+
+class Watch:
+    """`lost(name, failure, died)` is called once for each process that is lost; `died`: it ended or was silent, as
+    opposed to saying itself that it is of no more use. Not for several threads at once."""
+
+    def __init__(self, roster: Roster, heartbeat_s: float, lost: Lost) -> None:
+        self._roster, self._heartbeat_s, self._lost = roster, heartbeat_s, lost
+        self._pulses = Pulses(heartbeat_s)
+        self._awaited: dict[Any, tuple[str, Handle]] = {}
+        self._ask: dict[str, Callable[[], Any]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The processes that are watched."""
+        return list(self._ask)
+
+    def add(self, name: str, ask: Callable[[], Any]) -> None:
+        """Watches `name`, which `ask` asks for a Pulse; it gives a reference to the answer."""
+        self._ask[name] = ask
+        self._pulses.watch(name)
+
+    def drop(self, name: str) -> None:
+        """Watches `name` no more; nothing that it still answers is handled."""
+        self._ask.pop(name, None)
+        self._pulses.forget(name)
+        for ref in [ref for ref, (of, _) in self._awaited.items() if of == name]:
+            del self._awaited[ref]
+
+    def wait_for(self, ref: Any, name: str, handle: Handle) -> None:
+        """When `ref` is there, `handle` gets its value, or the TriremeError that it failed with."""
+        self._awaited[ref] = (name, handle)
+
+    def refs(self) -> dict[Any, str]:
+        """What is waited for, with the names of the owners."""
+        return {ref: name for ref, (name, _) in self._awaited.items()}
+
+    def arrived(self, ref: Any, outcome: Any) -> None:
+        known = self._awaited.pop(ref, None)
+        if known:  # else it was dropped meanwhile
+            known[1](outcome)
+
+    def look(self) -> None:
+        """Asks whoever is due, and judges the silent."""
+        now = time.monotonic()
+        for name in self._pulses.due(now):
+            self.wait_for(self._ask[name](), name, partial(self._pulsed, name))
+        for name, silent_s in self._pulses.silent(now).items():
+            self._judge(name, silent_s, f"has answered nothing for {silent_s:.0f} s")
+
+    def _pulsed(self, name: str, outcome: Pulse | TriremeError) -> None:
+        if isinstance(outcome, TriremeError):
+            self._end(name, outcome, waits.died(outcome))
+            return
+        self._pulses.answered(name, time.monotonic())
+        self._roster.found(name, outcome.pids, outcome.node)
+        if self._pulses.is_long(outcome.behind_s):
+            self._judge(name, outcome.behind_s, f"has had no answer of its engine for {outcome.behind_s:.0f} s")
+        else:
+            self._roster.no_suspect(name)
+
+    def _judge(self, name: str, silent_s: float, why: str) -> None:
+        if silent_s < self._heartbeat_s:
+            self._roster.set(name, Health.SUSPECT, f"it {why}")
+            return
+        if part := self._roster.part(name):
+            self.write_stacks([part])
+            time.sleep(STACKS_S)
+            send(part, part.pids, signal.SIGKILL)
+        limit = f"timeouts.heartbeat_s = {self._heartbeat_s:g}"
+        self._end(name, RoomFailed(f"{name} {why} ({limit}): it is killed; its log has where it was"), True)
+
+    def _end(self, name: str, failure: TriremeError, died: bool) -> None:
+        self.drop(name)
+        self._roster.set(name, Health.DEAD, str(failure))
+        self._roster.note(name, str(failure))
+        self._lost(name, failure, died)
+
+    def write_stacks(self, parts: Sequence[Part]) -> None:
+        """Makes the actors of `parts` write where their threads are to their logs."""
+        for part in parts:
+            if part.name in self._ask:
+                send(part, part.pids[:1], STACKS)  # an engine of its own has no handler: it would end
+
+
+def send(part: Part, pids: Sequence[int], number: int) -> None:
+    """Sends a signal to processes of `part`; none where its node is gone."""
+    if pids:
+        with suppress(TriremeError):
+            signal_processes(part.node, pids, number)
