@@ -9,7 +9,7 @@ engine is asked to load the same tensors again, bare: vLLM's layerwise reload an
 and in memory, timed inside the engine.
 
 And the memory of the engine's process: its resident set after each update, a line fitted to it after the first quarter.
-(Not the proportional one: that also grows when this process, of which the engine is a fork, frees a page.) Two versions
+(After the update, so before the bare reload: that gives nothing back to the system, the next update does. And not the proportional one: that also grows when this process, of which the engine is a fork, frees a page.) Two versions
 are published in turn.
 
 The two last lines of the output are the results, a JSON object each. Leave the machine alone while it runs.
@@ -171,8 +171,8 @@ class Bench:
         for number in range(1, WARM_UP + updates + 1):
             await self.between(sampling)
             published = await self.update(number)
-            self.measured.bare_s.append(await self.reload(published))
             self.measured.memory_mib.append(engine.memory_info().rss / 2**20)
+            self.measured.bare_s.append(await self.reload(published))
             if number == WARM_UP:
                 self.measured = Measured()
         for task in sampling:

@@ -6,6 +6,7 @@ vLLM imports this module in the engine process because the replica names `Worker
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import pickle
 from collections.abc import Iterator
@@ -135,3 +136,14 @@ class WorkerExtension:
             torch.accelerator.synchronize()
         self.received = None
         return {request: runner.requests[request].num_tokens for request in runner.input_batch.req_ids}
+
+    def free_memory(self) -> None:
+        """Gives the memory in which weights were loaded back to the system: some milliseconds, when requests go on.
+
+        They are loaded layer by layer into new memory, between which requests allocate what lives longer. The C library
+        keeps what is freed there for later, a little more after each update: 1 GiB grew by 250 MiB in 30 updates of
+        200 MiB, of which no byte was in use.
+        """
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+        if malloc_trim:
+            malloc_trim(0)
