@@ -1,20 +1,31 @@
 """Named fault points, so that tests hit a place for certain and not by timing.
 
-`TRIREME_FAULTS="trainer.forward_backward@3=raise,inference.received=corrupt"` arms points by name: `@n` means the n-th
-time that a process passes it (default 1). Actions that happen here: `raise`, `kill` (SIGKILL to itself), and `freeze`:
-the file `TRIREME_FAULT_REACHED` is made and the thread sleeps, so that a test can kill the whole tree of processes at
-this very point. Any other word is returned to the caller, which knows what it means. With the variable unset a point
-costs one dictionary look-up.
+`TRIREME_FAULTS="trainer.forward_backward[1]@3=kill,inference.received=corrupt"` arms points by name. `[n]`: only in the
+process that has this number in its room (`number_process`), and in those that it started; without it, in all. `@n`: the
+n-th time that a process passes the point (default 1).
+
+Actions that happen here: `raise`; `kill` (SIGKILL to itself); `stop` (SIGSTOP to itself: it goes on after SIGCONT); and
+`freeze`: the file `TRIREME_FAULT_REACHED` is made, and the thread sleeps until somebody removes it, so that a test can
+kill whatever it likes at this very point. Any other word is returned to the caller, which knows what it means.
+
+With `TRIREME_FAULT_ONCE`, a directory that all processes share, each item of the list acts once in all of them, so that
+the successor of a killed process passes the point. With `TRIREME_FAULTS` unset a point costs one dictionary look-up.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections import Counter
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+POLL_S = 0.01
+_NUMBER = "TRIREME_FAULT_NUMBER"
+_ITEM = re.compile(r"(?P<name>[\w.]+)(\[(?P<number>\d+)\])?(@(?P<passage>\d+))?=(?P<action>\w+)")
 _passed: Counter[str] = Counter()
 
 
@@ -22,30 +33,69 @@ class InjectedFault(RuntimeError):
     """Raised by a fault point that was armed with `raise`."""
 
 
-def _armed(spec: str) -> dict[str, tuple[int, str]]:
-    armed = {}
-    for item in filter(None, spec.split(",")):
-        point, _, action = item.partition("=")
-        name, _, count = point.partition("@")
-        armed[name] = (int(count or 1), action)
-    return armed
+@dataclass(frozen=True)
+class Armed:
+    """One item of the list, and what it says. `number`: None for any process."""
+
+    item: str
+    name: str
+    number: str | None
+    passage: int
+    action: str
+
+    @classmethod
+    def parse(cls, item: str) -> Armed:
+        if not (found := _ITEM.fullmatch(item)):
+            raise ValueError(f"TRIREME_FAULTS: {item!r} is not `name=action`, `name@passage=action` or with [number]")
+        return cls(item, found["name"], found["number"], int(found["passage"] or 1), found["action"])
+
+    @property
+    def meant(self) -> bool:
+        """Whether it is about this process."""
+        return self.number in (None, os.environ.get(_NUMBER))
+
+    def claim(self) -> bool:
+        """Whether it is for this process to act: no other has."""
+        once = os.environ.get("TRIREME_FAULT_ONCE")
+        if not once:
+            return True
+        try:
+            os.close(os.open(Path(once) / self.item, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def act(self) -> str:
+        if self.action == "raise":
+            raise InjectedFault(f"fault injected at {self.name}, passage {self.passage}")
+        if self.action in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
+        if self.action == "freeze":
+            reached = Path(os.environ["TRIREME_FAULT_REACHED"])
+            reached.touch()
+            while reached.exists():
+                time.sleep(POLL_S)
+        return self.action
+
+
+@cache
+def _armed(spec: str) -> tuple[Armed, ...]:
+    return tuple(Armed.parse(item) for item in spec.split(",") if item)
+
+
+def number_process(number: int) -> None:
+    """This process, and those that it will start, is the one with this number in its room."""
+    os.environ[_NUMBER] = str(number)
 
 
 def fault_point(name: str) -> str | None:
     """Passes the point `name`; returns the action that a test armed for this passage, None otherwise."""
     spec = os.environ.get("TRIREME_FAULTS")
-    if not spec or name not in (armed := _armed(spec)):
+    if not spec:
         return None
-    _passed[name] += 1
-    count, action = armed[name]
-    if _passed[name] != count:
-        return None
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if action == "freeze":
-        Path(os.environ["TRIREME_FAULT_REACHED"]).touch()
-        while True:
-            time.sleep(3600)
-    if action == "raise":
-        raise InjectedFault(f"fault injected at {name}, passage {count}")
-    return action
+    armed = [each for each in _armed(spec) if each.name == name and each.meant]
+    _passed[name] += bool(armed)
+    for each in armed:
+        if each.passage == _passed[name] and each.claim():
+            return each.act()
+    return None
