@@ -26,7 +26,7 @@ from trireme import logs, trace
 from trireme.base_digest import base_digest
 from trireme.config import Config
 from trireme.errors import RoomFailed, TriremeError, WeightsRefused
-from trireme.faults import fault_point
+from trireme.faults import fault_point, number_process
 from trireme.protocols import ReplicaLoad
 from trireme.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.weights import PublishedWeights, UpdateReport, check_canary
@@ -71,6 +71,7 @@ class Replica:
 
     def __init__(self, cfg: Config, index: int, log_dir: Path | None) -> None:
         logs.redirect(log_dir, f"inference_{index}")
+        number_process(index)
         trace.start(log_dir, f"inference_{index}", cfg.trace.max_mb)
         self.sampling = trace.Busy("sampling")
         self.cfg = cfg

@@ -19,7 +19,7 @@ from trireme import trace
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
 from trireme.errors import BadInput
-from trireme.faults import fault_point
+from trireme.faults import fault_point, number_process
 from trireme.logs import redirect
 from trireme.protocols import Sampler
 from trireme.tokenizer import load_tokenizer, stop_ids
@@ -41,6 +41,7 @@ class OrchestratorActor:
         log_dir: Path | None,
     ) -> None:
         redirect(log_dir, "orchestrator_0")
+        number_process(0)
         trace.start(log_dir, "orchestrator_0", cfg.trace.max_mb)
         self._cfg, self._sampler_factory, self._reserved_factory = cfg, sampler_factory, reserved_factory
 

@@ -24,6 +24,7 @@ from trireme import trace, waits
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
 from trireme.errors import NonFiniteGradient, RoomFailed
+from trireme.faults import number_process
 from trireme.logs import redirect
 from trireme.metrics import reduce_metrics
 from trireme.priority import yield_to_others
@@ -55,6 +56,7 @@ class ShardActor:
 
     def __init__(self, config: CommonConfig, rank: int, world_size: int, log_dir: Path | None, attempt: int) -> None:
         redirect(log_dir, f"trainer_{rank}")
+        number_process(rank)
         trace.start(log_dir, f"trainer_{rank}", config.trace.max_mb)
         import trainer.shard  # noqa: F401  seconds of imports, spent while the other shards do the same
 
