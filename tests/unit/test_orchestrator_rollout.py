@@ -52,16 +52,16 @@ class Counting(Env):
 class Echo:
     """Samples as many tokens as it may, at most three; notes what it was asked."""
 
-    def __init__(self, logprob: float = -1.0, tokens: int = 3) -> None:
+    def __init__(self, logprob: float = -1.0, tokens: int = 3, first: int = 10) -> None:
         self.requests: list[SampleRequest] = []
-        self.logprob, self.tokens = logprob, tokens
+        self.logprob, self.tokens, self.first = logprob, tokens, first
 
     async def __call__(self, request: SampleRequest) -> SampledSequence:
         self.requests.append(request)
         n = min(self.tokens, request.params.max_tokens)
         spans = tuple(VersionSpan(WeightIdentity(0, v, "d"), v, v + 1) for v in range(n))
         return SampledSequence(
-            np.arange(10, 10 + n, dtype=np.int32), np.full(n, self.logprob, np.float32), "stop", spans
+            np.arange(self.first, self.first + n, dtype=np.int32), np.full(n, self.logprob, np.float32), "stop", spans
         )
 
 
@@ -183,7 +183,9 @@ def test_a_step_must_give_what_can_be_counted_and_kept(result: Any) -> None:
         play(Odd())
 
 
-@pytest.mark.parametrize("sampler", [Echo(logprob=math.nan), Echo(tokens=0)])
+@pytest.mark.parametrize(
+    "sampler", [Echo(logprob=math.nan), Echo(logprob=-math.inf), Echo(tokens=0), Echo(first=98), Echo(first=-1)]
+)
 def test_what_was_sampled_must_make_sense(sampler: Echo) -> None:
     with pytest.raises(BadSample, match="counting"):
         play(Counting(), sampler)
