@@ -69,7 +69,8 @@ class EnvCancelled(RolloutError):
 
 
 class BadSample(RolloutError):
-    """The sampler returned an empty sequence, columns of different lengths, or a non-finite log-probability."""
+    """The sampler returned an empty sequence, columns of different lengths, a non-finite log-probability, or a token
+    that the model does not have."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ async def run_rollout(
             return Trajectory(tuple(transitions), "max_seq_len")
         request = _request(key, len(transitions), prompt, stop, limits, sampling, run_seed)
         sampled = await sample(request)
-        _check_sample(sampled, key)
+        _check_sample(sampled, key, limits)
         with trace.overlapping("step", "environment", problem=key.problem):
             result = await env.step(sampled.tokens.tolist())
         transitions.append(_transition(prompt, sampled, result, key))
@@ -191,11 +192,17 @@ def _request(
     )
 
 
-def _check_sample(sampled: SampledSequence, key: RolloutKey) -> None:
+def _check_sample(sampled: SampledSequence, key: RolloutKey, limits: RolloutLimits) -> None:
+    """Whatever a replica gave: in the trainer, what is no token or no number would end the run."""
     if not 0 < len(sampled.tokens) == len(sampled.logprobs) or not np.isfinite(sampled.logprobs).all():
         raise BadSample(
             f"environment {key.env}, problem {key.problem}: the sampler returned {len(sampled.tokens)} tokens and "
             f"{len(sampled.logprobs)} logprobs; expected as many of both, at least one, and finite logprobs"
+        )
+    if not 0 <= sampled.tokens.min() <= sampled.tokens.max() < limits.vocab_size:
+        raise BadSample(
+            f"environment {key.env}, problem {key.problem}: the sampler returned tokens of {sampled.tokens.min()} .. "
+            f"{sampled.tokens.max()}; expected tokens of 0 .. {limits.vocab_size - 1}"
         )
 
 
