@@ -1,9 +1,13 @@
-"""One small Ray cluster for the end-to-end tests that need no cluster of their own."""
+"""What end-to-end tests of several modules share: a small Ray cluster, and a run to which nothing happens."""
 
 import tempfile
 from collections.abc import Iterator
 
 import pytest
+from resume_support import DETERMINISTIC
+from run_support import Ended, run_rl
+
+from trireme.errors import EXIT_OK
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +22,12 @@ def ray_cluster() -> Iterator[str]:
         )
         yield context.address_info["address"]
         ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def deterministic(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A deterministic run that nothing happens to."""
+    ended = run_rl(tmp_path_factory.mktemp("r"), *DETERMINISTIC)
+    assert ended.code == EXIT_OK, ended.out
+    ended.assert_nothing_left()
+    return ended

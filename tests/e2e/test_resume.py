@@ -80,9 +80,8 @@ def reference_run(tmp_path: Path, flags: list[str]) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """A deterministic run that nothing happens to."""
-    return reference_run(tmp_path_factory.mktemp("r"), DETERMINISTIC)
+def reference(deterministic: Ended) -> Ended:
+    return deterministic
 
 
 def assert_goes_on_to_the_end(tmp_path: Path, reference: Ended, *flags: str) -> None:

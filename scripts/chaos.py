@@ -1,0 +1,233 @@
+"""Kills the parts of runs, and says what became of them.
+
+    python scripts/chaos.py matrix [--victim shard ...] [--moment commit ...] [--stop] [--results FILE]
+    python scripts/chaos.py soak [--steps 300] [--every 20] [--seed 0]
+
+`matrix`: every victim at every moment (`tests/e2e/chaos_support.py`), one small run for each: about a minute and a half
+on two cores. `--stop`: SIGSTOP, for longer than the deadline, in place of SIGKILL. A run has come through when all that
+it left is whole: each step and each problem once, the bound, the last commit, no process and no file in shared memory.
+`--results` keeps what was found, one line of JSON a cell; cells that are in it already are not run again. The table is
+printed at the end, as Markdown.
+
+`soak`: one long run of which a random part is killed again and again, and one that nothing happens to. Prints how the
+memory of every process went, and both reward curves.
+
+Ends with 1 when something is not as it should be; the directories of such runs are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
+
+from chaos_support import (
+    CHAOS,
+    MOMENTS,
+    PARTS,
+    VICTIMS,
+    Cell,
+    assert_whole,
+    end_of,
+    parts_of,
+    run_cell,
+    started,
+    victims,
+)
+from resume_support import rows_of
+from run_support import Running
+
+MEBI = 2**20
+SOAK = [
+    *CHAOS,
+    "--checkpoint.every",
+    "10",
+    "--checkpoint.keep-last",
+    "2",
+    "--cluster.max-restarts",
+    "1000",
+    "--eval.every",
+    "0",
+]
+LOOK_S = 0.5
+LONG_LIFE = 40
+"""Steps that a process must have seen for a slope to mean something."""
+MEANS = 10
+"""Points of a printed reward curve."""
+
+
+# -------------------------------------------------------------------------------------------------------------- matrix
+
+
+def matrix(args: argparse.Namespace) -> bool:
+    sends = signal.SIGSTOP if args.stop else signal.SIGKILL
+    cells = [Cell(victim, moment, sends) for moment in args.moment for victim in args.victim]
+    known = {(row["victim"], row["moment"], row["sends"]): row for row in rows_of(args.results)} if args.results else {}
+    results = []
+    for cell in cells:
+        result = known.get((cell.victim, cell.moment, sends.name)) or run_one(cell)
+        results.append(result)
+        if args.results and result not in known.values():
+            with args.results.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+        print(f"{cell}: {told(result)}", flush=True)
+    print("\n" + table(results, args.victim, args.moment))
+    return all(result["failure"] is None for result in results)
+
+
+def run_one(cell: Cell) -> dict[str, Any]:
+    """What became of one cell. `failure`: what was not as it should be, None when nothing was."""
+    place = Path(tempfile.mkdtemp(prefix="chaos-"))
+    began, failure, incidents = time.monotonic(), None, []
+    try:
+        ended = run_cell(place, cell)
+        incidents = rows_of(ended.root / "incidents.jsonl")
+        assert_whole(ended)
+    except Exception:
+        failure = f"{place}: {traceback.format_exc()}"
+    return {
+        "victim": cell.victim,
+        "moment": cell.moment,
+        "sends": cell.sends.name,
+        "seconds": round(time.monotonic() - began),
+        "incidents": [f"{incident['part']}: {incident['what']}" for incident in incidents],
+        "failure": failure,
+    }
+
+
+def told(result: dict[str, Any]) -> str:
+    return result["failure"] or f"whole, after {result['seconds']} s, {len(result['incidents'])} incidents"
+
+
+def table(results: Sequence[dict[str, Any]], columns: Sequence[str], lines: Sequence[str]) -> str:
+    """Moments by victims, as Markdown: the seconds of a whole cell, start and end of the run included."""
+    cells = {(result["victim"], result["moment"]): result for result in results}
+
+    def cell(victim: str, moment: str) -> str:
+        result = cells[victim, moment]
+        return "FAILED" if result["failure"] else f"whole, {result['seconds']} s"
+
+    rows = [["at", *columns], ["---"] * (len(columns) + 1)]
+    rows += [[moment, *(cell(victim, moment) for victim in columns)] for moment in lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------- soak
+
+
+@dataclass
+class Memory:
+    """Resident bytes of each process of a run, by part and process id, with the step at which they were seen."""
+
+    seen: defaultdict[tuple[str, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+
+    def look(self, running: Running, step: int) -> None:
+        for part, pids in {"driver_0": [running.process.pid], **parts_of(running.mark)}.items():
+            for place, pid in enumerate(pids[:2]):
+                name = f"{part} engine" if place and part.startswith("inference") else part
+                try:
+                    self.seen[name, pid].append((step, psutil.Process(pid).memory_info().rss))
+                except psutil.NoSuchProcess:
+                    continue
+
+    def lines(self) -> list[str]:
+        """Of each process that lived long enough, MiB at its end and the slope over the second half of its life."""
+        lines = []
+        for (name, pid), points in sorted(self.seen.items()):
+            steps, sizes = zip(*points[len(points) // 2 :], strict=True)
+            if points[-1][0] - points[0][0] >= LONG_LIFE and len(set(steps)) > 1:
+                slope = statistics.linear_regression(steps, sizes).slope / MEBI
+                life = f"steps {points[0][0]} to {points[-1][0]}"
+                lines.append(f"| {name} ({pid}) | {life} | {sizes[-1] / MEBI:.0f} | {100 * slope:+.2f} |")
+        return ["| process | seen | MiB | MiB per 100 steps |", "|---|---|---|---|", *lines]
+
+
+def soak(args: argparse.Namespace) -> bool:
+    flags = [*SOAK, "--max-steps", str(args.steps), "--seed", str(args.seed)]
+    calm, _, whole_calm = long_run(flags, args.steps, None, None)
+    chance = random.Random(args.seed)
+    wild, memory, whole_wild = long_run(flags, args.steps, args.every, chance)
+    print("\n".join(memory.lines()))
+    print("\n| steps | reward without kills | with |\n|---|---|---|")
+    size = max(args.steps // MEANS, 1)
+    for first in range(0, args.steps, size):
+        calm_mean, wild_mean = (mean_reward(rows[first : first + size]) for rows in (calm, wild))
+        print(f"| {first} to {first + size - 1} | {calm_mean:.3f} | {wild_mean:.3f} |")
+    return whole_calm and whole_wild
+
+
+def mean_reward(rows: Sequence[dict[str, Any]]) -> float:
+    return statistics.fmean(row["reward/total"] for row in rows) if rows else float("nan")
+
+
+def long_run(
+    flags: Sequence[str], steps: int, every: int | None, chance: random.Random | None
+) -> tuple[list[dict[str, Any]], Memory, bool]:
+    """One run, of which a random part is killed whenever it has come `every` steps further than ever before: its rows,
+    the memory of its processes, and whether all that it left is whole."""
+    place, memory, killed = Path(tempfile.mkdtemp(prefix="soak-")), Memory(), 0
+    metrics, looked, began = place / "run" / "metrics.jsonl", 0, time.monotonic()
+    with started(place, flags, {}) as running:
+        while running.process.poll() is None:
+            time.sleep(LOOK_S)
+            step = steps_done(metrics)
+            if step != looked:
+                memory.look(running, step)
+                looked = step
+            if every and chance and step >= (killed + 1) * every and step < steps - 1:
+                killed += 1
+                victim = chance.choice(list(PARTS))
+                print(f"step {step}: SIGKILL to {victim}", flush=True)
+                for pid in victims(victim, running, None):
+                    os.kill(pid, signal.SIGKILL)
+        ended = end_of(running, place)
+    print(f"{steps} steps, {killed} kills, {time.monotonic() - began:.0f} s, in {place}", flush=True)
+    try:
+        assert_whole(ended, steps)
+    except AssertionError:
+        traceback.print_exc()
+        return ended.rows, memory, False
+    return ended.rows, memory, True
+
+
+def steps_done(metrics: Path) -> int:
+    """How many whole rows are there: the last may be about to be written."""
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("matrix")
+    one.add_argument("--victim", nargs="+", choices=VICTIMS, default=VICTIMS)
+    one.add_argument("--moment", nargs="+", choices=list(MOMENTS), default=list(MOMENTS))
+    one.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
+    one.add_argument("--results", type=Path, help="a file that keeps what was found")
+    one.set_defaults(run=matrix)
+    other = commands.add_parser("soak")
+    other.add_argument("--steps", type=int, default=300)
+    other.add_argument("--every", type=int, default=20, help="steps between two kills")
+    other.add_argument("--seed", type=int, default=0, help="of the run, and of who is killed")
+    other.set_defaults(run=soak)
+    args = parser.parse_args()
+    sys.exit(0 if args.run(args) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Kills parts of a run from outside at moments that it comes to for certain, and checks all that the run leaves.
+
+A moment is a fault point at which one process freezes (`trireme.faults`); while it does, the victim is found among the
+processes of the run and killed, or stopped, whoever it is; then the frozen one goes on. `scripts/chaos.py` runs all
+victims at all moments, `test_kills.py` some of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster_support import Nodes, cluster_of_two
+from resume_support import rows_of
+from run_support import (
+    DEADLINE_S,
+    Ended,
+    Running,
+    assert_bound_and_conservation,
+    in_directory,
+    marked_processes,
+    run_rl,
+    wait_until_gone,
+)
+
+from trireme.checkpoint.store import CheckpointStore
+from trireme.errors import EXIT_OK
+
+STEPS, BATCH, BOUND, HEARTBEAT_S = 8, 4, 1, 20
+CHAOS = [
+    *("--max-steps", str(STEPS), "--checkpoint.every", "2", "--inference.replicas", "2", "--trainer.shards", "2"),
+    *("--orchestrator.batch-size", str(BATCH), "--orchestrator.group-size", "4", "--inference.memory-gb", "0.03"),
+    *("--orchestrator.max-steps-off-policy", str(BOUND), "--eval.every", "4", "--eval.problems", "8"),
+    *("--timeouts.start-s", "180", "--timeouts.step-s", "90", "--timeouts.update-s", "60"),
+    *("--timeouts.checkpoint-s", "60", "--timeouts.heartbeat-s", str(HEARTBEAT_S)),
+]
+"""A small run that has everything: two shards, two replicas, a commit every second step, an evaluation every fourth."""
+MOMENTS = {
+    "start-up": "trainer.start[0]@1",
+    "sampling": "inference.sample[0]@8",
+    "forward/backward": "trainer.forward_backward[0]@4",
+    "publish": "trainer.publish[0]@5",
+    "in-flight update": "inference.loaded[0]@4",
+    "commit": "commit.trainer@2",
+    "evaluation": "orchestrator.evaluation@2",
+}
+"""Where the run freezes: all but the first when there is a commit."""
+PARTS: dict[str, tuple[tuple[str, int], ...]] = {
+    "shard": (("trainer_1", 0),),
+    "every shard": (("trainer_0", 0), ("trainer_1", 0)),
+    "orchestrator": (("orchestrator_0", 0),),
+    "replica": (("inference_0", 0),),
+    "engine": (("inference_0", 1),),
+}
+"""Who is killed: parts, by the names of their logs, and which of their processes, in the order of their start."""
+BY_HAND = ("driver", "everything")
+"""After these somebody has to go on with `--resume`."""
+VICTIMS = (*PARTS, "raylet", *BY_HAND)
+PROBLEMS_A_BATCH = 16
+"""Of the data of `sort`, whatever the run's batch size."""
+FOUND_S, GONE_S, LINGER_S = 60.0, 60.0, 1.0
+CPUS_PER_NODE = 3
+"""Of five actors of one CPU each three go to the head, and two to the second node."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`victim` gets `sends` at `moment`."""
+
+    victim: str
+    moment: str
+    sends: signal.Signals = signal.SIGKILL
+
+    def __str__(self) -> str:
+        return f"{self.sends.name} to {self.victim} at {self.moment}"
+
+
+def log_of(pid: int) -> Path | None:
+    """The file that a process prints to; None when it has ended, or prints elsewhere."""
+    try:
+        return Path(os.readlink(f"/proc/{pid}/fd/1"))
+    except OSError:
+        return None
+
+
+def parts_of(mark: str) -> dict[str, list[int]]:
+    """The living processes of each part of a run, by the log that they write, in the order of their start."""
+    found = defaultdict(list)
+    for pid in marked_processes(mark):
+        log = log_of(pid)
+        if log and log.suffix == ".log" and log.parent.name.startswith("attempt_"):
+            found[log.stem].append(pid)
+    return {part: sorted(pids, key=started_at) for part, pids in found.items()}
+
+
+def started_at(pid: int) -> int:
+    """In ticks since the machine was started; 0 when it has ended."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
+
+
+def wait_for(what: str, happened: Callable[[], bool], running: Running | None, timeout_s: float) -> None:
+    """Raises AssertionError when it does not happen in time, or the run ends before."""
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert running is None or running.process.poll() is None, f"the run ended before {what}"
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        time.sleep(0.02)
+
+
+def victims(victim: str, running: Running, nodes: Nodes | None) -> list[int]:
+    """Process ids of who is to be killed; those of parts that are still to start are waited for."""
+    if victim == "driver":
+        return [running.process.pid]
+    if victim == "raylet":
+        assert nodes is not None
+        return [nodes.raylet(1)]
+    wanted = PARTS[victim]
+
+    def all_there() -> bool:
+        parts = parts_of(running.mark)
+        return all(len(parts.get(part, [])) > which for part, which in wanted)
+
+    wait_for(f"the processes of {victim}", all_there, running, FOUND_S)
+    parts = parts_of(running.mark)
+    return [parts[part][which] for part, which in wanted]
+
+
+def strike(cell: Cell, running: Running, nodes: Nodes | None = None) -> None:
+    """Sends the signal. A lost node is replaced by another; a driver that was stopped goes on after a while."""
+    if cell.victim == "everything":
+        running.kill_tree()
+        return
+    for pid in victims(cell.victim, running, nodes):
+        os.kill(pid, cell.sends)
+    if nodes and cell.victim == "raylet":
+        nodes.join()
+    if cell.victim == "driver" and cell.sends == signal.SIGSTOP:
+        time.sleep(1.5 * HEARTBEAT_S)
+        running.process.send_signal(signal.SIGCONT)
+
+
+def freezing(directory: Path, point: str) -> dict[str, str]:
+    """The environment in which one process freezes at `point`, until the file `reached` in `directory` is removed."""
+    (directory / "once").mkdir()
+    return {
+        "TRIREME_FAULTS": f"{point}=freeze",
+        "TRIREME_FAULT_ONCE": str(directory / "once"),
+        "TRIREME_FAULT_REACHED": str(directory / "reached"),
+    }
+
+
+@contextmanager
+def started(place: Path, flags: Sequence[str], environ: Mapping[str, str]) -> Iterator[Running]:
+    """A run in `place`, whose output goes to `out.txt` there. It is killed if it is still there in the end."""
+    with (place / "out.txt").open("w") as out:
+        running = Running.start(*in_directory(place), *flags, environ=dict(environ), out=out)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.kill_tree()
+
+
+def run_cell(place: Path, cell: Cell, flags: Sequence[str] = CHAOS) -> Ended:
+    """Runs one cell to the end of the run, by `--resume` where that is needed."""
+    with ExitStack() as ending:
+        directory, nodes = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="tr-"))), None
+        environ = freezing(directory, MOMENTS[cell.moment])
+        if cell.victim == "raylet":
+            nodes = ending.enter_context(cluster_of_two(CPUS_PER_NODE, environ))
+        address = ["--cluster.address", nodes.address] if nodes else []
+        running = ending.enter_context(started(place, [*flags, *address], environ))
+        reached = directory / "reached"
+        wait_for(f"{cell.moment} ({MOMENTS[cell.moment]})", reached.exists, running, DEADLINE_S)
+        strike(cell, running, nodes)
+        time.sleep(LINGER_S)  # what is frozen is still there when the victim is no more
+        reached.unlink()
+        ended = end_of(running, place)
+    if cell.victim in BY_HAND and cell.sends == signal.SIGKILL:
+        assert ended.code == -signal.SIGKILL, ended.out
+        assert (ended.left, ended.shm) == ([], set())
+        return run_rl(place, *flags, "--resume")
+    return ended
+
+
+def end_of(running: Running, place: Path) -> Ended:
+    """Waits for the end of a run whose output goes to `out.txt`."""
+    code = running.process.wait(DEADLINE_S)
+    left = wait_until_gone(running.mark, GONE_S)
+    out = (place / "out.txt").read_text()
+    return Ended(code, out, place / "run", left, running.files_left(), running.shm_left())
+
+
+def assert_whole(ended: Ended, steps: int = STEPS) -> None:
+    """The run is at its end, and all that it says holds: every step once, every problem in one terminal state, the
+    bound, a last commit that verifies, nothing left behind."""
+    assert ended.code == EXIT_OK, ended.out
+    assert [row["step"] for row in ended.rows] == list(range(steps))
+    assert_bound_and_conservation(ended, BOUND)
+    assert_every_problem_once(ended)
+    newest = CheckpointStore(ended.root).newest()
+    assert newest.passed_over == ()
+    assert newest.commit is not None
+    assert newest.commit.name == f"step_{steps:06d}"
+    ended.assert_nothing_left()
+
+
+def assert_every_problem_once(ended: Ended) -> None:
+    """Problems are begun in the order of the data. Those that were not trained on, of all that were begun, are as many
+    as the ledger says ended otherwise or are still under way."""
+    trained = rows_of(ended.root / "trained.jsonl")
+    assert [row["step"] for row in trained] == [row["step"] for row in ended.rows]
+    groups = [group for row in trained for group in row["groups"]]
+    assert all(row["step"] - group["floor"] <= BOUND for row in trained for group in row["groups"])
+    numbers = [number_of(group["problem"]) for group in groups]
+    last: Mapping[str, float] = ended.rows[-1]
+    assert len(numbers) == len(set(numbers)) == BATCH * len(trained) == last["ledger/trained"]
+    otherwise = sum(last[f"ledger/{end}"] for end in ("filtered", "dropped", "failed", "active", "to_requeue"))
+    begun = last["ledger/dispatched"] - last["ledger/requeued"] + last["ledger/to_requeue"]
+    assert len(numbers) + otherwise == begun
+    assert set(numbers) <= set(range(int(begun))), "a problem was trained on that was never counted as begun"
+
+
+def number_of(problem: str) -> int:
+    """The place of a problem (`epoch.batch.position`) in the data of the first epoch."""
+    epoch, batch, position = map(int, problem.split("."))
+    assert epoch == 0
+    return batch * PROBLEMS_A_BATCH + position
