@@ -13,9 +13,12 @@ from typing import Any, Protocol, TextIO
 from trireme import trace
 from trireme.config import CommonConfig
 from trireme.rollouts import TABLE_COLUMNS, table_rows
+from trireme.supervision.roster import Incident, Roster
 
 TOO_EASY = 0.8
 """Above this share of problems that the start solves always, there is little left to learn."""
+LONGEST_TITLE = 63
+"""Of a W&B alert, in characters."""
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min, "mean": mean}
 
 
@@ -187,6 +190,12 @@ class WandbSink:
         if records:
             rows = table_rows([json.loads(line) for line in records])
             self._run.log({"step": step, "rollouts": wandb.Table(columns=TABLE_COLUMNS, data=rows)}, commit=False)
+
+    def alert(self, _roster: Roster, incident: Incident | None) -> None:
+        """A listener of the roster: an alert for each incident. (W&B drops one of the same title within a minute.)"""
+        if incident:
+            said = f"{incident.part}: {incident.what}"
+            self._run.alert(said[:LONGEST_TITLE], f"{said}\n\nat step {incident.step}", level="WARN")
 
     def close(self) -> None:
         self._run.finish()

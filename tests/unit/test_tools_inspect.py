@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from checkpoint_support import flip, truncate
+from supervision_support import roster_of
 from tools_support import commit, make_run
 
 from trireme.checkpoint.store import CheckpointStore
 from trireme.errors import EXIT_BAD_INPUT, EXIT_OK
+from trireme.supervision.roster import Health
+from trireme.supervision.status import StatusWriter
 from trireme.tools.inspection import age
 from trireme.tools.main import main
 
@@ -139,6 +142,22 @@ def test_a_run_that_has_no_commit_yet(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (report["commits"], report["newest"], report["attempts"]) == ([], None, [1])
     assert "no commits" in (text := shown(tmp_path / "run", capsys))
     assert "go on from the beginning" in text
+
+
+def test_incidents_are_told_the_newest_ten(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspected(store.root, capsys)["incidents"] == []
+    assert "incidents.jsonl" not in shown(store.root, capsys)
+    with StatusWriter(store.root, roster := roster_of(Health.HEALTHY)):
+        roster.at_step(4)
+        for n in range(12):
+            roster.note("inference_0", f"died [{n}]")
+    found = inspected(store.root, capsys)["incidents"]
+    assert [incident["what"] for incident in found] == [f"died [{n}]" for n in range(12)]
+    text = shown(store.root, capsys)
+    assert "12 incidents, all in incidents.jsonl; the newest:" in text
+    assert "2027-01-15 08:00:00 UTC, attempt 1, step 4: inference_0: died [11]" in text
+    assert "died [2]" in text
+    assert "died [1]\n" not in text
 
 
 def test_a_damaged_head_does_not_hide_the_commits(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,11 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from supervision_support import roster_of
 from trace_support import begin, counter, end, make_run, row, span, write_trace
 
 from trireme.errors import EXIT_BAD_INPUT, EXIT_OK
+from trireme.supervision.roster import Health
+from trireme.supervision.status import StatusWriter
 from trireme.tools.main import main
-from trireme.tools.report import thinned
+from trireme.tools.report import MOST_INCIDENTS, thinned
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = [
@@ -117,6 +120,18 @@ def test_several_attempts(run: Path) -> None:
     assert dict(found["facts"])["attempts"] == "1: steps 0 to 1; 2: steps 2 to 3; superseded: branches/0123abcd"
     assert (found["timeline"]["attempt"], found["timeline"]["steps"]) == (2, [[2, 0.0, 2.0]])
     assert said(reported(run, "--steps", "0:1"))["timeline"]["attempt"] == 1
+
+
+def test_what_happened_to_its_parts_the_newest_first(run: Path) -> None:
+    assert said(reported(run))["incidents"] == {"newest": [], "older": 0}
+    with StatusWriter(run, roster := roster_of(Health.HEALTHY)):
+        roster.at_step(3)
+        for n in range(MOST_INCIDENTS + 2):
+            roster.note("inference_0", f"died {n}")
+    found = said(reported(run))["incidents"]
+    assert found["older"] == 2
+    assert found["newest"][0] == ["2027-01-15 08:00:00", 1, 3, "inference_0", f"died {MOST_INCIDENTS + 1}"]
+    assert len(found["newest"]) == MOST_INCIDENTS
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
@@ -262,6 +277,16 @@ def test_a_page_without_a_trace_says_so(run: Path, tmp_path: Path) -> None:
     assert complaints(ended) == []
     assert "This run has no trace" in ended.stdout
     assert "<canvas" not in ended.stdout
+
+
+@in_browser
+def test_incidents_are_a_table_of_words(run: Path, tmp_path: Path) -> None:
+    with StatusWriter(run, roster := roster_of(Health.HEALTHY)):
+        roster.note("inference_0", "its <b>engine</b> died")
+    ended = browse(reported(run), tmp_path / "profile", "--dump-dom")
+    assert complaints(ended) == []
+    assert "<td>its &lt;b&gt;engine&lt;/b&gt; died</td>" in ended.stdout
+    assert '<section id="happened" hidden' not in ended.stdout
 
 
 @in_browser

@@ -7,13 +7,19 @@ import json
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from supervision_support import roster_of
 from textual.widgets import OptionList, Static
 
+from trireme.errors import LimitReached
 from trireme.rollouts import ROLLOUTS, RolloutFiles
+from trireme.supervision.roster import Health, Roster
+from trireme.supervision.status import StatusWriter, read_status
 from trireme.tools.watch import drawing, plain
 from trireme.tools.watch.app import Watch
 from trireme.tools.watch.following import TAIL_BYTES, Follower, tail, tokenizer_of
@@ -134,6 +140,57 @@ def test_the_curves_that_matter_come_first() -> None:
     assert drawing.curve([{"step": 0, "b": 1.0}, {"step": 1}, {"step": 2, "b": 3.0}], "b") == ([0.0, 2.0], [1.0, 3.0])
 
 
+def lines_of(table: Any) -> str:
+    console = Console(width=200)
+    with console.capture() as text:
+        console.print(table)
+    return text.get()
+
+
+def supervised(run: Path) -> Roster:
+    """What STATUS says: a replica serves, another one is dead."""
+    roster = roster_of(Health.HEALTHY, Health.DEAD)
+    roster.at_step(2)
+    roster.set("inference_1", Health.DEAD, "its engine [101] was killed")
+    with StatusWriter(run, roster):
+        roster.note("inference_1", "its engine [101] was killed; a successor starts")
+    said = json.loads((run / "STATUS").read_text())
+    (run / "STATUS").write_text(json.dumps(said | {"ended": None}))
+    return roster
+
+
+def test_the_health_of_all_parts_is_shown(run: Path) -> None:
+    supervised(run)
+    now = datetime.fromtimestamp(1_800_000_090, UTC)
+    text = lines_of(drawing.parts_table(Follower(run).status(), now))
+    for expected in ("inference_0", "healthy", "inference_1", "dead", "1 min ago", "101 201", "its engine [101] was"):
+        assert expected in text
+    said = drawing.incidents_text(Follower(run).incidents(), now).plain
+    assert said == "1 min ago   attempt 1, step 2  inference_1: its engine [101] was killed; a successor starts\n"
+
+
+def test_what_is_not_well_stands_in_the_headline(run: Path) -> None:
+    supervised(run)
+    status = read_status(run)
+    assert status is not None
+    assert drawing.troubles(status, status.at + 1) == "inference_1 dead"
+    assert drawing.troubles(status, status.at + 40) == "no word from the driver for 40 s"
+    assert drawing.troubles(None, 0.0) == ""
+
+
+def test_how_the_run_ended_is_told(run: Path) -> None:
+    assert "has not begun" in drawing.standing(None, alive=True)
+    supervised(run)
+    assert drawing.standing(read_status(run), alive=True) == ""
+    assert "was killed" in drawing.standing(read_status(run), alive=False)
+    with pytest.raises(LimitReached), StatusWriter(run, roster_of(Health.DEAD)):
+        raise LimitReached("inference_0 failed 4 times")
+    assert drawing.standing(read_status(run), alive=False) == "ended with exit code 3: inference_0 failed 4 times"
+    status = read_status(run)
+    assert status is not None
+    assert drawing.troubles(status, status.at + 1000) == ""
+
+
 def test_a_group_is_shown_with_rewards_versions_and_logprobs() -> None:
     group = json.loads(record(4))
     words = drawing.group_text(group, "ab{}".__getitem__, per_token=False).plain
@@ -154,6 +211,12 @@ def test_the_screen_shows_curves_rooms_and_rollouts(run: Path) -> None:
             assert app.query_one("#curve_names", OptionList).get_option_at_index(0).prompt == "reward/total"
             await pilot.press("r")
             assert "the trainer says" in str(app.query_one("#log_trainer_0", Static).render())
+            await pilot.press("h")
+            assert "has not begun" in str(app.query_one("#standing", Static).render())
+            supervised(run)
+            await app.refresh_run()
+            assert "the driver was killed" in str(app.query_one("#standing", Static).render())
+            assert "its engine [101] was killed" in str(app.query_one("#incidents_text", Static).render())
             await pilot.press("g")
             groups = app.query_one("#groups", OptionList)
             groups.focus()
@@ -193,6 +256,21 @@ def test_plain_lines_follow_to_the_end(run: Path, monkeypatch: pytest.MonkeyPatc
     assert [line.split()[1] for line in said[:-1]] == ["1/10", "2/10", "3/10", "4/10", "5/10"]
     assert "reward/total 0.4" in said[4]
     assert said[-1] == "step 5/10  attempt 1  reward 0.400  not running"
+
+
+def test_plain_lines_tell_incidents_among_the_steps(run: Path) -> None:
+    supervised(run)
+    said: list[str] = []
+    plain.follow(Follower(run), said.append)
+    assert [line.split()[:2] for line in said] == [
+        ["step", "1/10"],
+        ["step", "2/10"],
+        ["attempt", "1,"],
+        ["step", "3/10"],
+        ["step", "3/10"],
+        ["the", "driver"],
+    ]
+    assert "inference_1: its engine [101] was killed" in said[2]
 
 
 def test_without_a_terminal_lines_are_printed(run: Path) -> None:

@@ -121,6 +121,7 @@ class StatusWriter:
     def __enter__(self) -> StatusWriter:
         self._end_torn_line()
         self._roster.listen(self._listen)
+        self._write(None)
         self._thread.start()
         return self
 
@@ -137,11 +138,10 @@ class StatusWriter:
         self._changed.set()
 
     def _follow(self) -> None:
-        while not self._ending.is_set():
-            self._write(None)
-            self._ending.wait(SHORTEST_S)
+        while not self._ending.wait(SHORTEST_S):
             self._changed.wait(LONGEST_S)
             self._changed.clear()
+            self._write(None)
 
     def _write(self, ended: Ended | None) -> None:
         roster = self._roster

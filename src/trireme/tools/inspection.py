@@ -20,6 +20,11 @@ from trireme.checkpoint.manifest import Manifest, read_manifest, step_of, verify
 from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.errors import CheckpointInvalid
 from trireme.rundir import resume_command
+from trireme.supervision.roster import Incident
+from trireme.supervision.status import INCIDENTS, read_incidents
+
+MOST_INCIDENTS = 10
+"""That a person is shown."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Leftover:
 class Report:
     """All of a run. `lineages`: the current one last; empty with `damage` when a HEAD cannot be read. `commits` of each
     branch in order of step, HEAD's branch last. `newest` is the step that a resume takes. `quick`: the contents of the
-    files were not read, so that a commit which verifies may yet be refused by a resume."""
+    files were not read, so that a commit which verifies may yet be refused by a resume. `incidents`: oldest first."""
 
     root: Path
     quick: bool
@@ -67,6 +72,7 @@ class Report:
     leftovers: tuple[Leftover, ...]
     attempts: tuple[int, ...]
     newest: int | None
+    incidents: tuple[Incident, ...]
 
     @property
     def head(self) -> Head | None:
@@ -105,6 +111,7 @@ def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) 
         leftovers=tuple(_leftover(root, path) for path in store.partial()),
         attempts=tuple(sorted(_numbers(root.glob("logs/attempt_*"), r"attempt_(\d+)"))),
         newest=max(whole, default=None),
+        incidents=tuple(read_incidents(root)),
     )
 
 
@@ -191,6 +198,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "leftovers": [asdict(leftover) | {"path": str(leftover.path)} for leftover in report.leftovers],
         "attempts": list(report.attempts),
         "newest": report.newest,
+        "incidents": [asdict(incident) for incident in report.incidents],
         "resume": report.resume,
     }
 
@@ -231,9 +239,21 @@ def render(report: Report) -> Iterator[RenderableType]:
             yield f"{commit.path} does not verify: {commit.invalid}"
     for leftover in report.leftovers:
         yield f"{leftover.path} is no commit ({decimal(leftover.bytes)}): {leftover.what}"
+    yield from _incidents(report.incidents)
     if report.resume:
         start = "the beginning: there is no commit that verifies" if report.newest is None else f"step {report.newest}"
         yield f"\ngo on from {start}\n  {report.resume}"
+
+
+def _incidents(incidents: tuple[Incident, ...]) -> Iterator[str]:
+    """The newest ones, oldest first; nothing where there are none."""
+    if incidents:
+        known = f"{len(incidents)} incidents" if len(incidents) > 1 else "1 incident"
+        yield f"{known}, all in {INCIDENTS}" + (":" if len(incidents) <= MOST_INCIDENTS else "; the newest:")
+    for incident in incidents[-MOST_INCIDENTS:]:
+        when = datetime.fromtimestamp(incident.at, UTC)
+        place = f"attempt {incident.attempt}, step {incident.step}"
+        yield f"  {when:%Y-%m-%d %H:%M:%S} UTC, {place}: {incident.part}: {incident.what}"
 
 
 def _lineage_tree(lineages: tuple[Head, ...]) -> Tree:

@@ -1,4 +1,4 @@
-"""The command `trireme`: `trireme inspect RUN`, `trireme export RUN`, `trireme report RUN`, `trireme watch RUN`."""
+"""The command `trireme`: `trireme inspect RUN`, `trireme watch RUN`, and all others."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from trireme.tokenizer import load_tokenizer
 from trireme.tools.export import DTYPES, export
 from trireme.tools.inspection import inspect, render, to_json
 from trireme.tools.report import page
+from trireme.tools.scale import scale
 from trireme.tools.sweep.running import main as sweep
 from trireme.tools.timeline import Timeline, join_files, timeline, traces
 from trireme.tools.watch.following import Follower, tokenizer_of
@@ -100,16 +101,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     reporting.set_defaults(command=_report)
 
-    watching = commands.add_parser("watch", help="a live or a finished run: curves, rooms and logs, rollouts")
+    watching = commands.add_parser("watch", help="a live or a finished run: curves, health, logs, rollouts")
     watching.add_argument("--plain", action="store_true", help="a line for each step, as where there is no terminal")
     watching.set_defaults(command=_watch)
+
+    scaling = commands.add_parser("scale", help="more or fewer replicas in a run that is under way")
+    scaling.add_argument("--replicas", type=int, required=True, metavar="N", help="all of them, as inference.replicas")
+    scaling.add_argument("--no-wait", action="store_true", help="return once the driver has accepted it")
+    scaling.set_defaults(command=_scale)
 
     commands.add_parser("eval", help="how good a model is, by the evaluations of a run", add_help=False)
 
     commands.add_parser("distill", help="answers under a long prompt, as data for sft without it", add_help=False)
     commands.add_parser("sweep", help="a run for each point of a grid; table and plot of a metric", add_help=False)
 
-    for command in (looking, taking, reporting, watching):
+    for command in (looking, taking, reporting, watching, scaling):
         command.add_argument("run", metavar="RUN", type=Path, help="directory of the run")
     return parser
 
@@ -183,6 +189,10 @@ def _watch(options: argparse.Namespace) -> None:
 
     tokenizer = tokenizer_of(follower.config)
     Watch(follower, partial(load_tokenizer, tokenizer) if tokenizer else None).run()
+
+
+def _scale(options: argparse.Namespace) -> None:
+    scale(_run_directory(options.run), options.replicas, not options.no_wait, partial(print, flush=True))
 
 
 @contextmanager

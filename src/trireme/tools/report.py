@@ -20,11 +20,13 @@ from typing import Any
 
 from trireme.checkpoint.manifest import step_of
 from trireme.checkpoint.store import CheckpointStore
+from trireme.supervision.status import read_incidents
 from trireme.tools.inspection import age
 from trireme.tools.timeline import KINDS, KINDS_OF_TRACKS, Process, Span, Timeline, Track, json_lines, target_of
 
 CURVE_BUCKETS = 400
 MOST_CURVES = 8
+MOST_INCIDENTS = 100
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ PANELS = (
             "off_policy/token_mean": "mean of tokens",
         },
     ),
+    Panel(
+        "Replicas that serve, and incidents so far", "", {"perf/replicas": "replicas", "perf/incidents": "incidents"}
+    ),
     Panel("Idle", "share of the step", {"perf/trainer_idle_frac": "trainer", "perf/inference_idle_frac": "inference"}),
     Panel(
         "Where a step's time goes",
@@ -81,6 +86,7 @@ def page(root: Path, timeline: Timeline | None, now: datetime) -> str:
     data = {
         "run": root.name,
         "facts": facts(root, rows, now),
+        "incidents": incidents(root),
         "panels": panels(rows),
         "ages": ages(root),
         "timeline": timeline and _timeline_to_json(timeline),
@@ -177,6 +183,17 @@ def _commits(root: Path) -> str:
     """Not verified: that is what `trireme inspect` does."""
     steps = [step_of(path.name) for path in CheckpointStore(root).commits()]
     return f"of step {', '.join(map(str, steps))}" if steps else "none"
+
+
+def incidents(root: Path) -> dict[str, Any]:
+    """What happened to the run's parts, the newest first: [[time, attempt, step, part, what], ...]; and how many older
+    ones there are."""
+    found = read_incidents(root)
+    shown = [
+        (f"{datetime.fromtimestamp(i.at, UTC):%Y-%m-%d %H:%M:%S}", i.attempt, i.step, i.part, i.what)
+        for i in reversed(found[-MOST_INCIDENTS:])
+    ]
+    return {"newest": shown, "older": len(found) - len(shown)}
 
 
 # -------------------------------------------------------------------------------------------------------------- curves

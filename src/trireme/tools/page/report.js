@@ -39,7 +39,7 @@ function drawLegend(parent, entries) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------ facts, curves, ages
+// ------------------------------------------------------------------------------------- facts, incidents, curves, ages
 
 function drawFacts() {
   document.getElementById("run").textContent = data.run;
@@ -48,6 +48,17 @@ function drawFacts() {
     const row = make(document.getElementById("facts"), "tr");
     make(row, "td", {}, name);
     make(row, "td", {}, value);
+  }
+}
+
+function drawIncidents() {
+  const {newest, older} = data.incidents;
+  document.getElementById("happened").hidden = !newest.length;
+  document.getElementById("incidents-note").textContent =
+    `The newest first; times are UTC.${older ? ` ${older} older ones are in incidents.jsonl.` : ""}`;
+  for (const [at, attempt, step, part, what] of newest) {
+    const row = make(document.getElementById("incidents"), "tr");
+    for (const text of [at, `attempt ${attempt}, step ${step}`, part, what]) make(row, "td", {}, text);
   }
 }
 
@@ -267,6 +278,7 @@ function drawTimeline(parent, timeline) {
 }
 
 drawFacts();
+drawIncidents();
 drawAges();
 const box = document.getElementById("timeline"), note = document.getElementById("timeline-note");
 note.textContent = data.timeline ? timelineNote(data.timeline) : "This run has no trace: it ran with trace.max_mb = 0, or on other machines.";

@@ -1,8 +1,10 @@
-"""The screen of `trireme watch`: curves, rooms with their logs side by side, and rollouts to page through."""
+"""The screen of `trireme watch`: curves, rooms with their logs side by side, the health of all parts and what happened
+to them, and rollouts to page through."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -14,6 +16,7 @@ from textual.widgets.option_list import Option
 from textual_plotext import PlotextPlot
 
 from trireme.rollouts import read_records
+from trireme.supervision.status import Status
 from trireme.tools.watch import drawing
 from trireme.tools.watch.following import Follower
 
@@ -30,12 +33,15 @@ class Watch(App[None]):
     #curve_names { width: 36; }
     #rooms { height: auto; margin: 0 0 1 0; }
     .log { width: 1fr; border: round $primary; padding: 0 1; }
+    #parts { height: auto; margin: 0 0 1 0; }
+    #incidents { border: round $primary; padding: 0 1; }
     #groups { width: 44; }
     #group { width: 1fr; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         ("c", "show('curves')", "curves"),
         ("r", "show('rooms_tab')", "rooms"),
+        ("h", "show('health')", "health"),
         ("g", "show('rollouts')", "rollouts"),
         ("t", "per_token", "text or tokens"),
         ("q", "quit", "quit"),
@@ -59,6 +65,11 @@ class Watch(App[None]):
             with TabPane("Rooms", id="rooms_tab"):
                 yield Static(id="rooms")
                 yield Horizontal(id="logs")
+            with TabPane("Health", id="health"):
+                yield Static(id="standing")
+                yield Static(id="parts")
+                with VerticalScroll(id="incidents"):
+                    yield Static(id="incidents_text")
             with TabPane("Rollouts", id="rollouts"), Horizontal():
                 yield OptionList(id="groups")
                 with VerticalScroll(id="group"):
@@ -66,19 +77,29 @@ class Watch(App[None]):
         yield Footer()
 
     async def on_mount(self) -> None:
+        self.query_one("#incidents").border_title = "what happened"
         await self.refresh_run()
         self.set_interval(REFRESH_S, self.refresh_run)
 
     async def refresh_run(self) -> None:
         """Shows what is new."""
         changed = self.follower.poll()
-        line = drawing.headline(self.follower.config, self.follower.rows, self.follower.driver())
-        self.query_one("#headline", Static).update(f"{self.follower.root.name}  {line}")
+        driver, status, now = self.follower.driver(), self.follower.status(), datetime.now(UTC)
+        line = drawing.headline(self.follower.config, self.follower.rows, driver)
+        trouble = drawing.troubles(status, now.timestamp()) if drawing.goes_on(driver) else ""
+        self.query_one("#headline", Static).update(Text(f"{self.follower.root.name}  {line}  {trouble}"))
+        self._show_health(status, drawing.goes_on(driver), now)
         if changed:
             self._refresh_curves()
             self.query_one("#rooms", Static).update(drawing.rooms_table(self.follower.rows))
         await self._refresh_logs()
         self._refresh_groups()
+
+    def _show_health(self, status: Status | None, alive: bool, now: datetime) -> None:
+        self.query_one("#standing", Static).update(Text(drawing.standing(status, alive)))
+        self.query_one("#parts", Static).update(drawing.parts_table(status, now))
+        text = drawing.incidents_text(self.follower.incidents(), now)
+        self.query_one("#incidents_text", Static).update(text)
 
     def _refresh_curves(self) -> None:
         names = self.query_one("#curve_names", OptionList)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from trireme.supervision.roster import Health, Incident, Part
+from trireme.supervision.status import Status
+from trireme.tools.inspection import age
 from trireme.tools.timeline import target_of
 
 Row = Mapping[str, Any]
@@ -44,12 +48,24 @@ ROOMS = {
         "perf/tokens_per_s",
         "perf/rollouts_per_s",
         "perf/inference_idle_frac",
+        "perf/replicas",
         "time/update",
         "time/update_pause",
         "weights/reprefill_tokens",
     ),
 }
 """Of the newest row, what tells how each room is doing."""
+
+HEALTH_STYLES = {
+    Health.HEALTHY: "green",
+    Health.STARTING: "cyan",
+    Health.CATCHING_UP: "cyan",
+    Health.DRAINING: "cyan",
+    Health.SUSPECT: "yellow",
+    Health.DEAD: "bold red",
+}
+SILENT_S = 30.0
+"""A driver that works writes STATUS more often, whatever happens."""
 
 
 def headline(config: Mapping[str, Any], rows: Sequence[Row], driver: str) -> str:
@@ -60,6 +76,68 @@ def headline(config: Mapping[str, Any], rows: Sequence[Row], driver: str) -> str
     row = rows[-1]
     reward = f"reward {row['reward/total']:.3f}  " if "reward/total" in row else ""
     return f"step {row['step'] + 1}/{target}  attempt {row.get('attempt', 1)}  {reward}{driver}"
+
+
+def goes_on(driver: str) -> bool:
+    """Whether the run goes on, by what `Follower.driver` says."""
+    return driver.startswith(("running", "driver on"))
+
+
+def troubles(status: Status | None, now: float) -> str:
+    """What of the parts a person should know at a glance; nothing while all are well."""
+    if status is None or status.ended:
+        return ""
+    if now - status.at > SILENT_S:
+        return f"no word from the driver for {now - status.at:.0f} s"
+    return ", ".join(f"{part.name} {part.health}" for part in status.parts if part.health != Health.HEALTHY)
+
+
+def standing(status: Status | None, alive: bool) -> str:
+    """What the table of parts is about. `alive`: as far as can be seen the driver lives."""
+    if status is None:
+        return "this run says nothing of its parts: it has not begun, or nobody supervises it"
+    if status.ended:
+        return f"ended with exit code {status.ended.exit_code}: {status.ended.why}"
+    return "" if alive else "the driver was killed, and all parts with it; so they were before"
+
+
+def parts_table(status: Status | None, now: datetime) -> Table:
+    """A line for each part of the run."""
+    table = Table(expand=True, box=None)
+    for column in ("part", "is", "since", "successors", "processes", "node"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("because")
+    for part in status.parts if status else ():
+        table.add_row(*_part_cells(part, now))
+    return table
+
+
+def _part_cells(part: Part, now: datetime) -> Iterator[Text | str]:
+    yield part.name
+    yield Text(part.health, style=HEALTH_STYLES[part.health])
+    yield _age(part.since, now)
+    yield str(part.restarts or "")
+    yield " ".join(map(str, part.pids))
+    yield part.node
+    yield Text(part.why)
+
+
+def incidents_text(incidents: Sequence[Incident], now: datetime) -> Text:
+    """What happened, the newest first."""
+    text = Text()
+    for incident in reversed(incidents):
+        text.append(f"{_age(incident.at, now):<12}", style="dim")
+        text.append(f"{incident_line(incident)}\n")
+    return text if incidents else Text("nothing has happened to any part", style="dim")
+
+
+def incident_line(incident: Incident) -> str:
+    """One incident, without its time."""
+    return f"attempt {incident.attempt}, step {incident.step}  {incident.part}: {incident.what}"
+
+
+def _age(at: float, now: datetime) -> str:
+    return age(datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds"), now)
 
 
 def curve_names(rows: Sequence[Row]) -> list[str]:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from trireme.rollouts import ROLLOUTS, recorded_steps
+from trireme.supervision.roster import Incident
+from trireme.supervision.status import Status, driver_of, read_incidents, read_status
 
 TAIL_BYTES = 16 * 1024
-HOLDER = re.compile(r"pid (\d+) on (\S+)")
 
 
 @dataclass
@@ -62,23 +60,22 @@ class Follower:
         """The files of recorded rollouts, by step."""
         return recorded_steps(self.root / ROLLOUTS)
 
+    def status(self) -> Status | None:
+        """The health of all parts, as the driver said last."""
+        return read_status(self.root)
+
+    def incidents(self) -> list[Incident]:
+        """All that happened to them, in all attempts."""
+        return read_incidents(self.root)
+
     def driver(self) -> str:
         """Whether somebody drives the run, as far as can be seen from here."""
-        file = self.root / "driver.lock"
-        holder = HOLDER.match(file.read_text()) if file.exists() else None
-        if holder is None:
+        driver = driver_of(self.root)
+        if driver is None:
             return "not started"
-        if holder[2] != os.uname().nodename:
-            return f"driver on {holder[2]}, process {holder[1]}"
-        return f"running, process {holder[1]}" if _drives(int(holder[1]), file) else "not running"
-
-
-def _drives(pid: int, lock: Path) -> bool:
-    """Whether process `pid` has the lock file open: its number alone may be another one's by now."""
-    try:
-        return any(Path(opened.path) == lock for opened in psutil.Process(pid).open_files())
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return False
+        if driver.alive is None:
+            return f"driver on {driver.node}, process {driver.pid}"
+        return f"running, process {driver.pid}" if driver.alive else "not running"
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from trireme.tools.timeline import target_of
 from trireme.tools.watch import drawing
@@ -13,19 +14,29 @@ REFRESH_S = 1.0
 
 
 def follow(follower: Follower, say: Callable[[str], None]) -> None:
-    """Says every step that is there, and those that come; returns when nobody drives the run any more."""
-    said = 0
+    """Says every step and every incident that is there, and those that come; returns when nobody drives the run any
+    more."""
+    steps = incidents = 0
     while True:
         driver = follower.driver()  # first: what a run writes last must not be missed
         follower.poll()
-        if said > len(follower.rows):
-            said = 0
+        happened = follower.incidents()
+        if steps > len(follower.rows):
+            steps = 0
             say("the run has gone back to a commit")
-        for row in follower.rows[said:]:
-            told = [f"{name} {row[name]:.4g}" for name in drawing.FIRST_CURVES if name in row]
-            say(f"step {row['step'] + 1}/{target_of(follower.config, row)}  {'  '.join(told)}")
-        said = len(follower.rows)
-        if not driver.startswith(("running", "driver on")):
+        lines = [(row["step"] + 1, _step_line(follower, row)) for row in follower.rows[steps:]]
+        lines += [(incident.step, f"  {drawing.incident_line(incident)}") for incident in happened[incidents:]]
+        for _, line in sorted(lines, key=lambda line: line[0]):  # of those that are there already the times are unknown
+            say(line)
+        steps, incidents = len(follower.rows), len(happened)
+        if not drawing.goes_on(driver):
             say(drawing.headline(follower.config, follower.rows, driver))
+            if follower.status():
+                say(drawing.standing(follower.status(), alive=False))
             return
         time.sleep(REFRESH_S)
+
+
+def _step_line(follower: Follower, row: Mapping[str, Any]) -> str:
+    told = [f"{name} {row[name]:.4g}" for name in drawing.FIRST_CURVES if name in row]
+    return f"step {row['step'] + 1}/{target_of(follower.config, row)}  {'  '.join(told)}"

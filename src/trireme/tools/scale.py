@@ -1,0 +1,136 @@
+"""`trireme scale RUN --replicas N`: more or fewer replicas in a run that is under way."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trireme.config.problems import Problem
+from trireme.errors import RoomFailed
+from trireme.rundir import command_of, resume_command
+from trireme.supervision.roster import Health, Part
+from trireme.supervision.status import asked_scale, driver_of, in_service, read_status, room_of
+
+POLL_S = 0.2
+T = TypeVar("T")
+
+
+def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> None:
+    """Asks the driver of the run in `root` for `replicas` and, if it is to `wait`, returns when so many serve. `say` is
+    told how far it is.
+
+    Raises BadInput when the run cannot have them, RoomFailed when its driver ends or they do not serve in time.
+    """
+    if not (root / "config.json").exists():
+        raise _no_driver(root, replicas).error()
+    config = json.loads((root / "config.json").read_bytes())
+    _check(root, config, replicas)
+    timeouts = config["timeouts"]
+    deadline = _Deadline(root, timeouts["start_s"] + timeouts["update_s"])
+    with asked_scale(root, replicas) as answered:
+        answer = deadline.until(answered, lambda: "its answer: it answers once its rooms have started")
+    if not answer.accepted:
+        raise Problem(
+            f"--replicas {replicas} for {root}",
+            f"a number that its driver accepts; it says: {answer.what}",
+            "ask for another number, or mend what the driver says and ask again",
+        ).error()
+    say(answer.what)
+    if wait:
+        deadline.until(_Progress(root, replicas, say), lambda: standing(root, replicas))
+
+
+def _check(root: Path, config: Mapping[str, Any], replicas: int) -> None:
+    """Raises BadInput for what needs no answer."""
+    if command_of(root) != "rl":
+        raise Problem(f"scale for {root}, a run of {command_of(root)}", "a run of rl", "it has no replicas").error()
+    fewest = config["eval"]["replicas"] + 1
+    if replicas < fewest:
+        reserved = f", beside the {fewest - 1} of eval.replicas" if fewest > 1 else ""
+        raise Problem(
+            f"--replicas {replicas}",
+            f"{fewest} or more: one at least samples what is trained on{reserved}",
+            f"to end the run, send its driver SIGTERM; to keep it going, ask for --replicas {fewest}",
+        ).error()
+    if config["deterministic"]:
+        raise Problem(
+            f"scale for {root}, which is deterministic",
+            "a run that need not repeat bit for bit: what is sampled depends on the number of replicas",
+            f"start another one with --inference.replicas {replicas}",
+        ).error()
+    driver = driver_of(root)
+    if driver is None or driver.alive is False:
+        raise _no_driver(root, replicas).error()
+
+
+def _no_driver(root: Path, replicas: int) -> Problem:
+    begun = (root / "config.json").exists()
+    go_on = f"{resume_command(root)} --inference.replicas {replicas}" if begun else "start it first"
+    return Problem(f"scale for {root}, which nobody drives", "a run that is under way", go_on)
+
+
+class _Deadline:
+    """Waits for the driver of the run in `root`, `timeout_s` seconds over all."""
+
+    def __init__(self, root: Path, timeout_s: float) -> None:
+        self._root, self._timeout_s = root, timeout_s
+        self._end = time.monotonic() + timeout_s
+
+    def until(self, found: Callable[[], T | None], what: Callable[[], str]) -> T:
+        """What `found` returns once that is not None. `what`: what is waited for, for people. Raises RoomFailed."""
+        while (value := found()) is None:
+            driver = driver_of(self._root)
+            if driver is None or driver.alive is False:
+                raise RoomFailed(f"the driver of {self._root} ended{_last_words(self._root)}")
+            if time.monotonic() > self._end:
+                raise RoomFailed(
+                    f"waited {self._timeout_s:.0f} s for the driver of {self._root} (process {driver.pid} on "
+                    f"{driver.node}): {what()}"
+                )
+            time.sleep(POLL_S)
+        return value
+
+
+def _last_words(root: Path) -> str:
+    status = read_status(root)
+    return f": {status.ended.why}" if status and status.ended else ""
+
+
+class _Progress:
+    """Says how far the replicas are, whenever that changes; true once all serve, None before."""
+
+    def __init__(self, root: Path, replicas: int, say: Callable[[str], None]) -> None:
+        self._root, self._replicas, self._say = root, replicas, say
+        self._said = ""
+
+    def __call__(self) -> bool | None:
+        line = standing(self._root, self._replicas)
+        if line != self._said:
+            self._say(line)
+            self._said = line
+        replicas = _replicas(self._root)
+        return len(replicas) == in_service(replicas) == self._replicas or None
+
+
+def _replicas(root: Path) -> list[Part]:
+    status = read_status(root)
+    return [part for part in status.parts if room_of(part.name) == "inference"] if status else []
+
+
+def standing(root: Path, wanted: int) -> str:
+    """How many of the `wanted` replicas serve, and what the others do.
+
+    2 of 4 replicas serve; inference_2 starting, inference_3 catching up
+    """
+    replicas = _replicas(root)
+    others = [f"{part.name} {part.health}" for part in replicas if part.health != Health.HEALTHY]
+    serving = in_service(replicas)
+    line = (
+        f"{serving} replicas serve, {wanted} are wanted"
+        if serving > wanted
+        else f"{serving} of {wanted} replicas serve"
+    )
+    return "; ".join([line, ", ".join(others)] if others else [line])

@@ -1,0 +1,157 @@
+"""The roster: what it says of parts and incidents, who is told, from several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from trireme.supervision.roster import KEPT, Health, Incident, Part, Roster
+
+
+class Ticks:
+    """A clock that goes on by a second with each look."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def __call__(self) -> float:
+        self.at += 1.0
+        return self.at
+
+
+@pytest.fixture
+def roster() -> Roster:
+    return Roster(Ticks())
+
+
+def told(roster: Roster) -> list[Incident | None]:
+    """What a listener has heard so far, and will."""
+    heard: list[Incident | None] = []
+    roster.listen(lambda _roster, incident: heard.append(incident))
+    return heard
+
+
+def test_a_part_goes_through_its_life(roster: Roster) -> None:
+    name = "inference_1"
+    for health in (Health.STARTING, Health.CATCHING_UP, Health.HEALTHY, Health.SUSPECT, Health.DEAD):
+        roster.set(name, health, f"why {health}")
+        part = roster.part(name)
+        assert part is not None
+        assert (part.health, part.why) == (health, f"why {health}")
+    assert len(roster.parts) == 1
+
+
+def test_since_is_when_the_health_began_not_when_it_was_last_said(roster: Roster) -> None:
+    roster.set("trainer_0", Health.HEALTHY)
+    begun = roster.parts[0].since
+    roster.set("trainer_0", Health.HEALTHY, "for another reason")
+    assert roster.parts[0].since == begun
+    roster.set("trainer_0", Health.SUSPECT)
+    assert roster.parts[0].since > begun
+
+
+def test_processes_and_node_stay_until_others_are_given(roster: Roster) -> None:
+    roster.set("inference_0", Health.STARTING)
+    assert roster.parts[0].pids == ()
+    roster.set("inference_0", Health.HEALTHY, pids=(10, 11), node="a")
+    roster.set("inference_0", Health.SUSPECT, "silent for 20 s")
+    assert (roster.parts[0].pids, roster.parts[0].node) == ((10, 11), "a")
+    roster.set("inference_0", Health.STARTING, pids=(), successor=True)
+    assert (roster.parts[0].pids, roster.parts[0].node) == ((), "a")
+
+
+def test_successors_are_counted(roster: Roster) -> None:
+    roster.set("inference_0", Health.HEALTHY)
+    for n in (1, 2):
+        roster.set("inference_0", Health.DEAD)
+        roster.set("inference_0", Health.STARTING, successor=True)
+        assert roster.parts[0].restarts == n
+
+
+def test_parts_keep_their_place_and_leave_it(roster: Roster) -> None:
+    for name in ("driver_0", "trainer_0", "inference_0"):
+        roster.set(name, Health.HEALTHY)
+    roster.set("trainer_0", Health.DEAD)
+    assert [part.name for part in roster.parts] == ["driver_0", "trainer_0", "inference_0"]
+    roster.remove("trainer_0")
+    assert [part.name for part in roster.parts] == ["driver_0", "inference_0"]
+    assert roster.part("trainer_0") is None
+    roster.set("trainer_0", Health.STARTING)
+    assert roster.parts[-1] == Part("trainer_0", Health.STARTING, roster.parts[-1].since)
+
+
+def test_a_listener_hears_of_changes_only(roster: Roster) -> None:
+    heard = told(roster)
+    roster.set("a_0", Health.HEALTHY)
+    roster.set("a_0", Health.HEALTHY)
+    assert heard == [None]
+    roster.at_step(3)
+    roster.note("a_0", "two\n  lines")
+    assert heard == [None, None, Incident(roster.incidents[0].at, "a_0", "two lines", 3, 1)]
+    roster.remove("a_0")
+    assert len(heard) == 4
+
+
+def test_a_listener_may_leave_also_while_it_is_told(roster: Roster) -> None:
+    heard: list[str] = []
+
+    def once(roster: Roster, _incident: Incident | None) -> None:
+        heard.append("once")
+        roster.ignore(once)
+
+    roster.listen(once)
+    roster.listen(lambda *_: heard.append("always"))
+    roster.note("a_0", "x")
+    roster.note("a_0", "y")
+    assert heard == ["once", "always", "always"]
+
+
+def test_a_listener_may_read_and_change_the_roster(roster: Roster) -> None:
+    """It is called outside of the lock: else this would hang."""
+
+    def on_change(roster: Roster, incident: Incident | None) -> None:
+        if incident:
+            roster.set("a_0", Health.DEAD, incident.what)
+
+    roster.listen(on_change)
+    roster.note("a_0", "it broke")
+    assert roster.parts[0].why == "it broke"
+
+
+def test_incidents_carry_attempt_and_step_and_the_oldest_go(roster: Roster) -> None:
+    roster.attempt, roster.step = 2, 7
+    for n in range(KEPT + 5):
+        roster.note("a_0", f"{n}")
+    assert roster.incidents_total == KEPT + 5
+    assert [i.what for i in roster.incidents] == [f"{n}" for n in range(5, KEPT + 5)]
+    assert {(i.attempt, i.step) for i in roster.incidents} == {(2, 7)}
+
+
+def test_several_threads_lose_nothing(roster: Roster) -> None:
+    heard: Counter[bool] = Counter()
+    counting = threading.Lock()
+
+    def count(_roster: Roster, incident: Incident | None) -> None:
+        with counting:
+            heard[incident is not None] += 1
+
+    roster.listen(count)
+
+    def changes(number: int) -> Iterator[None]:
+        for n in range(200):
+            roster.note(f"a_{number}", str(n))
+            yield
+            roster.set(f"a_{number}", Health.DEAD if n % 2 else Health.HEALTHY, successor=True)
+            yield
+
+    threads = [threading.Thread(target=lambda i=i: [None for _ in changes(i)]) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert roster.incidents_total == 1600
+    assert heard == {True: 1600, False: 1600}
+    assert [part.restarts for part in roster.parts] == [200] * 8
