@@ -49,15 +49,22 @@ class OrchestratorHandle:
         """References that are there once the actor is ready, and the names of their owners."""
         return [self._started], ["orchestrator"]
 
-    def update_weights(self, weights: PublishedWeights, hurry: Callable[[], bool] = lambda: False) -> None:
+    def update_weights(
+        self,
+        weights: PublishedWeights,
+        hurry: Callable[[], bool] = lambda: False,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Begins to bring all replicas to `weights`, in flight, once the update before has ended, and the evaluation of
         its version if there is one. What it fails with is raised by the next call. The first and the last of a run, and
         all of a synchronous one, end before this returns; so does the evaluation of the last version.
 
-        Once `hurry()` is true an evaluation is given up; it is due again after a resume.
+        Once `hurry()` is true an evaluation is given up; it is due again after a resume. `check` is called about once a
+        second, and may raise.
         """
 
         def tick() -> None:
+            check()
             if hurry():
                 self._actor.give_up_evaluation.remote()
 

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from trireme.faults import number_process
 from trireme.logs import redirect
 from trireme.metrics import reduce_metrics
 from trireme.priority import yield_to_others
+from trireme.protocols import Pulse
 from trireme.types import (
     AdamParams,
     Data,
@@ -131,6 +132,11 @@ class ShardActor:
         with trace.span("save_weights", "saving weights"):
             buckets = waits.get_all(published.buckets, who=names, timeout_s=self._config.timeouts.checkpoint_s)
             return self._shard.save_weights(path, published.entries, buckets)
+
+    @ray.method(concurrency_group="watch")
+    def pulse(self) -> Pulse:
+        """Answered even while a verb is under way."""
+        return Pulse((os.getpid(),), ray.get_runtime_context().get_node_id())
 
     @ray.method(concurrency_group="watch")
     def stack(self) -> str:
@@ -271,6 +277,10 @@ class TrainerGroup:
     def save_weights(self, path: Path, published: PublishedWeights) -> Pending:
         """As `save_state`: begins to write `published` as a Hugging Face directory, on the node of shard 0."""
         return Pending([self._actors_R[0].save_weights.remote(path, published)], self._names()[:1])
+
+    def pulses(self) -> dict[str, Callable[[], Any]]:
+        """By its name in logs: what asks each shard for a Pulse, and gives a reference to the answer."""
+        return {f"trainer_{rank}": actor.pulse.remote for rank, actor in enumerate(self._actors_R)}
 
     def stop(self) -> None:
         """Ends the shards' processes."""

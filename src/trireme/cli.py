@@ -17,13 +17,14 @@ from trireme.config.checks import check, check_installed
 from trireme.config.fixed import fixed_parts
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts, with_absolute_paths
-from trireme.errors import LimitReached
+from trireme.errors import LimitReached, RoomFailed
 from trireme.plan import Plan, Resources
 from trireme.reference import keep_reference, resolve_reference
 from trireme.rundir import RunDir, resume_command
 
 if TYPE_CHECKING:
-    from trireme.launch import Rooms
+    from trireme.launch import Places, Rooms
+    from trireme.supervision.supervisor import Supervisor
 
 
 def rl() -> None:
@@ -69,17 +70,48 @@ def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> Non
             plan = Plan.of(config, facts, resources, run.root, plan.notes)
             plan.check_resources()
             console.print(plan.render())
-            with launch.rooms(config, plan, run, StartProgress(console)) as rooms:
-                launch.load(rooms, run.start)
-                run.checkout()
-                where = "1 node" if rooms.nodes == 1 else f"{rooms.nodes} nodes"
-                console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
-                train_and_commit(config, facts, run, fixed, rooms, console)
+            with launch.supervised(config, plan, run, StartProgress(console), console.print) as (places, supervisor):
+                attempts(config, facts, run, fixed, places, supervisor, console)
     console.print(whats_next(config, run.root, time.monotonic() - started))
 
 
+def attempts(
+    config: Config,
+    facts: ModelFacts,
+    run: RunDir,
+    fixed: Mapping[str, Any],
+    places: Places,
+    supervisor: Supervisor,
+    console: Console,
+) -> None:
+    """Trains to the end: when trainer or orchestrator is lost, again from the newest commit, as often as it may be."""
+    from trireme import launch
+
+    while True:
+        started = time.monotonic()
+        try:
+            with launch.attempt(places, run, supervisor, StartProgress(console)) as rooms:
+                launch.load(rooms, run.start)
+                run.checkout()
+                where = "1 node" if places.nodes == 1 else f"{places.nodes} nodes"
+                console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
+                train_and_commit(config, facts, run, fixed, rooms, supervisor, console)
+            return
+        except RoomFailed as failure:
+            supervisor.may_rebuild(failure)
+        run = run.next_attempt(config, fixed)
+        for note in run.start.notes:
+            console.print(note)
+
+
 def train_and_commit(
-    config: Config, facts: ModelFacts, run: RunDir, fixed: Mapping[str, Any], rooms: Rooms, console: Console
+    config: Config,
+    facts: ModelFacts,
+    run: RunDir,
+    fixed: Mapping[str, Any],
+    rooms: Rooms,
+    supervisor: Supervisor,
+    console: Console,
 ) -> None:
     """Trains, and commits where the run ends: at max_steps, or where a signal or a limit of its own stops it."""
     from trireme import launch
@@ -87,14 +119,15 @@ def train_and_commit(
     from trireme.driver import train
     from trireme.guards import Guard
 
+    supervisor.roster.attempt = run.start.attempt
     with (
-        launch.journal(config, run, sys.stdout) as journal,
+        launch.journal(config, run, supervisor.roster, sys.stdout) as journal,
         Commits(config, run, fixed, rooms.trainer, {"orchestrator": rooms.orchestrator}, console.print) as commits,
         signals.graceful(config.checkpoint.grace_s) as stop,
     ):
         try:
             rate, guard = launch.learning_rate(config, facts), Guard(config, console.print)
-            train(config, rooms, run.start.step, rate, journal, commits, guard, stop)
+            train(config, rooms, run.start.step, rate, journal, commits, guard, stop, supervisor)
         except signals.GraceOver:
             raise
         except (signals.Stopped, LimitReached):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Protocol
 
 from trireme.commits import Commits
 from trireme.config import Config
@@ -13,6 +14,18 @@ from trireme.launch import Rooms
 from trireme.metrics import Clock, Journal, reduce_metrics
 from trireme.signals import Stop
 from trireme.steps import loss_normalizer, step_position
+from trireme.supervision.roster import Roster
+from trireme.supervision.status import roster_metrics
+
+
+class Supervision(Protocol):
+    """Who watches the rooms."""
+
+    roster: Roster
+
+    def check(self) -> None:
+        """Called often while the driver waits; raises what a room was found to have failed with."""
+        ...
 
 
 def train(
@@ -24,6 +37,7 @@ def train(
     commits: Commits,
     guard: Guard,
     stop: Stop,
+    supervisor: Supervision,
 ) -> None:
     """Runs steps `start` to `max_steps` - 1. Step s consumes one batch with version s in the trainer and produces
     version s + 1.
@@ -32,12 +46,14 @@ def train(
     and Stopped after a signal, between steps or while nothing of a step has been applied.
     """
     trainer, orchestrator = rooms.trainer, rooms.orchestrator
+    roster, check = supervisor.roster, supervisor.check
     kl = config.trainer.kl
     penalty = KlPenalty(trainer, kl.coef, kl.discount, kl.reference.update_every)
     weights = trainer.publish_weights(start)
     commits.begin(weights)
-    orchestrator.update_weights(weights)
+    orchestrator.update_weights(weights, stop.asked, check)
     for step in range(start, config.max_steps):
+        roster.at_step(step)
         stop.check()
         clock = Clock()
         with clock("step", step=step):
@@ -46,7 +62,7 @@ def train(
             peak_s = 0.0
             for substep in range(config.trainer.num_substeps):
                 loss_tokens = sequences = 0
-                on_tick = stop.check if substep == 0 else None  # later substeps cannot be given up
+                on_tick = checks(check, stop.check) if substep == 0 else check  # later substeps cannot be given up
                 arriving = clock.timed("wait_for_batch", orchestrator.minibatches(step, substep, on_tick))
                 for minibatch in penalty(arriving):
                     with clock("forward_backward"):
@@ -67,7 +83,7 @@ def train(
                 weights = trainer.publish_weights(step + 1)
             penalty.end_step(step + 1)
             with clock("update_replicas"):
-                orchestrator.update_weights(weights, stop.asked)  # goes on while the next batch is trained on
+                orchestrator.update_weights(weights, stop.asked, check)  # goes on while the next batch is trained on
             released = orchestrator.release(step)
             with clock("checkpoint_stall"):
                 commits.at_boundary(weights)
@@ -79,10 +95,22 @@ def train(
             "weights/digest": weights.identity.digest,
             "weights/bytes": weights.nbytes,
             **time_metrics(clock.seconds, released.metrics, peak_s),
+            **roster_metrics(roster),
         }
         journal.write(row, released.trained, released.records)
         commits.seal()
         guard.check(row)
+    roster.at_step(config.max_steps)
+
+
+def checks(*all_of_them: Callable[[], None]) -> Callable[[], None]:
+    """One function that calls all of them."""
+
+    def call() -> None:
+        for each in all_of_them:
+            each()
+
+    return call
 
 
 def optim_metrics(sums: Mapping[str, float], update: Mapping[str, float], learning_rate: float) -> dict[str, float]:

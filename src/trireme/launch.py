@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from ray.util.placement_group import placement_group_table
 
@@ -17,48 +18,107 @@ from orchestrator.handle import OrchestratorHandle
 from trainer.group import TrainerGroup
 from trainer.schedule import learning_rate_schedule
 from trireme import trace, waits
-from trireme.cluster import Progress, reserve
+from trireme.cluster import Progress, place_for, reserve
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.metrics import ConsoleSink, Journal, JsonlSink, Reader, Sink, WandbSink
 from trireme.plan import Plan
 from trireme.rollouts import RolloutFiles
 from trireme.rundir import RunDir, Start
+from trireme.supervision.roster import Incident, Roster
+from trireme.supervision.status import ScaleRequests, StatusWriter
+from trireme.supervision.supervisor import Supervisor
 
 
 @dataclass(frozen=True)
 class Rooms:
-    """The three rooms, ready. `nodes`: how many nodes of the cluster they are on."""
+    """The three rooms of an attempt, ready."""
 
-    nodes: int
     trainer: TrainerGroup
     inference: InferenceGroup
     orchestrator: OrchestratorHandle
 
 
-def _start_rooms(config: Config, plan: Plan, run: RunDir, progress: Progress, ending: ExitStack) -> Rooms:
-    """All rooms side by side: each `start` returns at once, then one wait covers all. `ending` gets their stops."""
-    deadline, log_dir = time.monotonic() + config.timeouts.start_s, run.logs
-    resources = [*plan.trainer_options_R, *plan.inference_options_N, plan.orchestrator_options]
-    group, options = reserve(resources, config.timeouts.start_s, progress, ending)
-    shards, replicas = len(plan.trainer_options_R), len(plan.inference_options_N)
-    inference = InferenceGroup.start(config, options[shards : shards + replicas], log_dir)  # the slowest first
-    ending.callback(inference.stop)
-    trainer = TrainerGroup.start(config, options[:shards], log_dir, run.start.attempt)
-    ending.callback(trainer.stop)
-    planned = _with_device(config, plan)
-    orchestrator = OrchestratorHandle.start(
-        planned, inference.router_factory(), options[-1], log_dir, inference.reserved_factory()
-    )
-    ending.callback(orchestrator.stop)
-    refs, names = [], []
-    for room in (inference, trainer, orchestrator):
-        room_refs, room_names = room.ready_refs()
-        refs += room_refs
-        names += room_names
-    waits.get_all(refs, who=names, timeout_s=max(deadline - time.monotonic(), 1.0), log=log_dir, on_tick=progress)
-    nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
-    return Rooms(nodes, trainer, inference, orchestrator)
+@dataclass(frozen=True)
+class Places:
+    """Where the actors of a run are, or will be again: Ray's options of each, and the replicas, which outlive
+    attempts."""
+
+    config: Config
+    nodes: int
+    trainer_R: list[dict[str, Any]]
+    orchestrator: dict[str, Any]
+    inference: InferenceGroup
+    for_one_more: Callable[[], dict[str, Any]]
+
+
+@contextmanager
+def places(config: Config, plan: Plan, run: RunDir, progress: Progress) -> Iterator[Places]:
+    """Places for all actors. The replicas, which take longest to start, begin to; all are stopped at the end."""
+    with ExitStack() as ending:
+        resources = [*plan.trainer_options_R, *plan.inference_options_N, plan.orchestrator_options]
+        group, options = reserve(resources, config.timeouts.start_s, progress, ending)
+        shards, replicas = len(plan.trainer_options_R), len(plan.inference_options_N)
+        inference = InferenceGroup.start(config, options[shards : shards + replicas], run.logs)
+        ending.callback(inference.stop)
+        nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
+        one_more = partial(place_for, plan.added_replica_options, ending)
+        yield Places(_with_device(config, plan), nodes, options[:shards], options[-1], inference, one_more)
+
+
+@contextmanager
+def supervised(
+    config: Config, plan: Plan, run: RunDir, progress: Progress, say: Callable[[str], None]
+) -> Iterator[tuple[Places, Supervisor]]:
+    """Places for all actors, and who watches them. What happens to them is said, and written to the run directory."""
+
+    def tell(_roster: Roster, incident: Incident | None) -> None:
+        if incident:
+            say(f"! {incident.part}: {incident.what}")
+
+    roster = Roster(time.time)
+    roster.listen(tell)
+    with places(config, plan, run, progress) as found, StatusWriter(run.root, roster):
+        requests = ScaleRequests(run.root)
+        with Supervisor(config, found.inference, roster, requests, found.for_one_more) as supervisor:
+            yield found, supervisor
+
+
+@contextmanager
+def attempt(places: Places, run: RunDir, supervisor: Supervisor, progress: Progress) -> Iterator[Rooms]:
+    """Trainer and orchestrator, started side by side, and replicas that serve: all of them in the first attempt of the
+    command and in deterministic mode, else one at least. However it ends, trainer and orchestrator are stopped."""
+    config, inference = places.config, places.inference
+    with ExitStack() as ending:
+        trainer = TrainerGroup.start(config, places.trainer_R, run.logs, run.start.attempt)
+        ending.callback(trainer.stop)
+        orchestrator = OrchestratorHandle.start(
+            config,
+            inference.router_factory(()),  # replicas join as they are ready
+            places.orchestrator,
+            run.logs,
+            inference.reserved_factory(()) if config.eval.replicas else None,
+        )
+        ending.callback(orchestrator.stop)
+        ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
+        supervisor.expect(trainer, orchestrator)
+        started = [room.ready_refs() for room in (trainer, orchestrator)]
+        refs, names = ([item for room in started for item in room[part]] for part in (0, 1))
+        limit = config.timeouts.start_s
+        waits.get_all(refs, who=names, timeout_s=limit, log=run.logs, on_tick=checking(supervisor, progress))
+        supervisor.attach(trainer, orchestrator)
+        supervisor.await_replicas(run.logs, progress)
+        yield Rooms(trainer, inference, orchestrator)
+
+
+def checking(supervisor: Supervisor, progress: Progress) -> Progress:
+    """Says what is waited for, and raises when there is no more use in it."""
+
+    def tick(names: list[str], waited_s: float) -> None:
+        supervisor.check()
+        progress(names, waited_s)
+
+    return tick
 
 
 def evaluation_rooms(
@@ -98,7 +158,7 @@ def check_rooms(config: Config, plan: Plan) -> None:
 
 
 @contextmanager
-def journal(config: Config, run: RunDir, out: TextIO) -> Iterator[Journal]:
+def journal(config: Config, run: RunDir, roster: Roster, out: TextIO) -> Iterator[Journal]:
     """All that is written about each step."""
     with ExitStack() as ending:
         trace.start(run.logs, "driver_0", config.trace.max_mb)
@@ -112,14 +172,10 @@ def journal(config: Config, run: RunDir, out: TextIO) -> Iterator[Journal]:
         witness = JsonlSink(run.trained)
         for sink in (*sinks, witness):
             ending.callback(sink.close)
+        for reader in readers:
+            if isinstance(reader, WandbSink):
+                ending.callback(roster.listen(reader.alert))
         yield Journal(sinks, witness, readers)
-
-
-@contextmanager
-def rooms(config: Config, plan: Plan, run: RunDir, progress: Progress) -> Iterator[Rooms]:
-    """The rooms of an attempt, started and, however it ends, stopped."""
-    with ExitStack() as ending:
-        yield _start_rooms(config, plan, run, progress, ending)
 
 
 def load(rooms: Rooms, start: Start) -> None:

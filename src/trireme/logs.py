@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from pathlib import Path
 def redirect(log_dir: Path | None, name: str) -> None:
     """Sends this process's stdout and stderr (the descriptors, so that children inherit them) to `log_dir/name.log`.
 
-    With `log_dir` none they stay where they are.
+    With `log_dir` none they stay where they are. From then on SIGUSR1 writes the stacks of all threads there: so a
+    process can be asked where it is, also one that answers nothing.
     """
     if log_dir is None:
         return
@@ -22,6 +25,7 @@ def redirect(log_dir: Path | None, name: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
     )

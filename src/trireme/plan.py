@@ -8,6 +8,7 @@ from trireme.common_plan import CommonPlan, Resources, count, gib, package_versi
 from trireme.config.checks import check_gpu_build, seq_limit
 from trireme.config.problems import Problem
 from trireme.config.schema import Config
+from trireme.environ import cluster_address
 from trireme.memory import GIB
 
 __all__ = ["Plan", "Resources"]
@@ -55,6 +56,13 @@ class Plan(CommonPlan):
     def inference_options_N(self) -> list[dict[str, float]]:
         """Ray resources of each replica."""
         return [self._options() for _ in range(self.config.inference.replicas)]
+
+    @property
+    def added_replica_options(self) -> dict[str, float]:
+        """Ray resources of a replica that is added to a run. On CPUs that this run alone uses all shares may be taken;
+        they count nothing."""
+        own = cluster_address(self.config) is None and not self.on_gpus
+        return {**self._options(), "num_cpus": 0.0} if own else self._options()
 
     @property
     def orchestrator_options(self) -> dict[str, float]:

@@ -93,6 +93,15 @@ class RunDir:
             ending.pop_all()
         return run
 
+    def next_attempt(self, config: CommonConfig, fixed: Mapping[str, Any]) -> RunDir:
+        """The same run once more, from its newest commit, after an attempt that failed. Raises as `open`."""
+        head = _begun(self.store)
+        assert head is not None  # `open` wrote it
+        with _writable(self.root):
+            run = replace(self, start=_go_on(config, self.store, head, fixed, choose(self.store, None)))
+            run._record_inputs()
+        return run
+
     def checkout(self) -> list[str]:
         """Parks what came after the commit that this attempt starts from; to be called when all rooms have loaded it,
         before metrics are written or their files opened. Returns what was done, for people. Raises StorageFailed."""
@@ -223,11 +232,18 @@ def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: C
     chosen = choose(store, config.resume.step)
     if head is None:
         return _begin(config, store, (f"{root} holds nothing to resume: a new run",))
+    return _go_on(config, store, head, fixed, chosen)
+
+
+def _go_on(
+    config: CommonConfig, store: CheckpointStore, head: Head, fixed: Mapping[str, Any], chosen: Chosen | None
+) -> Start:
+    """The attempt after that of `head`, from a commit or from the beginning."""
     head = replace(head, attempt=head.attempt + 1)
     notes = check_fixed(chosen, fixed, config.resume.force) if chosen else ()
     _claim(config, store, head)
     if chosen is None:
-        return Start(0, None, None, head.attempt, (f"{root} holds no commit yet: it starts again at step 0",))
+        return Start(0, None, None, head.attempt, (f"{store.root} holds no commit yet: it starts again at step 0",))
     going_on = f"going on from {chosen.commit}, attempt {head.attempt}"
     return Start(chosen.manifest.step, chosen.commit, chosen.manifest, head.attempt, (*chosen.notes, *notes, going_on))
 

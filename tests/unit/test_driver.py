@@ -11,6 +11,7 @@ import numpy as np
 from trireme.config import Config
 from trireme.driver import train
 from trireme.signals import Stop
+from trireme.supervision.roster import Roster
 from trireme.types import ForwardBackwardOutput, OptimStepResponse, WeightIdentity
 
 RELEASED = {"perf/tokens": 4.0, "perf/rollouts": 2.0, "perf/inference_idle_s": 0.0}
@@ -88,7 +89,10 @@ def asked(**trainer: int) -> list[str]:
     )
     all_: Any = StandIns(config.trainer.num_minibatches)
     rooms: Any = SimpleNamespace(trainer=all_, orchestrator=all_)
-    train(config, rooms, 0, lambda step: 1e-3, all_, all_, all_, Stop())
+    roster = Roster(lambda: 0.0)
+    watching = SimpleNamespace(roster=roster, check=lambda: None)
+    train(config, rooms, 0, lambda step: 1e-3, all_, all_, all_, Stop(), watching)
+    assert roster.step == 1
     return list(all_.asked)
 
 

@@ -318,6 +318,11 @@ class RendererConfig(Section):
     compact_every: PositiveInt | None = Field(
         None, description="Thinking goes out of the prompt after this many turns instead of with each query."
     )
+    enable_thinking: bool | None = Field(
+        None,
+        description="false: prompts ask for an answer without thinking, by an empty block of it; for templates with "
+        "this switch, such as Qwen3's. none = as the template does by itself.",
+    )
 
 
 class HeldOutConfig(Section):
@@ -365,12 +370,13 @@ class SamplingConfig(Section):
     top_k: int = Field(-1, description="Sample from the k likeliest only; -1 = off. The trainer cannot match it.")
     min_p: Share = Field(0.0, description="Cut below this share of the likeliest; the trainer cannot match it.")
     repetition_penalty: PositiveFloat = Field(1.0, description="1 = off. The trainer cannot match it.")
-    stop: list[str] = Field(
-        [], description="Strings that end an answer, each one token, beside what the environment says."
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [],
+        description="Strings that end an answer wherever they come to stand in it, beside what the environment says.",
     )
 
-    def params(self, seed: int, stop: tuple[int, ...], room: int) -> SamplingParams:
-        """For one request, whose answer has room for `room` tokens. `stop`: all tokens that end it."""
+    def params(self, seed: int, stop: tuple[int | str, ...], room: int) -> SamplingParams:
+        """For one request, whose answer has room for `room` tokens. `stop`: all that ends it."""
         own = {"max_tokens": min(self.max_tokens, room), "stop": stop}
         return SamplingParams(**(vars(self) | own), seed=seed)  # model_dump takes ten times as long
 

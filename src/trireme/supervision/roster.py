@@ -79,8 +79,10 @@ class Roster:
         self.attempt = 1
         self.incidents_total = 0
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Calls `listener` after each change, until what this returns is called."""
         self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
     def ignore(self, listener: Listener) -> None:
         """It is told nothing any more."""

@@ -47,7 +47,7 @@ class WatchedOrchestrator(Watched, Serving, Protocol): ...
 
 class Supervisor:
     """See the module. `place` gives Ray's options for one replica more. To be entered by the driver's main thread, of
-    which all other calls are too."""
+    which all other calls are too. `roster`: what became of whom."""
 
     def __init__(
         self,
@@ -57,13 +57,15 @@ class Supervisor:
         requests: ScaleRequests,
         place: Callable[[], dict[str, Any]],
     ) -> None:
-        self._config, self._roster, self._requests = config, roster, requests
+        self.roster = roster
+        self._config, self._requests = config, requests
         self._restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
         self._watch = Watch(roster, config.timeouts.heartbeat_s, self._lost)
         self._fleet = Fleet(config, replicas, roster, self._watch, self._again, place)
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="supervisor", daemon=True)
+        self._attempts = 0
         self._core_failure: TriremeError | None = None
         self._fatal: TriremeError | None = None
 
@@ -82,18 +84,26 @@ class Supervisor:
         if failure := self._fatal or self._core_failure:
             raise failure
 
+    def expect(self, trainer: Watched, orchestrator: Watched) -> None:
+        """Trainer and orchestrator of an attempt have begun to start."""
+        self._attempts += 1
+        for name in (*trainer.pulses(), *orchestrator.pulses()):
+            self.roster.set(name, Health.STARTING, successor=self._attempts > 1)
+
     def attach(self, trainer: Watched, orchestrator: WatchedOrchestrator) -> None:
-        """Trainer and orchestrator of an attempt are there: they are watched, and get every replica that is ready."""
+        """They are there: they are watched, and the orchestrator gets every replica that is ready."""
         with self._lock:
             for name, ask in {**trainer.pulses(), **orchestrator.pulses()}.items():
-                self._roster.set(name, Health.HEALTHY)
+                self.roster.set(name, Health.HEALTHY)
                 self._watch.add(name, ask)
             self._fleet.attach(orchestrator)
 
-    def await_replicas(self, all_of_them: bool, log: Path, progress: Progress) -> None:
-        """Returns when all replicas serve, or one that samples for training. Raises what the attempt ends with."""
+    def await_replicas(self, log: Path, progress: Progress) -> None:
+        """Returns when replicas serve: all of them, or later than at the start one that samples for training, unless
+        the run is deterministic. Raises what the attempt ends with."""
+        all_of_them = self._attempts == 1 or self._config.deterministic
         started = time.monotonic()
-        while missing := self._fleet.missing(all_of_them):
+        while missing := self._missing(all_of_them):
             self.check()
             waited = time.monotonic() - started
             if waited > self._config.timeouts.start_s:
@@ -101,28 +111,31 @@ class Supervisor:
             progress(missing, waited)
             time.sleep(TICK_S)
 
-    def detach(self) -> None:
-        """Trainer and orchestrator are about to be taken down."""
+    def _missing(self, all_of_them: bool) -> list[str]:
         with self._lock:
+            return self._fleet.missing(all_of_them)
+
+    def detach(self, failure: BaseException | None) -> None:
+        """The attempt ends, with `failure` if there is one: trainer and orchestrator are about to be taken down. Of
+        one that hangs, all actors write where they are to their logs."""
+        with self._lock:
+            if isinstance(failure, RoomFailed) and failure is not self._core_failure and not waits.died(failure):
+                self._watch.write_stacks(self.roster.parts)
             for name in self._watch.names:
                 if index_of(name) is None:
                     self._watch.drop(name)
-                    self._roster.remove(name)
             self._fleet.detach()
 
-    def may_rebuild(self, failure: TriremeError) -> None:
-        """Returns if trainer and orchestrator may be built anew after `failure`, which ended the attempt; to be called
-        before `detach`. Raises what ends the run otherwise."""
+    def may_rebuild(self, failure: RoomFailed) -> None:
+        """Returns if trainer and orchestrator may be built anew after `failure`, which ended the attempt. Raises what
+        ends the run otherwise."""
         with self._lock:
             if self._fatal:
                 raise self._fatal from failure
             lost, self._core_failure = self._core_failure, None
             if lost is None:
-                self._roster.note(CORE, str(failure))
-                if not waits.died(failure):
-                    self._watch.write_stacks(self._roster.parts)
-            died = lost is not None or waits.died(failure)
-            self._again(CORE, lost or failure, died)
+                self.roster.note(CORE, str(failure))
+            self._again(CORE, lost or failure, lost is not None or waits.died(failure))
 
     # ------------------------------------------------------------------------------------------------------ the thread
 
@@ -152,7 +165,7 @@ class Supervisor:
             self._fleet.lost(index, failure, died)
 
     def _again(self, part: str, failure: TriremeError, died: bool) -> None:
-        self._restarts.take(part, failure, died=died, step=self._roster.step, now=time.monotonic())
+        self._restarts.take(part, failure, died=died, step=self.roster.step, now=time.monotonic())
 
     def _scale(self) -> None:
         if request := self._requests.poll():
