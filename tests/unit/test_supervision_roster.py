@@ -98,11 +98,11 @@ def test_a_listener_hears_of_changes_only(roster: Roster) -> None:
 def test_a_listener_may_leave_also_while_it_is_told(roster: Roster) -> None:
     heard: list[str] = []
 
-    def once(roster: Roster, _incident: Incident | None) -> None:
+    def once(_roster: Roster, _incident: Incident | None) -> None:
         heard.append("once")
-        roster.ignore(once)
+        leave()
 
-    roster.listen(once)
+    leave = roster.listen(once)
     roster.listen(lambda *_: heard.append("always"))
     roster.note("a_0", "x")
     roster.note("a_0", "y")

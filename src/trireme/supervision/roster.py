@@ -84,10 +84,6 @@ class Roster:
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
-    def ignore(self, listener: Listener) -> None:
-        """It is told nothing any more."""
-        self._listeners.remove(listener)
-
     @property
     def parts(self) -> list[Part]:
         """In the order in which they came."""
