@@ -1,4 +1,4 @@
-"""Which replicas serve while parts are lost, found and asked for. Actors are stand-ins, references are plain objects."""
+"""Which replicas serve while parts are lost, found and asked for. Actors and references are stand-ins."""
 
 from __future__ import annotations
 
@@ -194,7 +194,8 @@ class TestStart:
         world.look(601.0)
         assert ("replace", 1) not in world.room.told
         part = world.roster.part("inference_1")
-        assert part is not None and "waits for a place" in part.why
+        assert part is not None
+        assert "waits for a place" in part.why
 
 
 class TestLoss:
