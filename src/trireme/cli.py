@@ -24,6 +24,7 @@ from trireme.rundir import RunDir, resume_command
 
 if TYPE_CHECKING:
     from trireme.launch import Places, Rooms
+    from trireme.metrics import WandbSink
     from trireme.supervision.supervisor import Supervisor
 
 
@@ -70,8 +71,11 @@ def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> Non
             plan = Plan.of(config, facts, resources, run.root, plan.notes)
             plan.check_resources()
             console.print(plan.render())
-            with launch.supervised(config, plan, run, StartProgress(console), console.print) as (places, supervisor):
-                attempts(config, facts, run, fixed, places, supervisor, console)
+            with (
+                launch.supervised(config, plan, run, StartProgress(console), console.print) as (places, supervisor),
+                launch.wandb_run(config, run, supervisor.roster) as wandb,
+            ):
+                attempts(config, facts, run, fixed, places, supervisor, wandb, console)
     console.print(whats_next(config, run.root, time.monotonic() - started))
 
 
@@ -82,6 +86,7 @@ def attempts(
     fixed: Mapping[str, Any],
     places: Places,
     supervisor: Supervisor,
+    wandb: WandbSink | None,
     console: Console,
 ) -> None:
     """Trains to the end: when trainer or orchestrator is lost, again from the newest commit, as often as it may be."""
@@ -95,7 +100,7 @@ def attempts(
                 run.checkout()
                 where = "1 node" if places.nodes == 1 else f"{places.nodes} nodes"
                 console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
-                train_and_commit(config, facts, run, fixed, rooms, supervisor, console)
+                train_and_commit(config, facts, run, fixed, rooms, supervisor, wandb, console)
             return
         except RoomFailed as failure:
             supervisor.may_rebuild(failure)
@@ -111,6 +116,7 @@ def train_and_commit(
     fixed: Mapping[str, Any],
     rooms: Rooms,
     supervisor: Supervisor,
+    wandb: WandbSink | None,
     console: Console,
 ) -> None:
     """Trains, and commits where the run ends: at max_steps, or where a signal or a limit of its own stops it."""
@@ -119,9 +125,8 @@ def train_and_commit(
     from trireme.driver import train
     from trireme.guards import Guard
 
-    supervisor.roster.attempt = run.start.attempt
     with (
-        launch.journal(config, run, supervisor.roster, sys.stdout) as journal,
+        launch.journal(config, run, wandb, sys.stdout) as journal,
         Commits(config, run, fixed, rooms.trainer, {"orchestrator": rooms.orchestrator}, console.print) as commits,
         signals.graceful(config.checkpoint.grace_s) as stop,
     ):

@@ -77,6 +77,7 @@ def supervised(
             say(f"! {incident.part}: {incident.what}")
 
     roster = Roster(time.time)
+    roster.attempt, roster.step = run.start.attempt, run.start.step
     roster.listen(tell)
     with places(config, plan, run, progress) as found, StatusWriter(run.root, roster):
         requests = ScaleRequests(run.root)
@@ -89,6 +90,8 @@ def attempt(places: Places, run: RunDir, supervisor: Supervisor, progress: Progr
     """Trainer and orchestrator, started side by side, and replicas that serve: all of them in the first attempt of the
     command and in deterministic mode, else one at least. However it ends, trainer and orchestrator are stopped."""
     config, inference = places.config, places.inference
+    supervisor.roster.attempt = run.start.attempt
+    supervisor.roster.at_step(run.start.step)
     with ExitStack() as ending:
         trainer = TrainerGroup.start(config, places.trainer_R, run.logs, run.start.attempt)
         ending.callback(trainer.stop)
@@ -158,23 +161,31 @@ def check_rooms(config: Config, plan: Plan) -> None:
 
 
 @contextmanager
-def journal(config: Config, run: RunDir, roster: Roster, out: TextIO) -> Iterator[Journal]:
+def wandb_run(config: Config, run: RunDir, roster: Roster) -> Iterator[WandbSink | None]:
+    """Weights & Biases for all attempts of the command, where it is asked for: rows, rollouts, and an alert for each
+    incident."""
+    if not config.wandb.project:
+        yield None
+        return
+    with ExitStack() as ending:
+        wandb = WandbSink(config, run.run_id, run.root.name, run.root)
+        ending.callback(wandb.close)
+        ending.callback(roster.listen(wandb.alert))
+        yield wandb
+
+
+@contextmanager
+def journal(config: Config, run: RunDir, wandb: WandbSink | None, out: TextIO) -> Iterator[Journal]:
     """All that is written about each step."""
     with ExitStack() as ending:
         trace.start(run.logs, "driver_0", config.trace.max_mb)
         ending.callback(trace.stop)
-        sinks: list[Sink] = [JsonlSink(run.metrics), ConsoleSink(config.max_steps, out)]
-        readers: list[Reader] = [RolloutFiles(run.rollouts)]
-        if config.wandb.project:
-            wandb = WandbSink(config, run.run_id, run.root.name, run.root)
-            sinks.append(wandb)
-            readers.append(wandb)
         witness = JsonlSink(run.trained)
-        for sink in (*sinks, witness):
+        own: list[Sink] = [JsonlSink(run.metrics), ConsoleSink(config.max_steps, out)]
+        for sink in (*own, witness):
             ending.callback(sink.close)
-        for reader in readers:
-            if isinstance(reader, WandbSink):
-                ending.callback(roster.listen(reader.alert))
+        sinks = [*own, *([wandb] if wandb else [])]
+        readers: list[Reader] = [RolloutFiles(run.rollouts), *([wandb] if wandb else [])]
         yield Journal(sinks, witness, readers)
 
 
