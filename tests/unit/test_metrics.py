@@ -2,12 +2,17 @@
 
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trireme.metrics import Clock, ConsoleSink, JsonlSink, evaluation_text, reduce_metrics
+from trireme.config.load import load
+from trireme.metrics import Clock, ConsoleSink, JsonlSink, WandbSink, evaluation_text, reduce_metrics
+from trireme.supervision.roster import Roster
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
 
 def test_each_name_is_reduced_by_its_suffix() -> None:
@@ -77,3 +82,19 @@ def test_the_console_tells_of_an_evaluation_below_its_step() -> None:
     first, second = out.getvalue().splitlines()
     assert first.startswith("step  7/12")
     assert "version 6" in second
+
+
+def test_an_incident_is_an_alert_of_weights_and_biases(tmp_path: Path) -> None:
+    config = load(["@", str(QUICKSTART), "--wandb.project", "test", "--wandb.mode", "offline"]).config
+    sink, roster = WandbSink(config, "0123abcd", "run", tmp_path), Roster(lambda: 0.0)
+    roster.listen(sink.alert)
+    roster.at_step(4)
+    roster.note("inference_1", f"its engine died {'x' * 100}")
+    sink.close()
+    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    said = f"inference_1: its engine died {'x' * 100}".encode()
+    deadline = time.monotonic() + 60
+    while said + b"\n\nat step 4" not in written.read_bytes():  # its process ends writing later than `close` returns
+        assert time.monotonic() < deadline, "no such alert"
+        time.sleep(0.05)
+    assert said[:63] in written.read_bytes().replace(said, b""), "and a title that is short enough"

@@ -63,6 +63,36 @@ def test_processes_and_node_stay_until_others_are_given(roster: Roster) -> None:
     assert (roster.parts[0].pids, roster.parts[0].node) == ((), "a")
 
 
+def test_found_changes_nothing_but_the_processes(roster: Roster) -> None:
+    roster.found("inference_0", (1,), "a")
+    assert roster.parts == [], "who has left is not called back by a late answer"
+    roster.set("inference_0", Health.CATCHING_UP, "why")
+    heard = told(roster)
+    roster.found("inference_0", (1, 2), "a")
+    roster.found("inference_0", (1, 2), "a")
+    (part,) = roster.parts
+    assert (part.health, part.why, part.pids, part.node) == (Health.CATCHING_UP, "why", (1, 2), "a")
+    assert len(heard) == 1
+
+
+@pytest.mark.parametrize("before", [Health.HEALTHY, Health.CATCHING_UP, Health.DRAINING])
+def test_who_answers_again_is_what_it_was(roster: Roster, before: Health) -> None:
+    roster.set("inference_0", before)
+    for silent in ("20 s", "21 s"):
+        roster.set("inference_0", Health.SUSPECT, silent)
+    roster.no_suspect("inference_0")
+    assert (roster.parts[0].health, roster.parts[0].why) == (before, "")
+
+
+def test_an_answer_that_comes_too_late_raises_nobody_from_the_dead(roster: Roster) -> None:
+    roster.set("inference_0", Health.HEALTHY)
+    roster.set("inference_0", Health.SUSPECT)
+    roster.set("inference_0", Health.DEAD)
+    roster.no_suspect("inference_0")
+    assert roster.parts[0].health is Health.DEAD
+    roster.no_suspect("nobody_0")
+
+
 def test_successors_are_counted(roster: Roster) -> None:
     roster.set("inference_0", Health.HEALTHY)
     for n in (1, 2):

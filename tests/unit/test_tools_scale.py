@@ -159,7 +159,9 @@ def test_how_it_stands(run: Path) -> None:
     assert standing(run, 2) == "0 of 2 replicas serve"
     roster = roster_of(Health.HEALTHY, Health.HEALTHY, Health.DEAD, Health.STARTING)
     roster.set("trainer_0", Health.HEALTHY)
+    roster.set("inference_3", Health.STARTING, "it waits for a place")
     with StatusWriter(run, roster):
         pass
-    assert standing(run, 4) == "2 of 4 replicas serve; inference_2 dead, inference_3 starting"
-    assert standing(run, 1) == "2 replicas serve, 1 are wanted; inference_2 dead, inference_3 starting"
+    others = "inference_2 dead, inference_3 starting (it waits for a place)"
+    assert standing(run, 4) == f"2 of 4 replicas serve; {others}"
+    assert standing(run, 1) == f"2 replicas serve, 1 are wanted; {others}"

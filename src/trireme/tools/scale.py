@@ -123,10 +123,14 @@ def _replicas(root: Path) -> list[Part]:
 def standing(root: Path, wanted: int) -> str:
     """How many of the `wanted` replicas serve, and what the others do.
 
-    2 of 4 replicas serve; inference_2 starting, inference_3 catching up
+    2 of 4 replicas serve; inference_2 catching up, inference_3 starting (it waits for a place in the cluster)
     """
     replicas = _replicas(root)
-    others = [f"{part.name} {part.health}" for part in replicas if part.health != Health.HEALTHY]
+    others = [
+        f"{part.name} {part.health}" + (f" ({part.why})" if part.why else "")
+        for part in replicas
+        if part.health != Health.HEALTHY
+    ]
     serving = in_service(replicas)
     line = (
         f"{serving} replicas serve, {wanted} are wanted"
