@@ -141,7 +141,12 @@ def make_pipeline(client: Any, groups: int, steps: int, flags: Sequence[str] = (
     }
     config = load([*flags, *(str(part) for pair in sizes.items() for part in pair)]).config
     context = EnvContext(load_tokenizer(config.tokenizer_name), config.seed, GROUP_SIZE, "train")
-    return Pipeline(config, [load_dataset(config.env[0], context)], Router({0: client}), rollout_limits(config))
+    return Pipeline(
+        config,
+        [load_dataset(config.env[0], context)],
+        Router({0: client}),
+        rollout_limits(config, context.tokenizer.decode),
+    )
 
 
 async def drive(pipeline: Pipeline, steps: int) -> None:

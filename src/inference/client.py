@@ -19,7 +19,8 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from trireme.protocols import Sampler
-from trireme.tokenizer import load_tokenizer, stop_ids
+from trireme.stopping import cut
+from trireme.tokenizer import load_tokenizer
 from trireme.types import ModelInput, SampleRequest, SampleResponse, SamplingParams
 from trireme.weights import PublishedWeights, UpdateReport
 
@@ -50,14 +51,13 @@ class SamplingClient:
     ) -> Future[SampleResponse]:
         """Begins to sample `num_samples` answers to a prompt, all on one replica. With a seed, sample i has seed + i.
 
-        Raises ValueError for an empty prompt, and for a stop string that is not one token. What the future raises is a
-        TriremeError.
+        Raises ValueError for an empty prompt. What the future raises is a TriremeError.
         """
         if num_samples < 1 or not prompt.length:
             raise ValueError(
                 f"{num_samples} samples of a prompt of {prompt.length} tokens; expected at least one of each"
             )
-        name, params = f"sample-{next(self._numbers)}", self._with_stop_ids(sampling_params)
+        name, params = f"sample-{next(self._numbers)}", sampling_params
         requests = [
             SampleRequest(
                 request_id=f"{name}/{i}",
@@ -84,18 +84,12 @@ class SamplingClient:
 
     async def _answer(self, requests: list[SampleRequest]) -> SampleResponse:
         sequences = await asyncio.gather(*(self._router.sample(request) for request in requests))
+        if strings := requests[0].params.stop_strings:
+            sequences = [cut(sequence, strings, self._tokenizer.decode) for sequence in sequences]
         return SampleResponse(sequences, sequences[0].prompt_logprobs, sequences[0].topk_prompt_logprobs)
 
     def _begin(self, work: Coroutine[Any, Any, Value]) -> Future[Value]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _with_stop_ids(self, params: SamplingParams) -> SamplingParams:
-        strings = (
-            [params.stop] if isinstance(params.stop, str) else [s for s in params.stop or () if isinstance(s, str)]
-        )
-        if not strings:
-            return params
-        return replace(params, stop=stop_ids(self._tokenizer, self._tokenizer_name, strings))
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -18,6 +18,7 @@ from trireme.config import Config
 from trireme.config.lora import UNEMBED, lora_targets
 from trireme.config.schema import LoraConfig
 from trireme.errors import BadInput, RoomFailed
+from trireme.tokenizer import load_tokenizer
 from trireme.types import SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def engine_args(cfg: Config, on_cpu: bool) -> dict[str, Any]:
         "max_model_len": cfg.inference.max_model_len or cfg.model.max_seq_len,
         "max_num_seqs": cfg.inference.sequences(on_gpus=not on_cpu),
         "scheduling_policy": "priority",  # equal ones in order of arrival; the canary of an update before all others
-        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "skip_tokenizer_init": True,  # tokens in, tokens out; see `give_tokenizer`
         "generation_config": "vllm",  # the model's own sampling defaults must not change what the trainer assumes
         "logprobs_mode": "processed_logprobs",  # raw ones ignore the temperature
         "worker_extension_cls": "inference.worker.WorkerExtension",
@@ -106,8 +107,15 @@ def end_of_sequence_ids(engine: AsyncLLM) -> list[int]:
     return sorted(found)
 
 
+def give_tokenizer(engine: AsyncLLM, name: str) -> None:
+    """From here on requests may be ended by strings. Opened for the first of them only: most runs have none."""
+    if engine.output_processor.tokenizer is None:
+        engine.output_processor.tokenizer = load_tokenizer(name)
+
+
 def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:
-    """vLLM's SamplingParams: only the final answer, not detokenised, with the sampled tokens' logprobs."""
+    """vLLM's SamplingParams: only the final answer, with the sampled tokens' logprobs. It is not detokenised unless
+    strings end it."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = request.params
@@ -119,10 +127,13 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:
         min_p=params.min_p,
         repetition_penalty=params.repetition_penalty,
         seed=params.seed,
+        stop=list(params.stop_strings),
+        include_stop_str_in_output=True,
         stop_token_ids=sorted({*params.stop_token_ids, *end_ids}),
         logprobs=0,
         prompt_logprobs=request.topk_prompt_logprobs if request.wants_prompt_logprobs else None,
-        detokenize=False,
+        detokenize=bool(params.stop_strings),
+        skip_special_tokens=False,  # a string may be that of a special token
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

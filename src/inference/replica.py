@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from inference.engine import (
     canary_params,
     end_of_sequence_ids,
+    give_tokenizer,
     policy_adapter,
     prompt_logprobs,
     sampled_sequence,
@@ -202,6 +203,8 @@ class Replica:
         return as_failure(f"{self.name} could not sample request {request.request_id}", error)
 
     async def _submit(self, request: SampleRequest, salt: str) -> RequestOutputCollector:
+        if request.params.stop_strings:
+            give_tokenizer(self.engine, self.cfg.tokenizer_name)
         return await self._add(request.request_id, request.prompt, vllm_params(request, self.end_ids), salt)
 
     async def _add(

@@ -7,7 +7,6 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.metrics import Released
@@ -18,11 +17,10 @@ from orchestrator.workers import close_workers, open_workers
 from trireme import trace
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
-from trireme.errors import BadInput
 from trireme.faults import fault_point, number_process
 from trireme.logs import redirect
 from trireme.protocols import Sampler
-from trireme.tokenizer import load_tokenizer, stop_ids
+from trireme.tokenizer import load_tokenizer
 from trireme.types import Minibatch, WeightIdentity
 from trireme.weights import PublishedWeights
 
@@ -57,18 +55,12 @@ class OrchestratorActor:
             cfg,
             [load_dataset(env, replace(context, group_size=cfg.group_size(env))) for env in cfg.env],
             self._sampler_factory(),
-            replace(rollout_limits(cfg), stop=self._stop_ids(tokenizer)),
+            rollout_limits(cfg, tokenizer.decode),
             [load_dataset(env, held_out, "eval.env") for env in cfg.eval_envs] if cfg.eval.every else [],
             context.tokenizer.decode,
             self._reserved_factory and self._reserved_factory(),
         )
         spare_collector()
-
-    def _stop_ids(self, tokenizer: Any) -> tuple[int, ...]:
-        try:
-            return stop_ids(tokenizer, self._cfg.tokenizer_name, self._cfg.inference.sampling.stop)
-        except ValueError as error:
-            raise BadInput(f"inference.sampling.{error}") from None
 
     async def update_weights(self, weights: PublishedWeights) -> None:
         await self._pipeline.update_weights(weights)

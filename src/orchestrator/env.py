@@ -27,8 +27,9 @@ from trireme.errors import BadInput
 from trireme.renderers import Renderer, make_renderer
 from trireme.types import StopReason, WeightIdentity
 
-StopCondition = tuple[int, ...]
-"""Token ids that end an action. The stop token itself is part of the action."""
+StopCondition = tuple[int | str, ...]
+"""Token ids and strings that end an action. The stop token itself, and the tokens up to the one that completes a string
+in the action's text, are part of it."""
 
 BUILT_IN = {
     "arithmetic": "orchestrator.envs.arithmetic:ArithmeticDataset",
@@ -99,11 +100,11 @@ class Env(ABC):
 
     @abstractmethod
     async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
-        """The first prompt, and the tokens that end the answer to it."""
+        """The first prompt, and what ends the answer to it."""
 
     @abstractmethod
     async def step(self, action: Sequence[int]) -> StepResult:
-        """Takes the sampled tokens (the stop token included, if one was sampled)."""
+        """Takes the sampled tokens (with what ended them, if anything did)."""
 
 
 class EnvGroupBuilder(ABC):

@@ -61,11 +61,11 @@ class RenderedEnv(Env):
 
     async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
         self._messages = list(await self._env.initial_messages())
-        return self._next_prompt(), self._renderer.stop_tokens()
+        return self._next_prompt(), self._renderer.stop_condition()
 
     async def step(self, action: Sequence[int]) -> StepResult:
         message, whole = self._renderer.parse_response(action)
-        cut_off = action[-1] not in self._renderer.stop_tokens()
+        cut_off = not self._renderer.ended(action)
         result = await (self._env.step(message) if whole else self._env.unreadable(message, cut_off))
         done = result.episode_done
         if not done:
@@ -74,7 +74,7 @@ class RenderedEnv(Env):
             reward=result.reward,
             episode_done=done,
             next_observation=() if done else self._next_prompt(),
-            next_stop_condition=() if done else self._renderer.stop_tokens(),
+            next_stop_condition=() if done else self._renderer.stop_condition(),
             metrics={"parse_error": float(not whole and not cut_off), **result.metrics},
             logs=result.logs,
         )

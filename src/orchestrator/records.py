@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -27,8 +27,8 @@ from orchestrator.data import AdvantageKind, ScoredGroup, compute_advantages, ex
 from orchestrator.env import Trajectory, Transition
 from orchestrator.snapshot import readable
 from trireme.config import Config
+from trireme.tokenizer import Decode as Decode
 
-Decode = Callable[[Sequence[int]], str]
 DIGITS = 6
 
 

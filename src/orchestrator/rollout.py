@@ -25,6 +25,8 @@ from trireme import trace
 from trireme.config.schema import Config, SamplingConfig
 from trireme.errors import BadInput
 from trireme.faults import fault_point
+from trireme.stopping import cut
+from trireme.tokenizer import Decode
 from trireme.types import SampledSequence, SampleRequest, VersionSpan
 
 Sample = Callable[[SampleRequest], Awaitable[SampledSequence]]
@@ -75,16 +77,17 @@ class BadSample(RolloutError):
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """`max_seq_len` bounds prompt and answer together; an answer gets the room that its prompt leaves. `stop`: tokens
-    that end every answer, whatever its environment says."""
+    """`max_seq_len` bounds prompt and answer together; an answer gets the room that its prompt leaves. `stop`: what
+    ends every answer, whatever its environment says. `decode` is needed where strings do."""
 
     vocab_size: int
     max_seq_len: int
     max_prompt_len: int | None = None
-    stop: tuple[int, ...] = ()
+    stop: StopCondition = ()
+    decode: Decode | None = None
 
 
-def rollout_limits(cfg: Config) -> RolloutLimits:
+def rollout_limits(cfg: Config, decode: Decode) -> RolloutLimits:
     """Limits of a rollout, from the configuration and the model's `config.json`. Raises BadInput if neither says how
     long a sequence may be."""
     from transformers.utils import cached_file
@@ -98,6 +101,8 @@ def rollout_limits(cfg: Config) -> RolloutLimits:
         vocab_size=described["vocab_size"],
         max_seq_len=min(longest, cfg.inference.max_model_len or longest),
         max_prompt_len=cfg.orchestrator.max_prompt_len,
+        stop=tuple(cfg.inference.sampling.stop),
+        decode=decode,
     )
 
 
@@ -136,6 +141,7 @@ async def run_rollout(
         request = _request(key, len(transitions), prompt, stop, limits, sampling, run_seed)
         sampled = await sample(request)
         _check_sample(sampled, key, limits)
+        sampled = _stopped(sampled, request, limits)
         with trace.overlapping("step", "environment", problem=key.problem):
             result = await env.step(sampled.tokens.tolist())
         transitions.append(_transition(prompt, sampled, result, key))
@@ -155,9 +161,9 @@ def _checked_prompt(
         )
     prompt = prompt.astype(np.int64)
     unknown = prompt[prompt.view(np.uint64) >= limits.vocab_size]  # a negative one, too: unsigned it is very large
-    strange = [token for token in stop if token not in range(limits.vocab_size)]
+    strange = [end for end in stop if end not in range(limits.vocab_size) and not (isinstance(end, str) and end)]
     if len(unknown) or strange:
-        given = f"token {unknown[0]}" if len(unknown) else f"{strange[0]!r} as a token that ends an answer"
+        given = f"token {unknown[0]}" if len(unknown) else f"{strange[0]!r} as what ends an answer"
         raise OutOfVocabulary(
             f"environment {key.env}, problem {key.problem}: gave {given}; expected tokens of 0 .. "
             f"{limits.vocab_size - 1}"
@@ -204,6 +210,15 @@ def _check_sample(sampled: SampledSequence, key: RolloutKey, limits: RolloutLimi
             f"environment {key.env}, problem {key.problem}: the sampler returned tokens of {sampled.tokens.min()} .. "
             f"{sampled.tokens.max()}; expected tokens of 0 .. {limits.vocab_size - 1}"
         )
+
+
+def _stopped(sampled: SampledSequence, request: SampleRequest, limits: RolloutLimits) -> SampledSequence:
+    """The answer up to the first string that ends it, whether its sampler stopped there or not."""
+    strings = request.params.stop_strings
+    if not strings:
+        return sampled
+    assert limits.decode is not None, "strings that end answers, and no way to find them"
+    return cut(sampled, strings, limits.decode)
 
 
 def _transition(

@@ -6,8 +6,11 @@ do, is opened by the class that reads that file, and only others by `AutoTokeniz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+Decode = Callable[[Sequence[int]], str]
+"""From token ids to text."""
 
 
 def load_tokenizer(name: str) -> Any:
@@ -21,16 +24,3 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(name)
-
-
-def stop_ids(tokenizer: Any, name: str, strings: Sequence[str]) -> tuple[int, ...]:
-    """The tokens of strings that end an answer. Raises ValueError for a string that is not one token: where it begins
-    within an answer cannot be seen from tokens alone."""
-    ids = {string: tokenizer.encode(string, add_special_tokens=False) for string in strings}
-    for string, tokens in ids.items():
-        if len(tokens) != 1:
-            raise ValueError(
-                f"stop = {string!r} is {len(tokens)} tokens of {name}; expected strings of one token, or token ids: "
-                "whatever follows a longer string is the caller's to cut off"
-            )
-    return tuple(tokens[0] for tokens in ids.values())

@@ -63,9 +63,9 @@ class VersionSpan:
 class SamplingParams:
     """How to sample one sequence. `max_tokens` none: as many as the context has room for. `temperature` 0: greedily.
 
-    `stop`: token ids, one string or several; the model's end-of-sequence token always stops. Strings are for
-    `inference.client.SamplingClient`, which has a tokenizer: each must be one token. Trainers match temperature only:
-    the four fields after it change the distribution behind their back.
+    `stop`: what ends it, token ids or strings; the model's end-of-sequence token always does. A string ends it wherever
+    it comes to stand in the text, with the token that completes it. Trainers match temperature only: the four fields
+    after it change the distribution behind their back.
     """
 
     max_tokens: int | None = None
@@ -74,16 +74,22 @@ class SamplingParams:
     top_k: int = -1
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop: Sequence[int] | Sequence[str] | str | None = None
+    stop: Sequence[int | str] | str | None = None
     seed: int | None = None
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """`stop` as token ids. Raises ValueError for strings."""
-        given = self.stop or ()
-        if any(isinstance(token, str) for token in given):
-            raise ValueError(f"stop = {given!r} where only token ids are known; expected ids, like [151645]")
-        return tuple(int(token) for token in given)
+        """What of `stop` are token ids."""
+        return tuple(int(end) for end in self._ends if not isinstance(end, str))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """What of `stop` are strings."""
+        return tuple(end for end in self._ends if isinstance(end, str))
+
+    @property
+    def _ends(self) -> Sequence[int | str]:
+        return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
 
 @dataclass(frozen=True)

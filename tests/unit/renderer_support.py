@@ -70,7 +70,9 @@ QWEN3 = r"""
         {{- '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+{%- endif %}
 """
 
 SAYS = r"""

@@ -39,6 +39,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
+LIMITS = RolloutLimits(99, 256, decode=characters().decode)
+
+
 def dataset(env_id: str, **args: Any) -> RLDataset:
     return load_dataset(EnvConfig(id=env_id, args=args), EnvContext(characters(), 0, 2))
 
@@ -62,8 +65,8 @@ def play(problem: Any, texts: Sequence[str]) -> tuple[Trajectory, list[str]]:
 
     async def episode() -> tuple[Trajectory, list[str]]:
         (env, _), sampler = await problem.make_envs(), Says(*texts)
-        key, limits = RolloutKey("tutorial", "0.0.0", 0, 0, "0"), RolloutLimits(99, 256)
-        trajectory = await run_rollout(env, sampler.sample, key, limits, SamplingConfig(max_tokens=40), 0)
+        key = RolloutKey("tutorial", "0.0.0", 0, 0, "0")
+        trajectory = await run_rollout(env, sampler.sample, key, LIMITS, SamplingConfig(max_tokens=40), 0)
         return trajectory, [characters().decode(request.prompt) for request in sampler.requests]
 
     return asyncio.run(episode())
@@ -114,7 +117,7 @@ def test_a_chat_that_ends_badly(texts: list[str]) -> None:
 
 @pytest.mark.parametrize("env_id", ["letters:Letters", "higher_lower:Secrets"])
 def test_each_trains_in_the_pipeline(env_id: str) -> None:
-    run = Run(config(max_steps=2, batch_size=3), dataset(env_id), RolloutLimits(99, 256), Talks())
+    run = Run(config(max_steps=2, batch_size=3), dataset(env_id), LIMITS, Talks())
     asyncio.run(whole_run(run))
     assert [row["ledger/trained"] for row in run.rows] == [3, 6]
 

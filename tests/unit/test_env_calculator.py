@@ -216,7 +216,7 @@ def test_the_dataset_is_built_in() -> None:
     prompt, stop = asyncio.run(envs[1].initial_observation())
     assert len(envs) == 2
     assert bpe().decode(prompt).endswith(f"What is {problem(0, 5, 'train', 2, 99)}?<|im_end|>\n<|im_start|>assistant\n")
-    assert stop == context().renderer.stop_tokens()
+    assert stop == context().renderer.stop_condition()
 
 
 def test_it_works_with_the_tokenizer_that_ships() -> None:
@@ -224,7 +224,7 @@ def test_it_works_with_the_tokenizer_that_ships() -> None:
     (env, _) = asyncio.run(dataset.get_batch(0)[0].make_envs())
     prompt, stop = asyncio.run(env.initial_observation())
     assert characters().decode(prompt).endswith("\n\nAssistant:")
-    assert stop == (1,)
+    assert stop == (1, "\n\nUser:", "\n\nSystem:", "\n\nTool:")
 
 
 @pytest.mark.parametrize(

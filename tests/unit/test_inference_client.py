@@ -22,11 +22,12 @@ PROMPT = ModelInput.from_ints([5, 6, 7])
 
 
 class Router:
-    """Answers with the request's seed, the last one asked first."""
+    """Answers with `answer`, or with the request's seed, the last one asked first."""
 
     def __init__(self) -> None:
         self.requests: list[SampleRequest] = []
         self.fails = False
+        self.answer: list[int] | None = None
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
         self.requests.append(request)
@@ -34,7 +35,8 @@ class Router:
         if self.fails:
             raise RoomFailed("no inference replica is left")
         asked = {"prompt_logprobs": [None, -1.0, -2.0]} if request.prompt_logprobs else {}
-        return SampledSequence(np.array([request.params.seed or 0]), np.zeros(1, np.float32), "stop", (), **asked)
+        tokens = np.array(self.answer or [request.params.seed or 0])
+        return SampledSequence(tokens, np.zeros(len(tokens), np.float32), "stop", (), **asked)
 
     async def update_weights(self, weights: Any) -> list[Any]:
         return [weights, "taken"]
@@ -76,15 +78,13 @@ def test_the_prompt_is_looked_at_once(client: SamplingClient, router: Router) ->
     ]
 
 
-def test_stop_strings_are_tokens_of_the_model(client: SamplingClient, router: Router) -> None:
-    newline = client._tokenizer.encode("\n", add_special_tokens=False)
-    for stop in ("\n", ["\n"], newline):
-        client.sample(PROMPT, 1, SamplingParams(stop=stop)).result(10)
-    assert [request.params.stop_token_ids for request in router.requests] == [tuple(newline)] * 3
-    with pytest.raises(ValueError, match=r"stop = '12' is 2 tokens of .*sort-base; expected strings of one token"):
-        client.sample(PROMPT, 1, SamplingParams(stop=["\n", "12"]))
-    with pytest.raises(ValueError, match="where only token ids are known"):
-        _ = SamplingParams(stop="\n").stop_token_ids
+def test_strings_end_answers_whether_the_replica_stopped_there_or_not(client: SamplingClient, router: Router) -> None:
+    text = client._tokenizer.encode("412 12", add_special_tokens=False)
+    router.answer = text
+    for stop, length in (("12", 3), (["9", "2 "], 4), (["9"], 6), (text[:1], 6)):
+        (answer,) = client.sample(PROMPT, 1, SamplingParams(stop=stop)).result(10).sequences
+        assert answer.tokens.tolist() == text[:length]
+    assert [request.params.stop for request in router.requests] == ["12", ["9", "2 "], ["9"], text[:1]]
 
 
 def test_what_cannot_be_sampled_is_refused_and_what_fails_is_raised(client: SamplingClient, router: Router) -> None:

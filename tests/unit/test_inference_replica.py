@@ -394,5 +394,8 @@ def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> N
     params = vllm_params(request, end_ids=[2])
     reached = {name: getattr(params, name) for name in SamplingConfig.model_fields if name != "stop"}
     assert reached == {name: value for name, value in given.model_dump().items() if name != "stop"}
-    assert (params.seed, params.stop_token_ids) == (4, [2, 3, 6])
+    assert (params.seed, params.stop_token_ids, params.detokenize) == (4, [2, 3, 6], False)
     assert vllm_params(replace(request, params=given.params(seed=4, stop=(), room=7)), []).max_tokens == 7
+    ended = vllm_params(replace(request, params=given.params(seed=4, stop=(3, "ab", "c"), room=7)), [])
+    assert (ended.stop, ended.stop_token_ids, ended.detokenize) == (["ab", "c"], [3], True)
+    assert ended.include_stop_str_in_output, "what ended an answer is part of it"

@@ -74,7 +74,8 @@ class Policy:
 
 def play(env: MessageEnv, renderer: Renderer, policy: Policy, vocab_size: int = 1000) -> Trajectory:
     key = RolloutKey("chat", "0.0.0", 0, 0, "0")
-    limits, sampling = RolloutLimits(vocab_size, 100_000), SamplingConfig(max_tokens=1000)
+    limits = RolloutLimits(vocab_size, 100_000, decode=bpe().decode)
+    sampling = SamplingConfig(max_tokens=1000)
     return asyncio.run(run_rollout(RenderedEnv(env, renderer), policy.sample, key, limits, sampling, 0))
 
 
@@ -99,7 +100,7 @@ def test_an_episode() -> None:
     assert trajectory.reward == 2.0
     assert [t.metrics for t in trajectory.transitions] == [{"parse_error": 0.0, "heard": 1.0}] * 2
     assert [t.logs for t in trajectory.transitions] == [{"said": "four"}, {"said": "five"}]
-    assert all(set(request.params.stop) == set(made.stop_tokens()) for request in policy.requests)
+    assert all(request.params.stop == made.stop_condition() for request in policy.requests)
     decoded = bpe().decode(policy.requests[1].prompt)
     assert decoded == (
         "<|im_start|>system\nAnswer.<|im_end|>\n<|im_start|>user\nQuestion 0?<|im_end|>\n<|im_start|>assistant\n"
@@ -211,6 +212,7 @@ THOUGHTS = st.one_of(st.just(""), TEXTS.map(lambda text: f"<think>\n{text}\n</th
 ANSWERS = st.lists(st.tuples(THOUGHTS, TEXTS, st.booleans(), st.integers(0, 9)), min_size=1, max_size=6)
 RENDERERS = [("qwen3", QWEN3), ("chat_template", QWEN3), ("chat_template", SAYS), ("role_colon", None)]
 OPTIONS: list[dict[str, Any]] = [{}, KEEPING, {"compact_every": 1}, {"compact_every": 2}, {"compact_every": 3}]
+OPTIONS_OF = st.sampled_from(OPTIONS)
 
 
 @pytest.mark.parametrize(("name", "template"), RENDERERS)
@@ -230,6 +232,43 @@ def test_any_chat_is_trained_on_token_for_token(
         assert datums == 1
     elif every := options.get("compact_every"):
         assert datums <= ceil(len(sampled) / every)
+
+
+def test_who_goes_on_as_somebody_else_is_stopped_and_trained_up_to_there() -> None:
+    """The sampler here stops at nothing: what it samples beyond the string is no part of the rollout."""
+    env, made = Questions(2), renderer("role_colon", None)
+    kept = scattered(bpe(), " four\n\nUser:", 3)
+    policy = Policy([[*kept, *scattered(bpe(), " and?\n\nAssistant: 5", 4)], ended(" six", made)], "length")
+    trajectory = play(env, made, policy)
+    assert [m["content"] for m in env.heard] == ["four", "six"]
+    assert env.unread == []
+    first, second = trajectory.transitions
+    assert (first.action.tolist(), first.stop_reason) == (kept, "stop")
+    assert len(first.logprobs) == len(first.versions) == len(first.mixed) == len(first.identities) == len(kept)
+    assert bpe().decode(second.observation).endswith("four\n\nUser: Question 1?\n\nAssistant:")
+    assert assert_each_sampled_token_is_trained_once(trajectory) == 1
+
+
+SPEAKS_FOR = st.sampled_from(["", "\n\nUser:", "\n\nTool:", "\n\nUser: \n\nTool:", ".\n\nUser:\n"])
+
+
+@given(answers=st.lists(st.tuples(TEXTS, SPEAKS_FOR, st.integers(0, 9)), min_size=1, max_size=6), options=OPTIONS_OF)
+@settings(max_examples=60, deadline=None)
+def test_any_chat_of_a_base_model_is_trained_on_token_for_token(answers: Any, options: dict[str, Any]) -> None:
+    for role in ("user", "tool"):
+        made = renderer("role_colon", None, **options)
+        sampled = [[*scattered(bpe(), text + more, seed), made.stop_tokens()[0]] for text, more, seed in answers]
+        trajectory = play(Questions(len(sampled), role, forgiving=True), made, Policy(sampled))
+        datums = assert_each_sampled_token_is_trained_once(trajectory)
+        if options == KEEPING and not any(more for _, more, _ in answers):
+            assert datums == 1
+
+
+@pytest.mark.parametrize(("strips", "datums"), [(True, 3), (False, 1)])
+def test_games_without_thinking_are_one_sequence_if_the_empty_block_stays(strips: bool, datums: int) -> None:
+    made = renderer(enable_thinking=False, strip_thinking_from_history=strips)
+    trajectory = play(Questions(3), made, Policy([ended("four", made, turn) for turn in range(3)]))
+    assert assert_each_sampled_token_is_trained_once(trajectory) == datums
 
 
 THINKING = "<think>\nhm\n</think>\n\nfour"

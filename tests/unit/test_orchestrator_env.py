@@ -18,7 +18,7 @@ from orchestrator.rollout import RolloutLimits, rollout_limits
 from trireme.config import Config
 from trireme.config.schema import EnvConfig
 from trireme.errors import BadInput
-from trireme.tokenizer import load_tokenizer, stop_ids
+from trireme.tokenizer import load_tokenizer
 
 CONTEXT = EnvContext(tokenizer=None, seed=0, group_size=2)
 HERE = "test_orchestrator_env"
@@ -161,10 +161,11 @@ def test_limits_come_from_model_and_configuration(
             "model": {"name": str(model_dir), **model},
             "orchestrator": {"batch_size": 1, "max_prompt_len": 5},
             "env": {"id": "sort"},
-            "inference": {"sampling": {"max_tokens": 4}, **inference},
+            "inference": {"sampling": {"max_tokens": 4, "stop": ["b"]}, **inference},
         }
     )
-    assert rollout_limits(cfg) == RolloutLimits(vocab_size=4, max_seq_len=longest, max_prompt_len=5)
+    expected = RolloutLimits(vocab_size=4, max_seq_len=longest, max_prompt_len=5, stop=("b",), decode=str)
+    assert rollout_limits(cfg, str) == expected
 
 
 def test_the_room_starts_without_torch(model_dir: Path) -> None:
@@ -177,10 +178,3 @@ def test_the_room_starts_without_torch(model_dir: Path) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
-
-
-def test_a_string_that_ends_answers_is_one_token(model_dir: Path) -> None:
-    tokenizer = load_tokenizer(str(model_dir))
-    assert stop_ids(tokenizer, "m", ["b", "a"]) == (1, 0)
-    with pytest.raises(ValueError, match="stop = 'ab' is 2 tokens of m; expected strings of one token"):
-        stop_ids(tokenizer, "m", ["b", "ab"])

@@ -143,13 +143,13 @@ def test_observations_must_be_tokens(first: list[Any]) -> None:
         play(Counting(first=first))
 
 
-@pytest.mark.parametrize("stop", [(100,), (-1,), ("a",)])
+@pytest.mark.parametrize("stop", [(100,), (-1,), ("",), (None,)])
 def test_tokens_that_end_an_answer_must_be_of_the_vocabulary(stop: tuple[Any, ...]) -> None:
     class Stops(Counting):
         async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
             return self.tokens, stop
 
-    with pytest.raises(OutOfVocabulary, match=r"as a token that ends an answer; expected tokens of 0 \.\. 99"):
+    with pytest.raises(OutOfVocabulary, match=r"as what ends an answer; expected tokens of 0 \.\. 99"):
         play(Stops())
 
 
@@ -211,5 +211,11 @@ def test_fault_point(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_answers_end_at_the_tokens_of_the_run_too() -> None:
     sampler = Echo()
-    play(Counting(turns=2), sampler, replace(LIMITS, stop=(9,)))
-    assert [request.params.stop_token_ids for request in sampler.requests] == [(7, 9), (8, 9)]
+    play(Counting(turns=2), sampler, replace(LIMITS, stop=(9, "x"), decode=str))
+    assert [request.params.stop for request in sampler.requests] == [(7, 9, "x"), (8, 9, "x")]
+
+
+def test_answers_end_at_strings_of_the_run_though_the_sampler_goes_on() -> None:
+    limits = replace(LIMITS, stop=("11",), decode=lambda tokens: " ".join(map(str, tokens)))
+    (turn,) = play(Counting(), Echo(), limits).transitions
+    assert (turn.action.tolist(), turn.logprobs.tolist(), turn.versions.tolist()) == ([10, 11], [-1, -1], [0, 1])

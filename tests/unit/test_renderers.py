@@ -22,15 +22,17 @@ from trireme.renderers.qwen3 import Qwen3Renderer
 from trireme.renderers.role_colon import RoleColonRenderer
 
 
-def expected(tokenizer: Any, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> list[int]:
+def expected(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool, **options: Any
+) -> list[int]:
     """What transformers makes of a conversation."""
     given = [{"reasoning_content" if key == "thinking" else key: value for key, value in m.items()} for m in messages]
     for message in given:
         calls = message.get("tool_calls", [])
         message |= {"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {}
     schemas = [{"type": "function", "function": tool} for tool in tools] or None
-    made = tokenizer.apply_chat_template(given, tools=schemas, add_generation_prompt=generate, return_dict=False)
-    return list(made)
+    options |= {"add_generation_prompt": generate, "return_dict": False}
+    return list(tokenizer.apply_chat_template(given, tools=schemas, **options))
 
 
 # ---- prompts
@@ -47,6 +49,22 @@ def test_tokens_are_those_of_the_chat_template(name: str, tokenizer: Any, genera
     else:
         made = renderer.supervised_example(messages, "all_tokens", tools)[0].tolist()
     assert made == expected(tokenizer(QWEN3), messages, tools, generate)
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize("enable_thinking", [True, False])
+@pytest.mark.parametrize("name", ["chat_template", "qwen3", "auto"])
+def test_with_thinking_switched_off_tokens_are_the_templates_too(
+    name: str, enable_thinking: bool, generate: bool, conversation: str
+) -> None:
+    messages, tools = CONVERSATIONS[conversation]
+    renderer: Any = make_renderer(name, bpe(QWEN3), enable_thinking=enable_thinking)
+    made = renderer.encode(renderer.text(messages, tools, generate))
+    assert made == expected(bpe(QWEN3), messages, tools, generate, enable_thinking=enable_thinking)
+    if generate:
+        assert renderer.generation_prompt(messages, tools) == made
+        assert bpe(QWEN3).decode(made).endswith("<think>\n\n</think>\n\n") is not enable_thinking
 
 
 @pytest.mark.parametrize("conversation", ["one question", "unicode", "several turns", "system prompt", "newlines"])
@@ -434,10 +452,120 @@ def test_any_tokens_can_be_parsed_and_gone_on_from(tokens: list[int]) -> None:
         assert after[: len(prompt) + len(tokens)] == prompt + tokens
 
 
-def test_who_speaks_for_others_is_malformed() -> None:
+@pytest.mark.parametrize(
+    ("text", "eos", "content", "ended"),
+    [
+        (" 4", True, "4", True),
+        (" 4", False, "4", False),
+        (" 4\n\nUser:", False, "4", True),
+        ("\n\nUser:", False, "", True),
+        (" 4\n\nTool:", False, "4", True),
+        (" 4\n\nUser", False, "4\n\nUser", False),
+        (" 4\n\nThe User:", True, "4\n\nThe User:", True),
+        (" 4\n\nUser: and 5?\n\nAssistant: 5", True, "4", True),
+    ],
+)
+def test_in_role_colon_a_message_ends_where_somebody_else_begins_to_speak(
+    text: str, eos: bool, content: str, ended: bool
+) -> None:
     renderer = make_renderer("role_colon", characters())
-    for text, whole in ((" 4", True), (" 4\n\nUser: and 5?\n\nAssistant: 5", False), (" 4\n\nTool: 3", False)):
-        assert renderer.parse_response([*characters().encode(text), 1])[1] is whole
+    tokens = [*characters().encode(text), *[1] * eos]
+    message, whole = renderer.parse_response(tokens)
+    assert (message["content"], message["tokens"], whole) == (content, tokens, ended)
+    assert renderer.ended(tokens) is ended
+    assert renderer.stop_condition() == (1, "\n\nUser:", "\n\nSystem:", "\n\nTool:")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_the_user_says_goes_on_from_the_sampled_beginning(seed: int) -> None:
+    tokenizer = bpe()
+    renderer = make_renderer("role_colon", tokenizer)
+    chat = Chat(renderer)
+    chat.hear(scattered(tokenizer, " four\n\nUser:", seed), said("user", "and 3?"))
+    assert chat.extends == [True]
+    assert tokenizer.decode(chat.prompts[-1]) == "User: q\n\nAssistant: four\n\nUser: and 3?\n\nAssistant:"
+    chat.hear([*scattered(tokenizer, " six", seed), tokenizer.eos_token_id], said("user", "so?"))
+    assert chat.extends == [True, True]
+    assert tokenizer.decode(chat.prompts[-1]).endswith("and 3?\n\nAssistant: six<eos>\n\nUser: so?\n\nAssistant:")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_another_speaks_next_the_sampled_beginning_is_left_out(seed: int) -> None:
+    tokenizer = bpe()
+    chat = Chat(make_renderer("role_colon", tokenizer))
+    sampled = [*scattered(tokenizer, " four", seed), *scattered(tokenizer, "\n\nUser:", seed)]
+    chat.hear(sampled, said("tool", "5"))
+    assert chat.extends == [False]
+    assert tokenizer.decode(chat.prompts[-1]) == "User: q\n\nAssistant: four<eos>\n\nTool: 5\n\nAssistant:"
+
+
+def test_a_token_that_ends_one_message_and_begins_another_is_not_parted() -> None:
+    tokenizer = characters_and([".\n\n", ": "])
+    chat = Chat(make_renderer("role_colon", tokenizer))
+    chat.hear(tokenizer.encode("4.\n\nUser:"), said("tool", "5"))
+    assert tokenizer.decode(chat.prompts[-1]).startswith("User: q\n\nAssistant:4.\n\n<eos>\n\nTool: 5")
+    chat = Chat(make_renderer("role_colon", tokenizer))
+    chat.hear(tokenizer.encode("4.\n\nUser: "), said("user", "5"))
+    assert tokenizer.decode(chat.prompts[-1]) == "User: q\n\nAssistant:4.\n\nUser: 5\n\nAssistant:"
+    assert chat.extends == [True]
+
+
+def characters_and(more: list[str]) -> Any:
+    tokenizer = type(characters()).from_pretrained(characters().name_or_path)
+    tokenizer.add_tokens(more)
+    return tokenizer
+
+
+def test_a_supervised_example_of_a_message_that_a_string_ended_ends_as_text_does() -> None:
+    tokenizer = bpe()
+    renderer = make_renderer("role_colon", tokenizer)
+    message, _ = renderer.parse_response([*tokenizer.encode(" four"), *tokenizer.encode("\n\nUser:")])
+    tokens, weights = renderer.supervised_example([said("user", "q"), message, said("user", "r")], "all_messages")
+    assert tokenizer.decode(tokens) == "User: q\n\nAssistant: four<eos>\n\nUser: r"
+    tokens, weights = renderer.supervised_example([said("user", "q"), message], "last_assistant_message")
+    assert tokenizer.decode(tokens[weights == 1]) == " four<eos>"
+
+
+def test_an_empty_block_of_thinking_goes_with_the_next_query_or_stays() -> None:
+    tokenizer = bpe(QWEN3)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    block = "<think>\n\n</think>\n\n"
+    for name in ("qwen3", "chat_template"):
+        strip, keep = (
+            Chat(make_renderer(name, tokenizer, enable_thinking=False, strip_thinking_from_history=strips))
+            for strips in (True, False)
+        )
+        for chat in (strip, keep):
+            chat.hear([*scattered(tokenizer, "four", 1), end], said("user", "r"))
+            chat.hear([*scattered(tokenizer, "five", 2), end], said("tool", "s"))
+            chat.hear([*scattered(tokenizer, "six", 3), end], said("user", "t"))
+        assert keep.extends == [True] * 3
+        assert strip.extends == [False, True, False]
+        assert tokenizer.decode(keep.prompts[-1]).count(block) == 4
+        asked = [said("user", "q"), said("assistant", "four"), said("user", "r")]
+        as_text = strip.renderer.text(asked, (), True)
+        assert tokenizer.decode(strip.prompts[1]) == as_text
+        assert as_text.count(block) == 1
+        last = tokenizer.decode(strip.prompts[-1])
+        assert last.endswith(block)
+        assert last.count(block) == 1
+
+
+def test_what_is_trained_without_thinking_is_the_answer_and_not_the_empty_block() -> None:
+    tokenizer = bpe(QWEN3)
+    for enable_thinking, trained in ((False, "four<|im_end|>"), (True, "<think>\n\n</think>\n\nfour<|im_end|>")):
+        renderer = make_renderer("qwen3", tokenizer, enable_thinking=enable_thinking)
+        tokens, weights = renderer.supervised_example(
+            [said("user", "q"), said("assistant", "four")], "last_assistant_message"
+        )
+        assert tokenizer.decode(tokens[weights == 1]) == trained
+
+
+def test_a_template_without_the_switch_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"renderer\.enable_thinking = false with a chat template that does not look"):
+        make_renderer("auto", bpe(SAYS), enable_thinking=False)
+    with pytest.raises(BadInput, match=r"renderer\.enable_thinking = true with role_colon"):
+        make_renderer("auto", characters(), enable_thinking=True)
 
 
 def test_a_template_without_tool_calls_leaves_them_in_the_text() -> None:

@@ -113,5 +113,6 @@ def test_logprobs_come_back_datum_by_datum() -> None:
 def test_stop_tokens() -> None:
     assert SamplingParams().stop_token_ids == ()
     assert SamplingParams(stop=[np.int64(3), 5]).stop_token_ids == (3, 5)
-    with pytest.raises(ValueError, match="where only token ids are known"):
-        _ = SamplingParams(stop=["a"]).stop_token_ids
+    for stop, ids, strings in (("ab", (), ("ab",)), (["a", 3, "b"], (3,), ("a", "b"))):
+        params = SamplingParams(stop=stop)
+        assert (params.stop_token_ids, params.stop_strings) == (ids, strings)

@@ -175,11 +175,11 @@ class TaskEnv(Env):
 
     async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
         self._prompt = self._renderer.generation_prompt(conversation(self._task.data))
-        return self._prompt, self._renderer.stop_tokens()
+        return self._prompt, self._renderer.stop_condition()
 
     async def step(self, action: Sequence[int]) -> StepResult:
         message, whole = self._renderer.parse_response(action)
-        cut_off = action[-1] not in self._renderer.stop_tokens()
+        cut_off = not self._renderer.ended(action)
         scores = await self._score(make_trace(self._task, self._prompt, action, message, cut_off))
         return StepResult(
             reward=scores.reward,

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from trireme.renderers.history import HistoryRule, without_thinking
 from trireme.renderers.parsing import CALL, CALL_END, THINK, THINK_END, parse_text
 from trireme.renderers.types import Message, ToolCall, ToolSpec, TrainOn
+from trireme.stopping import first_of
 
 MARK = "\ue000message\ue001"
 """Stands where a message's text would be. Private characters, which no text holds and no template strips."""
@@ -38,6 +39,10 @@ class TextRenderer(ABC):
 
     thinking_is_open = False
     """Whether the prompt itself opens the assistant's thinking."""
+    no_thinking = ""
+    """What a prompt ends with where the assistant is to answer without thinking: an empty block of it."""
+    stop_strings: tuple[str, ...] = ()
+    """What ends the assistant's message beside tokens."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[int], rule: HistoryRule) -> None:
         self._tokenizer, self._stop, self._rule = tokenizer, tuple(dict.fromkeys(stop)), rule
@@ -49,6 +54,9 @@ class TextRenderer(ABC):
 
     def stop_tokens(self) -> tuple[int, ...]:
         return self._stop
+
+    def stop_condition(self) -> tuple[int | str, ...]:
+        return (*self._stop, *self.stop_strings)
 
     def thinking_from(self, messages: Sequence[Message], generate: bool) -> int:
         """The text of a conversation shows no thinking before this place. One that ends with the assistant shows what
@@ -67,28 +75,35 @@ class TextRenderer(ABC):
         sampled = [i for i, m in enumerate(messages) if "tokens" in m]
         if not sampled:
             return self.encode(self.text(messages, tools, True))
-        cut, last = self._rule.cut_turns(messages), sampled[-1]
-        if "prompt" in messages[last] and cut == self._rule.cut_turns(messages[:last]):
+        cut, last = self._cut_turns(messages), sampled[-1]
+        if "prompt" in messages[last] and cut == self._cut_turns(messages[:last]):
             sampled, prompt = [last], list(messages[last]["prompt"])
         else:
-            prompt = self.encode(self.text(messages[: sampled[0]], tools, True))
+            header = self.text(messages[: sampled[0]], tools, True)
+            prompt = self.encode(header.removesuffix(self.no_thinking) if sampled[0] in cut else header)
         for i, end in pairwise([*sampled, len(messages)]):
+            after = self._around(messages[:end], i, tools, True)[1]
             own = self._sampled_tokens(messages[i], i in cut)
-            prompt += own + self._tokens_after(own, messages[:end], i, tools)
+            prompt += self._gone_on_from(own, after.removesuffix(self.no_thinking) if end in cut else after)
         return prompt
 
+    def _cut_turns(self, messages: Sequence[Message]) -> list[int]:
+        return self._rule.cut_turns(messages, empty_too=bool(self.no_thinking))
+
     def _sampled_tokens(self, message: Message, cut: bool) -> list[int]:
-        if not cut:
+        if not cut or "thinking" not in message:
             return list(message["tokens"])
         return without_thinking(self._tokenizer, message["tokens"], self._think_end, self.thinking_is_open)
 
-    def _tokens_after(
-        self, own: list[int], messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]
-    ) -> list[int]:
-        """What stands between message `i`, shown as the tokens `own`, and the next one that the assistant writes."""
-        after = self.encode(self._around(messages, i, tools, True)[1])
-        ends_itself = own and own[-1] in self._stop and after[:1] == own[-1:]
-        return after[1:] if ends_itself else after
+    def _gone_on_from(self, own: list[int], after: str) -> list[int]:
+        """A sampled message, shown as the tokens `own`, and the text after it. What ended it is not said twice."""
+        tokens = self.encode(after)
+        ends_itself = own and own[-1] in self._stop and tokens[:1] == own[-1:]
+        return own + (tokens[1:] if ends_itself else tokens)
+
+    def _as_text_ends(self, own: list[int]) -> list[int]:
+        """A sampled message, shown as the tokens `own`, ended by a token as in text, if it was ended by a string."""
+        return own
 
     def _around(
         self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec], generate: bool
@@ -113,14 +128,16 @@ class TextRenderer(ABC):
             tokens = np.asarray(self.encode(full), np.int32)
             return tokens, np.ones(len(tokens), np.float32)
         trained = trained_messages(messages, train_on)
-        cut = self._rule.cut_turns(messages[: _last_of(messages, "assistant")])
+        cut = self._cut_turns(messages[: _last_of(messages, "assistant")])
         tokens_T: list[int] = []
         weights_T: list[float] = []
         done = 0
         for i in sorted({*trained, *(i for i, m in enumerate(messages) if "tokens" in m)}):
             start, end = self._span(full, messages, i, tools)
             own = (
-                self._sampled_tokens(messages[i], i in cut) if "tokens" in messages[i] else self.encode(full[start:end])
+                self._as_text_ends(self._sampled_tokens(messages[i], i in cut))
+                if "tokens" in messages[i]
+                else self.encode(full[start:end])
             )
             header = self.encode(full[done:start])
             tokens_T += header + own
@@ -153,11 +170,20 @@ class TextRenderer(ABC):
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         tokens = [int(token) for token in tokens]
-        ended = bool(tokens) and tokens[-1] in self._stop
-        text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
+        text, ended = self._read(tokens)
         message, whole = self.parse_text(THINK + text if self.thinking_is_open else text)
         message["tokens"] = tokens
         return message, ended and whole
+
+    def ended(self, tokens: Sequence[int]) -> bool:
+        return self._read(tokens)[1]
+
+    def _read(self, tokens: Sequence[int]) -> tuple[str, bool]:
+        """The text of a message up to what ended it, and whether anything did."""
+        ended = bool(len(tokens)) and tokens[-1] in self._stop
+        text = str(self._tokenizer.decode(tokens[:-1] if ended else tokens))
+        place = first_of(self.stop_strings, text)
+        return text[:place], ended or place is not None
 
     def parse_text(self, text: str) -> tuple[Message, bool]:
         """What an assistant's text says."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from trireme.errors import BadInput
 from trireme.renderers.base import MARK, TextRenderer, thinking_block, tool_schema
 from trireme.renderers.history import HistoryRule
-from trireme.renderers.parsing import CALL, THINK
+from trireme.renderers.parsing import CALL, THINK, THINK_END
 from trireme.renderers.types import Message, ToolSpec
 
+SWITCH = "enable_thinking"
+NO_THINKING = re.compile(rf"(?:{THINK}\s*{THINK_END}\s*)?\Z")
+"""The empty block at the end of a prompt that asks for an answer without thinking, if the template writes one."""
 ASKED: Message = {"role": "user", "content": "?"}
 ANSWERED: Message = {"role": "assistant", "content": MARK}
 
@@ -19,21 +23,31 @@ class ChatTemplateRenderer(TextRenderer):
     """The assistant's message ends with the token that the template puts after it, or with the end of sequence.
 
     Tool calls are read back where the template writes them as `<tool_call>` blocks; for another form there is
-    `parse_response` of a subclass. Raises BadInput for a tokenizer without a template.
+    `parse_response` of a subclass. `enable_thinking` is handed to the template. Raises BadInput for a tokenizer without
+    a template, and for one whose template does not look at that.
     """
 
-    def __init__(self, tokenizer: Any, rule: HistoryRule) -> None:
+    def __init__(self, tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None = None) -> None:
         template = tokenizer.chat_template
         if not isinstance(template, str):
             raise BadInput(
                 f"renderer.name = chat_template with a tokenizer that has {'none' if template is None else 'several'}; "
                 "expected one: give --model.tokenizer a tokenizer with it, or set --renderer.name role_colon"
             )
+        if enable_thinking is not None and SWITCH not in template:
+            raise BadInput(
+                f"renderer.{SWITCH} = {str(enable_thinking).lower()} with a chat template that does not look at it, so "
+                "that it would change nothing; expected one that does, such as Qwen3's: leave it out"
+            )
+        self._options = {} if enable_thinking is None else {SWITCH: enable_thinking}
         self._writes_thinking = "reasoning_content" in template
         self._reads_calls = CALL in template
         super().__init__(tokenizer, (), rule)
         self._stop = self._find_stop_tokens()
-        self.thinking_is_open = self.text([ASKED], (), True).rstrip().endswith(THINK)
+        asked = self.text([ASKED], (), True)
+        self.thinking_is_open = asked.rstrip().endswith(THINK)
+        if enable_thinking is False:
+            self.no_thinking = "".join(NO_THINKING.findall(asked))
 
     def _find_stop_tokens(self) -> tuple[int, ...]:
         after = self.encode(self.text([ASKED, ANSWERED], (), False).partition(MARK)[2])
@@ -55,6 +69,7 @@ class ChatTemplateRenderer(TextRenderer):
                 tools=[tool_schema(tool) for tool in tools] or None,
                 add_generation_prompt=generate,
                 tokenize=False,
+                **self._options,
             )
         )
 

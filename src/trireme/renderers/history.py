@@ -43,10 +43,11 @@ class HistoryRule:
         compacted = len(turns) // self.compact_every * self.compact_every
         return turns[compacted - 1] + 1 if compacted else 0
 
-    def cut_turns(self, messages: Sequence[Message]) -> list[int]:
-        """Places of the sampled messages whose thinking that prompt leaves out."""
+    def cut_turns(self, messages: Sequence[Message], *, empty_too: bool) -> list[int]:
+        """Places of the sampled messages whose thinking that prompt leaves out. `empty_too`: also of those without any,
+        before which an empty block stands."""
         boundary = self.boundary(messages)
-        return [i for i, m in enumerate(messages[:boundary]) if "tokens" in m and "thinking" in m]
+        return [i for i, m in enumerate(messages[:boundary]) if "tokens" in m and (empty_too or "thinking" in m)]
 
 
 def without_thinking(tokenizer: Any, tokens: Sequence[int], end_token: int | None, opened_by_prompt: bool) -> list[int]:

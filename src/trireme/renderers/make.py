@@ -34,28 +34,37 @@ PROBE: Sequence[Message] = (
 
 
 def make_renderer(
-    name: str, tokenizer: Any, *, strip_thinking_from_history: bool = True, compact_every: int | None = None
+    name: str,
+    tokenizer: Any,
+    *,
+    strip_thinking_from_history: bool = True,
+    compact_every: int | None = None,
+    enable_thinking: bool | None = None,
 ) -> Renderer:
     """The renderer `name` for a `transformers` tokenizer. `auto`: role_colon for one without a chat template, qwen3
     where it writes what the template does, else chat_template.
 
     Earlier thinking is stripped from prompts: with the next query, or, with `compact_every` = N, after every N messages
-    of the assistant. Raises BadInput for an unknown name, and for a tokenizer that does not suit it.
+    of the assistant. `enable_thinking` false: prompts ask for an answer without any, as Qwen3's template does. Raises
+    BadInput for an unknown name, and for a tokenizer that does not suit it, or a template without such a switch.
     """
     if name not in get_args(RendererName):
         raise BadInput(f"renderer.name = {name!r}; expected one of {', '.join(get_args(RendererName))}")
-    chosen = _choose(tokenizer) if name == "auto" else name
-    made: TextRenderer = RENDERERS[chosen](tokenizer, HistoryRule(strip_thinking_from_history, compact_every))
+    chosen = _choose(tokenizer, enable_thinking) if name == "auto" else name
+    rule = HistoryRule(strip_thinking_from_history, compact_every)
+    made: TextRenderer = RENDERERS[chosen](tokenizer, rule, enable_thinking)
     return made
 
 
-def _choose(tokenizer: Any) -> str:
+def _choose(tokenizer: Any, enable_thinking: bool | None) -> str:
     if tokenizer.chat_template is None:
         return "role_colon"
     known = tokenizer.get_added_vocab()
     if not {"<|im_start|>", "<|im_end|>", "<think>", "</think>"} <= known.keys():
         return "chat_template"
-    template, qwen3 = ChatTemplateRenderer(tokenizer, HistoryRule()), Qwen3Renderer(tokenizer, HistoryRule())
+    template, qwen3 = (
+        kind(tokenizer, HistoryRule(), enable_thinking) for kind in (ChatTemplateRenderer, Qwen3Renderer)
+    )
     same = all(
         template.text(PROBE[:n], [PROBE_TOOL], generate) == qwen3.text(PROBE[:n], [PROBE_TOOL], generate)
         for n in range(2, len(PROBE) + 1)

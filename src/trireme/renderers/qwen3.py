@@ -17,7 +17,7 @@ START, END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 class Qwen3Renderer(TextRenderer):
     """Raises BadInput for a tokenizer that lacks one of the format's tokens."""
 
-    def __init__(self, tokenizer: Any, rule: HistoryRule) -> None:
+    def __init__(self, tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None = None) -> None:
         known = tokenizer.get_added_vocab()
         missing = [token for token in (START, END) if token not in known]
         if missing:
@@ -27,6 +27,7 @@ class Qwen3Renderer(TextRenderer):
             )
         ends = [known[END], tokenizer.eos_token_id, known.get(END_OF_TEXT)]  # these models stop at the last one too
         super().__init__(tokenizer, [end for end in ends if end is not None], rule)
+        self.no_thinking = thinking_block("") if enable_thinking is False else ""
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
         boundary, query = self.thinking_from(messages, generate), last_query(messages)
@@ -38,7 +39,7 @@ class Qwen3Renderer(TextRenderer):
                 blocks.append(_tool(messages, i))
             elif i or message["role"] != "system":
                 blocks.append(f"{START}{message['role']}\n{message['content']}{END}\n")
-        return "".join(blocks) + (f"{START}assistant\n" if generate else "")
+        return "".join(blocks) + (f"{START}assistant\n{self.no_thinking}" if generate else "")
 
 
 def _opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:

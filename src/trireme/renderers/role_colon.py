@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,19 +10,29 @@ from trireme.errors import BadInput
 from trireme.renderers.base import TextRenderer, describe_tools, thinking_block, with_tool_calls
 from trireme.renderers.history import HistoryRule
 from trireme.renderers.types import Message, ToolSpec
+from trireme.stopping import first_of
 
 OTHERS = ("User", "System", "Tool")
 
 
 class RoleColonRenderer(TextRenderer):
-    """Messages are parted by an empty line; the assistant's end with the tokenizer's end of sequence, which stops it.
+    """Messages are parted by an empty line; the assistant's end with the tokenizer's end of sequence.
 
         System: Be brief.\n\nUser: 2 + 2?\n\nAssistant: 4<eos>\n\nUser: 3 + 3?\n\nAssistant:
 
-    Raises BadInput for a tokenizer without an end of sequence.
+    A base model seldom writes that, but goes on with what somebody else says: `\n\nUser:`, which stops it too. Where it
+    is the user who speaks next, the prompt goes on from these very tokens. Raises BadInput for a tokenizer without an
+    end of sequence, and for `enable_thinking`.
     """
 
-    def __init__(self, tokenizer: Any, rule: HistoryRule) -> None:
+    stop_strings = tuple(f"\n\n{speaker}:" for speaker in OTHERS)
+
+    def __init__(self, tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None = None) -> None:
+        if enable_thinking is not None:
+            raise BadInput(
+                f"renderer.enable_thinking = {str(enable_thinking).lower()} with role_colon, which has no such switch; "
+                "expected a tokenizer whose chat template has one, such as Qwen3's: leave it out"
+            )
         if tokenizer.eos_token_id is None:
             raise BadInput(
                 "renderer.name = role_colon with a tokenizer that has no end-of-sequence token; expected one: it ends "
@@ -46,7 +57,27 @@ class RoleColonRenderer(TextRenderer):
         calls = with_tool_calls(message["content"], message.get("tool_calls", ()))
         return f"{speaker}: {block}{calls}{self._end}"
 
+    def _gone_on_from(self, own: list[int], after: str) -> list[int]:
+        begun, rest = self._begun(own), after.removeprefix(self._end)
+        if begun and rest.startswith(begun):
+            return own + self.encode(rest.removeprefix(begun))
+        return super()._gone_on_from(self._as_text_ends(own), after)
+
+    def _begun(self, own: list[int]) -> str:
+        """What a sampled message says from the string on that ended it."""
+        text = str(self._tokenizer.decode(own))
+        place = first_of(self.stop_strings, text)
+        return "" if place is None else text[place:]
+
+    def _as_text_ends(self, own: list[int]) -> list[int]:
+        """Of a token that holds the end of the message and the beginning of the string, all stays: to part them would
+        be to tokenise again."""
+        if not (begun := self._begun(own)):
+            return own
+        length = len(self._tokenizer.decode(own)) - len(begun)
+        kept = bisect_left(range(len(own)), length, key=lambda n: len(self._tokenizer.decode(own[:n])))
+        return [*own[:kept], self._tokenizer.eos_token_id]
+
     def parse_text(self, text: str) -> tuple[Message, bool]:
-        """The space after the colon is no part of the message. One in which somebody else speaks too is malformed."""
-        message, whole = super().parse_text(text.removeprefix(" "))
-        return message, whole and not any(f"\n\n{speaker}:" in text for speaker in OTHERS)
+        """The space after the colon is no part of the message."""
+        return super().parse_text(text.removeprefix(" "))

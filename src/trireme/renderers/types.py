@@ -37,7 +37,7 @@ class ToolSpec(TypedDict):
 class Message(TypedDict, total=False):
     """One message. `role`: system, user, assistant or tool. `content` is without the thinking and the tool calls, which
     stand beside it. `name` is the tool that a message of role tool comes from. `tokens`: the message was sampled as
-    these, the token that ended it included; `prompt`: from this prompt, if that is known."""
+    these, with what ended it; `prompt`: from this prompt, if that is known."""
 
     role: Required[str]
     content: Required[str]
@@ -69,7 +69,15 @@ class Renderer(Protocol):
         """Token ids each of which ends the assistant's message."""
         ...
 
+    def stop_condition(self) -> tuple[int | str, ...]:
+        """All that ends the assistant's message: these tokens, and strings, each wherever it comes to stand in it."""
+        ...
+
+    def ended(self, tokens: Sequence[int]) -> bool:
+        """Whether one of these ended the message that was sampled as `tokens`; else it was cut off."""
+        ...
+
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
-        """The assistant's message that was sampled as `tokens`, the stop token included. False: it was cut off, or
-        is malformed (thinking or a tool call without an end, a call that is no JSON). Never raises."""
+        """The assistant's message that was sampled as `tokens`, with what ended it. False: it was cut off, or is
+        malformed (thinking or a tool call without an end, a call that is no JSON). Never raises."""
         ...

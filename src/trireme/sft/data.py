@@ -189,13 +189,7 @@ def load_data(config: SftConfig, facts: ModelFacts, say: Callable[[str], None]) 
 
 def renderer_of(config: SftConfig) -> Renderer:
     """What writes the run's conversations as tokens. Raises BadInput."""
-    options = config.renderer
-    return make_renderer(
-        options.name,
-        load_tokenizer(config.tokenizer_name),
-        strip_thinking_from_history=options.strip_thinking_from_history,
-        compact_every=options.compact_every,
-    )
+    return make_renderer(tokenizer=load_tokenizer(config.tokenizer_name), **config.renderer.model_dump())
 
 
 def hold_out(examples: Examples, number: int, seed: int) -> tuple[Examples, Examples]:
