@@ -7,6 +7,7 @@ import asyncio
 import json
 import math
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from orchestrator_fakes import OneStep, Problem, Problems, Run, config, problems_of, quiesce, whole_run
 
 from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Trajectory
+from orchestrator.pipeline import LAG_TICK_S
 from orchestrator.rollout import RolloutLimits
 from trireme.errors import LimitReached
 
@@ -276,3 +278,50 @@ def test_whatever_is_logged_can_be_recorded() -> None:
     run = Run(config(max_steps=1), Faulty(Fault(step=gives(StepResult(1.0, True, logs=logs))), everywhere=True))  # type: ignore[dict-item]
     asyncio.run(whole_run(run))
     assert all(json.loads(line) for line in run.released[0].records)
+
+
+class Unreliable(Problems):
+    """Of all rollouts every fifth fails: each time, or (`passing`) at its first try."""
+
+    def __init__(self, passing: bool) -> None:
+        super().__init__(self.reward_or_fail)
+        self.passing = passing
+
+    async def reward_or_fail(self, problem: Problem, sample: int) -> float:
+        number = problem.number * self.group_size + sample
+        if number % 5 == 0 and not (self.passing and self.tries[problem.number, sample] > 1):
+            raise OSError("one of five")
+        return float(sample)
+
+
+@pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
+def test_a_fifth_of_all_rollouts_fails_and_the_run_goes_on_with_the_others(policy: str) -> None:
+    """Two of five groups lose one: they fail, once, and others are trained on in their place."""
+    run = asyncio.run(whole_run(Run(config(max_steps=10, retries=0, stale_policy=policy), Unreliable(passing=False))))
+    last = run.rows[-1]
+    unusable = {number for number in range(100) if {2 * number % 5, (2 * number + 1) % 5} & {0}}
+    trained_on = [problem for batch in run.batches for problem in dict.fromkeys(problems_of(batch))]
+    assert len(trained_on) == len(set(trained_on)) == 20 == last["ledger/trained"]
+    assert not unusable & set(trained_on)
+    assert last["ledger/failed"] >= len(unusable & set(range(max(trained_on))))
+    assert errors(run, "OSError") == last["ledger/failed"]
+    assert {tries for place, tries in run.dataset.tries.items()} == {1}  # type: ignore[attr-defined]
+
+
+def test_a_fifth_of_all_rollouts_that_fails_once_costs_no_group() -> None:
+    run = asyncio.run(whole_run(Run(config(max_steps=10, retries=1), Unreliable(passing=True))))
+    assert run.rows[-1]["ledger/failed"] == 0
+    assert trained(run) == set(range(20))
+    assert errors(run, "OSError") >= 8
+
+
+async def holds_the_loop() -> StepResult:
+    time.sleep(4 * LAG_TICK_S)  # noqa: ASYNC251  what it should not do
+    return StepResult(1.0, True)
+
+
+def test_an_environment_that_holds_the_event_loop_is_seen_in_the_row_of_its_step() -> None:
+    run = played(Fault(step=holds_the_loop))
+    lag = [row["perf/event_loop_lag"] for row in run.rows]
+    assert lag[0] > 2 * LAG_TICK_S
+    assert BAD in trained(run), "it is slow, not wrong"

@@ -1,0 +1,338 @@
+"""What the loss of a replica, and of a shard, costs a run.
+
+    python scripts/bench/recovery.py [--repeats 3]
+
+replica    a run of the counting task whose two replicas have a core each, with half of the trainer's shards; Ray's
+           services, and with them every new process, are on the first core, driver and orchestrator on the second. The
+           replica on the first core is killed. Two figures:
+             successor   from SIGKILL until its successor samples, over the bare start-up of that process: the same
+                         actor on that core, alone on the machine, started when one has been started before
+             survivors   groups finished in that time, over half of what both replicas finished in the same time before
+shard      the quickstart, one of whose shards is killed just after a commit; from SIGKILL to the end of the next
+           completed step, over the loaded start-up of the group: both shards and what they read from the same commit,
+           alone on the machine. And where the time went.
+
+What happened when is read from the traces. The last line of the output is the result as one JSON object, whose figure
+is the successor's. Leave the machine alone while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from _common import ROOT, Result, median, room_of, run_for_json, stop, wait_for_row
+from _rooms import Task, let_actors_import_counting
+from counting import make_model
+
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+
+from chaos_support import log_of
+
+TASK = Task(hidden=128, layers=2, batch_size=8, group_size=4, sequences=16, prompt=16, median=64, sigma=0.3)
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+SMALL = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--checkpoint.async-save", "false"]
+LOST_CORE, KEPT_CORE = 0, 1
+MANY = 100_000
+"""Steps: more than there will be."""
+WARM_UP_STEPS, BEFORE_S, LOOK_S, DEADLINE_S = 5, 20.0, 0.05, 300.0
+COMMIT_AT = 4
+SUCCESSOR_TARGET, SURVIVORS_TARGET, SHARD_TARGET = 1.3, 0.9, 2.0
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One loss of a replica: seconds, and groups per second of the run."""
+
+    bare_start_s: float
+    until_it_samples_s: float
+    before_per_s: float
+    meanwhile_per_s: float
+
+    @property
+    def successor(self) -> float:
+        return self.until_it_samples_s / self.bare_start_s
+
+    @property
+    def survivors(self) -> float:
+        return self.meanwhile_per_s / (self.before_per_s / 2)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One loss of a shard, in seconds. `until_step_s` is the sum of those that follow: until the driver knew; until
+    shards and orchestrator were started and had read the commit; until the replicas had its weights; the rest."""
+
+    loaded_start_s: float
+    until_step_s: float
+    noticed_s: float
+    rebuilt_s: float
+    published_s: float
+    step_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.until_step_s / self.loaded_start_s
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of `rl` that goes on until it is stopped."""
+
+    process: subprocess.Popen[bytes]
+    root: Path
+    log: Path
+
+    def wait_for(self, what: str, found: Callable[[], Any]) -> Any:
+        """What `found` gives as soon as it gives something."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not (value := found()):
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise RuntimeError(f"{what} did not happen; the output is:\n{self.log.read_text()}")
+            time.sleep(LOOK_S)
+        return value
+
+    def wait_for_step(self, step: int) -> None:
+        wait_for_row(self.process, self.root / "metrics.jsonl", step, self.log, time.monotonic() + DEADLINE_S)
+
+    def processes(self) -> list[tuple[str, psutil.Process]]:
+        """All processes below the driver, each with the part that it is of, by its log ("" where it has none)."""
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        logs = [(log_of(process.pid), process) for process in below]
+        return [(log.stem if log and log.suffix == ".log" else "", process) for log, process in logs]
+
+    def trace(self, part: str, attempt: int = 1) -> list[dict[str, Any]]:
+        """The events of a part that are written so far."""
+        file = self.root / "trace" / f"attempt_{attempt}" / f"{part}.json"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [event for line in lines if (event := _event(line))]
+
+    def incidents(self, part: str) -> list[dict[str, Any]]:
+        file = self.root / "incidents.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [row for row in rows if row["part"] == part]
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line.lstrip("[").rstrip(","))
+    except ValueError:  # torn by a kill, or not yet whole
+        return None
+
+
+@contextmanager
+def running(directory: str, config: Path, *flags: str) -> Iterator[Run]:
+    """A run in `directory`, which is stopped at the end of the block."""
+    place = ["--run.output-dir", directory, "--run.name", "run", "--max-steps", str(MANY)]
+    command = [sys.executable, "-m", "trireme.cli", "@", str(config), *place, *flags]
+    log = Path(directory) / "output.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield Run(process, Path(directory) / "run", log)
+    finally:
+        stop(process)
+
+
+# ------------------------------------------------------------------------------------------------------------- replica
+
+
+def lose_replica(config: Path, bare_start_s: float) -> Replica:
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory, running(directory, config) as run:
+        run.wait_for_step(WARM_UP_STEPS)
+        spread(run)
+        began = time.time()
+        time.sleep(BEFORE_S)
+        (actor,) = (p for part, p in run.processes() if part == "inference_0" and room_of(p) == "replica actor")
+        killed = time.time()
+        actor.send_signal(signal.SIGKILL)
+        samples = run.wait_for("the successor's first request", lambda: first_request(run, killed))
+        time.sleep(1.0)  # until the orchestrator's trace has been written up to there
+        ended = [event["ts"] / 1e6 for event in run.trace("orchestrator_0") if is_group_end(event)]
+
+    def rate(since: float, until: float) -> float:
+        return sum(since <= at < until for at in ended) / (until - since)
+
+    return Replica(bare_start_s, samples - killed, rate(began, killed), rate(killed, samples))
+
+
+def spread(run: Run) -> None:
+    """Every thread to its core. What Ray starts later inherits that of its service."""
+    kept = {"inference_1", "trainer_1", "orchestrator_0"}
+    for part, process in run.processes():
+        core = KEPT_CORE if part in kept else LOST_CORE
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, {core})
+    for thread in psutil.Process(run.process.pid).threads():
+        os.sched_setaffinity(thread.id, {KEPT_CORE})
+
+
+def first_request(run: Run, after: float) -> float | None:
+    """When replica 0 had a request in flight again, in seconds since 1970."""
+    counted = (event for event in run.trace("inference_0") if event["ph"] == "C" and event["args"]["number"])
+    return next((at for event in counted if (at := event["ts"] / 1e6) > after), None)
+
+
+def is_group_end(event: dict[str, Any]) -> bool:
+    return event["ph"] == "e" and event["name"] == "group"
+
+
+# --------------------------------------------------------------------------------------------------------------- shard
+
+
+def lose_shard() -> Shard:
+    flags = [*SMALL, "--checkpoint.every", str(COMMIT_AT), "--checkpoint.keep-every", str(COMMIT_AT)]
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        with running(directory, QUICKSTART, *flags) as run:
+            commit = run.root / "checkpoints" / f"step_{COMMIT_AT:06d}"
+            run.wait_for("the commit", commit.exists)
+            (shard,) = (process for part, process in run.processes() if part == "trainer_1")
+            killed = time.time()
+            shard.send_signal(signal.SIGKILL)
+            step = run.wait_for("a step of the next attempt", lambda: spans(run, "driver_0", "step"))[0]
+            noticed = run.incidents("trainer_1")[0]["at"]
+            publishing = spans(run, "trainer_0", "publish")[0]["ts"] / 1e6
+        loaded_start_s = bare("shards", run.root / "config.json", commit)
+    begun, step_s = step["ts"] / 1e6, step["dur"] / 1e6
+    until_step_s = begun + step_s - killed
+    return Shard(loaded_start_s, until_step_s, noticed - killed, publishing - noticed, begun - publishing, step_s)
+
+
+def spans(run: Run, part: str, name: str) -> list[dict[str, Any]]:
+    """Of the second attempt."""
+    return [event for event in run.trace(part, attempt=2) if event["ph"] == "X" and event["name"] == name]
+
+
+# ---------------------------------------------------------------------------------------------------------------- bare
+
+
+def bare(room: str, config: Path, commit: Path | None = None) -> float:
+    """Seconds that `room` takes to start, alone on the machine, below a process that has started it once before."""
+    command = [sys.executable, __file__, "--bare", room, "--config", str(config)]
+    return float(run_for_json([*command, *(["--commit", str(commit)] if commit else [])], {})[1]["seconds"])
+
+
+def start_bare(room: str, config_json: Path, commit: Path | None) -> float:
+    if room == "replica":
+        os.sched_setaffinity(0, {LOST_CORE})
+    from trireme.config import Config
+    from trireme.environ import prepare_local_cluster
+
+    config = Config.model_validate_json(config_json.read_text())
+    prepare_local_cluster(threads=1, deterministic=False)
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
+        try:
+            start = start_replica if room == "replica" else start_shards
+            start(config, Path(directory) / "logs", commit)
+            return start(config, Path(directory) / "logs", commit)
+        finally:
+            ray.shutdown()
+
+
+def start_replica(config: Any, log_dir: Path, _commit: Path | None) -> float:
+    from inference.group import InferenceGroup
+
+    began = time.monotonic()
+    group = InferenceGroup.start(config, [{"num_cpus": 1}], log_dir)
+    return until_ready(group, began, lambda: None)
+
+
+def start_shards(config: Any, log_dir: Path, commit: Path | None) -> float:
+    from trainer.group import TrainerGroup
+    from trireme.checkpoint.manifest import read_manifest
+
+    assert commit is not None
+    began = time.monotonic()
+    group = TrainerGroup.start(config, [{"num_cpus": 1}] * config.trainer.processes, log_dir)
+    return until_ready(group, began, lambda: group.load_state(commit / "trainer", read_manifest(commit).identities))
+
+
+def until_ready(group: Any, began: float, then: Callable[[], None]) -> float:
+    from trireme import waits
+
+    refs, names = group.ready_refs()
+    waits.get_all(refs, who=names, timeout_s=DEADLINE_S)
+    then()
+    seconds = time.monotonic() - began
+    group.stop()
+    return seconds
+
+
+def resolved(config: Path, to: Path) -> None:
+    """The whole configuration, as a run would write it."""
+    from trireme.config.load import load
+
+    to.write_text(load(["@", str(config)]).config.model_dump_json())
+
+
+def report(replicas: Sequence[Replica], shards: Sequence[Shard]) -> None:
+    successor = median([each.successor for each in replicas])
+    survivors = median([each.survivors for each in replicas])
+    shard = median([each.ratio for each in shards])
+    Result(
+        name="recovery",
+        value=median([each.until_it_samples_s for each in replicas]),
+        unit="s",
+        ratio=successor,
+        target=SUCCESSOR_TARGET,
+        holds=successor < SUCCESSOR_TARGET and survivors > SURVIVORS_TARGET and shard < SHARD_TARGET,
+        against="the bare start-up of a replica",
+        detail={
+            "survivors": {"ratio": survivors, "target": SURVIVORS_TARGET},
+            "shard": {"ratio": shard, "target": SHARD_TARGET},
+            "replicas": [asdict(each) for each in replicas],
+            "shards": [asdict(each) for each in shards],
+        },
+    ).print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="measured rounds (default: 3)")
+    parser.add_argument("--bare", choices=["replica", "shards"], help="start one room, in this process")
+    parser.add_argument("--config", type=Path, help="of --bare: a resolved configuration")
+    parser.add_argument("--commit", type=Path, help="of --bare shards: what they read")
+    args = parser.parse_args()
+    if args.bare:
+        print(json.dumps({"seconds": start_bare(args.bare, args.config, args.commit)}), flush=True)
+        return
+    let_actors_import_counting()
+    replicas, shards = [], []
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        directory = Path(name)
+        make_model(directory / "model", hidden=TASK.hidden, layers=TASK.layers)
+        config = directory / "config.json"
+        config.write_text(json.dumps(with_two_of_each(TASK.config(directory / "model"))))
+        resolved(config, directory / "resolved.json")
+        for _ in range(args.repeats):
+            replicas.append(lose_replica(config, bare("replica", directory / "resolved.json")))
+            shards.append(lose_shard())
+            print(replicas[-1], shards[-1], flush=True)
+    report(replicas, shards)
+
+
+def with_two_of_each(config: dict[str, Any]) -> dict[str, Any]:
+    """Half of each room to each core; batches wait long enough in between that the replicas are what limits the run."""
+    config["inference"] |= {"replicas": 2}
+    config["trainer"] |= {"shards": 2}
+    config["orchestrator"] |= {"max_steps_off_policy": 4}
+    return config
+
+
+if __name__ == "__main__":
+    main()
