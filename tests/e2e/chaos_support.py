@@ -38,7 +38,7 @@ CHAOS = [
     *("--max-steps", str(STEPS), "--checkpoint.every", "2", "--inference.replicas", "2", "--trainer.shards", "2"),
     *("--orchestrator.batch-size", str(BATCH), "--orchestrator.group-size", "4", "--inference.memory-gb", "0.03"),
     *("--orchestrator.max-steps-off-policy", str(BOUND), "--eval.every", "4", "--eval.problems", "8"),
-    *("--timeouts.start-s", "180", "--timeouts.step-s", "90", "--orchestrator.generation-timeout-s", "60"),
+    *("--timeouts.start-s", "180", "--timeouts.step-s", "90", "--orchestrator.generation-timeout-s", "25"),
     *("--timeouts.update-s", "60", "--timeouts.checkpoint-s", "60", "--timeouts.heartbeat-s", str(HEARTBEAT_S)),
 ]
 """A small run that has everything: two shards, two replicas, a commit every second step, an evaluation every fourth."""
