@@ -92,6 +92,23 @@ def test_the_newest_attempt_that_traced_the_steps(tmp_path: Path) -> None:
     assert read(tmp_path, (1, 2)).attempt == 1
 
 
+def test_replicas_outlive_the_attempt_in_which_they_were_started(tmp_path: Path) -> None:
+    steps(tmp_path, 1, [0, 1])
+    write_trace(tmp_path, 1, "trainer_1", ["main"], [span("optim", 0, 1, 2)])
+    spans = [span("sampling", 0, at, at + 1, version=at) for at in range(14)]
+    write_trace(tmp_path, 1, "inference_0", ["sampling"], spans)
+    write_trace(tmp_path, 1, "inference_1", ["sampling"], spans[:2])
+    driver = [
+        event for at in (10, 11) for event in (span("step", 0, at, at + 1, step=at), span("optim", 0, at, at + 1))
+    ]
+    write_trace(tmp_path, 2, "driver_0", ["main"], driver)
+    second, first = read(tmp_path), read(tmp_path, (0, 1))
+    assert (second.attempt, [p.name for p in second.processes]) == (2, ["driver_0", "inference_0"])
+    assert [s.args["version"] for s in only(second, "inference_0", "sampling").rows[0]] == [10, 11, 12, 13]
+    assert (first.attempt, first.end) == (1, START + 10 * SECOND), "what it did later belongs to the next attempt"
+    assert len(only(first, "inference_0", "sampling").rows[0]) == 10
+
+
 def test_steps_that_nobody_traced(tmp_path: Path) -> None:
     steps(tmp_path, 1, range(6))
     with pytest.raises(BadInput, match=r"some of the steps that are: 0:5 \(attempt 1\)") as refused:

@@ -108,6 +108,17 @@ def test_logs_are_those_of_the_newest_attempt(run: Path) -> None:
     assert Follower(run).logs() == {"trainer_0": ["the trainer says"], "inference_0": []}
 
 
+def test_parts_that_outlived_an_attempt_have_their_log_in_an_older_one(run: Path) -> None:
+    for attempt, name in ((9, "inference_1"), (9, "trainer_0"), (9, "trainer_1")):
+        (run / "logs" / f"attempt_{attempt}" / f"{name}.log").write_text(f"{name} of {attempt}\n")
+    supervised(run)
+    assert Follower(run).logs() == {
+        "trainer_0": ["the trainer says"],
+        "inference_0": [],
+        "inference_1": ["inference_1 of 9"],
+    }, "trainer_1 is no part any more"
+
+
 def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     file = tmp_path / "long.log"
     file.write_text("".join(f"line {i}\n" for i in range(100_000)))

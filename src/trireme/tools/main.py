@@ -23,7 +23,7 @@ from trireme.tools.inspection import inspect, render, to_json
 from trireme.tools.report import page
 from trireme.tools.scale import scale
 from trireme.tools.sweep.running import main as sweep
-from trireme.tools.timeline import Timeline, join_files, timeline, traces
+from trireme.tools.timeline import Timeline, files_of, join_files, timeline, traces
 from trireme.tools.watch.following import Follower, tokenizer_of
 from trireme.tools.watch.plain import follow
 
@@ -175,7 +175,8 @@ def _write_trace(root: Path, shown: Timeline | None, out: Path) -> None:
             "leave --trace out; the next run has a trace unless trace.max_mb is 0",
         ).error()
     with _writable(out):
-        join_files(traces(root)[shown.attempt], out)
+        own, older = files_of(traces(root), shown.attempt)
+        join_files([*own, *older], out)
     print(f"{out}: the trace of attempt {shown.attempt}, for ui.perfetto.dev ({decimal(out.stat().st_size)})")
 
 

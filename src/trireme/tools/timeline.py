@@ -113,6 +113,15 @@ def traces(root: Path) -> dict[int, list[Path]]:
     return {attempt: [found[attempt][place] for place in sorted(found[attempt])] for attempt in sorted(found)}
 
 
+def files_of(found: Mapping[int, Sequence[Path]], attempt: int) -> tuple[Sequence[Path], list[Path]]:
+    """Of `traces`, the files of `attempt`; and those of replicas that may go on in it, of an earlier one: a replica
+    outlives the attempt in which it was started."""
+    own = found[attempt]
+    names = {file.name for file in own}
+    older = {file.name: file for earlier in found if earlier < attempt for file in found[earlier]}
+    return own, [file for name, file in older.items() if name.startswith("inference_") and name not in names]
+
+
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
     """The objects in a file that has one a line, also if they are an array; a line that a crash tore is none."""
     with file.open("rb") as lines:
@@ -151,7 +160,9 @@ def timeline(root: Path, wanted: tuple[int, int] | None, on_file: Callable[[Path
     for attempt in reversed(found):
         shown = _shown(steps[attempt], wanted)
         if shown or wanted is None:
-            return _read(attempt, found[attempt], steps[attempt], shown, on_file)
+            later = [start for other in steps if other > attempt for start, _ in steps[other].values()]
+            until = min(later, default=NEVER)  # replicas write on
+            return _read(attempt, *files_of(found, attempt), steps[attempt], shown, until, on_file)
     if wanted is None:
         return None
     ranges = [f"{min(known)}:{max(known)} (attempt {attempt})" for attempt, known in steps.items() if known]
@@ -182,21 +193,30 @@ def _shown(steps: Mapping[int, tuple[int, int]], wanted: tuple[int, int] | None)
 def _read(
     attempt: int,
     files: Sequence[Path],
+    older: Sequence[Path],
     steps: Mapping[int, tuple[int, int]],
     shown: Mapping[int, tuple[int, int]],
+    until: int,
     on_file: Callable[[Path], None],
 ) -> Timeline:
-    """What happened in the steps `shown`; before them too if they are the first, and after if they are the last."""
+    """What happened in the steps `shown`; before them too if they are the first, and after if they are the last. Of the
+    files of `older` attempts: since the first event of this one; of all: `until` the next one."""
     from_the_start = not shown or min(shown) == min(steps)
     to_the_end = not shown or max(shown) == max(steps)
     window = Window(
         0 if from_the_start else min(start for start, _ in shown.values()),
-        NEVER if to_the_end else max(end for _, end in shown.values()),
+        until if to_the_end else max(end for _, end in shown.values()),
     )
     processes = []
     for file in files[:MOST_PROCESSES]:
         on_file(file)
         processes.append(_process(file, window))
+    begun = Window(min((span.start for span in _spans(processes)), default=NEVER), window.end)
+    outlived = []
+    for file in older[: MOST_PROCESSES - len(processes)]:
+        on_file(file)
+        outlived.append(_process(file, begun))
+    processes += [process for process in outlived if process.tracks]
     times = [t for span in _spans(processes) for t in (span.start, span.end) if t is not None]
     times += [t for when in shown.values() for t in when]
     start, end = max(window.start, min(times, default=0)), min(window.end, max(times, default=0))

@@ -52,9 +52,15 @@ class Follower:
         return config
 
     def logs(self) -> dict[str, list[str]]:
-        """The last lines of each room's log in the newest attempt."""
+        """The last lines of each room's log in the newest attempt, and of parts that outlived the attempt in which they
+        were started, as replicas do."""
         attempts = sorted((self.root / "logs").glob("attempt_*"), key=lambda path: int(path.name.partition("_")[2]))
-        return {file.stem: tail(file) for file in sorted(attempts[-1].glob("*.log"))} if attempts else {}
+        newest = {file.stem: file for file in sorted(attempts[-1].glob("*.log"))} if attempts else {}
+        status = self.status()
+        for part in status.parts if status else ():
+            older = [file for attempt in attempts if (file := attempt / f"{part.name}.log").exists()]
+            newest.update({part.name: older[-1]} if older else {})
+        return {name: tail(file) for name, file in newest.items()}
 
     def rollouts(self) -> dict[int, Path]:
         """The files of recorded rollouts, by step."""
