@@ -26,7 +26,7 @@ class BadInput(TriremeError):
 
 
 class LimitReached(TriremeError):
-    """The run stopped by a limit of its own (failure rate, nothing but filtered groups)."""
+    """The run stopped by a limit of its own (failure rate, nothing but filtered groups, a part that died too often)."""
 
     exit_code = EXIT_LIMIT
 
