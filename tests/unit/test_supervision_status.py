@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,8 @@ from trireme.supervision.status import (
     read_status,
     roster_metrics,
 )
+
+RECOVERY = Path(__file__).parents[2] / "docs" / "recovery.md"
 
 
 @pytest.fixture
@@ -135,6 +139,15 @@ class TestStatus:
             roster.note("inference_0", "died")
             roster.note("inference_0", "died")
         assert len([r for r in caplog.records if "cannot be written" in r.getMessage()]) == 1
+
+
+def test_the_example_in_the_docs_is_a_status(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```json\n(.*?)```", RECOVERY.read_text(), re.DOTALL)
+    (tmp_path / STATUS).write_text(example)
+    status = said(tmp_path)
+    assert status.parts[0].health is Health.HEALTHY
+    assert status.recent[0].part == status.parts[0].name
+    assert json.loads(json.dumps(asdict(status))) == json.loads(example), "and has every field"
 
 
 class TestIncidents:

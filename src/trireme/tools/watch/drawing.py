@@ -118,7 +118,7 @@ def _part_cells(part: Part, now: datetime) -> Iterator[Text | str]:
     yield _age(part.since, now)
     yield str(part.restarts or "")
     yield " ".join(map(str, part.pids))
-    yield part.node
+    yield part.node[:8]
     yield Text(part.why)
 
 
