@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +11,14 @@ from typing import Any
 
 import ray
 
+from inference.fleet import Outcome
+from inference.progress import Progress
 from inference.replica import Replica
 from inference.router import Router
 from trireme.config import Config
-from trireme.errors import RoomFailed, TriremeError
+from trireme.errors import RoomFailed
 from trireme.protocols import ReplicaLoad, Sampler
-from trireme.types import SampledSequence, SampleRequest, WeightIdentity
+from trireme.types import SampleRequest, WeightIdentity
 from trireme.waits import get_all, get_async
 from trireme.weights import PublishedWeights, UpdateReport
 
@@ -36,7 +38,7 @@ class RayReplica:
     step_s: float
     update_s: float
 
-    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, SampledSequence | TriremeError]]:
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
         stream = self.handle.sample.remote(requests)
         who = f"{self.name}, sampling"
         while True:
@@ -46,6 +48,10 @@ class RayReplica:
                 return
             for answer in await get_async(reference, who=who, timeout_s=self.step_s, log=self.log):
                 yield answer
+
+    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
+        who = f"{self.name}, asked for its progress"
+        return await get_async(self.handle.progress.remote(known), who=who, timeout_s=self.update_s, log=self.log)
 
     async def update_weights(self, published: PublishedWeights) -> UpdateReport:
         reference = self.handle.update_weights.remote(published)
@@ -65,65 +71,123 @@ class RayReplica:
         await get_async(reference, who=f"{self.name}, aborting", timeout_s=self.update_s, log=self.log)
 
 
-def make_router(clients: dict[int, RayReplica], fixed: bool, max_updating: int | None) -> Sampler:
-    return Router(clients, fixed=fixed, max_updating=max_updating)
+def make_router(clients: dict[int, RayReplica], cfg: Config, patience_s: float) -> Sampler:
+    return Router(
+        clients,
+        fixed=cfg.deterministic,
+        max_updating=cfg.inference.max_updating,
+        one_version=cfg.inference.on_update == "drain",
+        patience_s=patience_s,
+    )
 
 
 class InferenceGroup:
-    """Handle of all replicas: `replicas` {number: actor handle}."""
+    """Handle of all replicas: `replicas` {number: actor handle}, `options` {number: Ray's options of the actor}.
 
-    def __init__(self, cfg: Config, replicas: dict[int, Any], log_dir: Path | None) -> None:
+    Numbers are never used again. The last `eval.replicas` of those that it starts with are reserved for evaluations;
+    those that are added are not.
+    """
+
+    def __init__(
+        self, cfg: Config, replicas: dict[int, Any], log_dir: Path | None, options: Mapping[int, dict[str, Any]]
+    ) -> None:
         self.cfg = cfg
         self.replicas = replicas
         self.log_dir = log_dir
+        self._options = dict(options)
+        self._next = len(replicas)
+        self._reserved = frozenset(self.indices[len(replicas) - cfg.eval.replicas :])
         self._ready = {index: handle.start.remote() for index, handle in replicas.items()}
 
     @classmethod
     def start(cls, cfg: Config, options_N: list[dict[str, Any]], log_dir: Path | None) -> InferenceGroup:
         """Creates one replica actor per entry of `options_N` (Ray's actor options) and returns at once."""
-        actor = ray.remote(Replica)
-        replicas = {
-            index: actor.options(max_concurrency=MAX_CALLS, **options).remote(cfg, index, log_dir)
-            for index, options in enumerate(options_N)
-        }
-        return cls(cfg, replicas, log_dir)
+        options = dict(enumerate(options_N))
+        return cls(cfg, {i: _create(cfg, i, options[i], log_dir) for i in options}, log_dir, options)
+
+    # ---------------------------------------------------------------------------------------------------- one replica
+
+    @property
+    def indices(self) -> list[int]:
+        return sorted(self.replicas)
+
+    def is_reserved(self, index: int) -> bool:
+        """Whether replica `index` does nothing but evaluate."""
+        return index in self._reserved
+
+    def options(self, index: int) -> Mapping[str, Any]:
+        """Ray's options of its actor."""
+        return self._options[index]
+
+    def name(self, index: int) -> str:
+        return f"inference replica {index}"
+
+    def client(self, index: int) -> RayReplica:
+        """What a router calls replica `index` by; picklable."""
+        timeouts = self.cfg.timeouts
+        return RayReplica(self.replicas[index], self.name(index), self._log(index), timeouts.step_s, timeouts.update_s)
+
+    def ready_ref(self, index: int) -> Any:
+        """Resolves (to `Health`) when replica `index` can take weights."""
+        return self._ready[index]
+
+    def pulse_ref(self, index: int) -> Any:
+        """Resolves to a `Pulse`, at once; raises when the replica is dead, or broken for good. Once it is ready."""
+        return self.replicas[index].pulse.remote()
+
+    def replace(self, index: int) -> Any:
+        """Ends what is left of replica `index` by force, and starts a new one in its place; as `ready_ref`."""
+        ray.kill(self.replicas[index])  # its engine process dies with it (`inference.startup`)
+        return self._start(index)
+
+    def add(self, options: dict[str, Any]) -> int:
+        """Starts one replica more, with these options of Ray; its number."""
+        index, self._next = self._next, self._next + 1
+        self._options[index] = options
+        self._start(index)
+        return index
+
+    def remove(self, index: int) -> None:
+        """Ends replica `index` for good."""
+        ray.kill(self.replicas.pop(index))
+        del self._ready[index], self._options[index]
+
+    def _start(self, index: int) -> Any:
+        self.replicas[index] = _create(self.cfg, index, self._options[index], self.log_dir)
+        self._ready[index] = self.replicas[index].start.remote()
+        return self._ready[index]
+
+    # ----------------------------------------------------------------------------------------------------------- all
 
     def ready_refs(self) -> tuple[list[Any], list[str]]:
         """References that resolve (to `Health`) when the replicas can take weights, and the replicas' names."""
-        return list(self._ready.values()), [self._name(index) for index in self._ready]
+        return list(self._ready.values()), [self.name(index) for index in self._ready]
 
-    def router_factory(self) -> Callable[[], Sampler]:
-        """Makes the sampler of the replicas that sample for training, in the process that will use it; picklable."""
-        return self._factory(self._indices[: len(self.replicas) - self.cfg.eval.replicas])
+    def router_factory(self, indices: Sequence[int] | None = None) -> Callable[[], Sampler]:
+        """Makes the sampler of the replicas `indices`, in the process that will use it; picklable. Others join it
+        later. None: it has all that sample for training, nobody ever joins, and it waits for nobody."""
+        patience_s = self.cfg.patience_s if indices is not None else 0.0
+        if indices is None:
+            indices = [index for index in self.indices if not self.is_reserved(index)]
+        return partial(make_router, {index: self.client(index) for index in indices}, self.cfg, patience_s)
 
-    def reserved_factory(self) -> Callable[[], Sampler] | None:
-        """The same of those that only evaluate; None when there are none."""
-        reserved = self.cfg.eval.replicas
-        return self._factory(self._indices[-reserved:]) if reserved else None
-
-    @property
-    def _indices(self) -> list[int]:
-        return sorted(self.replicas)
-
-    def _factory(self, indices: Sequence[int]) -> Callable[[], Sampler]:
-        timeouts = self.cfg.timeouts
-        clients = {
-            i: RayReplica(self.replicas[i], self._name(i), self._log(i), timeouts.step_s, timeouts.update_s)
-            for i in indices
-        }
-        return partial(make_router, clients, self.cfg.deterministic, self.cfg.inference.max_updating)
+    def abort_all(self) -> None:
+        """Ends all requests on all replicas, of which nobody waits for the answers. Returns at once."""
+        for handle in self.replicas.values():
+            handle.abort_all.remote()
 
     def stop(self) -> None:
         """Ends all replicas and their engine processes, the unwilling ones by force."""
         stopping = [handle.stop.remote() for handle in self.replicas.values()]
-        names = [self._name(index) for index in self.replicas]
+        names = [self.name(index) for index in self.replicas]
         with suppress(RoomFailed):  # dead or hanging ones are killed below, and their engine processes with them
             get_all(stopping, who=names, timeout_s=STOP_S, log=self.log_dir)
         for handle in self.replicas.values():
             ray.kill(handle)
 
-    def _name(self, index: int) -> str:
-        return f"inference replica {index}"
-
     def _log(self, index: int) -> Path | None:
         return self.log_dir / f"inference_{index}.log" if self.log_dir else None
+
+
+def _create(cfg: Config, index: int, options: dict[str, Any], log_dir: Path | None) -> Any:
+    return ray.remote(Replica).options(max_concurrency=MAX_CALLS, **options).remote(cfg, index, log_dir)

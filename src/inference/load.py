@@ -5,6 +5,7 @@ Asking the engine instead would wait for the step in progress.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -23,6 +24,7 @@ class LoadLog(PrometheusStatLogger):
         self.kv_used = 0.0
         self.preemptions = 0
         self._excused = 0
+        self._heard = 0.0
 
     def record(
         self,
@@ -31,6 +33,7 @@ class LoadLog(PrometheusStatLogger):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
+        self.listen()
         if scheduler_stats is not None:
             self.running = scheduler_stats.num_running_reqs
             self.kv_used = scheduler_stats.kv_cache_usage
@@ -43,6 +46,15 @@ class LoadLog(PrometheusStatLogger):
         """To be called when an update has cleared the KV cache. vLLM counts each running sequence as preempted then,
         and tells so with its next tokens; that is no want of space."""
         self._excused, self.running, self.kv_used = self.running, 0, 0.0
+
+    def listen(self) -> None:
+        """The engine has answered; or it has something to do again, and can not have answered before."""
+        self._heard = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine answered."""
+        return time.monotonic() - self._heard
 
     def load(self, unfinished: int) -> ReplicaLoad:
         """`unfinished`: all sequences that the engine was given and has not answered."""

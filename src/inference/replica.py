@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import ray
 
 from inference.engine import (
     canary_params,
@@ -22,13 +25,14 @@ from inference.engine import (
     start_engine,
     vllm_params,
 )
+from inference.progress import NOTHING, Progress, made_since
 from inference.shipment import Shipment, in_memory_files
 from trireme import logs, trace
 from trireme.base_digest import base_digest
 from trireme.config import Config
 from trireme.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.faults import fault_point, number_process
-from trireme.protocols import ReplicaLoad
+from trireme.protocols import Pulse, ReplicaLoad
 from trireme.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.weights import PublishedWeights, UpdateReport, check_canary
 
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 Value = TypeVar("Value")
-Outcome = SampledSequence | TriremeError
+Outcome = SampledSequence | Progress | TriremeError
 Step = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 HEALTH_TICK_S = 0.5
 NAMED = 8
@@ -63,6 +67,14 @@ class Entry:
     collector: RequestOutputCollector
 
 
+@dataclass(frozen=True, eq=False)
+class Running:
+    """A request in flight: the task that brings its answer, and how it entered the engine, or why it could not."""
+
+    task: asyncio.Task[SampledSequence | Progress]
+    entry: Entry | TriremeError
+
+
 class Replica:
     """Ray actor (many concurrent calls). `index` is its number; `start` must have answered before any other verb.
 
@@ -82,7 +94,8 @@ class Replica:
         self.adapter: LoRARequest | None = None  # what requests name once an adapter has been taken
         self.base: str | None = None
         self.broken: TriremeError | None = None
-        self.running: dict[str, asyncio.Task[SampledSequence]] = {}
+        self.running: dict[str, Running] = {}
+        self.standing = False  # told to stand still, between two steps
         self.pausing = asyncio.Lock()  # held by whoever has paused the engine, so that nobody else lets it go on
         self.proved = asyncio.Event()  # while it is not set, what is sampled may come from wrong weights
         self._keeps_kv = cfg.inference.on_update == "keep_kv"
@@ -98,14 +111,27 @@ class Replica:
         self.end_ids = end_of_sequence_ids(self.engine)
         if self.cfg.trainer.lora.on:
             self.base = await asyncio.to_thread(base_digest, self.cfg.model.name)
-        await self._output(await self._submit(WARM_UP, salt="warm-up"))
+        await (await self._submit(WARM_UP, salt="warm-up")).get()
         self.proved.set()
         return await self.health()
 
     async def health(self) -> Health:
         """Raises RoomFailed or WeightsRefused, with the reason, when this replica is of no more use."""
         self._raise_if_broken()
-        return Health(self.engine.engine_core.resources.engine_manager.processes[0].pid, self.identity)
+        return Health(self._engine_pid, self.identity)
+
+    async def pulse(self) -> Pulse:
+        """Answers at once. Raises RoomFailed or WeightsRefused, with the reason, when this replica is of no more use.
+
+        While it stands still for an update, which has a deadline of its own, nothing is expected of its engine."""
+        self._raise_if_broken()
+        works = bool(self.engine.output_processor.request_states) and not self.standing
+        behind_s = self.load_log.silent_s if works else 0.0
+        return Pulse((os.getpid(), self._engine_pid), ray.get_runtime_context().get_node_id(), behind_s)
+
+    @property
+    def _engine_pid(self) -> int:
+        return self.engine.engine_core.resources.engine_manager.processes[0].pid
 
     async def weight_version(self) -> WeightIdentity | None:
         """What the engine labels its tokens with; None before the first update."""
@@ -127,18 +153,18 @@ class Replica:
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, Outcome]]]:
         """Samples all `requests` at once; yields (index, sequence or that request's error) of those that have finished,
-        as soon as there is one.
+        as soon as there is one. An aborted one ends as Progress: all that it has.
 
         Ray's calls and items of a stream cost about a millisecond, so requests come in groups, and answers go in
-        groups. Aborted requests are left out. Raises at the end when this replica broke meanwhile.
+        groups. Raises at the end when this replica broke meanwhile; what it could not finish ends as Progress.
         """
         fault_point("inference.sample")
-        finished: asyncio.Queue[tuple[int, asyncio.Task[SampledSequence]]] = asyncio.Queue()
+        finished: asyncio.Queue[tuple[int, asyncio.Task[SampledSequence | Progress]]] = asyncio.Queue()
         async with self._entering():
             entered = [await self._enter(request) for request in requests]
         for index, (request, entry) in enumerate(zip(requests, entered, strict=True)):
             task = asyncio.create_task(self._answer(request, entry))
-            self.running[request.request_id] = task
+            self.running[request.request_id] = Running(task, entry)
             task.add_done_callback(partial(self._finished, finished, index, request.request_id))
         left = len(requests)
         while left:
@@ -146,13 +172,31 @@ class Replica:
             while not finished.empty():
                 together.append(finished.get_nowait())
             left -= len(together)
-            outcomes = [(index, self.broken if task.cancelled() else outcome(task)) for index, task in together]
-            yield [(index, answer) for index, answer in outcomes if answer]
+            yield [(index, outcome(task)) for index, task in together]
         self._raise_if_broken()
 
     def _finished(self, finished: asyncio.Queue[Any], index: int, request_id: str, task: asyncio.Task[Any]) -> None:
-        self.running.pop(request_id, None)
+        del self.running[request_id]
         finished.put_nowait((index, task))
+
+    async def progress(self, known: Mapping[str, int]) -> dict[str, Progress]:
+        """What requests in flight have made beyond the number of tokens that is known of each, of those that have made
+        anything. Raises RoomFailed or WeightsRefused when this replica is of no more use."""
+        self._raise_if_broken()
+        made = {
+            name: self._made(self.running[name].entry, start) for name, start in known.items() if name in self.running
+        }
+        return {name: progress for name, progress in made.items() if len(progress.tokens)}
+
+    def _made(self, entry: Entry | TriremeError, start: int = 0) -> Progress:
+        """What an unfinished request has from token number `start` on, as far as its weights have been proved."""
+        if isinstance(entry, TriremeError):
+            return NOTHING
+        state = self.engine.output_processor.request_states.get(entry.collector.request_id)
+        if state is None:
+            return NOTHING
+        kept_from = entry.identity if self._keeps_kv else None
+        return made_since(start, state, kept_from, None if self.proved.is_set() else self.identity)
 
     @asynccontextmanager
     async def _entering(self) -> AsyncIterator[None]:
@@ -184,14 +228,23 @@ class Replica:
         except Exception as error:
             return self._can_not_sample(request, error)
 
-    async def _answer(self, request: SampleRequest, entry: Entry | TriremeError) -> SampledSequence:
+    async def _answer(self, request: SampleRequest, entry: Entry | TriremeError) -> SampledSequence | Progress:
+        """The whole answer; or what there is of it when it is aborted, or given up because this replica broke."""
         if isinstance(entry, TriremeError):
+            if entry is self.broken:
+                return NOTHING
             raise entry
         try:
             with self.sampling:
-                output = await self._output(entry.collector)
+                output = await entry.collector.get()
             await self.proved.wait()  # at most until the end of the update, which cancels this if it fails
+        except asyncio.CancelledError:
+            made = self._made(entry)
+            await self.engine.abort(entry.collector.request_id, internal=True)
+            return made
         except Exception as error:
+            if self._failure():
+                return self._made(entry)
             raise self._can_not_sample(request, error) from error
         kept_from = entry.identity if self._keeps_kv else None
         return sampled_sequence(request, output, kept_from)
@@ -213,22 +266,22 @@ class Replica:
         """Adds a request to the engine's queue. `salt`: prefix-cache blocks are shared under equal salts only."""
         from vllm.inputs import tokens_input
 
+        if not self.engine.output_processor.request_states:
+            self.load_log.listen()
         prompt = tokens_input(list(tokens), cache_salt=salt)
         return await self.engine.add_request(name, prompt, params, lora_request=self.adapter, priority=priority)
-
-    async def _output(self, entry: RequestOutputCollector) -> Any:
-        """vLLM's final RequestOutput. Cancelling the wait aborts the request in the engine."""
-        try:
-            return await entry.get()
-        except asyncio.CancelledError:
-            await self.engine.abort(entry.request_id, internal=True)
-            raise
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests whose answers nobody waits for any more; unknown and finished ones are passed over."""
         for request_id in request_ids:
-            if task := self.running.get(request_id):
-                task.cancel()
+            if running := self.running.get(request_id):
+                running.task.cancel()
+
+    async def abort_all(self) -> None:
+        """Ends all requests; returns when the engine is free of them."""
+        self._give_up_all()
+        while self.running:
+            await asyncio.wait([running.task for running in self.running.values()], timeout=HEALTH_TICK_S)
 
     # ------------------------------------------------------------------------------------------------------- weights
 
@@ -240,11 +293,14 @@ class Replica:
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
         # AsyncLLM.pause_generation would do no more but sleep for 20 ms in the end.
+        self.standing = True
         await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
     async def resume(self) -> None:
         """Goes on with the requests."""
         await self.engine.resume_generation()
+        self.standing = False
+        self.load_log.listen()
         self.sampling.resume(version=self.identity.version if self.identity else None)
 
     async def update_weights(self, published: PublishedWeights) -> UpdateReport:
@@ -263,7 +319,7 @@ class Replica:
                     return await self._take(published, step, started)
         except Exception as error:
             self.broken = as_failure(f"{self.name}, taking version {published.identity.version}", error)
-            self._fail_running()
+            self._give_up_all()
             raise self.broken from error
 
     async def adopt(self, identity: WeightIdentity) -> None:
@@ -303,7 +359,8 @@ class Replica:
                     f"{len(self.running)} requests in flight ({', '.join(sorted(self.running)[:NAMED])}). Raise "
                     "timeouts.update_s, or let updates come in flight: inference.on_update = recompute_kv"
                 )
-            await asyncio.wait(self.running.values(), timeout=min(left, HEALTH_TICK_S))
+            tasks = [running.task for running in self.running.values()]
+            await asyncio.wait(tasks, timeout=min(left, HEALTH_TICK_S))
 
     async def _take(self, published: PublishedWeights, step: Step, started: float) -> UpdateReport:
         """From the engine's pause to the proof, in few calls to its process: requests in flight wait meanwhile.
@@ -315,17 +372,18 @@ class Replica:
         await step("pause", self.pause())
         still = time.monotonic()
         in_flight = await step("take", self._in_engine("take_weights"))
-        await step("label", self.engine.update_weight_version(str(published.identity)))
         if published.adapter:
             self.adapter = policy_adapter()
         self.proved.clear()
         self.identity = published.identity
         prefilled = 0 if self._keeps_kv else self._cleared(in_flight)
-        canary = await step("canary enters", self._submit_canary(published))
+        label = self.engine.update_weight_version(str(published.identity))
+        _, canary = await step("label", asyncio.gather(label, self._submit_canary(published)))
         await step("resume", self.resume())
         resumed = time.monotonic()
         diff = await step("canary", self._prove(published, canary))
         self.proved.set()
+        await step("free memory", self._in_engine("free_memory"))
         seconds = time.monotonic() - started
         return UpdateReport(self.index, published.identity, diff, prefilled, seconds, still - asked, resumed - still)
 
@@ -385,14 +443,16 @@ class Replica:
         if failure := self._failure():
             raise failure
 
-    def _fail_running(self) -> None:
-        """Ends every running request; `sample` answers them with the reason why this replica is broken."""
-        for task in list(self.running.values()):
-            task.cancel()
+    def _give_up_all(self) -> None:
+        """Ends every request in flight with what it has."""
+        for running in list(self.running.values()):
+            running.task.cancel()
 
 
-def outcome(task: asyncio.Task[SampledSequence]) -> Outcome:
-    """What a finished task came to: its sequence, or its error as one that a person can read."""
+def outcome(task: asyncio.Task[SampledSequence | Progress]) -> Outcome:
+    """What a finished task came to: its sequence, what it had, or its error as one that a person can read."""
+    if task.cancelled():  # before it began, or twice
+        return NOTHING
     error = task.exception()
     return as_failure("sampling", error) if error else task.result()
 

@@ -1,4 +1,5 @@
-"""All replicas behind one sampler: where a request goes, and how an update reaches everyone.
+"""All replicas behind one sampler: where a request goes, what becomes of it when its replica is lost, and how weights
+reach everyone.
 
 A router lives in one event loop (the orchestrator's, or a user's own).
 """
@@ -6,40 +7,24 @@ A router lives in one event loop (the orchestrator's, or a user's own).
 from __future__ import annotations
 
 import asyncio
-import logging
+import itertools
+import uuid
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
-from trireme.errors import ProvenanceError, RoomFailed, TriremeError
+from inference.fleet import Asked, Fleet, Member, Moved, Outcome, ReplicaClient
+from inference.progress import Kept, Progress
+from trireme.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.protocols import ReplicaLoad
 from trireme.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.weights import PublishedWeights, UpdateReport
 
 ROUTES_KEPT = 65536
-NAMED = 4
-log = logging.getLogger(__name__)
-
-
-class ReplicaClient(Protocol):
-    """One replica, as the router calls it. Every call raises TriremeError when the replica fails it or is dead."""
-
-    name: str
-
-    def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, SampledSequence | TriremeError]]:
-        """Yields (index into `requests`, its sequence or its error) as each finishes."""
-        ...
-
-    async def update_weights(self, published: PublishedWeights) -> UpdateReport: ...
-
-    async def adopt(self, identity: WeightIdentity) -> None: ...
-
-    async def load(self) -> ReplicaLoad: ...
-
-    async def abort(self, request_ids: Sequence[str]) -> None: ...
-
-
-Pending = tuple[SampleRequest, "asyncio.Future[SampledSequence]"]
+PROGRESS_S = 1.0
+HAND_OVER_S = 5.0
 
 
 class Router:
@@ -48,204 +33,246 @@ class Router:
     Requests of equal `route_key` stay on one replica (they share prefixes), even while it takes weights: their turn
     there comes sooner than a prefix is computed elsewhere. Others go to a replica that is not taking weights, if there
     is one, and among those where the fewest are in flight.
-    With `fixed` (deterministic mode) routes are forgotten whenever nothing is in flight: requests that are then asked
-    for in one turn of the event loop go where their own order says, whatever was asked before or in an earlier process.
-    A replica that fails is used no more: its requests raise what it failed with, `acknowledged` leaves it out. One that
-    names weights which it was never given is used no more either, but what was asked of it is asked of another.
+
+    A replica that fails is used no more: `acknowledged` leaves it out, `next_failure` tells of it, and what it was
+    asked goes on elsewhere from the tokens that it had (`inference.progress`). With `one_version` it is sampled again
+    whole: no sequence may have tokens of two versions. When none is left, requests and updates wait for `patience_s`
+    seconds until one joins.
+
+    With `fixed` (deterministic mode) a lost replica's failure is raised instead, and routes are forgotten whenever
+    nothing is in flight: requests that are then asked for in one turn of the event loop go where their own order says,
+    whatever was asked before or in an earlier process.
+
     At most `max_updating` replicas take weights at the same time (None: all).
     """
 
     def __init__(
-        self, replicas: Mapping[int, ReplicaClient], *, fixed: bool = False, max_updating: int | None = None
+        self,
+        replicas: Mapping[int, ReplicaClient],
+        *,
+        fixed: bool = False,
+        max_updating: int | None = None,
+        one_version: bool = False,
+        patience_s: float = 0.0,
     ) -> None:
-        self._replicas = dict(replicas)
-        self._fixed = fixed
-        self._max_updating = max_updating or len(self._replicas)
-        self._updating: set[int] = set()
-        self._given: dict[int, list[WeightIdentity]] = {replica: [] for replica in replicas}
-        self._failures: dict[int, TriremeError] = {}
-        self._asked: dict[int, dict[asyncio.Future[SampledSequence], str]] = {replica: {} for replica in replicas}
-        self._routes: OrderedDict[str, int] = OrderedDict()
-        self._acknowledged: dict[int, int] = {}
-        self._queued: defaultdict[int, list[Pending]] = defaultdict(list)
-        self._streams: set[asyncio.Task[None]] = set()
+        self._fleet = Fleet(replicas, patience_s)
+        self._fixed, self._max_updating, self._one_version = fixed, max_updating, one_version
+        self._routes: OrderedDict[str, Member] = OrderedDict()
+        self._queued: defaultdict[Member, list[Asked]] = defaultdict(list)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._name, self._numbers = uuid.uuid4().hex[:6], itertools.count()
+        self._changing = asyncio.Lock()  # weights, and who is to have them
+        self._newest: PublishedWeights | None = None
+        self._loaded: WeightIdentity | None = None
 
     def acknowledged(self) -> dict[int, int]:
         """Version that each live replica has acknowledged: {replica: version}. Empty before the first update."""
-        return dict(self._acknowledged)
+        return {m.index: m.acknowledged for m in self._fleet.live if m.acknowledged is not None}
 
     async def load(self) -> dict[int, ReplicaLoad]:
         """What each live replica has to do: {replica: load}. One that can not say is used no more; raises RoomFailed
         when none is left."""
-        found: dict[int, ReplicaLoad] = {}
-
-        async def ask(replica: int) -> None:
-            try:
-                found[replica] = await self._replicas[replica].load()
-            except TriremeError as failure:
-                self._mark_failed(replica, failure)
-
-        await asyncio.gather(*[ask(replica) for replica in self._live()])
-        return {replica: found[replica] for replica in self._live()}
+        while True:
+            asked = await self._fleet.someone()
+            loads = await asyncio.gather(*(self._fleet.call(m, m.client.load()) for m in asked), return_exceptions=True)
+            found = {m.index: load for m, load in zip(asked, loads, strict=True) if isinstance(load, ReplicaLoad)}
+            if found:
+                return found
 
     # ------------------------------------------------------------------------------------------------------ sampling
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
         """Samples one sequence. Cancelling the caller aborts it on its replica. Raises RoomFailed or WeightsRefused
-        when its replica failed, or none is left."""
+        when no replica is left, and RoomFailed when no replica can sample it."""
+        kept = Kept(request)
         while True:
-            replica = self._route(request.route_key)
+            if not self._fleet.serving:
+                await self._fleet.someone()
             try:
-                return await self._sample_on(replica, request)
-            except ProvenanceError:  # that replica is out
-                continue  # another one samples the request, whole
+                return kept.joined(await self._sample_on(self._route(request.route_key), kept))
+            except Moved as moved:
+                if self._fixed:
+                    raise moved.reason from None
+                if self._one_version:
+                    kept.forget_all()
 
-    async def _sample_on(self, replica: int, request: SampleRequest) -> SampledSequence:
-        future: asyncio.Future[SampledSequence] = asyncio.get_running_loop().create_future()
+    async def _sample_on(self, member: Member, kept: Kept) -> SampledSequence:
+        """Raises Moved, and what the replica says of the request itself."""
+        asked = Asked(self._on_the_wire(kept.begin()), kept, asyncio.get_running_loop().create_future())
+        name = asked.request.request_id
         if not self._queued:  # requests of one turn of the event loop go out together
             asyncio.get_running_loop().call_soon(self._send_queued)
-        self._queued[replica].append((request, future))
-        self._asked[replica][future] = request.request_id
+        self._queued[member].append(asked)
+        member.asked[name] = asked
         try:
-            return await future
+            return await asked.future
         except asyncio.CancelledError:
-            self._spawn(self._abort(replica, [request.request_id]))
+            self._spawn(self._abort(member, [name]))
             raise
         finally:
-            del self._asked[replica][future]
+            del member.asked[name]
 
-    def _route(self, key: str) -> int:
-        if self._fixed and not any(self._asked.values()):
+    def _on_the_wire(self, request: SampleRequest) -> SampleRequest:
+        """Under a name of its own: what a replica has may be asked for again, of it or by another process."""
+        return replace(request, request_id=f"{request.request_id}@{self._name}-{next(self._numbers)}")
+
+    def _route(self, key: str) -> Member:
+        if self._fixed and not any(member.asked for member in self._fleet.live):
             self._routes.clear()
-        replica = self._routes.pop(key, None)
-        if replica is None or replica in self._failures:
-            live = self._live()
-            free = [candidate for candidate in live if candidate not in self._updating]
-            replica = min(free or live, key=lambda candidate: len(self._asked[candidate]))
-        self._routes[key] = replica
+        member = self._routes.pop(key, None)
+        if member is None or member.gone or member.draining:
+            serving = self._fleet.serving
+            free = [candidate for candidate in serving if not candidate.updating]
+            member = min(free or serving, key=lambda candidate: len(candidate.asked))
+        self._routes[key] = member
         if len(self._routes) > ROUTES_KEPT:
             self._routes.popitem(last=False)
-        return replica
+        return member
 
     def _send_queued(self) -> None:
         queued, self._queued = self._queued, defaultdict(list)
-        for replica, pending in queued.items():
-            if waited_for := [(request, future) for request, future in pending if not future.done()]:
-                self._spawn(self._stream(replica, waited_for))
+        for member, all_asked in queued.items():
+            if waited_for := [asked for asked in all_asked if not asked.future.done()]:
+                self._spawn(self._stream(member, waited_for), member)
+                if not member.followed and not self._fixed:
+                    self._spawn(self._follow(member), member)
 
-    async def _stream(self, replica: int, pending: list[Pending]) -> None:
-        """Sends one group of requests and hands out what comes back; leaves no future undone."""
-        client = self._replicas[replica]
-        ended: TriremeError = RoomFailed(f"{client.name} ended its answers before this one")
+    async def _stream(self, member: Member, all_asked: list[Asked]) -> None:
+        """Sends one group of requests and hands out what comes back; leaves none of them with this replica."""
+        silent = set(all_asked)
         try:
-            async for index, outcome in client.sample([request for request, _ in pending]):
-                if isinstance(outcome, SampledSequence):
-                    self._check_given(replica, "sampled tokens from", [span.identity for span in outcome.spans])
-                settle(pending[index][1], outcome)
+            async for index, outcome in member.client.sample([asked.request for asked in all_asked]):
+                self._take(member, all_asked[index], outcome)
+                silent.discard(all_asked[index])
+            if any(not asked.future.done() for asked in silent):
+                raise RoomFailed(f"{member.name} ended its answers before this one")
         except TriremeError as failure:
-            ended = failure
-            self._mark_failed(replica, failure)
+            self._fleet.fail(member, failure)
+        for asked in all_asked:
+            asked.settle(Moved(RoomFailed(f"{member.name} gave up request {asked.request.request_id}")))
+
+    def _take(self, member: Member, asked: Asked, outcome: Outcome) -> None:
+        """Raises ProvenanceError when the replica names weights that it was not given."""
+        if isinstance(outcome, SampledSequence | Progress):
+            member.check_given("sampled tokens from", [span.identity for span in outcome.spans])
+        if isinstance(outcome, Progress):
+            asked.kept.add(outcome)
+        else:
+            asked.settle(outcome)
+
+    async def _follow(self, member: Member) -> None:
+        """Keeps what `member` has made of its requests, as long as it has any."""
+        member.followed = True
+        try:
+            await asyncio.sleep(PROGRESS_S)
+            while member.asked:
+                known = {name: asked.kept.known for name, asked in member.asked.items()}
+                for name, progress in (await self._fleet.call(member, member.client.progress(known))).items():
+                    if asked := member.asked.get(name):
+                        self._take(member, asked, progress)
+                await asyncio.sleep(PROGRESS_S)
+        except TriremeError as failure:
+            self._fleet.fail(member, failure)
         finally:
-            for _, future in pending:
-                settle(future, ended)
+            member.followed = False
 
-    async def _abort(self, replica: int, request_ids: Sequence[str]) -> None:
-        try:
-            await self._replicas[replica].abort(request_ids)
-        except TriremeError as failure:
-            self._mark_failed(replica, failure)
+    async def _abort(self, member: Member, request_ids: Sequence[str]) -> None:
+        with suppress(TriremeError):  # its end is known, and ends them all
+            await self._fleet.call(member, member.client.abort(request_ids))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], member: Member | None = None) -> None:
+        """Begins work; that of a member ends when the member is gone."""
         task = asyncio.get_running_loop().create_task(coroutine)
-        self._streams.add(task)  # the loop itself keeps only weak references
-        task.add_done_callback(self._streams.discard)
+        for tasks in (self._tasks, *([member.tasks] if member else [])):  # the loop itself keeps only weak references
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
     # ------------------------------------------------------------------------------------------------------- weights
 
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings every live replica to `weights`. When one fails, the others still finish; then the first failure is
-        raised (RoomFailed or WeightsRefused). One that reports other weights than these is left out."""
-        turns = asyncio.Semaphore(self._max_updating)
-        results = await asyncio.gather(
-            *(self._update_one(replica, weights, turns) for replica in self._live()), return_exceptions=True
-        )
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, ProvenanceError):
-                raise result
-        self._live()
-        return [result for result in results if isinstance(result, UpdateReport)]
+        """Brings every live replica to `weights`. One that fails is left out, and the others finish; then, with
+        `fixed`, its failure is raised. When none is left, waits for one that joins, and takes these weights first.
+        Raises RoomFailed, or WeightsRefused when every replica refuses them."""
+        async with self._changing:
+            self._newest = weights
+            turns = asyncio.Semaphore(self._max_updating or len(self._fleet.members) or 1)
+            results = await asyncio.gather(
+                *(self._update_one(member, weights, turns) for member in self._fleet.live), return_exceptions=True
+            )
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures and (self._fixed or all(isinstance(failure, WeightsRefused) for failure in results)):
+            raise failures[0]
+        for failure in failures:
+            if not isinstance(failure, TriremeError):
+                raise failure
+        reports = [result for result in results if isinstance(result, UpdateReport)]
+        return reports or [member.report for member in await self._fleet.someone() if member.report]
 
     async def adopt(self, identity: WeightIdentity) -> None:
         """Instead of a first update: all replicas have loaded the weights `identity` themselves. Raises RoomFailed."""
-        await asyncio.gather(*(self._replicas[replica].adopt(identity) for replica in self._live()))
-        for replica in self._live():
-            self._given[replica].append(identity)
-            self._acknowledged[replica] = identity.version
+        self._loaded = identity
+        await asyncio.gather(*(self._adopt_one(member, identity) for member in self._fleet.live))
 
-    async def _update_one(self, replica: int, weights: PublishedWeights, turns: asyncio.Semaphore) -> UpdateReport:
+    async def _adopt_one(self, member: Member, identity: WeightIdentity) -> None:
+        await self._fleet.call(member, member.client.adopt(identity))
+        member.given.append(identity)
+        member.acknowledged = identity.version
+
+    async def _update_one(self, member: Member, weights: PublishedWeights, turns: asyncio.Semaphore) -> UpdateReport:
         async with turns:
-            self._raise_if_failed(replica)  # while it waited
-            self._updating.add(replica)
-            self._given[replica].append(weights.identity)
+            if member.gone:  # while it waited
+                raise member.gone
+            member.updating = True
+            member.given.append(weights.identity)
             try:
-                report = await self._replicas[replica].update_weights(weights)
-                self._check_given(replica, "reports that it has", [report.identity], [weights.identity])
-            except TriremeError as failure:
-                self._mark_failed(replica, failure)
-                raise
+                member.report = await self._fleet.call(member, self._checked_update(member, weights))
             finally:
-                self._updating.discard(replica)
-        self._raise_if_failed(replica)
-        self._acknowledged[replica] = weights.identity.version
+                member.updating = False
+        member.acknowledged = weights.identity.version
+        return member.report
+
+    async def _checked_update(self, member: Member, weights: PublishedWeights) -> UpdateReport:
+        report = await member.client.update_weights(weights)
+        member.check_given("reports that it has", [report.identity], [weights.identity])
         return report
 
-    def _raise_if_failed(self, replica: int) -> None:
-        if replica in self._failures:
-            raise self._failures[replica]
+    # ------------------------------------------------------------------------------------------------------- members
 
-    def _check_given(
-        self,
-        replica: int,
-        says: str,
-        identities: Sequence[WeightIdentity],
-        expected: Sequence[WeightIdentity] | None = None,
-    ) -> None:
-        """Raises ProvenanceError unless all `identities` are among those that `replica` was given."""
-        given = self._given[replica] if expected is None else expected
-        strange = [identity for identity in identities if identity not in reversed(given)]  # it will be a late one
-        if not strange:
+    async def join(self, index: int, client: ReplicaClient) -> None:
+        """Replica `index` serves from now on: a new one, or the successor of one that is gone. It takes the newest
+        weights first, if any were published; never while an update is under way. Raises what it fails with."""
+        async with self._changing:
+            self.leave(index, f"{client.name} has a successor")
+            joiner = Member(index, client)
+            if self._newest:
+                await self._update_one(joiner, self._newest, asyncio.Semaphore())
+            elif self._loaded:
+                await self._adopt_one(joiner, self._loaded)
+            self._fleet.add(joiner)
+
+    def leave(self, index: int, reason: str) -> None:
+        """Replica `index` is dead, says who watches it: one that hangs raises nothing by itself. `next_failure` does
+        not tell of it."""
+        if member := self._fleet.members.get(index):
+            self._fleet.dismiss(member, RoomFailed(reason))
+
+    async def drain(self, index: int, timeout_s: float) -> None:
+        """Replica `index` gets no new requests and leaves: as soon as those in flight are finished, or after
+        `timeout_s` seconds, when they go on elsewhere with what they have."""
+        if (member := self._fleet.members.get(index)) is None:
             return
-        raise ProvenanceError(
-            f"{self._replicas[replica].name} {says} weights {', '.join(map(str, strange))} (attempt:version:digest); "
-            f"it was given {', '.join(map(str, given[-NAMED:])) or 'none'}"
-        )
+        member.draining = True
+        await self._without_requests(member, timeout_s)
+        if member.asked:
+            await self._abort(member, list(member.asked))
+            await self._without_requests(member, HAND_OVER_S)
+        self.leave(index, f"{member.name} was drained")
 
-    def _live(self) -> list[int]:
-        live = [replica for replica in self._replicas if replica not in self._failures]
-        if not live:
-            reasons = "; ".join(str(failure) for failure in self._failures.values())
-            raise RoomFailed(f"no inference replica is left: {reasons}")
-        return live
+    async def _without_requests(self, member: Member, timeout_s: float) -> None:
+        """Returns when nothing that `member` has now is asked of it any more, or after `timeout_s` seconds."""
+        if futures := [asked.future for asked in member.asked.values()]:
+            await asyncio.wait(futures, timeout=timeout_s)
 
-    def _mark_failed(self, replica: int, failure: TriremeError) -> None:
-        """Uses `replica` no more. Nothing that it still answers counts if it named weights that it was not given."""
-        if replica in self._failures:
-            return
-        self._failures[replica] = failure
-        self._acknowledged.pop(replica, None)
-        if isinstance(failure, ProvenanceError):
-            log.error("%s. It is used no more; other replicas sample what was asked of it.", failure)
-            asked = dict(self._asked[replica])
-            for future in asked:
-                settle(future, failure)
-            self._spawn(self._abort(replica, list(asked.values())))
-
-
-def settle(future: asyncio.Future[SampledSequence], outcome: SampledSequence | TriremeError) -> None:
-    """Gives `future` its result or error, unless its caller was cancelled or it has one already."""
-    if future.done():
-        return
-    if isinstance(outcome, TriremeError):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
+    async def next_failure(self) -> tuple[int, str]:
+        """Waits for the next replica that this router finds to have failed: its index and the reason."""
+        return await self._fleet.next_failure()

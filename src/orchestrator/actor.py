@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import ray
 
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.metrics import Released
@@ -19,7 +23,7 @@ from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
 from trireme.faults import fault_point, number_process
 from trireme.logs import redirect
-from trireme.protocols import Sampler
+from trireme.protocols import Pulse, Sampler
 from trireme.tokenizer import load_tokenizer
 from trireme.types import Minibatch, WeightIdentity
 from trireme.weights import PublishedWeights
@@ -73,6 +77,22 @@ class OrchestratorActor:
 
     async def give_up_evaluation(self) -> None:
         self._pipeline.give_up_evaluation()
+
+    async def pulse(self) -> Pulse:
+        """Answers at once."""
+        return Pulse((os.getpid(),), ray.get_runtime_context().get_node_id())
+
+    async def join(self, index: int, client: Any, reserved: bool) -> None:
+        await self._pipeline.join(index, client, reserved=reserved)
+
+    async def leave(self, index: int, reason: str) -> None:
+        self._pipeline.leave(index, reason)
+
+    async def drain(self, index: int, timeout_s: float) -> None:
+        await self._pipeline.drain(index, timeout_s)
+
+    async def next_failure(self) -> tuple[int, str]:
+        return await self._pipeline.next_failure()
 
     async def release(self, step: int) -> Released:
         return self._pipeline.release(step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,29 @@ class OrchestratorHandle:
         """Goes on from what `save_state` wrote; once ready, before the first `update_weights`. Raises BadInput when the
         dataset lacks the problems that are to be sampled."""
         self._wait(self._actor.load_state.remote(path), f"its state from {path}", self._cfg.timeouts.checkpoint_s)
+
+    # ------------------------------------------------------------- for the supervisor: references, which it waits for
+
+    def pulses(self) -> Mapping[str, Callable[[], Any]]:
+        """By the name of the process: what asks it for a sign of life, and gives a reference to its `Pulse`."""
+        return {"orchestrator_0": self._actor.pulse.remote}
+
+    def join(self, index: int, client: Any, *, reserved: bool) -> Any:
+        """Resolves when replica `index` has the newest weights and serves; `reserved`: for evaluations alone. Raises
+        what it fails with."""
+        return self._actor.join.remote(index, client, reserved)
+
+    def leave(self, index: int, reason: str) -> Any:
+        """Resolves when nothing is asked of replica `index` any more, which is dead."""
+        return self._actor.leave.remote(index, reason)
+
+    def drain(self, index: int, timeout_s: float) -> Any:
+        """Resolves when replica `index` has left: its requests are finished, or after `timeout_s` handed over."""
+        return self._actor.drain.remote(index, timeout_s)
+
+    def next_failure(self) -> Any:
+        """Resolves to (index, reason) when the orchestrator finds that a replica has failed."""
+        return self._actor.next_failure.remote()
 
     def stop(self) -> None:
         """Cancels all rollouts, lets environments clean up, and ends the actor, whatever state it is in."""

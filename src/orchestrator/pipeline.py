@@ -74,8 +74,9 @@ WITNESSED = ("problem", "index", "requeues", "floor")
 
 
 def update_deadline_s(cfg: Config) -> float:
-    """How long an update of all replicas may take, at worst one after the other. Each keeps its own deadline."""
-    return cfg.timeouts.update_s * cfg.inference.replicas + ANSWER_S
+    """How long an update of all replicas may take, at worst one after the other, and with a wait for a successor of the
+    last one. Each keeps its own deadline."""
+    return cfg.timeouts.update_s * cfg.inference.replicas + cfg.patience_s + ANSWER_S
 
 
 class Pipeline:
@@ -112,6 +113,8 @@ class Pipeline:
         self._pace = Lockstep(self._ledger.can_dispatch) if cfg.deterministic else OwnPace()
         self._pressure = Backpressure(cfg)
         self._players = {env.label: self._player(env) for env in cfg.env}
+        self._samplers = [sampler, *([reserved] if reserved else [])]
+        self._failures: dict[int, asyncio.Task[tuple[int, str]]] = {}
         self._evaluator = Evaluator(cfg, held_out, self._sample, limits, self._pressure.gate, reserved)
         self._run_limits = RunLimits(cfg)
         self._recorder = Recorder(cfg, decode)
@@ -152,6 +155,40 @@ class Pipeline:
         """Ends the evaluation under way, if there is one: it is due again after a resume."""
         self._evaluator.give_up()
 
+    # ---- the supervisor's verbs
+
+    async def join(self, index: int, client: Any, *, reserved: bool) -> None:
+        """A replica serves from now on, once it has the newest weights; `reserved`: for evaluations alone. Raises what
+        it fails with."""
+        await self._samplers[reserved].join(index, client)
+        self._replicas_changed()
+
+    def leave(self, index: int, reason: str) -> None:
+        """A replica is dead."""
+        for sampler in self._samplers:
+            sampler.leave(index, reason)
+        self._replicas_changed()
+
+    async def drain(self, index: int, timeout_s: float) -> None:
+        """A replica gets no new requests, finishes those in flight within `timeout_s` or hands them over, and has left
+        when this returns."""
+        await asyncio.gather(*(sampler.drain(index, timeout_s) for sampler in self._samplers))
+        self._replicas_changed()
+
+    async def next_failure(self) -> tuple[int, str]:
+        """Waits for the next replica that is found to have failed here: its number and the reason."""
+        for i, sampler in enumerate(self._samplers):
+            if i not in self._failures:
+                self._failures[i] = asyncio.create_task(sampler.next_failure())
+        await asyncio.wait(self._failures.values(), return_when=asyncio.FIRST_COMPLETED)
+        found = next(i for i, task in self._failures.items() if task.done())
+        self._replicas_changed()
+        return self._failures.pop(found).result()
+
+    def _replicas_changed(self) -> None:
+        self._acknowledge()
+        self._slots_changed.set()
+
     async def _update_ended(self) -> None:
         """Returns when no update is under way. Raises what the last one failed with."""
         if self._update is None:
@@ -160,7 +197,7 @@ class Pipeline:
         ended, _ = await asyncio.wait([self._update], timeout=limit)
         if not ended:
             raise RoomFailed(
-                f"waited {limit:g} s (timeouts.update_s for each replica, and {ANSWER_S:g}) for the "
+                f"waited {limit:g} s (timeouts.update_s for each replica, the start of a successor, and {ANSWER_S:g}) for the "
                 f"{self._update.get_name()}; versions acknowledged by replicas: {self._sampler.acknowledged()}"
             )
         self._update.result()
@@ -243,7 +280,7 @@ class Pipeline:
 
     async def stop(self) -> None:
         """Cancels everything and waits for it; environments are cleaned up."""
-        tasks = list(self._background)
+        tasks = [*self._background, *self._failures.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -100,7 +100,7 @@ def attempt(places: Places, run: RunDir, supervisor: Supervisor, progress: Progr
             inference.router_factory(()),  # replicas join as they are ready
             places.orchestrator,
             run.logs,
-            inference.reserved_factory(()) if config.eval.replicas else None,
+            inference.router_factory(()) if config.eval.replicas else None,
         )
         ending.callback(orchestrator.stop)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))

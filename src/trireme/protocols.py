@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from trireme.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.weights import PublishedWeights, UpdateReport
@@ -55,4 +55,22 @@ class Sampler(Protocol):
 
     async def load(self) -> dict[int, ReplicaLoad]:
         """What each live replica has to do: {replica id: load}. Raises RoomFailed when no replica is left."""
+        ...
+
+    async def join(self, index: int, client: Any) -> None:
+        """Replica `index`, which `client` calls, serves from now on. It takes the newest weights first, if any were
+        published; never while an update is under way. Raises what it fails with."""
+        ...
+
+    def leave(self, index: int, reason: str) -> None:
+        """Replica `index` is dead: what it was asked goes on elsewhere."""
+        ...
+
+    async def drain(self, index: int, timeout_s: float) -> None:
+        """Replica `index` gets no new requests, and leaves once those in flight are finished, or after `timeout_s`
+        seconds, when they go on elsewhere."""
+        ...
+
+    async def next_failure(self) -> tuple[int, str]:
+        """Waits for the next replica that is found to have failed: its number and the reason. It is used no more."""
         ...

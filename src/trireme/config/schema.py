@@ -598,6 +598,12 @@ class Config(CommonConfig):
         return env.group_size or self.orchestrator.group_size
 
     @property
+    def patience_s(self) -> float:
+        """How long requests and updates wait when no replica is left: until a lost one is found to be dead, has a
+        successor, and that one has taken the newest weights."""
+        return self.timeouts.heartbeat_s + self.timeouts.start_s + self.timeouts.update_s
+
+    @property
     def largest_group(self) -> int:
         return max(map(self.group_size, self.env))
 
