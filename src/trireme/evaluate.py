@@ -4,13 +4,15 @@
     trireme eval some/model @ env.toml --inference.replicas 2   any Hugging Face model; the rest as for `rl`
 
 Replicas load the weights from the directory themselves, so no trainer starts and no weights travel; a commit's files
-have been verified against its manifest before.
+have been verified against its manifest before. Of a commit of LoRA adapters they load what `trireme export --merge`
+writes, which lies among the run's exports for as long as the evaluation takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import shutil
 import tempfile
 import time
@@ -23,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trireme import signals
-from trireme.checkpoint.manifest import MANIFEST, read_manifest, verify
+from trireme.checkpoint.manifest import MANIFEST, read_manifest, step_of, verify
 from trireme.checkpoint.store import HEAD, CheckpointStore
 from trireme.command import StartProgress, prepare_cluster
 from trireme.config import Config
@@ -34,10 +36,10 @@ from trireme.config.problems import Problem
 from trireme.config.schema import LoraConfig
 from trireme.errors import CheckpointInvalid
 from trireme.plan import Plan, Resources
-from trireme.tools.export import chosen_commit
+from trireme.tools.export import chosen_commit, export
+from trireme.tools.merge import BASE
 from trireme.types import WeightIdentity
 
-ADAPTER = "adapter_config.json"
 AS_LOADED = "as-loaded"
 """In the place of a digest: nobody published these weights."""
 UNUSED = {"orchestrator.batch-size": "1", "trainer.learning-rate": "1e-6"}
@@ -47,11 +49,12 @@ UNUSED = {"orchestrator.batch-size": "1", "trainer.learning-rate": "1e-6"}
 @dataclass(frozen=True)
 class Subject:
     """Whose weights are evaluated: `model` is a Hugging Face directory, or a name on the hub; `run` the run that a
-    commit belongs to, whose configuration is taken."""
+    commit belongs to, whose configuration is taken; `base` the model that the adapters in `model` belong to."""
 
     model: str
     identity: WeightIdentity
     run: Path | None
+    base: str | None = None
 
     @classmethod
     def of(cls, given: str, step: int | None) -> Subject:
@@ -76,13 +79,20 @@ class Subject:
                 f"the commit {commit}: {error}", "one that verifies", "choose another --step"
             ).error() from None
         model = commit / "inference"
-        if (model / ADAPTER).exists():
-            raise Problem(
-                f"{commit}, which holds a LoRA adapter alone",
-                "a whole model",
-                f"merge it first: trireme export {commit.parents[1]} --step {read_manifest(commit).step} --merge",
-            ).error()
-        return cls(str(model), read_manifest(commit).identities[-1], commit.parents[1])
+        base = json.loads((model / BASE).read_text())["name"] if (model / BASE).exists() else None
+        return cls(str(model), read_manifest(commit).identities[-1], commit.parents[1], base)
+
+    def whole(self, console: Console, ending: ExitStack) -> str:
+        """A directory, or name, of the whole model. What is made for it goes with `ending`. Raises BadInput when the
+        base is not what it was, StorageFailed."""
+        if self.base is None or self.run is None:
+            return self.model
+        commit = Path(self.model).parent
+        out = self.run / "exports" / f"{commit.name}-evaluated-{secrets.token_hex(4)}"
+        console.print(f"merging the adapters of {commit.name} into {self.base}")
+        ending.callback(shutil.rmtree, out, ignore_errors=True)
+        export(self.run, step_of(commit.name), None, out, lambda _: None, merge=True)
+        return str(out)
 
 
 class EvaluationPlan(Plan):
@@ -111,7 +121,10 @@ def evaluate(argv: Sequence[str], console: Console) -> None:
     check_installed()
     for warning in plan.notes:
         console.print(f"warning: {warning}", style="yellow")
-    row = _measure(with_absolute_paths(config), plan, subject.identity, console)
+    with ExitStack() as ending:
+        model = config.model.model_copy(update={"name": subject.whole(console, ending)})
+        config = with_absolute_paths(config.model_copy(update={"model": model}))
+        row = _measure(config, plan, subject.identity, console)
     console.print(table(row))
     if options.output:
         options.output.write_text(json.dumps({"model": subject.model, "identity": str(subject.identity), **row}) + "\n")
@@ -131,9 +144,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _config(subject: Subject, given: Sequence[str]) -> Config:
     files = ["@", str(subject.run / "config.json")] if subject.run else []
-    own = {"model.name": subject.model, **UNUSED, "eval.every": "1", "eval.replicas": "0"}
+    own = {"model.name": subject.base or subject.model, **UNUSED, "eval.every": "1", "eval.replicas": "0"}
     config = load([*files, *given, *(part for key, value in own.items() for part in (f"--{key}", value))]).config
-    trainer = config.trainer.model_copy(update={"lora": LoraConfig()})  # what was merged is a whole model
+    trainer = config.trainer.model_copy(update={"lora": LoraConfig()})  # what is merged is a whole model
     return config.model_copy(update={"trainer": trainer})
 
 

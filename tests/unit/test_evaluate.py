@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
+from adapter_support import adapted_model, logits, make_adapter_run, make_base
 from rich.console import Console
 from tools_support import BASE_MODEL, make_run
+from transformers import AutoModelForCausalLM
 
+from trireme.checkpoint.store import CheckpointStore
 from trireme.config.model_facts import ModelFacts
 from trireme.errors import BadInput
 from trireme.evaluate import EvaluationPlan, Subject, _config, table
@@ -46,10 +51,41 @@ def test_a_damaged_commit_is_refused(run: Path) -> None:
         Subject.of(str(run / "checkpoints" / "step_000004"), None)
 
 
-def test_an_adapter_alone_is_refused_with_the_command_that_merges_it(run: Path) -> None:
-    (run / "checkpoints" / "step_000004" / "inference" / "adapter_config.json").write_text("{}")
-    with pytest.raises(BadInput, match=r"trireme export .* --step 4 --merge"):
-        Subject.of(str(run), 4)
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture
+def store(base: Path, tmp_path: Path) -> CheckpointStore:
+    return make_adapter_run(tmp_path / "run", base)
+
+
+def test_adapters_are_merged_into_their_base_for_the_time_of_the_evaluation(store: CheckpointStore, base: Path) -> None:
+    subject = Subject.of(str(store.root), 2)
+    assert subject.model == str(store.commit(2) / "inference")
+    assert _config(subject, FLAGS).model.name == str(base), "all is checked with the base, before anything is merged"
+    with ExitStack() as ending:
+        whole = Path(subject.whole(Console(quiet=True), ending))
+        assert whole.parent == store.root / "exports"
+        torch.testing.assert_close(
+            logits(AutoModelForCausalLM.from_pretrained(whole)),
+            logits(adapted_model(store.commit(2) / "inference", base)),
+            rtol=0,
+            atol=1e-5,
+        )
+    assert list((store.root / "exports").iterdir()) == []
+
+
+def test_adapters_whose_base_changed_are_refused(store: CheckpointStore, base: Path) -> None:
+    subject = Subject.of(str(store.root), 2)
+    file = sorted(base.glob("*.safetensors"))[0]
+    contents = file.read_bytes()
+    file.write_bytes(contents[:-1] + b"\1")
+    with pytest.raises(BadInput, match="which now has weights with digest"), ExitStack() as ending:
+        subject.whole(Console(quiet=True), ending)
+    file.write_bytes(contents)
+    assert not (store.root / "exports").exists()
 
 
 def test_anything_else_is_a_model() -> None:

@@ -4,66 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from checkpoint_support import manifest, snapshot
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from adapter_support import adapted_model, logits, make_adapter_run, make_base
+from checkpoint_support import snapshot
 from safetensors.torch import load_file
-from tools_support import BASE_MODEL, make_run
+from tools_support import make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.hugging_face import tokenizer_files
-from trainer.lora import adapter_files, peft_config, write_adapter
-from trainer.publish import Packer
 from trireme.base_digest import base_digest
 from trireme.checkpoint.store import CheckpointStore
-from trireme.config.schema import LoraConfig
 from trireme.errors import EXIT_BAD_INPUT, EXIT_OK
 from trireme.tools.main import main
-from trireme.weights import Adapter
-
-LORA = LoraConfig(rank=8, alpha=12)
-PROMPT = torch.tensor([[3, 5, 2, 7, 1, 4]])
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the base, in several files, that may be spoilt."""
-    path = tmp_path_factory.mktemp("base") / "model"
-    AutoModelForCausalLM.from_pretrained(BASE_MODEL).save_pretrained(path, max_shard_size="400KB")
-    AutoTokenizer.from_pretrained(BASE_MODEL).save_pretrained(path)
-    return path
+    return make_base(tmp_path_factory.mktemp("base") / "model")
 
 
 @pytest.fixture
 def store(base: Path, tmp_path: Path) -> CheckpointStore:
-    """A run with one commit, of step 2, whose adapters are random."""
-    store = make_run(tmp_path / "run")
-    torch.manual_seed(0)
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft_config(LORA))
-    tensors = {name: torch.randn_like(t) / 20 for name, t in get_peft_model_state_dict(adapted).items()}
-    entries, buckets = Packer(np.copy).pack([[item] for item in tensors.items()])
-    head = store.head()
-    assert head is not None
-    draft = store.draft(2, head.attempt)
-    about = Adapter(base_digest(str(base)), 8, LORA.alpha)
-    companions = {**tokenizer_files(str(base)), **adapter_files(LORA, about, str(base))}
-    files = write_adapter(draft / "inference", entries, buckets, companions)
-    store.publish(draft, replace(manifest(2, head.lineage, head.attempt, None), files=tuple(files)))
-    return store
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(PROMPT).logits
-
-
-def adapted_model(directory: Path, base: Path) -> torch.nn.Module:
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory)
+    return make_adapter_run(tmp_path / "run", base)
 
 
 def test_merged_is_the_adapter_on_its_base(store: CheckpointStore, base: Path) -> None:
