@@ -6,6 +6,7 @@ A lint (tests/unit/test_laws.py) forbids the bare `ray.get` and `ray.wait` elsew
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,17 @@ def failure(error: BaseException, who: str, log: Path | None) -> TriremeError:
             return cause
         return RoomFailed(f"{who} raised {type(cause).__name__}: {cause}{where}\n{error}")
     if isinstance(error, RayActorError):
-        return RoomFailed(f"{who} died ({' '.join(str(error).split())[:600]}){where}")
+        return RoomFailed(f"{who} died: {_cause_of_death(error)}{where}")
     return RoomFailed(f"{who}: {type(error).__name__}: {error}{where}")
+
+
+def _cause_of_death(error: RayActorError) -> str:
+    """What Ray knows of it, without its advice: that is about Ray's own commands."""
+    said = " ".join(str(error).split())
+    pid, detail = re.search(r"pid: (\d+)", said), re.search(r"exit detail: (.*?)(?: Some common causes|$)", said)
+    if pid and detail:
+        return f"process {pid[1]} was killed or crashed, or ran out of memory ({detail[1]})"
+    return said[:600]
 
 
 def _overdue(who: str, timeout_s: float, log: Path | None) -> RoomFailed:

@@ -17,7 +17,7 @@ from trireme.supervision.fleet import SECOND_OPINION_S, Fleet, index_of
 from trireme.supervision.roster import Health, Roster
 from trireme.supervision.watch import Watch
 
-HEARTBEAT_S = 30.0
+HEARTBEAT_S, ENGINE_S = 30.0, 90.0
 
 
 class Ref:
@@ -96,7 +96,7 @@ class World:
         monkeypatch.setattr(fleet_module, "has_place", lambda options: options["place of"] not in self.places)
         monkeypatch.setattr(watch_module, "send", lambda part, pids, number: self.signals.append((part.name, number)))
         self.roster, self.room = Roster(lambda: self.now), Room(indices, reserved)
-        self.watch = Watch(self.roster, HEARTBEAT_S, self._lost)
+        self.watch = Watch(self.roster, HEARTBEAT_S, ENGINE_S, self._lost)
         config = Config.model_validate(
             {
                 "model": {"name": "m"},
@@ -235,10 +235,10 @@ class TestLoss:
     def test_an_engine_that_does_not_answer_its_living_actor_counts_as_silent(self, world: World) -> None:
         world.serve()
         world.look()
-        world.answer("pulse", 1, value=Pulse((11, 12), "node", behind_s=HEARTBEAT_S / 2))
+        world.answer("pulse", 1, value=Pulse((11, 12), "node", behind_s=ENGINE_S / 2))
         assert world.health()["inference_1"] is Health.SUSPECT
         world.look(2.0)
-        world.answer("pulse", 1, value=Pulse((11, 12), "node", behind_s=HEARTBEAT_S))
+        world.answer("pulse", 1, value=Pulse((11, 12), "node", behind_s=ENGINE_S))
         assert ("replace", 1) in world.room.told
 
     def test_beyond_the_budget_there_is_no_successor(self, world: World) -> None:

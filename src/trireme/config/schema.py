@@ -439,7 +439,9 @@ class CommonTimeouts(Section):
 
 class TimeoutsConfig(CommonTimeouts):
     update_s: PositiveFloat = Field(
-        300.0, description="Deadline for a replica to take new weights (drain: with its wait for requests in flight)."
+        300.0,
+        description="Deadline for a replica to take new weights (drain: with its wait for requests in flight), and for "
+        "a step of its engine.",
     )
     heartbeat_s: PositiveFloat = Field(
         60.0, description="A process that answers nothing for so long is taken for dead, and killed."

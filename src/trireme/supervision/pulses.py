@@ -47,7 +47,4 @@ class Pulses:
     def silent(self, now: float) -> dict[str, float]:
         """Seconds of silence of each whose silence is long."""
         silent = {name: now - of.asked for name, of in self._silence.items() if of.asked is not None}
-        return {name: seconds for name, seconds in silent.items() if self.is_long(seconds)}
-
-    def is_long(self, silent_s: float) -> bool:
-        return silent_s >= SUSPECT * self._heartbeat_s
+        return {name: seconds for name, seconds in silent.items() if seconds >= SUSPECT * self._heartbeat_s}

@@ -60,7 +60,7 @@ class Supervisor:
         self.roster = roster
         self._config, self._requests = config, requests
         self._restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
-        self._watch = Watch(roster, config.timeouts.heartbeat_s, self._lost)
+        self._watch = Watch(roster, config.timeouts.heartbeat_s, config.timeouts.update_s, self._lost)
         self._fleet = Fleet(config, replicas, roster, self._watch, self._again, place)
         self._lock = threading.Lock()
         self._ending = threading.Event()
@@ -119,12 +119,15 @@ class Supervisor:
         """The attempt ends, with `failure` if there is one: trainer and orchestrator are about to be taken down. Of
         one that hangs, all actors write where they are to their logs."""
         with self._lock:
-            if isinstance(failure, RoomFailed) and failure is not self._core_failure and not waits.died(failure):
+            hangs = isinstance(failure, RoomFailed) and failure is not self._core_failure and not waits.died(failure)
+            if hangs:
                 self._watch.write_stacks(self.roster.parts)
+            may_go_on = isinstance(failure, RoomFailed)
             for name in self._watch.names:
-                if index_of(name) is None:
+                if index_of(name) is None or not may_go_on:
                     self._watch.drop(name)
-            self._fleet.detach()
+            if may_go_on:
+                self._fleet.detach()
 
     def may_rebuild(self, failure: RoomFailed) -> None:
         """Returns if trainer and orchestrator may be built anew after `failure`, which ended the attempt. Raises what

@@ -13,7 +13,7 @@ from trireme import waits
 from trireme.cluster import signal_processes
 from trireme.errors import RoomFailed, TriremeError
 from trireme.protocols import Pulse
-from trireme.supervision.pulses import Pulses
+from trireme.supervision.pulses import SUSPECT, Pulses
 from trireme.supervision.roster import Health, Part, Roster
 
 STACKS_S = 0.5
@@ -27,10 +27,11 @@ Lost = Callable[[str, TriremeError, bool], None]
 
 class Watch:
     """`lost(name, failure, died)` is called once for each process that is lost; `died`: it ended or was silent, as
-    opposed to saying itself that it is of no more use. Not for several threads at once."""
+    opposed to saying itself that it is of no more use. A process is silent for at most `heartbeat_s`, an engine, which
+    answers only between two steps, for at most `engine_s`. Not for several threads at once."""
 
-    def __init__(self, roster: Roster, heartbeat_s: float, lost: Lost) -> None:
-        self._roster, self._heartbeat_s, self._lost = roster, heartbeat_s, lost
+    def __init__(self, roster: Roster, heartbeat_s: float, engine_s: float, lost: Lost) -> None:
+        self._roster, self._heartbeat_s, self._engine_s, self._lost = roster, heartbeat_s, engine_s, lost
         self._pulses = Pulses(heartbeat_s)
         self._awaited: dict[Any, tuple[str, Handle]] = {}
         self._ask: dict[str, Callable[[], Any]] = {}
@@ -71,7 +72,8 @@ class Watch:
         for name in self._pulses.due(now):
             self.wait_for(self._ask[name](), name, partial(self._pulsed, name))
         for name, silent_s in self._pulses.silent(now).items():
-            self._judge(name, silent_s, f"has answered nothing for {silent_s:.0f} s")
+            why = f"has answered nothing for {silent_s:.0f} s (timeouts.heartbeat_s = {self._heartbeat_s:g})"
+            self._judge(name, why, silent_s >= self._heartbeat_s)
 
     def _pulsed(self, name: str, outcome: Pulse | TriremeError) -> None:
         if isinstance(outcome, TriremeError):
@@ -79,21 +81,22 @@ class Watch:
             return
         self._pulses.answered(name, time.monotonic())
         self._roster.found(name, outcome.pids, outcome.node)
-        if self._pulses.is_long(outcome.behind_s):
-            self._judge(name, outcome.behind_s, f"has had no answer of its engine for {outcome.behind_s:.0f} s")
+        if outcome.behind_s >= SUSPECT * self._engine_s:
+            limit = f"(timeouts.update_s = {self._engine_s:g})"
+            why = f"has had no answer of its engine, which has work, for {outcome.behind_s:.0f} s {limit}"
+            self._judge(name, why, outcome.behind_s >= self._engine_s)
         else:
             self._roster.no_suspect(name)
 
-    def _judge(self, name: str, silent_s: float, why: str) -> None:
-        if silent_s < self._heartbeat_s:
+    def _judge(self, name: str, why: str, is_dead: bool) -> None:
+        if not is_dead:
             self._roster.set(name, Health.SUSPECT, f"it {why}")
             return
         if part := self._roster.part(name):
             self.write_stacks([part])
             time.sleep(STACKS_S)
             send(part, part.pids, signal.SIGKILL)
-        limit = f"timeouts.heartbeat_s = {self._heartbeat_s:g}"
-        self._end(name, RoomFailed(f"{name} {why} ({limit}): it is killed; its log has where it was"), True)
+        self._end(name, RoomFailed(f"{name} {why}: it is killed; its log says where it was"), True)
 
     def _end(self, name: str, failure: TriremeError, died: bool) -> None:
         self.drop(name)
