@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from inference.progress import Kept, Progress
 from trireme.errors import ProvenanceError, RoomFailed, TriremeError, WeightsRefused
 from trireme.protocols import ReplicaLoad
@@ -15,6 +17,8 @@ from trireme.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.weights import PublishedWeights, UpdateReport
 
 NAMED = 4
+SENSELESS = 4
+"""So many answers in a row make no sense, and it is the replica, not what it was asked."""
 Value = TypeVar("Value")
 Outcome = SampledSequence | Progress | TriremeError
 """What becomes of a request on a replica: its answer; what it has, when it is given up there; why it can not be
@@ -77,7 +81,8 @@ class Asked:
 @dataclass(eq=False)
 class Member:
     """One replica: `given` are the weights that it was ever given, `asked` the requests that it has, by their ids on
-    the wire; `gone` says why it is used no more. `tasks` wait for it, and end when it is gone."""
+    the wire; `senseless` counts answers in a row that made no sense; `gone` says why it is used no more. `tasks` wait
+    for it, and end when it is gone."""
 
     index: int
     client: ReplicaClient
@@ -88,6 +93,7 @@ class Member:
     updating: bool = False
     draining: bool = False
     followed: bool = False
+    senseless: int = 0
     gone: TriremeError | None = None
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -106,6 +112,23 @@ class Member:
                 f"{self.name} {says} weights {', '.join(map(str, strange))} (attempt:version:digest); "
                 f"it was given {', '.join(map(str, given[-NAMED:])) or 'none'}"
             )
+
+    def makes_sense(self, made: SampledSequence | Progress, vocab_size: int | None) -> bool:
+        """Whether `made` is tokens of the vocabulary (None: it is not known) with finite log-probabilities. Raises
+        RoomFailed when it is not, again and again."""
+        tokens, finite = made.tokens, np.isfinite(made.logprobs)
+        known = not len(tokens) or 0 <= tokens.min() <= tokens.max() < (vocab_size or np.inf)
+        if known and finite.all() and len(finite) == len(tokens):
+            self.senseless = 0
+            return True
+        self.senseless += 1
+        if self.senseless >= SENSELESS:
+            raise RoomFailed(
+                f"{self.name} gave {SENSELESS} answers in a row that make no sense: the last one has {len(tokens)} "
+                f"tokens ({tokens[:NAMED].tolist()} ..) and {finite.sum()} finite log-probabilities; expected as many "
+                f"of both, and tokens of a vocabulary of {vocab_size}"
+            )
+        return False
 
 
 class Fleet:

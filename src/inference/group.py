@@ -16,6 +16,7 @@ from inference.progress import Progress
 from inference.replica import Replica
 from inference.router import Router
 from trireme.config import Config
+from trireme.config.model_facts import ModelFacts
 from trireme.errors import RoomFailed
 from trireme.protocols import ReplicaLoad, Sampler
 from trireme.types import SampleRequest, WeightIdentity
@@ -72,12 +73,14 @@ class RayReplica:
 
 
 def make_router(clients: dict[int, RayReplica], cfg: Config, patience_s: float) -> Sampler:
+    facts = ModelFacts.of(cfg, required=False)
     return Router(
         clients,
         fixed=cfg.deterministic,
         max_updating=cfg.inference.max_updating,
         one_version=cfg.inference.on_update == "drain",
         patience_s=patience_s,
+        vocab_size=facts.vocab_size if facts else None,
     )
 
 

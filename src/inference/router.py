@@ -43,6 +43,9 @@ class Router:
     nothing is in flight: requests that are then asked for in one turn of the event loop go where their own order says,
     whatever was asked before or in an earlier process.
 
+    A replica whose answers make no sense, one after the other, has failed too: tokens that are none of the model's
+    `vocab_size` (None: not known), log-probabilities that are not finite.
+
     At most `max_updating` replicas take weights at the same time (None: all).
     """
 
@@ -54,9 +57,11 @@ class Router:
         max_updating: int | None = None,
         one_version: bool = False,
         patience_s: float = 0.0,
+        vocab_size: int | None = None,
     ) -> None:
         self._fleet = Fleet(replicas, patience_s)
         self._fixed, self._max_updating, self._one_version = fixed, max_updating, one_version
+        self._vocab_size = vocab_size
         self._routes: OrderedDict[str, Member] = OrderedDict()
         self._queued: defaultdict[Member, list[Asked]] = defaultdict(list)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -152,13 +157,16 @@ class Router:
             asked.settle(Moved(RoomFailed(f"{member.name} gave up request {asked.request.request_id}")))
 
     def _take(self, member: Member, asked: Asked, outcome: Outcome) -> None:
-        """Raises ProvenanceError when the replica names weights that it was not given."""
+        """Raises ProvenanceError when the replica names weights that it was not given, RoomFailed when nothing that it
+        answers makes sense. A single answer that makes none is for whoever asked."""
+        sense = True
         if isinstance(outcome, SampledSequence | Progress):
             member.check_given("sampled tokens from", [span.identity for span in outcome.spans])
-        if isinstance(outcome, Progress):
-            asked.kept.add(outcome)
-        else:
+            sense = member.makes_sense(outcome, self._vocab_size)
+        if not isinstance(outcome, Progress):
             asked.settle(outcome)
+        elif sense:
+            asked.kept.add(outcome)
 
     async def _follow(self, member: Member) -> None:
         """Keeps what `member` has made of its requests, as long as it has any."""
