@@ -32,13 +32,15 @@ from run_support import (
 
 from trireme.checkpoint.store import CheckpointStore
 from trireme.errors import EXIT_OK
+from trireme.supervision.roster import Health
+from trireme.supervision.status import read_status, room_of
 
 STEPS, BATCH, BOUND, HEARTBEAT_S = 8, 4, 1, 20
 CHAOS = [
     *("--max-steps", str(STEPS), "--checkpoint.every", "2", "--inference.replicas", "2", "--trainer.shards", "2"),
     *("--orchestrator.batch-size", str(BATCH), "--orchestrator.group-size", "4", "--inference.memory-gb", "0.03"),
     *("--orchestrator.max-steps-off-policy", str(BOUND), "--eval.every", "4", "--eval.problems", "8"),
-    *("--timeouts.start-s", "180", "--timeouts.step-s", "90", "--orchestrator.generation-timeout-s", "25"),
+    *("--timeouts.start-s", "180", "--timeouts.step-s", "240", "--orchestrator.generation-timeout-s", "25"),
     *("--timeouts.update-s", "60", "--timeouts.checkpoint-s", "60", "--timeouts.heartbeat-s", str(HEARTBEAT_S)),
 ]
 """A small run that has everything: two shards, two replicas, a commit every second step, an evaluation every fourth."""
@@ -60,6 +62,10 @@ PARTS: dict[str, tuple[tuple[str, int], ...]] = {
     "engine": (("inference_0", 1),),
 }
 """Who is killed: parts, by the names of their logs, and which of their processes, in the order of their start."""
+REPLACED = ("replica", "engine")
+"""Their successor comes while the run goes on."""
+LAST_STEP = f"trainer.optim_step[0]@{STEPS}"
+"""Where the run freezes again until that successor serves: the steps are shorter than its start."""
 BY_HAND = ("driver", "everything")
 """After these somebody has to go on with `--resume`."""
 VICTIMS = (*PARTS, "raylet", *BY_HAND)
@@ -148,11 +154,12 @@ def strike(cell: Cell, running: Running, nodes: Nodes | None = None) -> None:
         running.process.send_signal(signal.SIGCONT)
 
 
-def freezing(directory: Path, point: str) -> dict[str, str]:
-    """The environment in which one process freezes at `point`, until the file `reached` in `directory` is removed."""
+def freezing(directory: Path, points: Sequence[str]) -> dict[str, str]:
+    """The environment in which one process freezes at each of `points`, until the file `reached` in `directory` is
+    removed."""
     (directory / "once").mkdir()
     return {
-        "TRIREME_FAULTS": f"{point}=freeze",
+        "TRIREME_FAULTS": ",".join(f"{point}=freeze" for point in points),
         "TRIREME_FAULT_ONCE": str(directory / "once"),
         "TRIREME_FAULT_REACHED": str(directory / "reached"),
     }
@@ -177,22 +184,34 @@ def run_cell(place: Path, cell: Cell, flags: Sequence[str] = CHAOS) -> Ended:
     """Runs one cell to the end of the run, by `--resume` where that is needed."""
     with ExitStack() as ending:
         directory, nodes = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="tr-"))), None
-        environ = freezing(directory, MOMENTS[cell.moment])
+        moment = MOMENTS[cell.moment]
+        environ = freezing(directory, [moment, LAST_STEP] if cell.victim in REPLACED else [moment])
         if cell.victim == "raylet":
             nodes = ending.enter_context(cluster_of_two(CPUS_PER_NODE, environ))
         address = ["--cluster.address", nodes.address] if nodes else []
         running = ending.enter_context(started(place, [*flags, *address], environ))
         reached = directory / "reached"
-        wait_for(f"{cell.moment} ({MOMENTS[cell.moment]})", reached.exists, running, DEADLINE_S)
+        wait_for(f"{cell.moment} ({moment})", reached.exists, running, DEADLINE_S)
         strike(cell, running, nodes)
         time.sleep(LINGER_S)  # what is frozen is still there when the victim is no more
         reached.unlink()
+        if cell.victim in REPLACED:
+            wait_for(f"the last step ({LAST_STEP})", reached.exists, running, DEADLINE_S)
+            wait_for("its successor", lambda: successors_serve(place / "run"), running, DEADLINE_S)
+            reached.unlink()
         ended = end_of(running, place)
     if cell.victim in BY_HAND and cell.sends == signal.SIGKILL:
         assert ended.code == -signal.SIGKILL, ended.out
         assert (ended.left, ended.shm) == ([], set())
         return run_rl(place, *flags, "--resume")
     return ended
+
+
+def successors_serve(root: Path) -> bool:
+    """Whether all replicas serve, and one of them is not the first in its place."""
+    status = read_status(root)
+    replicas = [part for part in status.parts if room_of(part.name) == "inference"] if status else []
+    return all(part.health == Health.HEALTHY for part in replicas) and any(part.restarts for part in replicas)
 
 
 def end_of(running: Running, place: Path) -> Ended:

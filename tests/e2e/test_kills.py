@@ -1,0 +1,88 @@
+"""Parts of a run are killed, or stopped, while it goes on, and it comes to its end by itself: real Ray, gloo and vLLM.
+
+Two tests run always: in deterministic mode a run that lost a shard, an engine and the orchestrator one after the other
+is compared, bit for bit, with one that lost nothing; and an asynchronous one loses an engine. The rest is `long`, and
+all of it is one command: `scripts/chaos.py matrix`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from chaos_support import BY_HAND, CHAOS, MOMENTS, PARTS, Cell, assert_whole, run_cell
+from resume_support import DETERMINISTIC, assert_same_run, rows_of
+from run_support import Ended, run_rl
+
+from trireme.errors import EXIT_FAILED, EXIT_LIMIT, EXIT_OK
+
+LOSSES = ["trainer.forward_backward[1]@2=kill", "inference.loaded[0]@6=kill", "orchestrator.minibatch@3=kill"]
+"""In the second step; in the update to version 3, the sixth of the engine that saw the first two steps twice; and in
+the third step after that, which is the fifth."""
+
+
+def run_with(tmp_path: Path, faults: list[str], *flags: str) -> Ended:
+    """A run in which each of `faults` happens, once."""
+    once = tmp_path / "once"
+    once.mkdir()
+    ended = run_rl(tmp_path, *flags, environ={"TRIREME_FAULTS": ",".join(faults), "TRIREME_FAULT_ONCE": str(once)})
+    assert sorted(os.listdir(once)) == sorted(faults), ended.out
+    return ended
+
+
+def test_a_run_that_lost_all_its_parts_equals_one_that_lost_nothing(tmp_path: Path, deterministic: Ended) -> None:
+    ended = run_with(tmp_path, LOSSES, *DETERMINISTIC)
+    assert ended.code == EXIT_OK, ended.out
+    assert_same_run(ended.root, deterministic.root)
+    assert [row["attempt"] for row in ended.rows] == [2, 2, 3, 3, 4, 4]
+    ended.assert_nothing_left()
+
+
+def test_a_run_that_lost_an_engine_goes_on_with_the_other_until_its_successor_serves(tmp_path: Path) -> None:
+    ended = run_cell(tmp_path, Cell("engine", "in-flight update"))
+    assert_whole(ended)
+    assert {row["attempt"] for row in ended.rows} == {1}, "the trainer has seen nothing of it"
+    lost, served = rows_of(ended.root / "incidents.jsonl")
+    assert lost["part"] == served["part"] == "inference_0"
+    assert "its successor serves" in served["what"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("victim", [*PARTS, "raylet", *BY_HAND])
+def test_whoever_is_killed_whenever(tmp_path: Path, victim: str, moment: str) -> None:
+    assert_whole(run_cell(tmp_path, Cell(victim, moment)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [*PARTS, "raylet", "driver"])
+def test_whoever_is_stopped_for_longer_than_the_deadline(tmp_path: Path, victim: str) -> None:
+    """The driver goes on afterwards, and takes nobody for dead whom it did not ask."""
+    ended = run_cell(tmp_path, Cell(victim, "forward/backward", signal.SIGSTOP))
+    assert_whole(ended)
+    lost = {incident["part"] for incident in rows_of(ended.root / "incidents.jsonl")}
+    assert (lost == set()) == (victim == "driver")
+
+
+@pytest.mark.long
+def test_a_part_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_path: Path) -> None:
+    """Without `TRIREME_FAULT_ONCE` every successor dies at the same point."""
+    ended = run_rl(
+        tmp_path, *CHAOS, "--cluster.max-restarts", "1", environ={"TRIREME_FAULTS": "trainer.publish[1]@4=kill"}
+    )
+    assert ended.code == EXIT_LIMIT, ended.out
+    assert "cluster.max_restarts" in ended.out
+    assert "goes on with" in ended.out
+    ended.assert_nothing_left()
+    again = run_rl(tmp_path, *CHAOS, "--resume")
+    assert_whole(again)
+
+
+@pytest.mark.long
+def test_with_no_restarts_the_first_death_ends_the_run(tmp_path: Path) -> None:
+    ended = run_with(tmp_path, ["trainer.optim_step[1]@2=kill"], *CHAOS, "--cluster.max-restarts", "0")
+    assert ended.code == EXIT_FAILED, ended.out
+    assert "trainer shard 1" in ended.out
+    ended.assert_nothing_left()
