@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trireme.supervision.roster import KEPT, Health, Incident, Part, Roster
+from trireme.supervision.roster import KEPT, LONGEST, Health, Incident, Part, Roster
 
 
 class Ticks:
@@ -158,6 +158,15 @@ def test_incidents_carry_attempt_and_step_and_the_oldest_go(roster: Roster) -> N
     assert roster.incidents_total == KEPT + 5
     assert [i.what for i in roster.incidents] == [f"{n}" for n in range(5, KEPT + 5)]
     assert {(i.attempt, i.step) for i in roster.incidents} == {(2, 7)}
+
+
+def test_reasons_are_lines_of_a_bearable_length(roster: Roster) -> None:
+    roster.set("a_0", Health.DEAD, "it raised\n  ValueError: " + 1000 * "x")
+    roster.note("a_0", "it raised\n  ValueError: " + 1000 * "x")
+    for line in (roster.parts[0].why, roster.incidents[0].what):
+        assert line.startswith("it raised ValueError: xxx")
+        assert line.endswith("x ...")
+        assert len(line) == LONGEST + 4
 
 
 def test_several_threads_lose_nothing(roster: Roster) -> None:

@@ -18,6 +18,8 @@ from enum import StrEnum
 
 KEPT = 200
 """Incidents that are kept in memory; the file has all."""
+LONGEST = 500
+"""Characters of a line that says why: the end of a long traceback is in the log."""
 
 
 class Health(StrEnum):
@@ -120,7 +122,7 @@ class Roster:
                 name,
                 health,
                 before.since if before.health == health else self._now(),
-                why,
+                _line(why),
                 before.pids if pids is None else pids,
                 before.node if node is None else node,
                 before.restarts + successor,
@@ -152,7 +154,7 @@ class Roster:
 
     def note(self, part: str, what: str) -> None:
         """Something happened that a person should know of."""
-        incident = Incident(self._now(), part, " ".join(what.split()), self.step, self.attempt)
+        incident = Incident(self._now(), part, _line(what), self.step, self.attempt)
         with self._lock:
             self._incidents.append(incident)
             self.incidents_total += 1
@@ -166,3 +168,8 @@ class Roster:
     def _tell(self, incident: Incident | None) -> None:
         for listener in list(self._listeners):
             listener(self, incident)
+
+
+def _line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
