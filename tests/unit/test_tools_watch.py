@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -249,6 +251,58 @@ def test_the_screen_shows_curves_rooms_and_rollouts(run: Path) -> None:
             assert groups.option_count == 2
 
     asyncio.run(look())
+
+
+def picture(app: Watch) -> str:
+    """What a screenshot of the screen shows as text, line by line."""
+    words = re.findall(r'<text class="[^"]*" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>', app.export_screenshot())
+    lines: dict[float, list[tuple[float, str]]] = {}
+    for x, y, text in words:
+        lines.setdefault(float(y), []).append((float(x), html.unescape(text).replace("\xa0", " ")))
+    return "\n".join(" ".join(text for _, text in sorted(line)) for _, line in sorted(lines.items()))
+
+
+async def seen(pilot: Any, text: str) -> str:
+    """The screen as soon as it shows `text`; some of it is laid out when it is first shown. As it is, if that takes
+    too long."""
+    for _ in range(100):
+        await pilot.pause(0.05)
+        if text in picture(pilot.app):
+            break
+    return picture(pilot.app)
+
+
+def test_screenshots_of_a_finished_run_show_what_matters(run: Path) -> None:
+    """As somebody sees it: what is there, but outside of the screen or behind something else, is not in them."""
+    (run / "metrics.jsonl").write_text(rows(0, 10))
+    RolloutFiles(run / ROLLOUTS).write_rollouts(2, [record(2), record(7, "worst")])
+    shown: dict[str, str] = {}
+
+    async def look() -> None:
+        app = Watch(Follower(run), None)
+        async with app.run_test(size=(140, 40)) as pilot:
+            shown["curves"] = await seen(pilot, "0.90")
+            await pilot.press("r")
+            shown["rooms"] = await seen(pilot, "the trainer says")
+            await pilot.press("g")
+            shown["rollouts"] = await seen(pilot, "rollout 1")
+            await pilot.press("t", "down")
+            shown["tokens"] = await seen(pilot, "problem 0/7")
+
+    asyncio.run(look())
+    for screen in shown.values():
+        assert re.search(r"step 10/10 +attempt 1 +reward 0\.900 +not started", screen)
+        for command in ("curves", "rooms", "rollouts", "quit"):
+            assert command in screen
+    assert "reward/total" in shown["curves"]
+    assert re.search(r"[\u2801-\u28ff]{3}", shown["curves"]), "a curve of braille dots"
+    assert "0.90" in shown["curves"], "its scale"
+    for words in ("trainer_0", "the trainer says", "inference_0", "(nothing yet)"):
+        assert words in shown["rooms"]
+    for words in ("best", "worst", "problem 0/2", "reward 1", "advantage +0.5", "Sort: 21"):
+        assert words in shown["rollouts"]
+    assert "the trainer says" not in shown["rollouts"]
+    assert re.search(r"-2\.5000 +version 8", shown["tokens"])
 
 
 def test_plain_lines_follow_to_the_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

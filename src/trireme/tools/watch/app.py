@@ -83,6 +83,8 @@ class Watch(App[None]):
 
     async def refresh_run(self) -> None:
         """Shows what is new."""
+        if not self.is_running:  # asked once more while the screen is taken down
+            return
         changed = self.follower.poll()
         driver, status, now = self.follower.driver(), self.follower.status(), datetime.now(UTC)
         line = drawing.headline(self.follower.config, self.follower.rows, driver)
@@ -144,6 +146,8 @@ class Watch(App[None]):
         for step in new:
             titles = [drawing.group_title(group) for group in read_records(files[step])]
             groups.add_options([Option(title, id=f"{step}/{i}") for i, title in enumerate(titles)])
+        if groups.highlighted is None and groups.option_count:
+            groups.highlighted = 0
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         if event.option_list.id == "curve_names":
@@ -168,6 +172,8 @@ class Watch(App[None]):
 
     def action_show(self, tab: str) -> None:
         self.query_one(TabbedContent).active = tab
+        for names in self.query_one(f"#{tab}").query(OptionList):
+            names.focus()  # for the arrow keys
 
     def action_per_token(self) -> None:
         self._per_token = not self._per_token
