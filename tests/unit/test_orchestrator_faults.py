@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 from orchestrator_fakes import OneStep, Problem, Problems, Run, config, problems_of, quiesce, whole_run
+from renderer_support import QWEN3, bpe
 
 from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Trajectory
+from orchestrator.message_env import MessageEnv, MessageStep, RenderedEnv
 from orchestrator.pipeline import LAG_TICK_S
 from orchestrator.rollout import RolloutLimits
 from trireme.errors import LimitReached
+from trireme.renderers import Message, make_renderer
 
 BAD = 1
 """The number of the problem that misbehaves."""
@@ -168,6 +171,45 @@ IN_A_ROLLOUT: dict[str, tuple[Fault, str]] = {
 }
 
 
+class Chat(MessageEnv):
+    """What the sampler of these tests says is cut off: no message that can be read."""
+
+    def __init__(self, begin: Act, hear: Act) -> None:
+        self.begin, self.hear = begin, hear
+
+    async def initial_messages(self) -> Sequence[Message]:
+        return await self.begin()  # type: ignore[no-any-return]
+
+    async def step(self, message: Message) -> MessageStep:
+        raise AssertionError("nothing is whole")
+
+    async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
+        return await self.hear()  # type: ignore[no-any-return]
+
+
+ASKS = gives([{"role": "user", "content": "q"}])
+
+
+def chats(begin: Act = ASKS, hear: Act = ASKS) -> Fault:
+    renderer = make_renderer("qwen3", bpe(QWEN3))
+    return Fault(make=gives([RenderedEnv(Chat(begin, hear), renderer)] * 2))
+
+
+IN_A_CHAT: dict[str, tuple[Fault, str]] = {
+    "a chat that cannot begin": (chats(begin=raises(OSError("x"))), "OSError"),
+    "a chat that never begins": (chats(begin=hangs), "TimeoutError"),
+    "messages that are none": (chats(begin=gives([None])), "TypeError"),
+    "a message without content": (chats(begin=gives([{"role": "user"}])), "KeyError"),
+    "a content that is no text": (chats(begin=gives([{"role": "user", "content": 5}])), "AttributeError"),
+    "an answer that nobody can read, and that raises": (chats(hear=raises(ZeroDivisionError())), "ZeroDivisionError"),
+    "no result": (chats(hear=gives(None)), "AttributeError"),
+    "a chat's reward of NaN": (chats(hear=gives(MessageStep(math.nan, True))), "NonFiniteReward"),
+    "a chat's reward of text": (chats(hear=gives(MessageStep("1", True))), "BadReward"),  # type: ignore[arg-type]
+    "next messages that are none": (chats(hear=gives(MessageStep(0.0, False, [{}]))), "KeyError"),  # type: ignore[list-item]
+}
+IN_A_ROLLOUT |= IN_A_CHAT
+
+
 @pytest.mark.parametrize(("fault", "counted"), IN_A_ROLLOUT.values(), ids=IN_A_ROLLOUT.keys())
 def test_a_fault_in_a_rollout_is_counted_tried_again_and_given_up(fault: Fault, counted: str) -> None:
     run = played(fault)
@@ -218,7 +260,7 @@ def test_a_prompt_beyond_the_limit_is_refused_once() -> None:
     assert BAD not in trained(run)
 
 
-@pytest.mark.parametrize("name", [name for name in IN_A_ROLLOUT if "hang" not in name])  # these take their time
+@pytest.mark.parametrize("name", [name for name in IN_A_ROLLOUT if IN_A_ROLLOUT[name][1] != "TimeoutError"])
 def test_what_always_fails_stops_the_run_with_the_first_traceback(name: str) -> None:
     fault, counted = IN_A_ROLLOUT[name]
     run = Run(config(max_steps=1, retries=1, max_filtered_batches=1000), Faulty(fault, everywhere=True))
