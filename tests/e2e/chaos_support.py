@@ -45,15 +45,17 @@ CHAOS = [
 ]
 """A small run that has everything: two shards, two replicas, a commit every second step, an evaluation every fourth."""
 MOMENTS = {
-    "start-up": "trainer.start[0]@1",
-    "sampling": "inference.sample[0]@8",
-    "forward/backward": "trainer.forward_backward[0]@4",
-    "publish": "trainer.publish[0]@5",
-    "in-flight update": "inference.loaded[0]@4",
-    "commit": "commit.trainer@2",
-    "evaluation": "orchestrator.evaluation@2",
+    "start-up": "trainer.start[0]@1=freeze",
+    "sampling": "inference.sample[0]@8=freeze",
+    "forward/backward": "trainer.forward_backward[0]@4=freeze",
+    "publish": "trainer.publish[0]@5=freeze",
+    "in-flight update": "inference.loaded[0]@4=freeze",
+    "commit": "commit.trainer@2=freeze",
+    "evaluation": "orchestrator.evaluation@2=freeze",
+    "recovery": "trainer.optim_step[1]@5=kill,trainer.load[0]@1=freeze",
 }
-"""Where the run freezes: all but the first when there is a commit."""
+"""Where the run freezes: all but the first when there is a commit, the last while trainer and orchestrator are built
+again, because another shard was killed."""
 PARTS: dict[str, tuple[tuple[str, int], ...]] = {
     "shard": (("trainer_1", 0),),
     "every shard": (("trainer_0", 0), ("trainer_1", 0)),
@@ -64,7 +66,7 @@ PARTS: dict[str, tuple[tuple[str, int], ...]] = {
 """Who is killed: parts, by the names of their logs, and which of their processes, in the order of their start."""
 REPLACED = ("replica", "engine")
 """Their successor comes while the run goes on."""
-LAST_STEP = f"trainer.optim_step[0]@{STEPS}"
+LAST_STEP = f"trainer.optim_step[0]@{STEPS}=freeze"
 """Where the run freezes again until that successor serves: the steps are shorter than its start."""
 BY_HAND = ("driver", "everything")
 """After these somebody has to go on with `--resume`."""
@@ -154,12 +156,12 @@ def strike(cell: Cell, running: Running, nodes: Nodes | None = None) -> None:
         running.process.send_signal(signal.SIGCONT)
 
 
-def freezing(directory: Path, points: Sequence[str]) -> dict[str, str]:
-    """The environment in which one process freezes at each of `points`, until the file `reached` in `directory` is
+def armed(directory: Path, faults: Sequence[str]) -> dict[str, str]:
+    """The environment in which each of `faults` happens once; what freezes does until `reached` in `directory` is
     removed."""
     (directory / "once").mkdir()
     return {
-        "TRIREME_FAULTS": ",".join(f"{point}=freeze" for point in points),
+        "TRIREME_FAULTS": ",".join(faults),
         "TRIREME_FAULT_ONCE": str(directory / "once"),
         "TRIREME_FAULT_REACHED": str(directory / "reached"),
     }
@@ -184,18 +186,18 @@ def run_cell(place: Path, cell: Cell, flags: Sequence[str] = CHAOS) -> Ended:
     """Runs one cell to the end of the run, by `--resume` where that is needed."""
     with ExitStack() as ending:
         directory, nodes = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="tr-"))), None
-        moment = MOMENTS[cell.moment]
-        environ = freezing(directory, [moment, LAST_STEP] if cell.victim in REPLACED else [moment])
+        replaced = cell.victim in REPLACED and cell.moment != "recovery"
+        environ = armed(directory, [MOMENTS[cell.moment], *([LAST_STEP] if replaced else [])])
         if cell.victim == "raylet":
             nodes = ending.enter_context(cluster_of_two(CPUS_PER_NODE, environ))
         address = ["--cluster.address", nodes.address] if nodes else []
         running = ending.enter_context(started(place, [*flags, *address], environ))
         reached = directory / "reached"
-        wait_for(f"{cell.moment} ({moment})", reached.exists, running, DEADLINE_S)
+        wait_for(f"{cell.moment} ({MOMENTS[cell.moment]})", reached.exists, running, DEADLINE_S)
         strike(cell, running, nodes)
         time.sleep(LINGER_S)  # what is frozen is still there when the victim is no more
         reached.unlink()
-        if cell.victim in REPLACED:
+        if replaced:
             wait_for(f"the last step ({LAST_STEP})", reached.exists, running, DEADLINE_S)
             wait_for("its successor", lambda: successors_serve(place / "run"), running, DEADLINE_S)
             reached.unlink()

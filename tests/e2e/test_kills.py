@@ -12,7 +12,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from chaos_support import BY_HAND, CHAOS, MOMENTS, PARTS, Cell, assert_whole, run_cell
+from chaos_support import BY_HAND, CHAOS, MOMENTS, PARTS, Cell, armed, assert_whole, run_cell
 from resume_support import DETERMINISTIC, assert_same_run, rows_of
 from run_support import Ended, run_rl
 
@@ -25,10 +25,8 @@ the third step after that, which is the fifth."""
 
 def run_with(tmp_path: Path, faults: list[str], *flags: str) -> Ended:
     """A run in which each of `faults` happens, once."""
-    once = tmp_path / "once"
-    once.mkdir()
-    ended = run_rl(tmp_path, *flags, environ={"TRIREME_FAULTS": ",".join(faults), "TRIREME_FAULT_ONCE": str(once)})
-    assert sorted(os.listdir(once)) == sorted(faults), ended.out
+    ended = run_rl(tmp_path, *flags, environ=armed(tmp_path, faults))
+    assert sorted(os.listdir(tmp_path / "once")) == sorted(faults), ended.out
     return ended
 
 
@@ -64,6 +62,24 @@ def test_whoever_is_stopped_for_longer_than_the_deadline(tmp_path: Path, victim:
     assert_whole(ended)
     lost = {incident["part"] for incident in rows_of(ended.root / "incidents.jsonl")}
     assert (lost == set()) == (victim == "driver")
+
+
+@pytest.mark.long
+def test_an_environment_that_holds_the_event_loop_for_ever(tmp_path: Path) -> None:
+    """The orchestrator cannot say that it lives: it is killed, with the place where it stood in its log."""
+    ended = run_with(tmp_path, ["orchestrator.rollout@40=freeze"], *CHAOS)
+    assert_whole(ended)
+    (lost,) = (row for row in rows_of(ended.root / "incidents.jsonl") if row["part"] == "orchestrator_0")
+    assert "timeouts.heartbeat_s" in lost["what"]
+    assert "in fault_point" in (ended.root / "logs" / "attempt_1" / "orchestrator_0.log").read_text()
+
+
+@pytest.mark.long
+def test_a_shard_that_hangs_shows_signs_of_life_and_is_found_by_the_deadline_of_its_call(tmp_path: Path) -> None:
+    limits = ["--timeouts.step-s", "45", "--orchestrator.generation-timeout-s", "15"]
+    ended = run_with(tmp_path, ["trainer.forward_backward[1]@3=freeze"], *CHAOS, *limits)
+    assert_whole(ended)
+    assert "waited 45 s for trainer shard" in ended.out
 
 
 @pytest.mark.long
