@@ -318,7 +318,10 @@ def _checked(config_type: Any, given: Mapping[str, Any]) -> Any:
 def _against_taskset(taskset_id: str, taskset: Any) -> Iterator[str]:
     env = vf.environment_class(taskset_id)
     if env is not vf.SingleAgentEnv:
-        yield f"it has an Env of its own ({env.__name__})"
+        yield (
+            f"it has an Env of its own ({env.__name__}), the one thing in verifiers {SUPPORTED}x that lets a "
+            "conversation go on without tools, or compares rollouts"
+        )
     if vf.default_harness_id(taskset_id) != DEFAULT_HARNESS:
         yield "it has a harness of its own"
     if toolsets := taskset.toolsets(taskset.config):
