@@ -226,6 +226,10 @@ class TestDriver:
 
 
 class TestScaleRequests:
+    @pytest.fixture(autouse=True)
+    def _lock(self, tmp_path: Path) -> None:
+        (tmp_path / LOCK).write_text(f"pid {os.getpid()} on {os.uname().nodename}\n")
+
     def test_a_request_and_its_answer(self, tmp_path: Path) -> None:
         requests = ScaleRequests(tmp_path)
         assert requests.poll() is None
@@ -265,9 +269,19 @@ class TestScaleRequests:
 
     def test_a_new_driver_does_nothing_that_an_older_one_was_asked(self, tmp_path: Path) -> None:
         (tmp_path / "scale").mkdir()
-        old = ScaleRequest("0", 1.0, 7)
-        (tmp_path / "scale" / "0.json").write_text(json.dumps(vars(old)))
+        old = tmp_path / "scale" / "0.json"
+        old.write_text(json.dumps(vars(ScaleRequest("0", 1.0, 7))))
+        locked = (tmp_path / LOCK).stat().st_mtime
+        os.utime(old, (locked - 1, locked - 1))
         assert ScaleRequests(tmp_path).poll() is None
+        assert not old.exists()
+
+    def test_what_it_was_asked_before_it_looked_counts(self, tmp_path: Path) -> None:
+        """Somebody asks while the rooms start."""
+        with asked_scale(tmp_path, 5):
+            request = ScaleRequests(tmp_path).poll()
+            assert request is not None
+            assert request.replicas == 5
 
     def test_a_file_of_another_kind_is_passed_over(self, tmp_path: Path) -> None:
         requests = ScaleRequests(tmp_path)

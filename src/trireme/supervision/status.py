@@ -244,12 +244,15 @@ class ScaleAnswer:
 
 
 class ScaleRequests:
-    """The driver's side. What a driver before this one was asked is forgotten."""
+    """The driver's side; made by the process that holds the run's lock. What a driver before this one was asked is
+    forgotten."""
 
     def __init__(self, root: Path) -> None:
         self._place = root / SCALE
+        locked = (root / LOCK).stat().st_mtime
         for file in self._place.glob("*"):
-            file.unlink(missing_ok=True)
+            if file.stat().st_mtime < locked:
+                file.unlink()
 
     def poll(self) -> ScaleRequest | None:
         """The oldest request that has no answer; returns at once."""

@@ -15,6 +15,8 @@ from trireme.supervision.roster import Health, Part
 from trireme.supervision.status import asked_scale, driver_of, in_service, read_status, room_of
 
 POLL_S = 0.2
+PATIENCE_S = 1.0
+"""What is over within it need not be told."""
 T = TypeVar("T")
 
 
@@ -29,9 +31,9 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
     config = json.loads((root / "config.json").read_bytes())
     _check(root, config, replicas)
     timeouts = config["timeouts"]
-    deadline = _Deadline(root, timeouts["start_s"] + timeouts["update_s"])
+    deadline = _Deadline(root, timeouts["start_s"] + timeouts["update_s"], say)
     with asked_scale(root, replicas) as answered:
-        answer = deadline.until(answered, lambda: "its answer: it answers once its rooms have started")
+        answer = deadline.until(answered, lambda: "it has not answered yet; it does when all rooms have started")
     if not answer.accepted:
         raise Problem(
             f"--replicas {replicas} for {root}",
@@ -40,7 +42,8 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
         ).error()
     say(answer.what)
     if wait:
-        deadline.until(_Progress(root, replicas, say), lambda: standing(root, replicas))
+        deadline.until(lambda: all_serve(root, replicas) or None, lambda: standing(root, replicas))
+        say(standing(root, replicas))
 
 
 def _check(root: Path, config: Mapping[str, Any], replicas: int) -> None:
@@ -75,13 +78,18 @@ def _no_driver(root: Path, replicas: int) -> Problem:
 class _Deadline:
     """Waits for the driver of the run in `root`, `timeout_s` seconds over all."""
 
-    def __init__(self, root: Path, timeout_s: float) -> None:
-        self._root, self._timeout_s = root, timeout_s
+    def __init__(self, root: Path, timeout_s: float, say: Callable[[str], None]) -> None:
+        self._root, self._timeout_s, self._say = root, timeout_s, say
         self._end = time.monotonic() + timeout_s
 
     def until(self, found: Callable[[], T | None], what: Callable[[], str]) -> T:
-        """What `found` returns once that is not None. `what`: what is waited for, for people. Raises RoomFailed."""
+        """What `found` returns once that is not None. `what`: what is waited for, for people, who are told whenever it
+        changes. Raises RoomFailed."""
+        said, patient_until = "", time.monotonic() + PATIENCE_S
         while (value := found()) is None:
+            if what() != said and time.monotonic() > patient_until:
+                said = what()
+                self._say(said)
             driver = driver_of(self._root)
             if driver is None or driver.alive is False:
                 raise RoomFailed(f"the driver of {self._root} ended{_last_words(self._root)}")
@@ -99,25 +107,15 @@ def _last_words(root: Path) -> str:
     return f": {status.ended.why}" if status and status.ended else ""
 
 
-class _Progress:
-    """Says how far the replicas are, whenever that changes; true once all serve, None before."""
-
-    def __init__(self, root: Path, replicas: int, say: Callable[[str], None]) -> None:
-        self._root, self._replicas, self._say = root, replicas, say
-        self._said = ""
-
-    def __call__(self) -> bool | None:
-        line = standing(self._root, self._replicas)
-        if line != self._said:
-            self._say(line)
-            self._said = line
-        replicas = _replicas(self._root)
-        return len(replicas) == in_service(replicas) == self._replicas or None
-
-
 def _replicas(root: Path) -> list[Part]:
     status = read_status(root)
     return [part for part in status.parts if room_of(part.name) == "inference"] if status else []
+
+
+def all_serve(root: Path, wanted: int) -> bool:
+    """Whether there are as many replicas as are wanted, and all of them serve."""
+    replicas = _replicas(root)
+    return len(replicas) == in_service(replicas) == wanted
 
 
 def standing(root: Path, wanted: int) -> str:
