@@ -177,7 +177,8 @@ class Fleet:
         refused = self.failures and all(isinstance(failure, WeightsRefused) for failure in self.failures.values())
         kind = WeightsRefused if refused else RoomFailed
         waited = f", and none joined within {self._patience_s:g} s" if self._patience_s else ""
-        return kind(f"no inference replica is left{waited}: {'; '.join(map(str, self.failures.values()))}")
+        reasons = "; ".join(str(self.failures[index]) for index in sorted(self.failures))
+        return kind(f"no inference replica is left{waited}: {reasons or 'none has ever joined'}")
 
     async def call(self, member: Member, work: Awaitable[Value]) -> Value:
         """What `member` answers. Raises why it is gone: as soon as that is known, whether or not it ever answers."""

@@ -8,6 +8,9 @@ A replica decodes `slots` sequences at once, each at its own speed whatever the 
 order in which they came. An update pauses it: what is in flight is prefilled again and goes on under the new weights.
 The token that it samples says which version sampled it, so that what the spans promise can be compared.
 
+Replicas die, hang (they say nothing more, until somebody watches), leave and join. A successor joins `restart_s` after
+the loss was found.
+
 Lengths are lognormal, cut at `LONGEST` times the median. Half of the variance belongs to the problem, half to the
 rollout: a problem with long answers has long answers when it is sampled afresh.
 """
@@ -18,15 +21,18 @@ import asyncio
 import hashlib
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
 import virtual_time
 
+from inference.fleet import Outcome as SampleOutcome
+from inference.progress import NOTHING, Progress
 from inference.router import Router
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.metrics import Released
@@ -34,7 +40,7 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trainer.admission import check_provenance, recent
 from trireme.config import Config
-from trireme.errors import RoomFailed, TriremeError
+from trireme.errors import RoomFailed
 from trireme.protocols import ReplicaLoad
 from trireme.types import Minibatch, SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
 from trireme.weights import Canary, PublishedWeights, UpdateReport
@@ -74,10 +80,23 @@ class Scenario:
     slower: Mapping[int, float] = field(default_factory=dict)
     acknowledges_late_s: Mapping[int, float] = field(default_factory=dict)
     dies_at_s: Mapping[int, float] = field(default_factory=dict)
+    hangs_at_s: Mapping[int, float] = field(default_factory=dict)
+    drains_at_s: Mapping[int, float] = field(default_factory=dict)
+    joins_at_s: Mapping[int, float] = field(default_factory=dict)
+    restart_s: float | None = None
+    heartbeat_s: float = 5.0
+    drain_s: float = 3.0
+    patience_s: float = 0.0
     failing: int = 0
     constant: int = 0
     max_concurrent: int | str = 1_000_000
     evaluation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def progress_tick_s(self) -> float:
+        """How often replicas are asked what they have made; as `load_tick_s`."""
+        lost = self.dies_at_s or self.hangs_at_s or self.drains_at_s
+        return 1.0 if lost else NO_DEADLINE_S
 
     @property
     def load_tick_s(self) -> float:
@@ -208,58 +227,94 @@ class SimReplica:
         self._running: dict[str, InFlight] = {}
         self._waiting: dict[str, InFlight] = {}
         self._dead: RoomFailed | None = None
+        self._hangs = False
 
-    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, SampledSequence | TriremeError]]:
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, SampleOutcome]]:
         outbox: asyncio.Queue[Any] = asyncio.Queue()
-        self._raise_if_dead()
+        await self._check_alive()
         for index, request in enumerate(requests):
             length = draw_length(request, self._scenario)
             self.lengths.append(length)
             self._waiting[request.request_id] = InFlight(request, index, length, outbox)
         self._fill()
         for _ in requests:
-            answer = await outbox.get()
-            self._raise_if_dead()
-            if answer is not None:
-                yield answer
+            index, outcome = await outbox.get()
+            await self._check_alive()
+            yield index, outcome
+
+    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
+        await self._check_alive()
+        made = {name: self._made(self._running[name], start) for name, start in known.items() if name in self._running}
+        return {name: progress for name, progress in made.items() if len(progress.tokens)}
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._check_alive()
         for request_id in request_ids:
             if sequence := self._running.pop(request_id, None) or self._waiting.pop(request_id, None):
                 self._stand_still(sequence)
-                sequence.outbox.put_nowait(None)
+                sequence.outbox.put_nowait((sequence.index, self._made(sequence, 0)))
         self._fill()
 
     async def update_weights(self, published: PublishedWeights) -> UpdateReport:
-        self._raise_if_dead()
+        await self._check_alive()
         self._paused = True
         for sequence in self._running.values():
             self._stand_still(sequence)
         prefilled = sum(len(sequence.request.prompt) + sequence.made for sequence in self._running.values())
         seconds = self._scenario.update_s + prefilled * self._scenario.prefill_token_s
         await asyncio.sleep(seconds)
-        self._raise_if_dead()
+        await self._check_alive()
         self._identity, self._paused = published.identity, False
         for sequence in self._running.values():
             self._go_on(sequence)
         self._fill()
         await asyncio.sleep(self._scenario.acknowledges_late_s.get(self._index, 0.0))
-        self._raise_if_dead()
+        await self._check_alive()
         return UpdateReport(self._index, published.identity, 0.0, prefilled, seconds)
 
+    async def adopt(self, identity: WeightIdentity) -> None:
+        self._identity = identity
+
     async def load(self) -> ReplicaLoad:
-        self._raise_if_dead()
+        await self._check_alive()
         return ReplicaLoad(len(self._running), len(self._waiting), 0.5 * len(self._running) / self._scenario.slots, 0)
 
     def die(self) -> None:
         self._dead = RoomFailed(f"{self.name} died")
+        self._end()
+
+    def hang(self) -> None:
+        """From now on it answers nothing, and raises nothing."""
+        self._hangs = True
+        self._end()
+
+    def _end(self) -> None:
         for sequence in (*self._running.values(), *self._waiting.values()):
             self._stand_still(sequence)
-            sequence.outbox.put_nowait(None)
+            sequence.outbox.put_nowait((sequence.index, NOTHING))
 
-    def _raise_if_dead(self) -> None:
+    async def _check_alive(self) -> None:
         if self._dead:
             raise self._dead
+        if self._hangs:
+            await asyncio.Event().wait()
+
+    def _made(self, sequence: InFlight, start: int) -> Progress:
+        """What it has from token `start` on; at least one is still to come."""
+        spans = [*sequence.spans, *self._uncounted(sequence)]
+        return Progress(
+            start,
+            tokens_of(spans)[start:],
+            np.full(max(spans[-1].end - start, 0) if spans else 0, -1.0, np.float32),
+            tuple(replace(span, start=max(span.start, start)) for span in spans if span.end > start),
+        )
+
+    def _uncounted(self, sequence: InFlight) -> list[VersionSpan]:
+        if sequence.timer is None or self._identity is None:
+            return []
+        seconds = asyncio.get_running_loop().time() - sequence.since
+        tokens = min(int(seconds / self._token_s), sequence.length - 1 - sequence.made)
+        return [VersionSpan(self._identity, sequence.made, sequence.made + tokens)] if tokens > 0 else []
 
     def _fill(self) -> None:
         """Starts what waits, as far as there are places."""
@@ -299,10 +354,13 @@ class SimReplica:
 
 
 def draw_length(request: SampleRequest, scenario: Scenario) -> int:
-    """Tokens of the answer to a request, the same whenever it is asked."""
+    """Tokens of the answer to a request, the same whenever it is asked; of one that goes on, what is still to come."""
+    longest, name = LONGEST * scenario.median, request.request_id.partition("@")[0]
     deviation = scenario.spread * math.sqrt(0.5)
-    exponent = deviation * (normal(f"problem {request.prompt[0]}") + normal(f"rollout {request.request_id}"))
-    return max(1, min(round(scenario.median * math.exp(exponent)), request.params.max_tokens))
+    exponent = deviation * (normal(f"problem {request.prompt[0]}") + normal(f"rollout {name}"))
+    length = max(1, min(round(scenario.median * math.exp(exponent)), longest))
+    assert request.params.max_tokens is not None
+    return length - (longest - request.params.max_tokens)
 
 
 def normal(name: str) -> float:
@@ -313,29 +371,14 @@ def normal(name: str) -> float:
 
 def sampled(sequence: InFlight) -> SampledSequence:
     """The answer: each token is 1 more than the version that sampled it."""
-    tokens = np.concatenate([np.full(s.end - s.start, s.identity.version + 1, np.int32) for s in sequence.spans])
+    tokens = tokens_of(sequence.spans)
     stop: StopReason = "length" if sequence.length == sequence.request.params.max_tokens else "stop"
     return SampledSequence(tokens, np.full(len(tokens), -1.0, np.float32), stop, tuple(sequence.spans))
 
 
-class ResendingRouter(Router):
-    """The router, when the loss of a replica is no loss: its requests are sampled again on another one."""
-
-    async def sample(self, request: SampleRequest) -> SampledSequence:
-        while True:
-            try:
-                return await super().sample(request)
-            except RoomFailed:
-                if not self.acknowledged():
-                    raise
-
-    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        try:
-            return await super().update_weights(weights)
-        except RoomFailed:
-            if not self.acknowledged():
-                raise
-            return [UpdateReport(replica, weights.identity, 0.0, 0, 0.0) for replica in self.acknowledged()]
+def tokens_of(spans: Sequence[VersionSpan]) -> npt.NDArray[np.int32]:
+    parts = [np.full(span.end - span.start, span.identity.version + 1, np.int32) for span in spans]
+    return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
 # ---- trainer
@@ -396,7 +439,8 @@ def simulate(scenario: Scenario, router: type[Router] = Router) -> Outcome:
     """A whole run. Raises what the pipeline raises, and Deadlock."""
     outcome = Outcome(scenario, Problems(scenario), [SimReplica(i, scenario) for i in range(scenario.replicas)])
     ticks = {"LAG_TICK_S": NO_DEADLINE_S, "LOAD_TICK_S": scenario.load_tick_s}
-    with mock.patch.multiple("orchestrator.pipeline", **ticks):
+    progress = mock.patch("inference.router.PROGRESS_S", scenario.progress_tick_s)
+    with progress, mock.patch.multiple("orchestrator.pipeline", **ticks):
         virtual_time.run(_simulate(outcome, router))
     return outcome
 
@@ -404,16 +448,63 @@ def simulate(scenario: Scenario, router: type[Router] = Router) -> Outcome:
 async def _simulate(outcome: Outcome, router: type[Router]) -> None:
     """Returns nothing: asyncio formats the result of a program's main coroutine, and this one is large."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
-    sampler = router(dict(enumerate(outcome.replicas)), max_updating=scenario.max_updating)
+    first = dict(enumerate(outcome.replicas))
+    sampler = router(first, max_updating=scenario.max_updating, patience_s=scenario.patience_s)
     cfg, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
     held_out = [Problems(replace(scenario, group_size=cfg.eval.samples))] if cfg.eval.every else []
     pipeline = Pipeline(cfg, [outcome.problems], sampler, limits, held_out)
+    supervision = Supervision(pipeline, outcome)
     for replica, seconds in scenario.dies_at_s.items():
         loop.call_later(seconds, outcome.replicas[replica].die)
+    tasks = [asyncio.create_task(work) for work in supervision.work()]
     try:
         await drive(pipeline, outcome)
     finally:
+        for task in tasks:
+            task.cancel()
         await pipeline.stop()
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What a supervisor does in a scenario."""
+
+    pipeline: Pipeline
+    outcome: Outcome
+
+    def work(self) -> list[Coroutine[Any, Any, None]]:
+        scenario = self.outcome.scenario
+        return [
+            *(self._drain(index, at_s) for index, at_s in scenario.drains_at_s.items()),
+            *(self._hang(index, at_s) for index, at_s in scenario.hangs_at_s.items()),
+            *(self._join(index, at_s) for index, at_s in scenario.joins_at_s.items()),
+            *([self._restart()] if scenario.restart_s is not None else []),
+        ]
+
+    async def _drain(self, index: int, at_s: float) -> None:
+        await asyncio.sleep(at_s)
+        await self.pipeline.drain(index, self.outcome.scenario.drain_s)
+
+    async def _hang(self, index: int, at_s: float) -> None:
+        scenario = self.outcome.scenario
+        await asyncio.sleep(at_s)
+        self.outcome.replicas[index].hang()
+        await asyncio.sleep(scenario.heartbeat_s)
+        self.pipeline.leave(index, f"simulated replica {index} has not answered for {scenario.heartbeat_s:g} s")
+        if scenario.restart_s is not None:
+            await self._join(index, scenario.restart_s)
+
+    async def _join(self, index: int, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        replica = SimReplica(index, self.outcome.scenario)
+        self.outcome.replicas.append(replica)
+        await self.pipeline.join(index, replica, reserved=False)
+
+    async def _restart(self) -> None:
+        assert self.outcome.scenario.restart_s is not None
+        while True:
+            index, _ = await self.pipeline.next_failure()
+            await self._join(index, self.outcome.scenario.restart_s)
 
 
 async def drive(pipeline: Pipeline, outcome: Outcome) -> None:

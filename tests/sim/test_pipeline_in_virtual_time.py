@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulation import LONGEST, Outcome, ResendingRouter, Scenario, simulate
+from simulation import LONGEST, Outcome, Scenario, simulate
 from virtual_time import Deadlock
 
 from inference.router import Router
@@ -124,18 +124,62 @@ def test_the_longest_is_fifty_times_the_median() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_requests_of_a_dead_replica_are_answered_elsewhere(policy: str, max_age: int) -> None:
     scenario = Scenario(policy=policy, max_age=max_age, acknowledges_late_s={2: 5.0}, dies_at_s={0: 6.0, 1: 40.0})
-    outcome = check(simulate(scenario, ResendingRouter))
+    outcome = check(simulate(scenario))
     asked = [len(replica.lengths) for replica in outcome.replicas]
     assert 0 < max(asked[:2]) < min(asked[2:])
     assert sum(asked) > outcome.rows[-1]["ledger/dispatched"] * scenario.group_size, "some were asked for twice"
 
 
+LOSSES: dict[str, dict[str, Any]] = {
+    "one dies, another joins": {"dies_at_s": {0: 6.0}, "joins_at_s": {4: 20.0, 5: 33.0}},
+    "one hangs": {"hangs_at_s": {1: 15.0}, "restart_s": 4.0},
+    "one hangs in its first update": {"hangs_at_s": {1: 0.2}, "restart_s": 4.0},
+    "two leave in order": {"drains_at_s": {0: 12.0, 3: 25.0}},
+    "two leave, three come": {"drains_at_s": {0: 12.0, 3: 25.0}, "joins_at_s": {4: 11.0, 5: 13.0, 6: 30.0}},
+    "each dies in turn": {"dies_at_s": {0: 5.0, 1: 9.0, 2: 21.0, 3: 30.0}, "restart_s": 7.0},
+    "all die at once": {"dies_at_s": dict.fromkeys(range(4), 15.0), "restart_s": 20.0, "patience_s": 60.0},
+    "the only one dies": {"replicas": 1, "dies_at_s": {0: 15.0}, "restart_s": 20.0, "patience_s": 60.0},
+    "the only one dies in an update": {"replicas": 1, "dies_at_s": {0: 0.2}, "restart_s": 20.0, "patience_s": 60.0},
+    "one dies while updates take turns": {
+        "update_s": 3.0,
+        "max_updating": 1,
+        "dies_at_s": {2: 1.0, 0: 30.0},
+        "restart_s": 5.0,
+    },
+}
+
+
+@pytest.mark.parametrize(("policy", "max_age"), [("wait", 0), ("requeue", 2), ("drop", 1)])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_no_rule_is_broken_when_replicas_come_and_go(loss: Mapping[str, Any], policy: str, max_age: int) -> None:
+    outcome = check(simulate(Scenario(policy=policy, max_age=max_age, turns=2, median=10, steps=8, **loss)))
+    joined = outcome.replicas[outcome.scenario.replicas :]
+    assert all(replica.lengths for replica in joined), "who joined has sampled"
+
+
+def test_nothing_is_lost_but_the_last_second_of_a_dead_replica() -> None:
+    """`wait` trains on all that was dispatched, so whatever else was sampled was sampled in vain."""
+    scenario = Scenario(policy="wait", max_age=0, dies_at_s={0: 15.0})
+    waste = simulate(scenario).sampled_tokens - simulate(replace(scenario, dies_at_s={})).sampled_tokens
+    assert 0 <= waste <= scenario.slots / scenario.token_s
+
+
+def test_a_drained_replica_hands_over_all_that_it_has() -> None:
+    scenario = Scenario(policy="wait", max_age=0, drains_at_s={0: 15.0}, drain_s=0.0)
+    assert simulate(scenario).waste == 0
+
+
 @pytest.mark.parametrize("at_s", [0.2, 15.0])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_without_that_a_dead_replica_ends_the_run_with_its_name(policy: str, at_s: float) -> None:
-    """In the middle of its first update, or while it samples."""
-    with pytest.raises(RoomFailed, match="simulated replica 0 died"):
-        simulate(Scenario(policy=policy, dies_at_s={0: at_s}))
+def test_without_replicas_the_run_ends_with_their_names(policy: str, at_s: float) -> None:
+    """In the middle of the first update, or while they sample."""
+    with pytest.raises(RoomFailed, match="no inference replica is left: simulated replica 0 died; simulated replica 1"):
+        simulate(Scenario(policy=policy, replicas=2, dies_at_s={0: at_s, 1: at_s}))
+
+
+def test_without_a_successor_patience_ends() -> None:
+    with pytest.raises(RoomFailed, match="is left, and none joined within 30 s: simulated replica 0 died"):
+        simulate(Scenario(policy="wait", replicas=1, dies_at_s={0: 15.0}, patience_s=30.0))
 
 
 def test_the_same_scenario_twice_is_the_same_run() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from inference.engine import engine_args, vllm_params
 from inference.load import LoadLog
+from inference.progress import NOTHING
 from inference.replica import Replica
 from inference.shipment import Shipment, in_memory_files
 from trireme.config import Config
@@ -40,6 +42,7 @@ def config(deterministic: bool = False, update_s: float = 60.0, **inference: Any
 def replica(engine_dead: bool = False) -> Replica:
     made = Replica(config(), 0, None)
     made.engine = SimpleNamespace(errored=engine_dead)
+    made.load_log = LoadLog(None)
     return made
 
 
@@ -64,9 +67,10 @@ def test_a_broken_replica_refuses_every_request_with_the_reason() -> None:
 
     with pytest.raises(WeightsRefused, match="tensor w"):  # so the router uses it no more
         asyncio.run(sample())
-    assert answers == [broken.broken, broken.broken]
-    with pytest.raises(WeightsRefused, match="tensor w"):
-        asyncio.run(broken.health())
+    assert answers == [NOTHING, NOTHING], "another one may sample them"
+    for verb in (broken.health, broken.pulse, partial(broken.progress, {})):
+        with pytest.raises(WeightsRefused, match="tensor w"):
+            asyncio.run(verb())
 
 
 def test_sampling_before_any_weights_is_refused() -> None:
@@ -131,6 +135,7 @@ class SamplingReplica(Replica):
     def __init__(self, deterministic: bool, **settings: Any) -> None:
         super().__init__(config(deterministic, **settings), 0, None)
         self.engine, self.identity = EngineOfRequests(), IDENTITY
+        self.load_log = LoadLog(None)
         self.proved.set()
 
     async def _submit(self, request: SampleRequest, salt: str) -> Any:
@@ -219,7 +224,6 @@ class UpdatingReplica(SamplingReplica):
 
     def __init__(self, on_update: str, update_s: float = 60.0) -> None:
         super().__init__(deterministic=False, on_update=on_update, update_s=update_s)
-        self.load_log = LoadLog(None)
         self.canary_done = asyncio.Event()
         self.canary_done.set()
 
@@ -257,7 +261,7 @@ def test_requests_in_flight_see_an_update_between_two_steps(on_update: str, paus
         await turns()
         report = await made.update_weights(published(version=1))
         assert made.engine.calls == [
-            *("a", "b", "receive_weights", pause, "take_weights", "label 1:1:d", "canary", "resume"),
+            *("a", "b", "receive_weights", pause, "take_weights", "label 1:1:d", "canary", "resume", "free_memory"),
         ]
         assert report.reprefill_tokens == reprefilled
         assert report.seconds >= report.wait_s + report.pause_s > 0
@@ -285,7 +289,8 @@ def test_drain_finishes_what_is_in_flight_and_lets_new_requests_wait() -> None:
         assert (await update).reprefill_tokens == 0
         old, new_one = (await sampling)[0], (await new)[0]
         assert made.engine.calls == [
-            *("a", "receive_weights", "pause keep, clear", "take_weights", "label 1:1:d", "canary", "resume", "new"),
+            *("a", "receive_weights", "pause keep, clear", "take_weights", "label 1:1:d", "canary", "resume"),
+            *("free_memory", "new"),
         ]
         assert [span.identity.version for answer in (old, new_one) for span in answer.spans] == [0, 1]
 
