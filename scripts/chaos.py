@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -93,22 +94,22 @@ def matrix(args: argparse.Namespace) -> bool:
 
 def run_one(cell: Cell) -> dict[str, Any]:
     """What became of one cell. `failure`: what was not as it should be, None when nothing was."""
-    place = Path(tempfile.mkdtemp(prefix="chaos-"))
-    began, failure, incidents = time.monotonic(), None, []
+    place, began, failure = Path(tempfile.mkdtemp(prefix="chaos-")), time.monotonic(), None
     try:
-        ended = run_cell(place, cell)
-        incidents = rows_of(ended.root / "incidents.jsonl")
-        assert_whole(ended)
+        assert_whole(run_cell(place, cell))
     except Exception:
         failure = f"{place}: {traceback.format_exc()}"
-    return {
+    result = {
         "victim": cell.victim,
         "moment": cell.moment,
         "sends": cell.sends.name,
         "seconds": round(time.monotonic() - began),
-        "incidents": [f"{incident['part']}: {incident['what']}" for incident in incidents],
+        "incidents": [f"{row['part']}: {row['what']}" for row in rows_of(place / "run" / "incidents.jsonl")],
         "failure": failure,
     }
+    if failure is None:
+        shutil.rmtree(place)
+    return result
 
 
 def told(result: dict[str, Any]) -> str:
