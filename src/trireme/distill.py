@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -36,11 +36,13 @@ CPU_KV_CACHE_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Question:
-    """What the teacher is asked, and what the student will be: token ids. `stop` ends an answer."""
+    """What the teacher is asked, and what the student will be: token ids. `stop` ends an answer, tokens and strings;
+    `closed` is the answer that the student learns."""
 
     teacher: Sequence[int]
     student: Sequence[int]
-    stop: tuple[int, ...]
+    stop: tuple[int | str, ...]
+    closed: Callable[[Sequence[int]], list[int]] = list
 
 
 def main(words: Sequence[str]) -> int:
@@ -55,7 +57,10 @@ def main(words: Sequence[str]) -> int:
     teacher = _text_of(options.teacher_prompt)
     questions = list(questions_of(options.prompts, teacher, tokenizer, options.renderer))
     check_installed()
-    examples, cut = sample(start(model, options), questions, options)
+    llm = start(model, options)
+    if any(isinstance(end, str) for question in questions for end in question.stop):
+        llm.llm_engine.output_processor.tokenizer = tokenizer
+    examples, cut = sample(llm, questions, options)
     if not examples:
         raise Problem(
             f"--max-tokens {options.max_tokens}, at which all {cut} answers were cut",
@@ -128,7 +133,8 @@ def _of_messages(messages: Sequence[Message], teacher: str, renderer: Renderer) 
     own = [message["content"] for message in messages[:1] if message["role"] == "system"]
     system = Message(role="system", content="\n\n".join([teacher, *own]))
     asked = [system, *messages[len(own) :]]
-    return Question(renderer.generation_prompt(asked), renderer.generation_prompt(messages), renderer.stop_tokens())
+    teachers, students = (renderer.generation_prompt(given) for given in (asked, messages))
+    return Question(teachers, students, renderer.stop_condition(), renderer.closed)
 
 
 def _of_text(prompt: str, teacher: str, tokenizer: Any) -> Question:
@@ -177,8 +183,11 @@ def sample(
             max_tokens=options.max_tokens,
             temperature=options.temperature,
             seed=options.seed + number,
-            stop_token_ids=list(question.stop),
-            detokenize=False,
+            stop_token_ids=[end for end in question.stop if not isinstance(end, str)],
+            stop=(strings := [end for end in question.stop if isinstance(end, str)]),
+            include_stop_str_in_output=True,
+            detokenize=bool(strings),
+            skip_special_tokens=False,
         )
         for number, question in enumerate(asked)
     ]
@@ -196,7 +205,8 @@ def sample(
 
 def example(question: Question, answer: Sequence[int]) -> dict[str, list[int]]:
     """A line of the file: the student's prompt and the answer, which alone counts."""
+    closed = question.closed(answer)
     return {
-        "tokens": [*question.student, *answer],
-        "weights": [0] * len(question.student) + [1] * len(answer),
+        "tokens": [*question.student, *closed],
+        "weights": [0] * len(question.student) + [1] * len(closed),
     }

@@ -69,6 +69,16 @@ def test_an_answer_is_the_students_question_and_the_sampled_tokens() -> None:
     assert made == {"tokens": [3, 4, 7, 8, 9], "weights": [0, 0, 1, 1, 1]}
 
 
+def test_a_teacher_that_goes_on_for_the_user_is_stopped_and_the_student_learns_to_end(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    (question,) = asked(tmp_path, tokenizer, {"messages": [{"role": "user", "content": "312"}]})
+    assert question.stop == (1, "\n\nUser:", "\n\nSystem:", "\n\nTool:")
+    made = example(question, tokenizer.encode(" 123\n\nUser:"))
+    assert tokenizer.decode(made["tokens"]) == "User: 312\n\nAssistant: 123<eos>"
+    assert sum(made["weights"]) == len(" 123") + 1
+
+
 def test_answers_that_were_cut_are_left_out_and_each_sample_has_a_seed_of_its_own() -> None:
     seen: list[Any] = []
 
@@ -78,12 +88,13 @@ def test_answers_that_were_cut_are_left_out_and_each_sample_has_a_seed_of_its_ow
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(5,), finish_reason=r)]) for r in reasons]
 
     options = argparse.Namespace(samples=2, max_tokens=3, temperature=0.5, seed=10)
-    questions = [Question([1, 2], [2], (9,)), Question([1, 3], [3], (9,))]
+    questions = [Question([1, 2], [2], (9,)), Question([1, 3], [3], (9, "ab"))]
     llm: Any = SimpleNamespace(generate=generate)
     examples, cut = sample(llm, questions, options)
     assert cut == 1
     assert [each["tokens"] for each in examples] == [[2, 5], [3, 5], [3, 5]]
     assert [params.seed for params in seen] == [10, 11, 12, 13]
+    assert [(params.stop_token_ids, params.stop) for params in seen[1:3]] == [([9], []), ([9], ["ab"])]
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -101,9 +101,8 @@ class TextRenderer(ABC):
         ends_itself = own and own[-1] in self._stop and tokens[:1] == own[-1:]
         return own + (tokens[1:] if ends_itself else tokens)
 
-    def _as_text_ends(self, own: list[int]) -> list[int]:
-        """A sampled message, shown as the tokens `own`, ended by a token as in text, if it was ended by a string."""
-        return own
+    def closed(self, tokens: Sequence[int]) -> list[int]:
+        return list(tokens)
 
     def _around(
         self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec], generate: bool
@@ -135,7 +134,7 @@ class TextRenderer(ABC):
         for i in sorted({*trained, *(i for i, m in enumerate(messages) if "tokens" in m)}):
             start, end = self._span(full, messages, i, tools)
             own = (
-                self._as_text_ends(self._sampled_tokens(messages[i], i in cut))
+                self.closed(self._sampled_tokens(messages[i], i in cut))
                 if "tokens" in messages[i]
                 else self.encode(full[start:end])
             )

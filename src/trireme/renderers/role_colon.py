@@ -61,7 +61,7 @@ class RoleColonRenderer(TextRenderer):
         begun, rest = self._begun(own), after.removeprefix(self._end)
         if begun and rest.startswith(begun):
             return own + self.encode(rest.removeprefix(begun))
-        return super()._gone_on_from(self._as_text_ends(own), after)
+        return super()._gone_on_from(self.closed(own), after)
 
     def _begun(self, own: list[int]) -> str:
         """What a sampled message says from the string on that ended it."""
@@ -69,9 +69,10 @@ class RoleColonRenderer(TextRenderer):
         place = first_of(self.stop_strings, text)
         return "" if place is None else text[place:]
 
-    def _as_text_ends(self, own: list[int]) -> list[int]:
+    def closed(self, tokens: Sequence[int]) -> list[int]:
         """Of a token that holds the end of the message and the beginning of the string, all stays: to part them would
         be to tokenise again."""
+        own = list(tokens)
         if not (begun := self._begun(own)):
             return own
         length = len(self._tokenizer.decode(own)) - len(begun)

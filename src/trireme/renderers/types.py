@@ -77,6 +77,10 @@ class Renderer(Protocol):
         """Whether one of these ended the message that was sampled as `tokens`; else it was cut off."""
         ...
 
+    def closed(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens of a sampled message as the renderer itself would end it: by a token, where a string ended it."""
+        ...
+
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         """The assistant's message that was sampled as `tokens`, with what ended it. False: it was cut off, or is
         malformed (thinking or a tool call without an end, a call that is no JSON). Never raises."""
