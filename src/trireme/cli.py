@@ -100,6 +100,7 @@ def attempts(
                 run.checkout()
                 where = "1 node" if places.nodes == 1 else f"{places.nodes} nodes"
                 console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
+                supervisor.goes_on()
                 train_and_commit(config, facts, run, fixed, rooms, supervisor, wandb, console)
             return
         except RoomFailed as failure:

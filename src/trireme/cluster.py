@@ -28,9 +28,30 @@ LONGEST_TEMP_DIR = 28
 """Ray puts unix sockets some 60 characters below its directory, and the system allows 107 for the path of one."""
 
 
+OBITUARY = "A worker died or was killed"
+
+
+def _without_obituaries() -> None:
+    """Ray prints a page for each process that was killed, whatever `log_to_driver` says, and has no option against it.
+    Who died is said by whoever waited for it, in a line."""
+    printed = ray._private.worker.print_to_stdstream
+
+    def print_others(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        if not is_obituary(data):
+            printed(data, ignore_prefix)
+
+    ray._private.worker.print_to_stdstream = print_others
+
+
+def is_obituary(data: Mapping[str, Any]) -> bool:
+    """Whether Ray is about to print that a process was killed."""
+    return any(line.startswith(OBITUARY) for line in data["lines"])
+
+
 @contextmanager
 def ray_cluster(config: CommonConfig, plan: CommonPlan) -> Iterator[Resources]:
     """Ray for the time of a run: the cluster at `cluster_address`, or one started here that leaves nothing behind."""
+    _without_obituaries()
     address = cluster_address(config)
     if address is None:
         with _local_cluster(plan):

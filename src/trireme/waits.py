@@ -38,9 +38,9 @@ def _cause_of_death(error: RayActorError) -> str:
     """What Ray knows of it, without its advice: that is about Ray's own commands."""
     said = " ".join(str(error).split())
     pid, detail = re.search(r"pid: (\d+)", said), re.search(r"exit detail: (.*?)(?: Some common causes|$)", said)
-    if pid and detail:
-        return f"process {pid[1]} was killed or crashed, or ran out of memory ({detail[1]})"
-    return said[:600]
+    if pid and "connection error code 2" in said:  # all that is known of a process that was killed
+        return f"process {pid[1]} was killed or crashed, or ran out of memory"
+    return f"process {pid[1]}: {detail[1]}" if pid and detail else said[:600]
 
 
 def _overdue(who: str, timeout_s: float, log: Path | None) -> RoomFailed:

@@ -4,11 +4,14 @@ import os
 import signal
 import time
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
 import pytest
 import ray
 
 from trireme import waits
+from trireme.cluster import is_obituary
 from trireme.errors import LimitReached, RoomFailed
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -19,7 +22,8 @@ class Room:
     def pid(self) -> int:
         return os.getpid()
 
-    def hang(self) -> None:
+    def hang(self, begun: Path = Path(os.devnull)) -> None:
+        begun.touch()
         time.sleep(3600)
 
     def crash(self) -> None:
@@ -54,6 +58,20 @@ def test_one_dead_room_ends_the_wait_for_the_others() -> None:
     pid = waits.get(dying.pid.remote(), who="dying", timeout_s=60)
     refs = [healthy.hang.remote(), dying.hang.remote()]
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RoomFailed, match="shard 1 died"):
+    with pytest.raises(RoomFailed, match=f"^shard 1 died: process {pid} was killed or crashed, or ran out of memory$"):
         waits.get_all(refs, who=["shard 0", "shard 1"], timeout_s=60)
     ray.kill(healthy)
+
+
+def test_ray_would_print_a_page_for_a_process_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it does, and begins it with these words, `trireme.cluster` keeps it from the console."""
+    printed: Queue[dict[str, Any]] = Queue()
+    monkeypatch.setattr(ray._private.worker, "print_to_stdstream", lambda data, ignore_prefix: printed.put(data))
+    room = Room.remote()
+    pid = waits.get(room.pid.remote(), who="room", timeout_s=60)
+    room.hang.remote(tmp_path / "at work")
+    while not (tmp_path / "at work").exists():  # Ray prints of those only that are
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    while not is_obituary(printed.get(timeout=60)):
+        pass

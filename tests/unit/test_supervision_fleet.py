@@ -272,7 +272,7 @@ class TestLoss:
 class TestScale:
     def test_more_start_and_join(self, world: World) -> None:
         world.serve()
-        assert world.fleet.scale(3) == (True, "2 replicas; 1 more start")
+        assert world.fleet.scale(3) == (True, "2 replicas; 1 more to start")
         assert world.room.told == [("add", 2)]
         world.answer("start", 2)
         assert world.room.told[1:] == [("join", 2, "client 2", False)]

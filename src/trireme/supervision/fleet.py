@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from trireme import waits
 from trireme.cluster import has_place
+from trireme.common_plan import count
 from trireme.config import Config
 from trireme.errors import BadInput, RoomFailed, TriremeError
 from trireme.supervision.roster import Health, Roster
@@ -108,6 +109,7 @@ class Fleet:
         self._again, self._place = again, place
         self._states: dict[int, State] = {}
         self._since: dict[int, float] = {}  # when each was started or lost last
+        self._successors: set[int] = set()  # those of them that have not served yet
         self._serving: Serving | None = None
         self._reports: list[tuple[float, int, str]] = []  # from when on to believe which failure
 
@@ -174,14 +176,18 @@ class Fleet:
         for index in leaving[: max(len(staying) - wanted, 0)]:
             self._leave(index)
         change = wanted - len(staying)
-        what = f"{change} more start" if change > 0 else f"{-change} finish what they sample, and leave"
-        return True, f"{len(staying)} replicas; {what}" if change else f"there are {wanted} already"
+        if not change:
+            return True, f"there are {wanted} already"
+        what = f"{change} more to start" if change > 0 else f"{-change} to leave, once they have done what they sample"
+        return True, f"{count(len(staying), 'replica')}; {what}"
 
     # ---------------------------------------------------------------------------------------------- one replica's way
 
     def _starts(self, index: int, ready: Any, successor: bool = False) -> None:
         self._since[index] = time.monotonic()
         self._states[index] = State.STARTING
+        if successor:
+            self._successors.add(index)
         self._roster.set(name_of(index), Health.STARTING, pids=(), successor=successor)
         self._watch.wait_for(ready, name_of(index), partial(self._started, index))
 
@@ -208,10 +214,10 @@ class Fleet:
             self._become(index, State.SERVING)
             return
         self._become(index, State.SERVING)
-        part = self._roster.part(name_of(index))
-        if part and part.restarts:
+        if index in self._successors:  # not when it joins the next attempt
+            self._successors.remove(index)
             took = time.monotonic() - self._since[index]
-            self._roster.note(part.name, f"its successor serves, {took:.1f} s after it was started")
+            self._roster.note(name_of(index), f"its successor serves, {took:.1f} s after it was started")
 
     def _leave(self, index: int) -> None:
         if self._serving is None or self._states[index] is not State.SERVING:

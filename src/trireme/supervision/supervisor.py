@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from trireme import waits
 from trireme.cluster import Progress
+from trireme.common_plan import count
 from trireme.config import Config
 from trireme.errors import RoomFailed, TriremeError
 from trireme.supervision.fleet import Fleet, Replicas, Serving, index_of
@@ -66,6 +67,7 @@ class Supervisor:
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="supervisor", daemon=True)
         self._attempts = 0
+        self._ended = 0.0  # when the attempt before this one did
         self._core_failure: TriremeError | None = None
         self._fatal: TriremeError | None = None
 
@@ -111,6 +113,13 @@ class Supervisor:
             progress(missing, waited)
             time.sleep(TICK_S)
 
+    def goes_on(self) -> None:
+        """The attempt has loaded what it starts from."""
+        if self._attempts > 1:
+            took = time.monotonic() - self._ended
+            done = count(self.roster.step, "step")
+            self.roster.note(CORE, f"built again in {took:.1f} s: attempt {self.roster.attempt} goes on after {done}")
+
     def _missing(self, all_of_them: bool) -> list[str]:
         with self._lock:
             return self._fleet.missing(all_of_them)
@@ -118,6 +127,7 @@ class Supervisor:
     def detach(self, failure: BaseException | None) -> None:
         """The attempt ends, with `failure` if there is one: trainer and orchestrator are about to be taken down. Of
         one that hangs, all actors write where they are to their logs."""
+        self._ended = time.monotonic()
         with self._lock:
             hangs = isinstance(failure, RoomFailed) and failure is not self._core_failure and not waits.died(failure)
             if hangs:
