@@ -209,6 +209,10 @@ class TestLoss:
         world.answer("join", 1)
         assert world.health()["inference_1"] is Health.HEALTHY
         assert [incident.part for incident in world.roster.incidents] == ["inference_1"] * 2
+        world.fleet.detach()
+        world.fleet.attach(world.room)
+        world.answer("join", 1)
+        assert len(world.roster.incidents) == 2, "that it joins the next attempt too is no news"
 
     def test_one_that_says_itself_that_it_is_of_no_use_is_replaced(self, world: World) -> None:
         world.serve()
