@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import ray
 
 from inference.engine import (
@@ -304,15 +306,17 @@ class Replica:
         self.sampling.resume(version=self.identity.version if self.identity else None)
 
     async def update_weights(self, published: PublishedWeights) -> UpdateReport:
-        """Takes `published` while requests are in flight. Raises WeightsRefused or RoomFailed; after either this
+        """Takes `published` while requests are in flight. Raises RoomFailed when the bytes are not to be had, because
+        whoever published them is dead: then nothing has changed. Raises WeightsRefused or RoomFailed; after either this
         replica is of no more use, and its requests are given up: no token leaves it whose weights were not proved."""
         started = time.monotonic()
         self._raise_if_broken()
+        step = partial(self._step, deadline=started + self.cfg.timeouts.update_s)
+        buckets = await self._fetch(published, step)
         try:
             fault_point("inference.update")
-            step = partial(self._step, deadline=started + self.cfg.timeouts.update_s)
             with trace.span("update", "update", version=published.identity.version):
-                await self._receive(published, step)
+                await self._receive(published, buckets, step)
                 async with self.pausing:
                     if self._drains:
                         await self._drained(published.identity, started)
@@ -329,10 +333,15 @@ class Replica:
         await self._guarded("a name for its weights", label, self.cfg.timeouts.update_s)
         self.identity = identity
 
-    async def _receive(self, published: PublishedWeights, step: Step) -> None:
+    async def _fetch(self, published: PublishedWeights, step: Step) -> list[npt.NDArray[np.uint8]]:
+        try:
+            return await step("fetch", asyncio.gather(*published.buckets))
+        except Exception as error:
+            raise as_failure(f"{self.name}, fetching version {published.identity.version}", error) from error
+
+    async def _receive(self, published: PublishedWeights, buckets: Sequence[npt.NDArray[np.uint8]], step: Step) -> None:
         """Brings the bytes into the engine process and checks them, while requests go on."""
         self._check_base(published)
-        buckets = await step("fetch", asyncio.gather(*published.buckets))
         with in_memory_files(buckets) as paths:
             shipment = pickle.dumps(Shipment(published.identity, published.entries, paths, published.adapter))
             reason = await step("receive", self._in_engine("receive_weights", args=(shipment,)))

@@ -183,8 +183,8 @@ def test_a_killed_driver_takes_everything_along(tmp_path: Path) -> None:
         ("inference.loaded@2=corrupt", r"canary of version"),
     ],
 )
-def test_a_fault_in_a_room_stops_the_run_with_its_reason(tmp_path: Path, fault: str, told: str) -> None:
-    ended = run_rl(tmp_path, *LONG, environ={"TRIREME_FAULTS": fault})
+def test_a_fault_in_a_room_stops_a_run_without_restarts_with_its_reason(tmp_path: Path, fault: str, told: str) -> None:
+    ended = run_rl(tmp_path, *LONG, "--cluster.max-restarts", "0", environ={"TRIREME_FAULTS": fault})
     assert ended.code == EXIT_FAILED, ended.out
     assert told in ended.out.replace("\n", " ")
     assert len(ended.rows) < 200

@@ -250,6 +250,24 @@ def published(version: int) -> PublishedWeights:
     return PublishedWeights(WeightIdentity(1, version, "d"), (), (empty_bucket(),), canary)
 
 
+async def bucket_of_a_dead_trainer() -> Any:
+    raise OSError("its owner has died")
+
+
+def test_weights_that_cannot_be_fetched_change_nothing() -> None:
+    """Whoever published them is dead; the replica takes the next ones."""
+
+    async def run() -> None:
+        made = UpdatingReplica("recompute_kv")
+        lost = replace(published(version=1), buckets=(bucket_of_a_dead_trainer(),))
+        with pytest.raises(RoomFailed, match=r"inference replica 0, fetching version 1: OSError: its owner has died"):
+            await made.update_weights(lost)
+        assert made.broken is None
+        assert (await made.update_weights(published(version=2))).identity.version == 2
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("on_update", "pause", "reprefilled"), [("recompute_kv", "pause keep, clear", 20), ("keep_kv", "pause keep", 0)]
 )
