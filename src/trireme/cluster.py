@@ -8,6 +8,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import accumulate
 from typing import Any
 
 import psutil
@@ -131,20 +132,28 @@ def cluster_resources() -> Resources:
 
 
 def reserve(
-    resources: Sequence[Mapping[str, float]], timeout_s: float, progress: Progress, ending: ExitStack
+    resources: Sequence[Mapping[str, float]],
+    timeout_s: float,
+    progress: Progress,
+    ending: ExitStack,
+    blocks: Sequence[int] = (),
 ) -> tuple[PlacementGroup, list[dict[str, Any]]]:
     """Places for actors with these Ray resources, all at once, packed on as few nodes as possible; and the options of
-    each actor in its place. `ending` gives them back."""
-    bundles = [_bundle(each) for each in resources]
+    each actor in its place. `ending` gives them back. `blocks`: how many, from the first on, are on one node together;
+    those that are left go one by one. Raises BadInput when no node is large enough for a block."""
+    blocks = [*blocks, *[1] * (len(resources) - sum(blocks))]
+    bundles = [_together(resources[end - size : end]) for size, end in zip(blocks, accumulate(blocks), strict=True)]
+    _refuse_unless_a_node_has([bundle for bundle, size in zip(bundles, blocks, strict=True) if size > 1])
     group = placement_group(bundles, strategy="PACK")
     ending.callback(remove_placement_group, group)
     waits.get_all(
         [group.ready()],
-        who=[f"Ray to place {len(bundles)} actors ({bundles})"],
+        who=[f"Ray to place {len(resources)} actors ({bundles})"],
         timeout_s=timeout_s,
         on_tick=progress,
     )
-    strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(bundles))]
+    places = [n for n, size in enumerate(blocks) for _ in range(size)]
+    strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=n) for n in places]
     return group, [{**r, "scheduling_strategy": s} for r, s in zip(resources, strategies, strict=True)]
 
 
@@ -175,6 +184,23 @@ def _signal(pids: Sequence[int], number: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def _together(options: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One bundle for several actors: Ray never splits one over nodes."""
+    bundles = [_bundle(each) for each in options]
+    return {name: sum(bundle[name] for bundle in bundles) for name in bundles[0]}
+
+
+def _refuse_unless_a_node_has(bundles: Sequence[Mapping[str, float]]) -> None:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for bundle in bundles:
+        if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes):
+            most = {name: max(node.get(name, 0) for node in nodes) for name in bundle}
+            raise BadInput(
+                f"trainer.gpus_per_node asks for {dict(bundle)} on one node, of which no node has more than {most}; "
+                "expected a number of shards that one node can hold: lower --trainer.gpus-per-node, or leave it out"
+            )
 
 
 def _bundle(options: Mapping[str, float]) -> dict[str, float]:

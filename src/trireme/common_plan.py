@@ -132,6 +132,12 @@ class CommonPlan(ABC):
         return [self._options() for _ in range(self.config.trainer.processes)]
 
     @property
+    def trainer_blocks(self) -> list[int]:
+        """Shards, rank after rank, that are on one node: how many in each block."""
+        shards, block = self.config.trainer.processes, self.config.trainer.gpus_per_node or 1
+        return [min(block, shards - first) for first in range(0, shards, block)]
+
+    @property
     def common_warnings(self) -> list[str]:
         """Those of its checks, and of how the trainer computes where it does."""
         return [*self.notes, *computing_warnings(self.config, on_gpus=self.on_gpus)]

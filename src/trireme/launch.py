@@ -57,7 +57,7 @@ def places(config: Config, plan: Plan, run: RunDir, progress: Progress) -> Itera
     """Places for all actors. The replicas, which take longest to start, begin to; all are stopped at the end."""
     with ExitStack() as ending:
         resources = [*plan.trainer_options_R, *plan.inference_options_N, plan.orchestrator_options]
-        group, options = reserve(resources, config.timeouts.start_s, progress, ending)
+        group, options = reserve(resources, config.timeouts.start_s, progress, ending, plan.trainer_blocks)
         shards, replicas = len(plan.trainer_options_R), len(plan.inference_options_N)
         inference = InferenceGroup.start(config, options[shards : shards + replicas], run.logs)
         ending.callback(inference.stop)

@@ -126,7 +126,7 @@ def _start(config: Config, plan: LoopPlan, logs: Path, ending: ExitStack) -> tup
     logs.mkdir(parents=True, exist_ok=True)
     deadline, shards = time.monotonic() + config.timeouts.start_s, len(plan.trainer_options_R)
     resources = [*plan.trainer_options_R, *plan.inference_options_N]
-    _, options = reserve(resources, config.timeouts.start_s, progress, ending)
+    _, options = reserve(resources, config.timeouts.start_s, progress, ending, plan.trainer_blocks)
     inference = InferenceGroup.start(config, options[shards:], logs) if options[shards:] else None
     if inference:
         ending.callback(inference.stop)

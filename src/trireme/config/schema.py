@@ -163,6 +163,11 @@ class CommonTrainer(Section):
         description="Copies of the model, each spread over `shards` processes (HSDP); there are shards x replicate of "
         "them in all.",
     )
+    gpus_per_node: PositiveInt | None = Field(
+        None,
+        description="So many processes, rank after rank, are always on one node; none = Ray packs all actors on as few "
+        "nodes as it can.",
+    )
     loss_normalization: LossNormalization = Field(
         "token_mean",
         description="What the gradient of a substep is divided by: its loss tokens, its sequences, or nothing.",

@@ -23,7 +23,8 @@ def started_trainer(config: SftConfig, plan: SftPlan, run: RunDir, progress: Pro
     """All shards, ready; stopped however the run ends."""
     deadline, log_dir = time.monotonic() + config.timeouts.start_s, run.logs
     with ExitStack() as ending:
-        _, options = reserve(plan.trainer_options_R, config.timeouts.start_s, progress, ending)
+        limit = config.timeouts.start_s
+        _, options = reserve(plan.trainer_options_R, limit, progress, ending, plan.trainer_blocks)
         trainer = TrainerGroup.start(config, options, log_dir, run.start.attempt)
         ending.callback(trainer.stop)
         refs, names = trainer.ready_refs()
