@@ -69,6 +69,7 @@ class Router:
         self._changing = asyncio.Lock()  # weights, and who is to have them
         self._newest: PublishedWeights | None = None
         self._loaded: WeightIdentity | None = None
+        self._joining: Member | None = None
 
     def acknowledged(self) -> dict[int, int]:
         """Version that each live replica has acknowledged: {replica: version}. Empty before the first update."""
@@ -251,18 +252,22 @@ class Router:
         weights first, if any were published; never while an update is under way. Raises what it fails with."""
         async with self._changing:
             self.leave(index, f"{client.name} has a successor")
-            joiner = Member(index, client)
-            if self._newest:
-                await self._update_one(joiner, self._newest, asyncio.Semaphore())
-            elif self._loaded:
-                await self._adopt_one(joiner, self._loaded)
+            joiner = self._joining = Member(index, client)
+            try:
+                if self._newest:
+                    await self._update_one(joiner, self._newest, asyncio.Semaphore())
+                elif self._loaded:
+                    await self._adopt_one(joiner, self._loaded)
+            finally:
+                self._joining = None
             self._fleet.add(joiner)
 
     def leave(self, index: int, reason: str) -> None:
         """Replica `index` is dead, says who watches it: one that hangs raises nothing by itself. `next_failure` does
         not tell of it."""
-        if member := self._fleet.members.get(index):
-            self._fleet.dismiss(member, RoomFailed(reason))
+        for member in (self._fleet.members.get(index), self._joining):
+            if member and member.index == index:
+                self._fleet.dismiss(member, RoomFailed(reason))
 
     async def drain(self, index: int, timeout_s: float) -> None:
         """Replica `index` gets no new requests and leaves: as soon as those in flight are finished, or after
@@ -272,9 +277,9 @@ class Router:
         member.draining = True
         await self._without_requests(member, timeout_s)
         if member.asked:
-            await self._abort(member, list(member.asked))
+            self._spawn(self._abort(member, list(member.asked)))
             await self._without_requests(member, HAND_OVER_S)
-        self.leave(index, f"{member.name} was drained")
+        self._fleet.dismiss(member, RoomFailed(f"{member.name} was drained"))
 
     async def _without_requests(self, member: Member, timeout_s: float) -> None:
         """Returns when nothing that `member` has now is asked of it any more, or after `timeout_s` seconds."""

@@ -1,0 +1,236 @@
+"""The router over replicas that die, hang, leave and join at any moment: each request is answered exactly once, and
+its answer is what a single replica that lives for ever would have given.
+
+A token says where it stands in its sequence and which version sampled it, so that a token lost, drawn twice or
+attributed to the wrong version is seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+import virtual_time
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.fleet import Outcome
+from inference.progress import NOTHING, Progress
+from inference.router import Router
+from trireme.errors import RoomFailed, TriremeError
+from trireme.protocols import ReplicaLoad
+from trireme.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
+from trireme.weights import Canary, PublishedWeights, UpdateReport
+
+TOKEN_S = 0.25
+UPDATE_S = 0.5
+WATCHED_S = 2.0
+"""After so long somebody sees that a replica hangs."""
+PATIENCE_S = 1000.0
+SHARE = 1000
+"""A token is SHARE times its place, and the version that sampled it."""
+
+
+def weights(version: int) -> PublishedWeights:
+    identity = WeightIdentity(1, version, f"d{version}")
+    return PublishedWeights(identity, (), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4))
+
+
+class Slow:
+    """A `ReplicaClient` that makes a token each TOKEN_S of every request. The first token of a prompt says how long
+    prompt and answer become together."""
+
+    def __init__(self, index: int) -> None:
+        self.name = f"replica {index}"
+        self.index = index
+        self.identity: WeightIdentity | None = None
+        self.made: dict[str, list[tuple[int, WeightIdentity]]] = {}
+        self.dead: TriremeError | None = None
+        self.hangs = self.engine_dead = False
+        self.given_up: set[str] = set()
+
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
+        outbox: asyncio.Queue[tuple[int, Outcome]] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._one(index, request, outbox)) for index, request in enumerate(requests)]
+        try:
+            for _ in requests:
+                index, outcome = await outbox.get()
+                await self.alive()
+                yield index, outcome
+            if self.engine_dead:
+                raise RoomFailed(f"{self.name}: its engine died")
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _one(self, index: int, request: SampleRequest, outbox: asyncio.Queue[tuple[int, Outcome]]) -> None:
+        name, prompt = request.request_id, request.prompt
+        made = self.made[name] = []
+        while len(prompt) + len(made) < prompt[0]:
+            await asyncio.sleep(TOKEN_S)
+            if self.dead or self.hangs:
+                outbox.put_nowait((index, NOTHING))
+                return
+            if self.engine_dead or name in self.given_up:
+                outbox.put_nowait((index, progress_of(made, 0)))
+                return
+            assert self.identity, "asked only once it has weights"
+            made.append((len(prompt) + len(made), self.identity))
+        whole = progress_of(self.made.pop(name), 0)
+        outbox.put_nowait((index, SampledSequence(whole.tokens, whole.logprobs, "stop", whole.spans)))
+
+    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
+        await self.alive()
+        found = {name: progress_of(self.made[name], start) for name, start in known.items() if name in self.made}
+        return {name: progress for name, progress in found.items() if len(progress.tokens)}
+
+    async def update_weights(self, published: PublishedWeights) -> UpdateReport:
+        await asyncio.sleep(UPDATE_S)
+        await self.alive()
+        self.identity = published.identity
+        return UpdateReport(self.index, published.identity, 0.0, 0, UPDATE_S)
+
+    async def adopt(self, identity: WeightIdentity) -> None:
+        self.identity = identity
+
+    async def load(self) -> ReplicaLoad:
+        await self.alive()
+        return ReplicaLoad(0, 0, 0.0, 0)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self.alive()
+        self.given_up.update(request_ids)
+
+    async def alive(self) -> None:
+        if self.dead:
+            raise self.dead
+        if self.hangs:
+            await asyncio.Event().wait()
+
+
+def progress_of(made: Sequence[tuple[int, WeightIdentity]], start: int) -> Progress:
+    spans: list[VersionSpan] = []
+    for i, (_, identity) in enumerate(made[start:], start):
+        if spans and spans[-1].identity == identity:
+            spans[-1] = VersionSpan(identity, spans[-1].start, i + 1)
+        else:
+            spans.append(VersionSpan(identity, i, i + 1))
+    tokens = np.asarray([SHARE * place + identity.version for place, identity in made[start:]], np.int32)
+    return Progress(start, tokens, -tokens.astype(np.float32), tuple(spans))
+
+
+@dataclass
+class Fleet:
+    """Replicas, and those who watch them: what fails, or hangs for WATCHED_S, has a successor `restart_s` later."""
+
+    router: Router
+    replicas: dict[int, Slow]
+    restart_s: float
+
+    async def watch(self) -> None:
+        while True:
+            index, _ = await self.router.next_failure()
+            await self.replace(index)
+
+    async def replace(self, index: int) -> None:
+        await asyncio.sleep(self.restart_s)
+        successor = self.replicas[index] = Slow(index)
+        try:
+            await self.router.join(index, successor)
+        except TriremeError:
+            await self.replace(index)
+
+    async def event(self, what: str, index: int) -> None:
+        replica = self.replicas[index]
+        if what == "dies":
+            replica.dead = RoomFailed(f"{replica.name} died")
+        elif what == "its engine dies":
+            replica.engine_dead = True
+        elif what == "leaves":
+            await self.router.drain(index, 1.0)
+            await self.replace(index)
+        elif what == "hangs":
+            replica.hangs = True
+            await asyncio.sleep(WATCHED_S)
+            replica.dead = RoomFailed(f"{replica.name} was killed")
+            if self.replicas[index] is replica:
+                self.router.leave(index, f"{replica.name} hangs")
+                await self.replace(index)
+
+
+EVENTS = ["dies", "its engine dies", "leaves", "hangs"]
+times = st.floats(0.0, 30.0, allow_nan=False)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    replicas=st.integers(1, 4),
+    requests=st.lists(st.tuples(times, st.integers(3, 60)), min_size=1, max_size=8),
+    events=st.lists(st.tuples(times, st.sampled_from(EVENTS), st.integers(0, 3)), max_size=6),
+    updates=st.lists(times, max_size=4),
+    restart_s=st.floats(0.0, 20.0),
+    one_version=st.booleans(),
+)
+def test_each_request_is_answered_once_and_whole(
+    replicas: int,
+    requests: list[tuple[float, int]],
+    events: list[tuple[float, str, int]],
+    updates: list[float],
+    restart_s: float,
+    one_version: bool,
+) -> None:
+    async def run() -> None:
+        first = {index: Slow(index) for index in range(replicas)}
+        router = Router(first, one_version=one_version, patience_s=PATIENCE_S)
+        fleet = Fleet(router, dict(first), restart_s)
+        await router.update_weights(weights(0))
+
+        async def event(at_s: float, what: str, index: int) -> None:
+            await asyncio.sleep(at_s)
+            await fleet.event(what, index)
+
+        async def ask(at_s: float, request: SampleRequest) -> SampledSequence:
+            await asyncio.sleep(at_s)
+            return await router.sample(request)
+
+        async def update() -> None:
+            for version, at_s in enumerate(sorted(updates), 1):
+                await asyncio.sleep(max(at_s - asyncio.get_running_loop().time(), 0.0))
+                await router.update_weights(weights(version))
+
+        background = [
+            asyncio.create_task(work)
+            for work in (
+                fleet.watch(),
+                update(),
+                *(event(at_s, what, index % replicas) for at_s, what, index in events),
+            )
+        ]
+        answers = await asyncio.gather(
+            *(
+                ask(at_s, SampleRequest(f"r{i}", (length, 0), SamplingParams(max_tokens=length), "r"))
+                for i, (at_s, length) in enumerate(requests)
+            )
+        )
+        for (_, length), answer in zip(requests, answers, strict=True):
+            check(answer, length)
+        assert not any(member.asked for member in router._fleet.live)
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+
+    with mock.patch("inference.router.PROGRESS_S", 0.7):
+        virtual_time.run(run())
+
+
+def check(answer: SampledSequence, length: int) -> None:
+    places, versions = np.divmod(answer.tokens, SHARE)
+    assert places.tolist() == list(range(2, length)), "each token once, in its place"
+    assert (answer.logprobs == -answer.tokens).all()
+    assert [span.start for span in answer.spans] == [0, *(span.end for span in answer.spans)][:-1]
+    said = np.concatenate([np.full(span.end - span.start, span.identity.version) for span in answer.spans])
+    assert (said == versions).all()
+    assert (np.diff(versions) >= 0).all(), "whoever joins has weights as new as those that are in flight"
