@@ -106,14 +106,19 @@ def test_killed_here_and_there(tmp_path: Path, reference: Ended) -> None:
 GAMES = [
     *("@", str(ROOT / "configs" / "guess.toml"), *DETERMINISTIC, "--max-steps", "4", "--eval.every", "0"),
     *("--checkpoint.async-save", "false"),
+    *("--env", '[{id = "guess"}, {id = "sort", group_size = 2, args = {max_digits = 4}}]'),
 ]
 
 
-def test_killed_in_the_middle_of_games_of_several_turns(tmp_path: Path) -> None:
+def test_killed_in_the_middle_of_games_of_several_turns_in_two_environments(tmp_path: Path) -> None:
     """All rollouts take a turn together, four turns a step: the fourteenth time that the replica samples is the second
-    turn of the last step. Its games are played again from their beginning, out of the commit after step 1."""
+    turn of the last step. Its games are played again from their beginning, out of the commit after step 1, which knows
+    where each environment stood in its problems."""
     reference = reference_run(tmp_path / "reference", GAMES)
     assert all(row["env/guess/turns_per_episode"] > 1 for row in reference.rows)
+    assert all(row["env/sort/turns_per_episode"] == 1 for row in reference.rows if "env/sort/turns_per_episode" in row)
+    problems = [group["problem"] for row in rows_of(reference.root / "trained.jsonl") for group in row["groups"]]
+    assert {problem.partition("/")[0] for problem in problems} == {"guess", "sort"}
     kill_and_compare(tmp_path, reference, GAMES, "inference.sample@14")
     assert [commit.name for commit in CheckpointStore(tmp_path / "run").commits()] == ["step_000002"]
     assert_goes_on_to_the_end(tmp_path, reference, *GAMES)
