@@ -119,10 +119,8 @@ class Run:
         lines = file.read_text().splitlines() if file.exists() else []
         return [event for line in lines if (event := _event(line))]
 
-    def incidents(self, part: str) -> list[dict[str, Any]]:
-        file = self.root / "incidents.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        return [row for row in rows if row["part"] == part]
+    def incidents(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.root / "incidents.jsonl").read_text().splitlines()]
 
 
 def _event(line: str) -> dict[str, Any] | None:
@@ -202,7 +200,7 @@ def lose_shard() -> Shard:
             killed = time.time()
             shard.send_signal(signal.SIGKILL)
             step = run.wait_for("a step of the next attempt", lambda: spans(run, "driver_0", "step"))[0]
-            noticed = run.incidents("trainer_1")[0]["at"]
+            noticed = run.incidents()[0]["at"]
             publishing = spans(run, "trainer_0", "publish")[0]["ts"] / 1e6
         loaded_start_s = bare("shards", run.root / "config.json", commit)
     begun, step_s = step["ts"] / 1e6, step["dur"] / 1e6
