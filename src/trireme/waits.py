@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from trireme.errors import RoomFailed, TriremeError
 
 TICK_S = 1.0
+COLOURS = re.compile(r"\x1b\[\d+m")
 
 
 def failure(error: BaseException, who: str, log: Path | None) -> TriremeError:
@@ -28,7 +29,7 @@ def failure(error: BaseException, who: str, log: Path | None) -> TriremeError:
         cause = error.cause
         if isinstance(cause, TriremeError):
             return cause
-        return RoomFailed(f"{who} raised {type(cause).__name__}: {cause}{where}\n{error}")
+        return RoomFailed(f"{who} raised {type(cause).__name__}: {cause}{where}\n{COLOURS.sub('', str(error))}")
     if isinstance(error, RayActorError):
         return RoomFailed(f"{who} died: {_cause_of_death(error)}{where}")
     return RoomFailed(f"{who}: {type(error).__name__}: {error}{where}")
@@ -36,7 +37,7 @@ def failure(error: BaseException, who: str, log: Path | None) -> TriremeError:
 
 def _cause_of_death(error: RayActorError) -> str:
     """What Ray knows of it, without its advice: that is about Ray's own commands."""
-    said = " ".join(str(error).split())
+    said = " ".join(COLOURS.sub("", str(error)).split())
     pid, detail = re.search(r"pid: (\d+)", said), re.search(r"exit detail: (.*?)(?: Some common causes|$)", said)
     if pid and "connection error code 2" in said:  # all that is known of a process that was killed
         return f"process {pid[1]} was killed or crashed, or ran out of memory"
@@ -100,7 +101,9 @@ def _outcome(ref: Any, who: str) -> Any:
 
 def died(error: BaseException) -> bool:
     """Whether what `error` tells of is the end of a process, not something that its code raised."""
-    return isinstance(error.__cause__, RayError) and not isinstance(error.__cause__, RayTaskError)
+    cause = error.__cause__
+    raised = isinstance(cause, RayTaskError) or (isinstance(cause, RayActorError) and cause.actor_init_failed)
+    return isinstance(cause, RayError) and not raised
 
 
 def get(ref: Any, *, who: str, timeout_s: float, log: Path | None = None) -> Any:

@@ -63,6 +63,23 @@ def test_one_dead_room_ends_the_wait_for_the_others() -> None:
     ray.kill(healthy)
 
 
+@ray.remote(num_cpus=0)
+class Unmade:
+    def __init__(self) -> None:
+        raise ValueError("no such file")
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def test_an_actor_whose_making_raises_has_not_died() -> None:
+    """Making it again would raise the same again."""
+    with pytest.raises(RoomFailed, match="ValueError: no such file") as raised:
+        waits.get(Unmade.remote().pid.remote(), who="shard 0", timeout_s=60)
+    assert not waits.died(raised.value)
+    assert "\x1b" not in str(raised.value)
+
+
 def test_ray_would_print_a_page_for_a_process_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it does, and begins it with these words, `trireme.cluster` keeps it from the console."""
     printed: Queue[dict[str, Any]] = Queue()
