@@ -52,7 +52,7 @@ class OrchestratorActor:
         fault_point("orchestrator.start")
         cfg = self._cfg
         tokenizer, group_size = load_tokenizer(cfg.tokenizer_name), cfg.orchestrator.group_size
-        context = EnvContext(tokenizer, cfg.seed, group_size, "train", cfg.renderer, cfg.model.name)
+        context = EnvContext(tokenizer, cfg.seed, group_size, "train", cfg.renderer, cfg.model.start or cfg.model.name)
         open_workers(cfg.orchestrator.workers)
         held_out = replace(context, group_size=cfg.eval.samples, split="eval")
         self._pipeline = Pipeline(

@@ -107,6 +107,7 @@ def test_the_configuration_is_that_of_the_run_but_for_the_model_and_what_is_give
     subject = Subject.of(str(run), None)
     config = _config(subject, ["--eval.samples", "4"])
     assert config.model.name == subject.model
+    assert config.model.start == "gone", "environments that ask the start of the run ask it still"
     assert config.eval.samples == 4
     assert config.inference.sampling.max_tokens == 5
     assert config.eval_envs[0].args == {"digits": [3, 4]}

@@ -114,7 +114,7 @@ class ModelFacts:
 
 def with_absolute_paths(config: C) -> C:
     """The configuration with local directories as absolute paths: actors may work in another directory."""
-    names = {"name": config.model.name, "tokenizer": config.model.tokenizer}
+    names = {key: getattr(config.model, key) for key in ("name", "tokenizer", "start")}
     local = {
         key: str(Path(name).expanduser().absolute()) for key, name in names.items() if name and looks_like_path(name)
     }

@@ -65,6 +65,11 @@ class CheckpointConfig(Section):
 class ModelConfig(Section):
     name: str = Field(description="A Hugging Face model: a local directory or a name on the hub.")
     tokenizer: str | None = Field(None, description="Directory or hub name of the tokenizer; none = `model.name`.")
+    start: str | None = Field(
+        None,
+        description="What environments know as the model that the run starts from, such as an answerer that does not "
+        "learn; none = `model.name`. `trireme eval` of a commit sets it to that of the run.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Dtype of inference; auto = bfloat16 on GPUs, float32 on CPUs."
     )
