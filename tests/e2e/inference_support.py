@@ -134,10 +134,12 @@ class Room:
             await self.update()
 
     def difference(self, prompt: list[int], answer: SampledSequence) -> float:
-        """Largest difference of the answer's logprobs to those of the models that its spans name."""
+        """Largest difference of the answer's logprobs to those of the models that its spans name, mixed ones aside."""
         tokens = prompt + answer.tokens.tolist()
         worst = 0.0
         for span in answer.spans:
+            if span.mixed:
+                continue
             model = self.models[span.identity.version]
             expected = reference_logprobs(model, tokens)[len(prompt) - 1 :]
             worst = max(worst, float(np.abs(expected - answer.logprobs)[span.start : span.end].max()))
@@ -175,11 +177,11 @@ def start_pair(directory: Path) -> tuple[InferenceGroup, dict[str, Room]]:
     one of both, in which they update one after the other."""
     path = directory / "pair"
     random_model("qwen3", False, seed=0).save_pretrained(path)
-    options = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+    options: dict[str, Any] = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
     actor = ray.remote(Replica).options(max_concurrency=MAX_CALLS, **options)
     cfgs = {mode: make_config(path, False, on_update=mode, max_updating=1) for mode in ("keep_kv", "drain")}
     replicas = {i: actor.remote(cfg, i, directory / "logs" / "pair") for i, cfg in enumerate(cfgs.values())}
-    group = InferenceGroup(cfgs["drain"], replicas, directory / "logs" / "pair")
+    group = InferenceGroup(cfgs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
     references, who = group.ready_refs()
     pids = [health.engine_pid for health in get_all(references, who=who, timeout_s=300)]
     clients = {i: RayReplica(handle, f"replica {i}", None, 120, 60) for i, handle in replicas.items()}

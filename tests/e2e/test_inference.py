@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +29,12 @@ from inference_support import (
 from inference.client import SamplingClient
 from trireme.errors import RoomFailed, WeightsRefused
 from trireme.protocols import ReplicaLoad
+from trireme.stopping import tokens_until
+from trireme.tokenizer import load_tokenizer
 from trireme.types import ModelInput, SampleRequest, SamplingParams
 from trireme.waits import get
 
+ROOT = Path(__file__).parents[2]
 KINDS = {
     "tied": ("qwen3", True),
     "untied": ("qwen3", False),
@@ -99,6 +104,28 @@ def test_after_every_update_logprobs_are_those_of_the_published_model(rooms: dic
     asyncio.run(run())
     label = get(room.group.replicas[0].weight_version.remote(), who="replica", timeout_s=60)
     assert label == health(room).identity
+
+
+def test_a_string_ends_an_answer_in_the_engine(rooms: dict[str, Room]) -> None:
+    """With the token that completes it, wherever the tokens are cut; and it ends there, not after `max_tokens`."""
+    room, prompt = rooms["untied"], prompt_of(6)
+    tokenizer = load_tokenizer(str(ROOT / "assets" / "sort-base"))
+    tokenizer.save_pretrained(room.group.cfg.model.name)  # looked for when the first string comes
+    decode = tokenizer.decode
+
+    async def run() -> None:
+        whole = (await asyncio.gather(*begin(room, [request("whole", prompt, 60, seed=3)])))[0]
+        tokens = whole.tokens.tolist()
+        strings = (decode(tokens[20:23])[1:], "no such text")
+        end = tokens_until(strings, tokens, decode)
+        assert end is not None
+        asked = request("ended", prompt, 60, seed=3)
+        (ended,) = await asyncio.gather(*begin(room, [replace(asked, params=replace(asked.params, stop=strings))]))
+        assert (ended.tokens.tolist(), ended.stop_reason) == (tokens[:end], "stop")
+        np.testing.assert_array_equal(ended.logprobs, whole.logprobs[:end])
+        assert [(span.start, span.end) for span in ended.spans] == [(0, end)]
+
+    asyncio.run(run())
 
 
 def test_answers_over_three_versions_know_which_token_came_from_which(rooms: dict[str, Room]) -> None:
@@ -438,3 +465,82 @@ def test_a_killed_engine_fails_running_requests_and_updates(rooms: dict[str, Roo
     asyncio.run(run())
     with pytest.raises(RoomFailed, match="its engine process died"):
         health(room)
+
+
+def asked_of(room: Room, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[SampleRequest]]:
+    """What the router asks replicas for from now on, by the first tokens of the prompt."""
+    asked: dict[tuple[int, ...], list[SampleRequest]] = {}
+    plain = room.router._on_the_wire  # type: ignore[attr-defined]
+
+    def note(asked_for: SampleRequest) -> SampleRequest:
+        asked.setdefault(asked_for.prompt[:20], []).append(asked_for)
+        return plain(asked_for)
+
+    monkeypatch.setattr(room.router, "_on_the_wire", note)
+    return asked
+
+
+def check_continued(room: Room, prompts: list[list[int]], answers: list[Any], asked: dict[Any, Any]) -> list[Any]:
+    """The answers that two replicas made: what the first had is their beginning, and all logprobs are right."""
+    moved = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert room.difference(prompt, answer) < TOLERANCE
+        assert answer.spans[-1].end == len(answer.tokens) == 900
+        first, *later = asked[tuple(prompt[:20])]
+        for rest in later:
+            kept = len(rest.prompt) - len(first.prompt)
+            assert rest.prompt[len(first.prompt) :] == tuple(answer.tokens[:kept].tolist())
+            assert rest.params.max_tokens == 900 - kept
+            moved += [answer] if kept else []
+    return moved
+
+
+def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
+    pair: dict[str, Room], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First an engine dies in the middle of an update of the other replica: its actor can still say all that it has.
+    Then, with a successor in its place, the actor of the other: what it had is known but for the last moment."""
+    monkeypatch.setattr("inference.router.PROGRESS_S", 0.1)
+    room, prompts = pair["both"], [prompt_of(20 + i, seed=100 + i) for i in range(6)]
+    group, router = room.group, room.router
+
+    async def engine_dies() -> list[Any]:
+        before = (await room.update()).identity
+        running = begin(room, [request(f"engine {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
+        await some_tokens_later(room, "probe engine")
+        update = asyncio.create_task(room.update())
+        while router.acknowledged()[0] == before.version and not update.done():
+            await asyncio.wait([update], timeout=0.01)
+        await asyncio.sleep(0.2)
+        os.kill(room.engine_pid, signal.SIGKILL)
+        answers = await asyncio.gather(*running)
+        assert (await update).identity.version == before.version + 1
+        assert router.acknowledged() == {1: before.version + 1}
+        index, reason = await router.next_failure()
+        assert (index, reason) == (0, "inference replica 0: its engine process died")
+        return answers
+
+    asked = asked_of(room, monkeypatch)
+    moved = check_continued(room, prompts, asyncio.run(engine_dies()), asked)
+    newest = len(room.models) - 1
+    assert moved
+    for answer in moved:
+        told = [(span.identity.version, span.mixed) for span in answer.spans]
+        assert [told[0], told[-1]] == [(newest - 1, False), (newest, False)]
+        assert told[1:-1] in ([], [(newest, True)]), "on the keys and values of the version before"
+
+    async def actor_dies() -> list[Any]:
+        get(group.replace(0), who="the successor", timeout_s=300)
+        await router.join(0, group.client(0))
+        assert router.acknowledged() == {0: newest, 1: newest}
+        running = begin(room, [request(f"actor {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
+        await some_tokens_later(room, "probe actor")
+        await asyncio.sleep(0.3)
+        pulse = get(group.pulse_ref(1), who="the other replica", timeout_s=60)
+        assert pulse.behind_s < 30
+        os.kill(pulse.pids[0], signal.SIGKILL)
+        return await asyncio.gather(*running)
+
+    asked.clear()
+    assert check_continued(room, prompts, asyncio.run(actor_dies()), asked)
+    assert router.acknowledged() == {0: newest}
