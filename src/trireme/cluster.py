@@ -33,8 +33,10 @@ OBITUARY = "A worker died or was killed"
 
 
 def _without_obituaries() -> None:
-    """Ray prints a page for each process that was killed, whatever `log_to_driver` says, and has no option against it.
-    Who died is said by whoever waited for it, in a line."""
+    """Ray prints a page for each process that was killed, whatever `log_to_driver` says, and has no option against it;
+    and what others raised for whom nobody waits any more, because one died. Who died is said by whoever waited for it,
+    in a line."""
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     printed = ray._private.worker.print_to_stdstream
 
     def print_others(data: Mapping[str, Any], ignore_prefix: bool) -> None:

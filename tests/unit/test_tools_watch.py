@@ -192,13 +192,21 @@ def test_what_is_not_well_stands_in_the_headline(run: Path) -> None:
 
 
 def test_how_the_run_ended_is_told(run: Path) -> None:
-    assert "has not begun" in drawing.standing(None, alive=True)
+    here = f"running, process {os.getpid()}"
+    assert "has not begun" in drawing.standing(None, here)
     supervised(run)
-    assert drawing.standing(read_status(run), alive=True) == ""
-    assert "was killed" in drawing.standing(read_status(run), alive=False)
+    assert drawing.standing(read_status(run), here) == ""
+    assert "the driver was killed" in drawing.standing(read_status(run), "not running")
+    assert "a new command begins; the one before it was killed" in drawing.standing(
+        read_status(run), "running, process 1"
+    )
     with pytest.raises(LimitReached), StatusWriter(run, roster_of(Health.DEAD)):
         raise LimitReached("inference_0 failed 4 times")
-    assert drawing.standing(read_status(run), alive=False) == "ended with exit code 3: inference_0 failed 4 times"
+    ended = "ended with exit code 3: inference_0 failed 4 times"
+    assert drawing.standing(read_status(run), "not running") == ended
+    assert drawing.standing(read_status(run), here) == ended
+    anew = drawing.standing(read_status(run), "running, process 1")
+    assert anew == f"a new command begins; the one before it {ended}"
     status = read_status(run)
     assert status is not None
     assert drawing.troubles(status, status.at + 1000) == ""
@@ -325,12 +333,15 @@ def test_plain_lines_follow_to_the_end(run: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_plain_lines_tell_incidents_among_the_steps(run: Path) -> None:
     supervised(run)
+    at = [1.8e9 - 20, 1.8e9 - 10, 1.8e9 + 10]
+    timed = [json.loads(line) | {"time/unix": t} for line, t in zip(rows(0, 3).splitlines(), at, strict=True)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in timed))
     said: list[str] = []
     plain.follow(Follower(run), said.append)
     assert [line.split()[:2] for line in said] == [
         ["step", "1/10"],
         ["step", "2/10"],
-        ["attempt", "1,"],
+        ["!", "attempt"],
         ["step", "3/10"],
         ["step", "3/10"],
         ["the", "driver"],

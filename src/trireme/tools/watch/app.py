@@ -90,15 +90,15 @@ class Watch(App[None]):
         line = drawing.headline(self.follower.config, self.follower.rows, driver)
         trouble = drawing.troubles(status, now.timestamp()) if drawing.goes_on(driver) else ""
         self.query_one("#headline", Static).update(Text(f"{self.follower.root.name}  {line}  {trouble}"))
-        self._show_health(status, drawing.goes_on(driver), now)
+        self._show_health(status, driver, now)
         if changed:
             self._refresh_curves()
             self.query_one("#rooms", Static).update(drawing.rooms_table(self.follower.rows))
         await self._refresh_logs()
         self._refresh_groups()
 
-    def _show_health(self, status: Status | None, alive: bool, now: datetime) -> None:
-        self.query_one("#standing", Static).update(Text(drawing.standing(status, alive)))
+    def _show_health(self, status: Status | None, driver: str, now: datetime) -> None:
+        self.query_one("#standing", Static).update(Text(drawing.standing(status, driver)))
         self.query_one("#parts", Static).update(drawing.parts_table(status, now))
         text = drawing.incidents_text(self.follower.incidents(), now)
         self.query_one("#incidents_text", Static).update(text)

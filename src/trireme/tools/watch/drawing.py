@@ -92,13 +92,17 @@ def troubles(status: Status | None, now: float) -> str:
     return ", ".join(f"{part.name} {part.health}" for part in status.parts if part.health != Health.HEALTHY)
 
 
-def standing(status: Status | None, alive: bool) -> str:
-    """What the table of parts is about. `alive`: as far as can be seen the driver lives."""
+def standing(status: Status | None, driver: str) -> str:
+    """What the table of parts is about. `driver`: what `Follower.driver` says."""
     if status is None:
         return "this run says nothing of its parts: it has not begun, or nobody supervises it"
+    begins = goes_on(driver) and not driver.endswith(f"process {status.pid}")
+    before = "a new command begins; the one before it " if begins else ""
     if status.ended:
-        return f"ended with exit code {status.ended.exit_code}: {status.ended.why}"
-    return "" if alive else "the driver was killed, and all parts with it; so they were before"
+        return f"{before}ended with exit code {status.ended.exit_code}: {status.ended.why}"
+    if begins:
+        return f"{before}was killed, and all its parts with it"
+    return "" if goes_on(driver) else "the driver was killed, and all parts with it; so they were before"
 
 
 def parts_table(status: Status | None, now: datetime) -> Table:

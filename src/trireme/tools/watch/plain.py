@@ -24,15 +24,15 @@ def follow(follower: Follower, say: Callable[[str], None]) -> None:
         if steps > len(follower.rows):
             steps = 0
             say("the run has gone back to a commit")
-        lines = [(row["step"] + 1, _step_line(follower, row)) for row in follower.rows[steps:]]
-        lines += [(incident.step, f"  {drawing.incident_line(incident)}") for incident in happened[incidents:]]
-        for _, line in sorted(lines, key=lambda line: line[0]):  # of those that are there already the times are unknown
+        lines = [(row.get("time/unix", 0.0), _step_line(follower, row)) for row in follower.rows[steps:]]
+        lines += [(incident.at, f"! {drawing.incident_line(incident)}") for incident in happened[incidents:]]
+        for _, line in sorted(lines, key=lambda line: line[0]):
             say(line)
         steps, incidents = len(follower.rows), len(happened)
         if not drawing.goes_on(driver):
             say(drawing.headline(follower.config, follower.rows, driver))
-            if follower.status():
-                say(drawing.standing(follower.status(), alive=False))
+            if status := follower.status():
+                say(drawing.standing(status, driver))
             return
         time.sleep(REFRESH_S)
 
