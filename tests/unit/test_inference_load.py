@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from inference.load import LoadLog
@@ -43,3 +46,17 @@ def test_a_sequence_that_ended_during_an_update_excuses_nothing_after_the_next()
     log.cache_cleared()
     log.record(*step(running=1, preempted=2))
     assert log.load(1).preemptions == 1
+
+
+def test_an_engine_is_silent_since_its_last_step_or_since_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("inference.load.time", SimpleNamespace(monotonic=lambda: now[0]))
+    log = LoadLog(None)
+    log.listen()
+    now[0] = 103.0
+    assert log.silent_s == 3
+    log.record(*step(running=1))
+    assert log.silent_s == 0
+    now[0] = 110.0
+    log.record(None, None)  # aborted requests alone: the engine lives
+    assert log.silent_s == 0

@@ -20,6 +20,7 @@ from inference.shipment import Shipment, in_memory_files
 from trireme.config import Config
 from trireme.config.schema import SamplingConfig
 from trireme.errors import BadInput, RoomFailed, WeightsRefused
+from trireme.protocols import Pulse
 from trireme.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.weights import Canary, PublishedWeights
 
@@ -82,7 +83,7 @@ def test_sampling_before_any_weights_is_refused() -> None:
 class EngineOfRequests:
     """Stands still when told so; every request that entered is answered once it goes on. `calls` in their order."""
 
-    errored = False
+    errored = dies = False
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -119,6 +120,8 @@ class EngineOfRequests:
 
     async def _answer(self, name: str) -> Any:
         await self.going.wait()
+        if self.dies:
+            raise RuntimeError("EngineDeadError")
         del self.output_processor.request_states[name]
         span = SimpleNamespace(version=self.label, start=0, end=1)
         logprobs = [{7: SimpleNamespace(logprob=-1.0)}]
@@ -174,6 +177,104 @@ def test_requests_are_not_held_up_outside_deterministic_mode() -> None:
         made = SamplingReplica(deterministic=False)
         await outcomes(made, requests_of("b", "a"))
         assert made.engine.calls == ["b", "a"]
+
+    asyncio.run(run())
+
+
+class PulsingReplica(SamplingReplica):
+    _engine_pid = 4242
+
+
+def test_a_pulse_tells_for_how_long_an_engine_with_work_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("inference.load.time", SimpleNamespace(monotonic=lambda: now[0]))
+    node = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "a node"))
+    monkeypatch.setattr("inference.replica.ray", node)
+
+    async def run() -> None:
+        made = PulsingReplica(deterministic=False)
+        now[0] = 100.0
+        assert await made.pulse() == Pulse((os.getpid(), 4242), "a node", 0.0), "it has nothing to do"
+        made.engine.going.clear()
+        sampling = asyncio.create_task(outcomes(made, requests_of("a")))
+        await turns()
+        made.load_log.listen()
+        now[0] = 107.0
+        assert (await made.pulse()).behind_s == 7
+        await made.pause()
+        assert (await made.pulse()).behind_s == 0, "it was told to stand still"
+        await made.resume()
+        now[0] = 109.0
+        await sampling
+        assert (await made.pulse()).behind_s == 0
+
+    asyncio.run(run())
+
+
+def unfinished(name: str) -> Any:
+    """As vLLM's RequestState of a request that has one token."""
+    return SimpleNamespace(
+        weight_version_starts=[(str(IDENTITY), 0)],
+        detokenizer=SimpleNamespace(output_token_ids=[7], num_output_tokens=lambda: 1),
+        logprobs_processor=SimpleNamespace(logprobs=[{7: SimpleNamespace(logprob=-1.0)}]),
+    )
+
+
+async def begun(made: SamplingReplica, *names: str) -> asyncio.Task[list[Any]]:
+    """Requests that have a token each and stand still."""
+    made.engine.going.clear()
+    sampling = asyncio.create_task(outcomes(made, requests_of(*names)))
+    await turns()
+    made.engine.output_processor.request_states.update({name: unfinished(name) for name in names})
+    return sampling
+
+
+def test_progress_is_what_requests_have_beyond_what_is_known() -> None:
+    async def run() -> None:
+        made = SamplingReplica(deterministic=False)
+        sampling = await begun(made, "a", "b")
+        told = await made.progress({"a": 0, "b": 1, "gone": 0})
+        assert {name: progress.tokens.tolist() for name, progress in told.items()} == {"a": [7]}
+        made.proved.clear()  # as an update does
+        assert await made.progress({"a": 0}) == {}
+        made.proved.set()
+        made.engine.going.set()
+        await sampling
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("verb", ["abort", "abort_all"])
+def test_aborted_requests_end_with_what_they_have(verb: str) -> None:
+    async def run() -> None:
+        made = SamplingReplica(deterministic=False)
+        sampling = await begun(made, "a", "b")
+        await (made.abort(["a", "b"]) if verb == "abort" else made.abort_all())
+        assert [answer.tokens.tolist() for answer in await sampling] == [[7], [7]]
+        assert made.running == made.engine.output_processor.request_states == {}
+
+    asyncio.run(run())
+
+
+def test_a_dead_engine_ends_requests_with_what_they_have() -> None:
+    async def run() -> None:
+        made = SamplingReplica(deterministic=False)
+        answers: list[Any] = []
+
+        async def sample() -> None:
+            async for together in made.sample(requests_of("a", "b")):
+                answers.extend(outcome for _, outcome in together)
+
+        made.engine.going.clear()
+        sampling = asyncio.create_task(sample())
+        await turns()
+        made.engine.output_processor.request_states.update(a=unfinished("a"), b=unfinished("b"))
+        made.engine.errored = True
+        made.engine.dies = True
+        made.engine.going.set()
+        with pytest.raises(RoomFailed, match="its engine process died"):
+            await sampling
+        assert [answer.tokens.tolist() for answer in answers] == [[7], [7]]
 
     asyncio.run(run())
 
