@@ -175,14 +175,17 @@ class TextRenderer(ABC):
         return message, ended and whole
 
     def ended(self, tokens: Sequence[int]) -> bool:
-        return self._read(tokens)[1]
+        return self._ended_by_token(tokens) or (bool(self.stop_strings) and self._read(tokens)[1])
+
+    def _ended_by_token(self, tokens: Sequence[int]) -> bool:
+        return bool(len(tokens)) and tokens[-1] in self._stop
 
     def _read(self, tokens: Sequence[int]) -> tuple[str, bool]:
         """The text of a message up to what ended it, and whether anything did."""
-        ended = bool(len(tokens)) and tokens[-1] in self._stop
-        text = str(self._tokenizer.decode(tokens[:-1] if ended else tokens))
+        by_token = self._ended_by_token(tokens)
+        text = str(self._tokenizer.decode(tokens[:-1] if by_token else tokens))
         place = first_of(self.stop_strings, text)
-        return text[:place], ended or place is not None
+        return text[:place], by_token or place is not None
 
     def parse_text(self, text: str) -> tuple[Message, bool]:
         """What an assistant's text says."""
