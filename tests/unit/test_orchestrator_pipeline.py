@@ -13,6 +13,7 @@ import pytest
 import virtual_time
 from orchestrator_fakes import (
     FakeSampler,
+    Fleet,
     OneStep,
     Problem,
     Problems,
@@ -620,3 +621,63 @@ def test_fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRIREME_FAULTS", f"{point}=raise")
         with pytest.raises(RuntimeError, match=point):
             asyncio.run(whole_run(Run(config(max_steps=1))))
+
+
+# ---- replicas come and go
+
+
+@pytest.mark.parametrize("verb", ["leave", "drain", "next_failure"])
+def test_who_has_left_holds_no_slots_any_more(verb: str) -> None:
+    """Replica 1 never takes version 1; so nothing of batch 2 is begun as long as it is there."""
+
+    async def scenario() -> None:
+        fleet = Fleet(0, 1)
+        async with Run(config(2, 5, max_steps_off_policy=0), sampler=fleet) as run:
+            fleet.late = {1}
+            await run.step(0)
+            await quiesce()
+            assert len(fleet.requests) == 4, "batch 0 alone"
+            if verb == "leave":
+                run.pipeline.leave(1, "killed")
+            elif verb == "drain":
+                await run.pipeline.drain(1, 5.0)
+            else:
+                fleet.versions.pop(1)
+                fleet.failures.put_nowait((1, "killed"))
+                assert await run.pipeline.next_failure() == (1, "killed")
+            await run.step(1)
+
+    asyncio.run(scenario())
+
+
+def test_a_joiner_counts_from_the_moment_that_it_has_the_newest_weights() -> None:
+    async def scenario() -> None:
+        fleet = Fleet()
+        async with Run(config(2, 5), sampler=fleet) as run:
+            await quiesce()
+            assert fleet.requests == [], "nobody is there to sample"
+            await run.pipeline.join(7, "its client", reserved=False)
+            assert fleet.said == [("join", 7, "its client")]
+            await run.step(0)
+            assert run.rows[0]["off_policy/max"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_reserved_replicas_join_and_fail_apart_from_the_others() -> None:
+    async def scenario() -> None:
+        fleet, reserved = Fleet(0), Fleet()
+        pipeline = Pipeline(config(2, 5), [Problems()], fleet, RolloutLimits(1000, 100), reserved=reserved)
+        await pipeline.join(3, "its client", reserved=True)
+        assert (fleet.said, reserved.said) == ([], [("join", 3, "its client")])
+        waiting = asyncio.create_task(pipeline.next_failure())
+        await quiesce()
+        reserved.failures.put_nowait((3, "died"))
+        fleet.failures.put_nowait((0, "died too"))
+        assert sorted([await waiting, await pipeline.next_failure()]) == [(0, "died too"), (3, "died")]
+        pipeline.leave(3, "died")
+        await pipeline.drain(0, 5.0)
+        assert [said[:2] for said in reserved.said] == [("join", 3), ("leave", 3), ("drain", 0)]
+        await pipeline.stop()
+
+    asyncio.run(scenario())
