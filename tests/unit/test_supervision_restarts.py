@@ -95,8 +95,19 @@ class TestPulses:
         pulses.watch("b")
         pulses.due(5.0)
         pulses.answered("b", 6.0)
-        assert pulses.silent(24.9) == {}
+        for second in range(7, 25):
+            assert pulses.silent(float(second)) == {}
         assert pulses.silent(25.0) == {"a": 20.0}
+
+    def test_a_watcher_that_slept_itself_blames_nobody_for_it(self) -> None:
+        """Stopped, or its machine was: the answers are there, it has only not looked yet."""
+        pulses = Pulses(60.0)
+        pulses.watch("a")
+        pulses.due(1.0)
+        assert pulses.silent(3600.0) == {}
+        for second in range(3601, 3605):
+            assert pulses.silent(float(second)) == {}
+        assert pulses.silent(3606.0)["a"] == 15.0 + 6.0, "it does answer nothing"
 
     def test_a_successor_is_not_blamed_and_nobody_is_after_leaving(self) -> None:
         pulses = Pulses(60.0)
