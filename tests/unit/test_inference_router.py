@@ -67,10 +67,13 @@ class FakeReplica:
         self.updates = 0
         self.spans: tuple[VersionSpan, ...] = ()
         self.loaded: ReplicaLoad | TriremeError = ReplicaLoad(0, 0, 0.0, 0)
+        self.made: dict[str, Progress] = {}
+        self.asked: list[SampleRequest] = []
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
         names = [named(r.request_id) for r in requests]
         self.groups.append(names)
+        self.asked += requests
         await self.go.wait()
         if self.failure:
             raise self.failure
@@ -82,7 +85,8 @@ class FakeReplica:
                 yield index, self.refused.get(names[index]) or answered
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
-        return {}
+        """Says at once all that is in `made`, whatever is known."""
+        return {name: self.made[named(name)] for name in known if named(name) in self.made}
 
     async def update_weights(self, published: PublishedWeights) -> UpdateReport:
         self.updates += 1
@@ -110,9 +114,9 @@ async def turns(n: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def fleet(n: int, fixed: bool = False, max_updating: int | None = None) -> tuple[Router, list[FakeReplica]]:
+def fleet(n: int, **options: Any) -> tuple[Router, list[FakeReplica]]:
     fakes = [FakeReplica(f"replica {i}") for i in range(n)]
-    return Router(dict(enumerate(fakes)), fixed=fixed, max_updating=max_updating), fakes
+    return Router(dict(enumerate(fakes)), **options), fakes
 
 
 @in_loop
@@ -319,8 +323,8 @@ UNKNOWN = VersionSpan(WeightIdentity(1, 2, "other"), 0, 4)
 KNOWN = VersionSpan(WEIGHTS.identity, 0, 4)
 
 
-async def updated_fleet(n: int) -> tuple[Router, list[FakeReplica]]:
-    router, fakes = fleet(n)
+async def updated_fleet(n: int, **options: Any) -> tuple[Router, list[FakeReplica]]:
+    router, fakes = fleet(n, **options)
     for replica, fake in enumerate(fakes):
         fake.update.set_result(report(replica))
         fake.spans = (KNOWN,)
@@ -421,3 +425,205 @@ async def test_a_replica_that_can_not_name_its_weights_stops_everything() -> Non
     second.failure = RoomFailed("replica 1 died")
     with pytest.raises(RoomFailed, match="replica 1 died"):
         await router.adopt(WeightIdentity(1, 0, "loaded"))
+
+
+# ---- what a lost replica had, and who comes in its place
+
+
+@pytest.fixture
+def told_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.router.PROGRESS_S", 0.0)
+
+
+def made(text: str, identity: WeightIdentity = WEIGHTS.identity) -> Progress:
+    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    return Progress(0, tokens, np.zeros(len(tokens), np.float32), (VersionSpan(identity, 0, len(tokens)),))
+
+
+@pytest.mark.usefixtures("told_often")
+@pytest.mark.parametrize("one_version", [False, True])
+@in_loop
+async def test_the_other_replica_is_asked_for_what_is_missing(one_version: bool) -> None:
+    router, (first, second) = await updated_fleet(2, one_version=one_version)
+    first.made, first.spans, second.spans = {"abc": made("x")}, (), (VersionSpan(WEIGHTS.identity, 0, 3),)
+    task = asyncio.create_task(router.sample(request("abc")))
+    await turns(20)
+    first.failure = RoomFailed("replica 0 died")
+    first.go.set()
+    second.go.set()
+    answer, (asked,) = await task, second.asked
+    if one_version:  # whose tokens have been of another
+        assert text(answer) == "abc"
+        assert (asked.prompt, asked.params) == (request("abc").prompt, request("abc").params)
+    else:
+        assert text(answer) == "xabc"
+        assert asked.prompt == (*request("abc").prompt, ord("x"))
+        assert asked.params.max_tokens == 3
+        assert answer.spans == (VersionSpan(WEIGHTS.identity, 0, 4),)
+    assert asked.request_id != first.asked[0].request_id, "what it said of the one is not taken for the other"
+
+
+@pytest.mark.usefixtures("told_often")
+@in_loop
+async def test_nothing_is_kept_of_what_a_replica_said_that_names_strange_weights() -> None:
+    router, (liar, honest) = await updated_fleet(2)
+    honest.spans = (VersionSpan(WEIGHTS.identity, 0, 3),)
+    liar.made = {"abc": made("x")}
+    tasks = [asyncio.create_task(router.sample(request(name))) for name in ("abc", "b")]
+    await turns(20)
+    liar.made = {"abc": made("xy", UNKNOWN.identity)}
+    await turns(20)
+    honest.go.set()
+    assert [text(await task) for task in tasks] == ["abc", "b"]
+    assert await router.next_failure() == (
+        0,
+        "replica 0 sampled tokens from weights 1:2:other (attempt:version:digest); it was given 1:3:d",
+    )
+
+
+@in_loop
+async def test_one_that_hangs_is_left_when_its_death_is_told_and_that_is_not_reported_again() -> None:
+    router, (_, other) = fleet(2)
+    tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    other.go.set()
+    other.update.set_result(report(1))
+    await turns(20)
+    assert not tasks[0].done()
+    assert not update.done()
+    router.leave(0, "replica 0 has not answered for 60 s")
+    router.leave(5, "nobody knows it")
+    assert [text(await task) for task in tasks] == ["r0", "r1"]
+    assert await update == [report(1)]
+    failure = asyncio.create_task(router.next_failure())
+    await turns()
+    assert not failure.done()
+    failure.cancel()
+
+
+@in_loop
+async def test_a_joiner_takes_the_newest_weights_before_it_serves_and_never_during_an_update() -> None:
+    router, (first,) = fleet(1)
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    joiner = FakeReplica("replica 1")
+    join = asyncio.create_task(router.join(1, joiner))
+    await turns()
+    assert (first.updates, joiner.updates) == (1, 0)
+    first.update.set_result(report(0))
+    await update
+    await turns()
+    assert joiner.updates == 1
+    busy = asyncio.create_task(wave(router, ["a", "b"]))
+    await turns()
+    assert (first.groups, joiner.groups) == ([["a0", "b1"]], []), "it has no weights yet"
+    assert router.acknowledged() == {0: 3}
+    joiner.update.set_result(report(1))
+    await join
+    assert router.acknowledged() == {0: 3, 1: 3}
+    late = asyncio.create_task(router.sample(request("late")))
+    await turns()
+    assert joiner.groups == [["late"]]
+    for fake in (first, joiner):
+        fake.go.set()
+    await asyncio.gather(busy, late)
+
+
+@in_loop
+async def test_a_joiner_that_fails_is_the_affair_of_who_asked_it_to_join() -> None:
+    router, _ = await updated_fleet(1)
+    joiner = FakeReplica("replica 1")
+    joiner.update.set_exception(RoomFailed("replica 1 died"))
+    with pytest.raises(RoomFailed, match="replica 1 died"):
+        await router.join(1, joiner)
+    hanging = FakeReplica("replica 1")
+    join = asyncio.create_task(router.join(1, hanging))
+    await turns()
+    router.leave(1, "replica 1 was killed")
+    with pytest.raises(RoomFailed, match="replica 1 was killed"):
+        await join
+    assert router.acknowledged() == {0: 3}
+    failure = asyncio.create_task(router.next_failure())
+    await turns()
+    assert not failure.done()
+    failure.cancel()
+
+
+@in_loop
+async def test_a_failure_of_which_there_is_a_successor_is_not_reported() -> None:
+    router, (first,) = fleet(1)
+    first.loaded = RoomFailed("replica 0 died")
+    with pytest.raises(RoomFailed):
+        await router.load()
+    await router.join(0, FakeReplica("replica 0"))
+    failure = asyncio.create_task(router.next_failure())
+    await turns()
+    assert not failure.done()
+    failure.cancel()
+
+
+@in_loop
+async def test_requests_updates_and_questions_wait_for_a_joiner_when_nobody_is_left() -> None:
+    router, (only,) = fleet(1, patience_s=20.0)
+    only.update.set_exception(RoomFailed("replica 0 died"))
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    await turns()
+    sampling, load = asyncio.create_task(router.sample(request("r"))), asyncio.create_task(router.load())
+    assert await router.next_failure() == (0, "replica 0 died")
+    await turns()
+    assert not any(task.done() for task in (update, sampling, load))
+    successor = FakeReplica("replica 0")
+    successor.update.set_result(report(0))
+    successor.go.set()
+    await router.join(0, successor)
+    assert await update == [report(0)]
+    assert successor.updates == 1
+    assert text(await sampling) == "r"
+    assert (await load).keys() == router.acknowledged().keys() == {0}
+
+
+@in_loop
+async def test_weights_that_every_replica_refuses_are_refused() -> None:
+    """However many more may join. One that refuses alone is replaced."""
+    router, (first, second) = fleet(2, patience_s=20.0)
+    for fake in (first, second):
+        fake.update.set_exception(WeightsRefused(f"{fake.name}: tensor w was corrupted"))
+    with pytest.raises(WeightsRefused, match="replica 0: tensor w"):
+        await router.update_weights(WEIGHTS)
+    router, (first, second) = fleet(2)
+    first.update.set_exception(WeightsRefused("replica 0: tensor w was corrupted"))
+    second.update.set_result(report(1))
+    assert await router.update_weights(WEIGHTS) == [report(1)]
+    assert await router.next_failure() == (0, "replica 0: tensor w was corrupted")
+
+
+@in_loop
+async def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> None:
+    router, (first, second) = fleet(2)
+    task = asyncio.create_task(router.sample(request("a0", "a")))
+    await turns()
+    drain = asyncio.create_task(router.drain(0, 20.0))
+    await turns()
+    second.go.set()
+    await router.sample(request("a1", "a"))
+    assert (first.groups, second.groups) == ([["a0"]], [["a1"]])
+    assert not drain.done()
+    first.go.set()
+    assert text(await task) == "a0"
+    await drain
+    assert (await router.load()).keys() == {1}
+    await router.drain(0, 20.0)
+
+
+@in_loop
+async def test_what_a_drained_replica_does_not_finish_in_time_is_handed_over() -> None:
+    router, (first, second) = fleet(2)
+    second.go.set()
+    task = asyncio.create_task(router.sample(request("a0", "a")))
+    await turns()
+    drain = asyncio.create_task(router.drain(0, 0.01))
+    await asyncio.wait({drain}, timeout=0.1)
+    assert first.aborted == ["a0"]
+    first.go.set()  # now it gives up
+    await drain
+    assert text(await task) == "a0"
+    assert second.groups == [["a0"]]
