@@ -128,8 +128,13 @@ class World:
     def waits_for(self, *what: object) -> bool:
         return any(ref.what[: len(what)] == what for ref in self.watch.refs())
 
-    def look(self, after_s: float = 0.0) -> None:
-        self.now += after_s
+    def look(self, for_s: float = 0.0) -> None:
+        """Time passes, and it is looked once a second, as far as a thread that is awake does."""
+        end = self.now + for_s
+        while self.now < end - 1.0:
+            self.now += 1.0
+            self.watch.look()
+        self.now = end
         self.watch.look()
         self.fleet.look()
 
