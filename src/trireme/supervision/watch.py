@@ -20,6 +20,9 @@ STACKS_S = 0.5
 """What a process is given to write its stacks before it is killed."""
 STACKS = signal.SIGUSR1
 """`trireme.logs` makes a process write the stacks of all its threads to its log when this comes."""
+RECEIVER = "orchestrator_0"
+"""Who the replicas stream to. While it is stopped they answer nothing either: an actor waits, inside Ray, until what it
+streams was received. So they are not judged as long as it is silent, and get their time again once it is gone."""
 
 Handle = Callable[[Any], None]
 Lost = Callable[[str, TriremeError, bool], None]
@@ -71,9 +74,11 @@ class Watch:
         now = time.monotonic()
         for name in self._pulses.due(now):
             self.wait_for(self._ask[name](), name, partial(self._pulsed, name))
-        for name, silent_s in self._pulses.silent(now).items():
+        silent = self._pulses.silent(now)
+        for name, silent_s in silent.items():
             why = f"has answered nothing for {silent_s:.0f} s (timeouts.heartbeat_s = {self._heartbeat_s:g})"
-            self._judge(name, why, silent_s >= self._heartbeat_s)
+            judged = name == RECEIVER or RECEIVER not in silent
+            self._judge(name, why, judged and silent_s >= self._heartbeat_s)
 
     def _pulsed(self, name: str, outcome: Pulse | TriremeError) -> None:
         if isinstance(outcome, TriremeError):
@@ -100,6 +105,9 @@ class Watch:
 
     def _end(self, name: str, failure: TriremeError, died: bool) -> None:
         self.drop(name)
+        if name == RECEIVER:
+            for other in self._ask:
+                self._pulses.watch(other)
         self._roster.set(name, Health.DEAD, str(failure))
         self._roster.note(name, str(failure))
         self._lost(name, failure, died)
