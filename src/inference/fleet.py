@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from inference.progress import Kept, Progress
+from inference.progress import Kept, Outcome, Progress
 from trireme.errors import ProvenanceError, RoomFailed, TriremeError, WeightsRefused
 from trireme.protocols import ReplicaLoad
 from trireme.types import SampledSequence, SampleRequest, WeightIdentity
@@ -20,9 +20,6 @@ NAMED = 4
 SENSELESS = 4
 """So many answers in a row make no sense, and it is the replica, not what it was asked."""
 Value = TypeVar("Value")
-Outcome = SampledSequence | Progress | TriremeError
-"""What becomes of a request on a replica: its answer; what it has, when it is given up there; why it can not be
-sampled anywhere."""
 log = logging.getLogger(__name__)
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import ray
 
-from inference.fleet import Outcome
-from inference.progress import Progress
+from inference.progress import Outcome, Progress
 from inference.replica import Replica
 from inference.router import Router
 from trireme.config import Config

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trireme.errors import TriremeError
 from trireme.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 
 
@@ -46,6 +47,9 @@ class Progress:
         return replace(self, start=self.start + by, spans=spans)
 
 
+Outcome = SampledSequence | Progress | TriremeError
+"""What becomes of a request on a replica: its answer; what it has, when it is given up there; why it can not be sampled
+anywhere."""
 NOTHING = Progress(0, np.zeros(0, np.int32), np.zeros(0, np.float32), ())
 
 

@@ -6,12 +6,11 @@ import asyncio
 import os
 import pickle
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,32 +19,25 @@ import ray
 from inference.engine import (
     canary_params,
     end_of_sequence_ids,
-    give_tokenizer,
     policy_adapter,
     prompt_logprobs,
-    sampled_sequence,
     start_engine,
-    vllm_params,
 )
-from inference.progress import NOTHING, Progress, made_since
+from inference.sampling import HEALTH_TICK_S, SamplingEngine, Value, as_failure
 from inference.shipment import Shipment, in_memory_files
 from trireme import logs, trace
 from trireme.base_digest import base_digest
 from trireme.config import Config
-from trireme.errors import RoomFailed, TriremeError, WeightsRefused
+from trireme.errors import RoomFailed, WeightsRefused
 from trireme.faults import fault_point, number_process
 from trireme.protocols import Pulse, ReplicaLoad
-from trireme.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
+from trireme.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.weights import PublishedWeights, UpdateReport, check_canary
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-Value = TypeVar("Value")
-Outcome = SampledSequence | Progress | TriremeError
 Step = Callable[[str, Awaitable[Any]], Awaitable[Any]]
-HEALTH_TICK_S = 0.5
 NAMED = 8
 WARM_UP = SampleRequest("warm-up", (0, 0), SamplingParams(max_tokens=2, seed=0), "")
 CANARY_REQUEST = "trireme-canary"
@@ -61,23 +53,7 @@ class Health:
     identity: WeightIdentity | None
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A request in the engine: the weights that were in use when it entered, and where its answer will come."""
-
-    identity: WeightIdentity
-    collector: RequestOutputCollector
-
-
-@dataclass(frozen=True, eq=False)
-class Running:
-    """A request in flight: the task that brings its answer, and how it entered the engine, or why it could not."""
-
-    task: asyncio.Task[SampledSequence | Progress]
-    entry: Entry | TriremeError
-
-
-class Replica:
+class Replica(SamplingEngine):
     """Ray actor (many concurrent calls). `index` is its number; `start` must have answered before any other verb.
 
     After WeightsRefused, a failed update or the death of the engine every further verb raises with the reason: the
@@ -88,20 +64,10 @@ class Replica:
         logs.redirect(log_dir, f"inference_{index}")
         number_process(index)
         trace.start(log_dir, f"inference_{index}", cfg.trace.max_mb)
-        self.sampling = trace.Busy("sampling")
-        self.cfg = cfg
+        super().__init__(cfg, f"inference replica {index}")
         self.index = index
-        self.name = f"inference replica {index}"
-        self.identity: WeightIdentity | None = None
-        self.adapter: LoRARequest | None = None  # what requests name once an adapter has been taken
         self.base: str | None = None
-        self.broken: TriremeError | None = None
-        self.running: dict[str, Running] = {}
-        self.standing = False  # told to stand still, between two steps
-        self.pausing = asyncio.Lock()  # held by whoever has paused the engine, so that nobody else lets it go on
-        self.proved = asyncio.Event()  # while it is not set, what is sampled may come from wrong weights
-        self._keeps_kv = cfg.inference.on_update == "keep_kv"
-        self._drains = cfg.inference.on_update == "drain"
+        self.updating = asyncio.Lock()
 
     async def start(self) -> Health:
         """Starts the engine and samples once: the first logprobs compile a function that a request would wait for."""
@@ -123,13 +89,9 @@ class Replica:
         return Health(self._engine_pid, self.identity)
 
     async def pulse(self) -> Pulse:
-        """Answers at once. Raises RoomFailed or WeightsRefused, with the reason, when this replica is of no more use.
-
-        While it stands still for an update, which has a deadline of its own, nothing is expected of its engine."""
+        """Answers at once. Raises RoomFailed or WeightsRefused, with the reason, when it is of no more use."""
         self._raise_if_broken()
-        works = bool(self.engine.output_processor.request_states) and not self.standing
-        behind_s = self.load_log.silent_s if works else 0.0
-        return Pulse((os.getpid(), self._engine_pid), ray.get_runtime_context().get_node_id(), behind_s)
+        return Pulse((os.getpid(), self._engine_pid), ray.get_runtime_context().get_node_id(), self.behind_s)
 
     @property
     def _engine_pid(self) -> int:
@@ -151,140 +113,6 @@ class Replica:
         self.engine.shutdown()
         trace.stop()
 
-    # ------------------------------------------------------------------------------------------------------ sampling
-
-    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, Outcome]]]:
-        """Samples all `requests` at once; yields (index, sequence or that request's error) of those that have finished,
-        as soon as there is one. An aborted one ends as Progress: all that it has.
-
-        Ray's calls and items of a stream cost about a millisecond, so requests come in groups, and answers go in
-        groups. Raises at the end when this replica broke meanwhile; what it could not finish ends as Progress.
-        """
-        fault_point("inference.sample")
-        finished: asyncio.Queue[tuple[int, asyncio.Task[SampledSequence | Progress]]] = asyncio.Queue()
-        async with self._entering():
-            entered = [await self._enter(request) for request in requests]
-        for index, (request, entry) in enumerate(zip(requests, entered, strict=True)):
-            task = asyncio.create_task(self._answer(request, entry))
-            self.running[request.request_id] = Running(task, entry)
-            task.add_done_callback(partial(self._finished, finished, index, request.request_id))
-        left = len(requests)
-        while left:
-            together = [await finished.get()]
-            while not finished.empty():
-                together.append(finished.get_nowait())
-            left -= len(together)
-            yield [(index, outcome(task)) for index, task in together]
-        self._raise_if_broken()
-
-    def _finished(self, finished: asyncio.Queue[Any], index: int, request_id: str, task: asyncio.Task[Any]) -> None:
-        del self.running[request_id]
-        finished.put_nowait((index, task))
-
-    async def progress(self, known: Mapping[str, int]) -> dict[str, Progress]:
-        """What requests in flight have made beyond the number of tokens that is known of each, of those that have made
-        anything. Raises RoomFailed or WeightsRefused when this replica is of no more use."""
-        self._raise_if_broken()
-        made = {
-            name: self._made(self.running[name].entry, start) for name, start in known.items() if name in self.running
-        }
-        return {name: progress for name, progress in made.items() if len(progress.tokens)}
-
-    def _made(self, entry: Entry | TriremeError, start: int = 0) -> Progress:
-        """What an unfinished request has from token number `start` on, as far as its weights have been proved."""
-        if isinstance(entry, TriremeError):
-            return NOTHING
-        state = self.engine.output_processor.request_states.get(entry.collector.request_id)
-        if state is None:
-            return NOTHING
-        kept_from = entry.identity if self._keeps_kv else None
-        return made_since(start, state, kept_from, None if self.proved.is_set() else self.identity)
-
-    @asynccontextmanager
-    async def _entering(self) -> AsyncIterator[None]:
-        """Requests enter the engine within.
-
-        With `drain` they wait for an update that waits for the engine to be empty. In deterministic mode all start in
-        one step, in order of entry: the engine stands still until they are there. So the composition of every step
-        follows from the requests alone, and with it the order in which numbers are added up; otherwise the first would
-        run ahead by as many steps as the machine allows.
-        """
-        async with AsyncExitStack() as stack:
-            if self.cfg.deterministic or self._drains:
-                await stack.enter_async_context(self.pausing)
-                self._raise_if_broken()
-            limit = self.cfg.timeouts.update_s
-            if self.cfg.deterministic:
-                await self._guarded("a pause before sampling", self._stand_still(clear_cache=False), limit)
-            yield
-            if self.cfg.deterministic:
-                await self._guarded("the start of sampling", self.resume(), limit)
-
-    async def _enter(self, request: SampleRequest) -> Entry | TriremeError:
-        """Hands `request` to the engine: where its answer will come, or why it can not be sampled."""
-        try:
-            self._raise_if_broken()
-            if self.identity is None:
-                raise RoomFailed(f"{self.name} was asked to sample before any weights were published to it")
-            return Entry(self.identity, await self._submit(request, salt=str(self.identity)))
-        except Exception as error:
-            return self._can_not_sample(request, error)
-
-    async def _answer(self, request: SampleRequest, entry: Entry | TriremeError) -> SampledSequence | Progress:
-        """The whole answer; or what there is of it when it is aborted, or given up because this replica broke."""
-        if isinstance(entry, TriremeError):
-            if entry is self.broken:
-                return NOTHING
-            raise entry
-        try:
-            with self.sampling:
-                output = await entry.collector.get()
-            await self.proved.wait()  # at most until the end of the update, which cancels this if it fails
-        except asyncio.CancelledError:
-            made = self._made(entry)
-            await self.engine.abort(entry.collector.request_id, internal=True)
-            return made
-        except Exception as error:
-            if self._failure():
-                return self._made(entry)
-            raise self._can_not_sample(request, error) from error
-        kept_from = entry.identity if self._keeps_kv else None
-        return sampled_sequence(request, output, kept_from)
-
-    def _can_not_sample(self, request: SampleRequest, error: Exception) -> TriremeError:
-        """What failed: this replica as a whole, or `request` alone."""
-        if failure := self._failure():
-            return failure
-        return as_failure(f"{self.name} could not sample request {request.request_id}", error)
-
-    async def _submit(self, request: SampleRequest, salt: str) -> RequestOutputCollector:
-        if request.params.stop_strings:
-            give_tokenizer(self.engine, self.cfg.tokenizer_name)
-        return await self._add(request.request_id, request.prompt, vllm_params(request, self.end_ids), salt)
-
-    async def _add(
-        self, name: str, tokens: Sequence[int], params: Any, salt: str, priority: int = 0
-    ) -> RequestOutputCollector:
-        """Adds a request to the engine's queue. `salt`: prefix-cache blocks are shared under equal salts only."""
-        from vllm.inputs import tokens_input
-
-        if not self.engine.output_processor.request_states:
-            self.load_log.listen()
-        prompt = tokens_input(list(tokens), cache_salt=salt)
-        return await self.engine.add_request(name, prompt, params, lora_request=self.adapter, priority=priority)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests whose answers nobody waits for any more; unknown and finished ones are passed over."""
-        for request_id in request_ids:
-            if running := self.running.get(request_id):
-                running.task.cancel()
-
-    async def abort_all(self) -> None:
-        """Ends all requests; returns when the engine is free of them."""
-        self._give_up_all()
-        while self.running:
-            await asyncio.wait([running.task for running in self.running.values()], timeout=HEALTH_TICK_S)
-
     # ------------------------------------------------------------------------------------------------------- weights
 
     async def pause(self) -> None:
@@ -292,18 +120,6 @@ class Replica:
         again under the next weights; with `keep_kv` it stays."""
         await self._stand_still(clear_cache=not self._keeps_kv)
         self.sampling.pause()
-
-    async def _stand_still(self, *, clear_cache: bool) -> None:
-        # AsyncLLM.pause_generation would do no more but sleep for 20 ms in the end.
-        self.standing = True
-        await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
-
-    async def resume(self) -> None:
-        """Goes on with the requests."""
-        await self.engine.resume_generation()
-        self.standing = False
-        self.load_log.listen()
-        self.sampling.resume(version=self.identity.version if self.identity else None)
 
     async def update_weights(self, published: PublishedWeights) -> UpdateReport:
         """Takes `published` while requests are in flight. Raises RoomFailed when the bytes are not to be had, because
@@ -313,18 +129,25 @@ class Replica:
         self._raise_if_broken()
         step = partial(self._step, deadline=started + self.cfg.timeouts.update_s)
         buckets = await self._fetch(published, step)
-        try:
-            fault_point("inference.update")
-            with trace.span("update", "update", version=published.identity.version):
-                await self._receive(published, buckets, step)
-                async with self.pausing:
-                    if self._drains:
-                        await self._drained(published.identity, started)
-                    return await self._take(published, step, started)
-        except Exception as error:
-            self.broken = as_failure(f"{self.name}, taking version {published.identity.version}", error)
-            self._give_up_all()
-            raise self.broken from error
+        async with self.updating:  # of an orchestrator that has died, one may be under way
+            self._raise_if_broken()
+            try:
+                return await self._update(published, buckets, step, started)
+            except Exception as error:
+                self.broken = as_failure(f"{self.name}, taking version {published.identity.version}", error)
+                self._give_up_all()
+                raise self.broken from error
+
+    async def _update(
+        self, published: PublishedWeights, buckets: Sequence[npt.NDArray[np.uint8]], step: Step, started: float
+    ) -> UpdateReport:
+        fault_point("inference.update")
+        with trace.span("update", "update", version=published.identity.version):
+            await self._receive(published, buckets, step)
+            async with self.pausing:
+                if self._drains:
+                    await self._drained(published.identity, started)
+                return await self._take(published, step, started)
 
     async def adopt(self, identity: WeightIdentity) -> None:
         """Names what the engine itself has loaded `identity`, instead of a first update. Raises RoomFailed."""
@@ -426,47 +249,3 @@ class Replica:
     async def _step(self, name: str, awaitable: Awaitable[Value], *, deadline: float) -> Value:
         with trace.span(name, "update"):
             return await self._guarded(f"update step {name!r}", awaitable, max(deadline - time.monotonic(), 0.0))
-
-    # ------------------------------------------------------------------------------------------------------ failures
-
-    async def _guarded(self, what: str, awaitable: Awaitable[Value], timeout_s: float) -> Value:
-        """The value of `awaitable`. vLLM leaves calls pending for ever when its engine process is dead, so the process
-        is looked at while waiting. Raises RoomFailed when it died or `timeout_s` seconds have passed."""
-        task = asyncio.ensure_future(awaitable)
-        deadline = time.monotonic() + timeout_s
-        while not task.done():
-            await asyncio.wait({task}, timeout=HEALTH_TICK_S)
-            if not task.done() and (self.engine.errored or time.monotonic() > deadline):
-                task.cancel()
-                self._raise_if_broken()
-                raise RoomFailed(f"{self.name}: no answer for {what} within {timeout_s:.0f} s")
-        return task.result()
-
-    def _failure(self) -> TriremeError | None:
-        """Why this replica is of no more use, if so."""
-        if self.broken is None and self.engine.errored:
-            self.broken = RoomFailed(f"{self.name}: its engine process died")
-        return self.broken
-
-    def _raise_if_broken(self) -> None:
-        if failure := self._failure():
-            raise failure
-
-    def _give_up_all(self) -> None:
-        """Ends every request in flight with what it has."""
-        for running in list(self.running.values()):
-            running.task.cancel()
-
-
-def outcome(task: asyncio.Task[SampledSequence | Progress]) -> Outcome:
-    """What a finished task came to: its sequence, what it had, or its error as one that a person can read."""
-    if task.cancelled():  # before it began, or twice
-        return NOTHING
-    error = task.exception()
-    return as_failure("sampling", error) if error else task.result()
-
-
-def as_failure(who: str, error: BaseException) -> TriremeError:
-    if isinstance(error, TriremeError):
-        return error
-    return RoomFailed(f"{who}: {type(error).__name__}: {error}")

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from inference.fleet import Asked, Fleet, Member, Moved, Outcome, ReplicaClient
-from inference.progress import Kept, Progress
+from inference.fleet import Asked, Fleet, Member, Moved, ReplicaClient
+from inference.progress import Kept, Outcome, Progress
 from trireme.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.protocols import ReplicaLoad
 from trireme.types import SampledSequence, SampleRequest, WeightIdentity

@@ -31,8 +31,8 @@ import numpy as np
 import numpy.typing as npt
 import virtual_time
 
-from inference.fleet import Outcome as SampleOutcome
 from inference.progress import NOTHING, Progress
+from inference.progress import Outcome as SampleOutcome
 from inference.router import Router
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.metrics import Released

@@ -17,8 +17,7 @@ import virtual_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.fleet import Outcome
-from inference.progress import NOTHING, Progress
+from inference.progress import NOTHING, Outcome, Progress
 from inference.router import Router
 from trireme.errors import RoomFailed, TriremeError
 from trireme.protocols import ReplicaLoad

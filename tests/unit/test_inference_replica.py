@@ -95,6 +95,7 @@ class EngineOfRequests:
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         await asyncio.sleep(0)
+        await asyncio.sleep(0)
         self.going.clear()
         self.calls.append(f"pause {mode}{', clear' if clear_cache else ''}")
 
@@ -116,7 +117,7 @@ class EngineOfRequests:
         return SimpleNamespace(get=lambda: self._answer(name), request_id=name)
 
     async def abort(self, name: str, internal: bool) -> None:
-        del self.output_processor.request_states[name]
+        self.output_processor.request_states.pop(name, None)
 
     async def _answer(self, name: str) -> Any:
         await self.going.wait()
@@ -201,12 +202,52 @@ def test_a_pulse_tells_for_how_long_an_engine_with_work_is_silent(monkeypatch: p
         made.load_log.listen()
         now[0] = 107.0
         assert (await made.pulse()).behind_s == 7
-        await made.pause()
-        assert (await made.pulse()).behind_s == 0, "it was told to stand still"
+        pause = asyncio.create_task(made.pause())
+        await asyncio.sleep(0)
+        assert (await made.pulse()).behind_s == 7, "it has not heard yet that it is to stand still"
+        await pause
+        assert (await made.pulse()).behind_s == 0
         await made.resume()
         now[0] = 109.0
         await sampling
         assert (await made.pulse()).behind_s == 0
+        pause = asyncio.create_task(made.pause())
+        await asyncio.sleep(0)
+        now[0] = 112.0
+        assert (await made.pulse()).behind_s == 3, "it was asked for something, though not to sample"
+        await pause
+
+    asyncio.run(run())
+
+
+def test_requests_on_their_way_in_are_given_up_too() -> None:
+    """In deterministic mode they would work beside those of the next attempt."""
+
+    async def run() -> None:
+        made = SamplingReplica(deterministic=True)
+        await made.pausing.acquire()
+        sampling = asyncio.create_task(outcomes(made, requests_of("a")))
+        await turns()
+        await made.abort_all()
+        made.pausing.release()
+        assert [answer.tokens.tolist() for answer in await sampling] == [[]]
+        assert made.running == made.engine.output_processor.request_states == {}
+        assert len(await outcomes(made, requests_of("b"))) == 1
+
+    asyncio.run(run())
+
+
+def test_updates_come_one_after_the_other() -> None:
+    """Also when the first is of an orchestrator that has died meanwhile."""
+
+    async def run() -> None:
+        made = UpdatingReplica("recompute_kv")
+        made.canary_done.clear()
+        updates = [asyncio.create_task(made.update_weights(published(version))) for version in (1, 2)]
+        await turns()
+        assert made.engine.calls.count("receive_weights") == 1
+        made.canary_done.set()
+        assert [(await update).identity.version for update in updates] == [1, 2]
 
     asyncio.run(run())
 

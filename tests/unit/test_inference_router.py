@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.engine import check_spans
-from inference.fleet import Outcome
-from inference.progress import NOTHING, Progress
+from inference.progress import NOTHING, Outcome, Progress
 from inference.router import Router
 from trireme.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.protocols import ReplicaLoad
