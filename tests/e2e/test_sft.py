@@ -1,5 +1,6 @@
 """Supervised training: real Ray and FSDP2 over gloo, the command in a process of its own, killed and stopped at several
-points. In the end all that it leaves is what a run leaves that nothing happened to, bit for bit."""
+points. In the end all that it leaves is what a run leaves that nothing happened to, bit for bit. It trains adapters;
+the script of the base models, below, trains all weights."""
 
 from __future__ import annotations
 
@@ -55,6 +56,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         schedule = "cosine"
         warmup_steps = 2
         micro_batch_tokens = 24
+        [trainer.lora]
+        rank = 8
         [checkpoint]
         every = 3
         keep_last = 2
@@ -101,14 +104,21 @@ def test_killed_and_stopped_it_comes_to_the_same(config: Path, reference: Ended,
     ended.assert_nothing_left()
 
 
-def test_what_it_made_opens_with_transformers(reference: Ended, tmp_path: Path) -> None:
+def test_what_it_made_opens_with_transformers_and_peft(config: Path, reference: Ended, tmp_path: Path) -> None:
+    import torch
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "exported"
-    assert trireme(["export", str(reference.root), "--out", str(out), "--dtype", "bfloat16"]) == EXIT_OK
-    for directory in (out, reference.root / "checkpoints" / f"step_{STEPS:06d}" / "inference"):
-        model = AutoModelForCausalLM.from_pretrained(directory)
-        assert len(AutoTokenizer.from_pretrained(directory)) == model.config.vocab_size
+    assert trireme(["export", str(reference.root), "--out", str(out), "--dtype", "bfloat16", "--merge"]) == EXIT_OK
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert len(AutoTokenizer.from_pretrained(out)) == model.config.vocab_size
+    base = AutoModelForCausalLM.from_pretrained(config.parent / "model")
+    adapter = reference.root / "checkpoints" / f"step_{STEPS:06d}" / "inference"
+    trained = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    for name, parameter in trained.named_parameters():
+        torch.testing.assert_close(parameter, model.get_parameter(name).float(), rtol=0.01, atol=1e-3)
+    assert len(AutoTokenizer.from_pretrained(adapter)) == model.config.vocab_size
 
 
 def test_the_tools_know_such_runs(reference: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +145,8 @@ def test_other_data_or_seed_are_refused_and_nothing_starts(config: Path, referen
 
 def test_the_script_of_the_base_models_trains_by_sft(tmp_path: Path) -> None:
     """A few steps of it: a model of the shipped one's form, that has begun to learn the digits."""
+    from transformers import AutoModelForCausalLM
+
     out = tmp_path / "base"
     script = [sys.executable, "scripts/make_base_model.py", "--steps", "25", "--output", str(out)]
     made = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
@@ -144,4 +156,5 @@ def test_the_script_of_the_base_models_trains_by_sft(tmp_path: Path) -> None:
     assert losses[-1] < 0.75 * losses[0]
     shipped = json.loads((ROOT / "assets" / "sort-base" / "config.json").read_text())
     assert json.loads((out / "config.json").read_text()) == shipped
+    assert AutoModelForCausalLM.from_pretrained(out).num_parameters() > 100_000
     assert list(tmp_path.iterdir()) == [out]

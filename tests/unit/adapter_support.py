@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from checkpoint_support import manifest
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
-from tools_support import BASE_MODEL, make_run
+from tools_support import BASE_MODEL, make_run, write_parts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.hugging_face import tokenizer_files
@@ -43,7 +44,9 @@ def make_adapter_run(root: Path, base: Path) -> CheckpointStore:
     draft = store.draft(2, head.attempt)
     about = Adapter(base_digest(str(base)), 8, LORA.alpha)
     companions = {**tokenizer_files(str(base)), **adapter_files(LORA, about, str(base))}
-    files = write_adapter(draft / "inference", entries, buckets, companions)
+    files = [record for record in write_parts(draft, 1.0) if not record.path.startswith("inference/")]
+    shutil.rmtree(draft / "inference")
+    files += write_adapter(draft / "inference", entries, buckets, companions)
     store.publish(draft, replace(manifest(2, head.lineage, head.attempt, None), files=tuple(files)))
     return store
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_support import make_adapter_run, make_base
 from checkpoint_support import flip, truncate
 from supervision_support import roster_of
 from tools_support import commit, make_run
@@ -63,6 +64,15 @@ def test_a_commit_with_what_each_room_put_into_it(store: CheckpointStore, capsys
         "dtype float32",
     ):
         assert expected in text
+
+
+def test_a_commit_of_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = make_adapter_run(tmp_path / "run", make_base(tmp_path / "base"))
+    capsys.readouterr()
+    (only,) = inspected(store.root, capsys)["commits"]
+    assert only["verifies"]
+    assert only["parts"]["inference"]["holds"] == {"replicas": 1, "adapter_rank": 8}
+    assert "adapter rank 8" in shown(store.root, capsys)
 
 
 def test_the_command_that_goes_on_names_the_run(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:

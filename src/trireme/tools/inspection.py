@@ -22,6 +22,7 @@ from trireme.errors import CheckpointInvalid
 from trireme.rundir import resume_command
 from trireme.supervision.roster import Incident
 from trireme.supervision.status import INCIDENTS, read_incidents
+from trireme.tools.merge import ADAPTER
 
 MOST_INCIDENTS = 10
 """That a person is shown."""
@@ -142,12 +143,18 @@ def _readable_manifest(path: Path) -> Manifest | None:
 
 
 def _parts(path: Path, manifest: Manifest) -> dict[str, Part]:
-    dtype = json.loads((path / "inference" / "config.json").read_bytes())["dtype"]
     return {
         "trainer": _part(manifest, "trainer", shards=manifest.shards),
         **_part_of_data(path, manifest),
-        "inference": _part(manifest, "inference", replicas=manifest.replicas, dtype=dtype),
+        "inference": _part(manifest, "inference", replicas=manifest.replicas, **_weights(path / "inference")),
     }
+
+
+def _weights(path: Path) -> dict[str, Any]:
+    """What replicas are given: the dtype of a whole model, the rank of adapters."""
+    if (path / ADAPTER).exists():
+        return {"adapter_rank": json.loads((path / ADAPTER).read_bytes())["r"]}
+    return {"dtype": json.loads((path / "config.json").read_bytes())["dtype"]}
 
 
 def _part_of_data(path: Path, manifest: Manifest) -> dict[str, Part]:
