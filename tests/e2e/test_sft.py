@@ -98,8 +98,12 @@ def test_killed_and_stopped_it_comes_to_the_same(config: Path, reference: Ended,
     assert [commit.name for commit in CheckpointStore(stopped.root).commits()] == [f"step_{len(stopped.rows):06d}"]
     for point in KILLS:
         run_and_kill(tmp_path, ["--resume"], at=point, config=config, module=SFT)
-    ended = run_rl(tmp_path, "--resume", config=config, module=SFT)
+    once = tmp_path / "once"
+    once.mkdir()
+    faults = {"TRIREME_FAULTS": "trainer.forward_backward=kill", "TRIREME_FAULT_ONCE": str(once)}
+    ended = run_rl(tmp_path, "--resume", config=config, module=SFT, environ=faults)
     assert ended.code == EXIT_OK, ended.out
+    assert "! forward_backward" in ended.out or "! trainer shard" in ended.out  # its trainer was lost, and built again
     assert_same_run(ended.root, reference.root)
     ended.assert_nothing_left()
 

@@ -430,12 +430,9 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "gpu"] = Field(
         "auto", description="Where models compute; auto = on GPUs if the cluster has any, else on CPUs."
     )
-
-
-class SupervisedCluster(ClusterConfig):
     max_restarts: NonNegativeInt = Field(
         3,
-        description="How often the same part of a run (a replica; trainer and orchestrator together) is started again "
+        description="How often the same part of a run (a replica; the trainer, with the orchestrator) is started again "
         "after its death within restart_window_s; then the run stops with exit code 3. 0 = never: it fails.",
     )
     restart_window_s: PositiveFloat = Field(3600.0, description="Seconds in which max_restarts are counted.")
@@ -570,7 +567,6 @@ class Config(CommonConfig):
     eval: EvalConfig = EvalConfig()
     inference: InferenceConfig
     rollouts: RolloutsConfig = RolloutsConfig()
-    cluster: SupervisedCluster = SupervisedCluster()
     timeouts: TimeoutsConfig = TimeoutsConfig()
 
     @property

@@ -18,12 +18,13 @@ from trireme.config.fixed import common_parts
 from trireme.config.load import load_as
 from trireme.config.model_facts import ModelFacts, with_absolute_paths
 from trireme.config.sft import SftConfig
-from trireme.errors import LimitReached
+from trireme.errors import LimitReached, RoomFailed
 from trireme.guards import RefusedSteps
 from trireme.rundir import RunDir, resume_command
 from trireme.sft.checks import check
 from trireme.sft.data import Data, load_data, with_absolute_files, with_steps
 from trireme.sft.plan import SftPlan
+from trireme.supervision.restarts import Restarts
 
 if TYPE_CHECKING:
     from trainer.group import TrainerGroup
@@ -71,7 +72,6 @@ def fixed_parts(config: SftConfig, facts: ModelFacts, data: Data) -> dict[str, A
 def _run(config: SftConfig, facts: ModelFacts, data: Data, plan: SftPlan, console: Console) -> None:
     prepare_cluster(config, plan)
     from trireme import cluster  # Ray and the trainer: only a run that starts pays for importing them
-    from trireme.sft import launch
 
     started = time.monotonic()
     fixed = fixed_parts(config, facts, data)
@@ -89,13 +89,42 @@ def _run(config: SftConfig, facts: ModelFacts, data: Data, plan: SftPlan, consol
             plan = replace(SftPlan.of(config, facts, resources, run.root), data=data)
             plan.check_resources()
             console.print(plan.render())
+            attempts(config, facts, run, fixed, plan, data, console)
+    console.print(whats_next(config, run.root, time.monotonic() - started))
+
+
+def attempts(
+    config: SftConfig,
+    facts: ModelFacts,
+    run: RunDir,
+    fixed: Mapping[str, Any],
+    plan: SftPlan,
+    data: Data,
+    console: Console,
+) -> None:
+    """Trains to the end: when the trainer is lost, again from the newest commit, as often as it may be."""
+    from trireme import waits
+    from trireme.sft import launch
+
+    restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
+    while True:
+        started = time.monotonic()
+        try:
             with launch.started_trainer(config, plan, run, StartProgress(console)) as trainer:
                 if run.start.commit and run.start.manifest:
                     trainer.load_state(run.start.commit / "trainer", run.start.manifest.identities)
                 run.checkout()
                 console.print(f"the trainer is ready after {time.monotonic() - started:.1f} s")
                 train_and_commit(config, facts, run, fixed, trainer, data, console)
-    console.print(whats_next(config, run.root, time.monotonic() - started))
+            return
+        except RoomFailed as failure:
+            console.print(f"! {failure}")
+            died, now = waits.died(failure), time.monotonic()
+            restarts.take("the trainer", failure, died=died, step=run.start.step, now=now)
+        run = run.next_attempt(config, fixed)
+        for note in run.start.notes:
+            console.print(note)
+        data.load_state(run.start.commit and run.start.commit / "data")
 
 
 def train_and_commit(

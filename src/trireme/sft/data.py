@@ -161,9 +161,9 @@ class Data:
         """Writes where the cursor is into directory `path`. Raises StorageFailed."""
         return Written((write_bytes(path, STATE, json.dumps(self.cursor.state_dict()).encode()),))
 
-    def load_state(self, path: Path) -> None:
-        """Goes on where `save_state` was."""
-        self.cursor.load_state_dict(json.loads((path / STATE).read_bytes()))
+    def load_state(self, path: Path | None) -> None:
+        """Goes on where `save_state` was; None: at the beginning."""
+        self.cursor.load_state_dict(json.loads((path / STATE).read_bytes()) if path else {"epoch": 0, "position": 0})
 
     def fixed(self) -> dict[str, Any]:
         """What a resume must find unchanged: the examples, and their order."""
