@@ -28,7 +28,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,6 +101,10 @@ class ReadyAnswers:
 
     async def load(self) -> ReplicaLoad:
         return ReplicaLoad(running=0, waiting=0, kv_used=0.0, preemptions=0)
+
+    async def progress(self, known: Mapping[str, int]) -> dict[str, Any]:
+        """Nothing is unfinished for long."""
+        return {}
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Nothing is aborted here."""
