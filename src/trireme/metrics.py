@@ -198,4 +198,8 @@ class WandbSink:
             self._run.alert(said[:LONGEST_TITLE], f"{said}\n\nat step {incident.step}", level="WARN")
 
     def close(self) -> None:
+        """Ends the run, and W&B's own process: else it would be killed with the cluster, and W&B complain of it."""
+        import wandb
+
         self._run.finish()
+        wandb.teardown()
