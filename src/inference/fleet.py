@@ -149,10 +149,11 @@ class Fleet:
         return [member for member in self.members.values() if not member.draining]
 
     def add(self, member: Member) -> None:
-        """In the place of whoever had its number."""
+        """In the place of whoever had its number. Members stay in the order of their numbers, whoever came first: in
+        deterministic mode it says where a request goes."""
         self.failures.pop(member.index, None)
         self._unreported.pop(member.index, None)
-        self.members[member.index] = member
+        self.members = dict(sorted({**self.members, member.index: member}.items()))
         self._joined.set()
 
     async def someone(self) -> list[Member]:

@@ -499,7 +499,8 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
     pair: dict[str, Room], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First an engine dies in the middle of an update of the other replica: its actor can still say all that it has.
-    Then, with a successor in its place, the actor of the other: what it had is known but for the last moment."""
+    Then, with a successor in its place, the other is drained, joins again, and its actor dies: what it had is known but
+    for the last moment."""
     monkeypatch.setattr("inference.router.PROGRESS_S", 0.1)
     room, prompts = pair["both"], [prompt_of(20 + i, seed=100 + i) for i in range(6)]
     group, router = room.group, room.router
@@ -529,12 +530,23 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         assert [told[0], told[-1]] == [(newest - 1, False), (newest, False)]
         assert told[1:-1] in ([], [(newest, True)]), "on the keys and values of the version before"
 
-    async def actor_dies() -> list[Any]:
+    async def is_drained() -> list[Any]:
         get(group.replace(0), who="the successor", timeout_s=300)
         await router.join(0, group.client(0))
         assert router.acknowledged() == {0: newest, 1: newest}
+        running = begin(room, [request(f"drained {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
+        await asyncio.gather(*(some_tokens_later(room, f"probe drained {i}") for i in range(2)))  # one on each
+        await router.drain(1, 0.0)
+        assert router.acknowledged() == {0: newest}
+        return await asyncio.gather(*running)
+
+    asked.clear()
+    assert check_continued(room, prompts, asyncio.run(is_drained()), asked)
+
+    async def actor_dies() -> list[Any]:
+        await router.join(1, group.client(1))
         running = begin(room, [request(f"actor {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
-        await some_tokens_later(room, "probe actor")
+        await asyncio.gather(*(some_tokens_later(room, f"probe actor {i}") for i in range(2)))
         await asyncio.sleep(0.3)
         pulse = get(group.pulse_ref(1), who="the other replica", timeout_s=60)
         assert pulse.behind_s < 30

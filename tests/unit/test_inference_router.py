@@ -194,6 +194,16 @@ async def test_what_a_failed_replica_was_asked_goes_to_the_others_and_it_is_used
 
 
 @in_loop
+async def test_routes_do_not_depend_on_who_was_there_first() -> None:
+    router, fakes = Router({}, fixed=True), [FakeReplica(f"replica {i}") for i in range(3)]
+    for index in (2, 0, 1):
+        await router.join(index, fakes[index])
+        fakes[index].go.set()
+    await wave(router, "abcd")
+    assert [fake.groups for fake in fakes] == [[["a0", "d3"]], [["b1"]], [["c2"]]]
+
+
+@in_loop
 async def test_in_deterministic_mode_a_failed_replica_fails_its_requests() -> None:
     router, (first, second) = fleet(2, fixed=True)
     tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
