@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
 import statistics
@@ -227,6 +228,8 @@ def main() -> None:
     other.add_argument("--seed", type=int, default=0, help="of the run, and of who is killed")
     other.set_defaults(run=soak)
     args = parser.parse_args()
+    # A token for the clusters of two nodes: without one Ray writes one into the home directory.
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     sys.exit(0 if args.run(args) else 1)
 
 
