@@ -60,7 +60,7 @@ class Sevens(vf.Taskset[Says]):
 
 
 def test_environments_of_several_kinds_on_a_real_engine(tmp_path: Path) -> None:
-    """Tools over several turns, math-verify in worker processes, a taskset of verifiers in a worker process, and
+    """Tools over several turns, math-verify and a taskset of verifiers in worker processes, an answerer in another, and
     answers that a string ends: one evaluation of a model of which it is known what it says."""
     pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
     make_scripted_model(tmp_path / "model", FOLLOWS)
@@ -77,6 +77,7 @@ def test_environments_of_several_kinds_on_a_real_engine(tmp_path: Path) -> None:
                 {"id": "calculator", "args": {"max_turns": 3}},
                 {"id": "question_answer", "args": {"path": str(tmp_path / "sevens.jsonl")}},
                 {"id": "verifiers:sevens", "name": "sevens", "args": {"hold_out": False}},
+                {"id": "twenty_questions", "args": {"max_questions": 2}},
             ],
             "problems": 8,
             "samples": 6,
@@ -89,11 +90,12 @@ def test_environments_of_several_kinds_on_a_real_engine(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     numbers = json.loads(output.read_text())
-    for env in ("calculator", "question_answer", "sevens"):
+    for env in ("calculator", "question_answer", "sevens", "twenty_questions"):
         assert (numbers[f"eval/{env}/n"] + numbers[f"eval/{env}/failed"], numbers[f"eval/{env}/failed"]) == (48, 0)
         assert numbers[f"eval/{env}/parse_error"] == numbers[f"eval/{env}/length_cut"] == 0
     assert (numbers["eval/calculator/tool_calls"], numbers["eval/calculator/tool_errors"]) == (1, 0)
     assert 1.3 < numbers["eval/calculator/turns_per_episode"] < 2.2, "on average 1.75 of at most 3"
     assert 0.2 < numbers["eval/question_answer/success"] < 0.8, "about half"
     assert 0.2 < numbers["eval/sevens/score/right"] < 0.8
+    assert numbers["eval/twenty_questions/turns_per_episode"] == 2, "the first question was answered"
     assert numbers["eval/question_answer/turns_per_episode"] == numbers["eval/sevens/turns_per_episode"] == 1
