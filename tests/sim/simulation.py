@@ -92,6 +92,10 @@ class Scenario:
     max_concurrent: int | str = 1_000_000
     evaluation: Mapping[str, Any] = field(default_factory=dict)
 
+    def is_reserved(self, index: int) -> bool:
+        """Whether replica `index` does nothing but evaluate: the last ones of those that there are at the start."""
+        return self.replicas - self.evaluation.get("replicas", 0) <= index < self.replicas
+
     @property
     def progress_tick_s(self) -> float:
         """How often replicas are asked what they have made; as `load_tick_s`."""
@@ -448,11 +452,19 @@ def simulate(scenario: Scenario, router: type[Router] = Router) -> Outcome:
 async def _simulate(outcome: Outcome, router: type[Router]) -> None:
     """Returns nothing: asyncio formats the result of a program's main coroutine, and this one is large."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
-    first = dict(enumerate(outcome.replicas))
-    sampler = router(first, max_updating=scenario.max_updating, patience_s=scenario.patience_s)
     cfg, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
+    options = {"max_updating": scenario.max_updating, "patience_s": scenario.patience_s}
+    training = {i: replica for i, replica in enumerate(outcome.replicas) if not scenario.is_reserved(i)}
+    reserved = {i: replica for i, replica in enumerate(outcome.replicas) if scenario.is_reserved(i)}
     held_out = [Problems(replace(scenario, group_size=cfg.eval.samples))] if cfg.eval.every else []
-    pipeline = Pipeline(cfg, [outcome.problems], sampler, limits, held_out)
+    pipeline = Pipeline(
+        cfg,
+        [outcome.problems],
+        router(training, **options),
+        limits,
+        held_out,
+        reserved=router(reserved, **options) if reserved else None,
+    )
     supervision = Supervision(pipeline, outcome)
     for replica, seconds in scenario.dies_at_s.items():
         loop.call_later(seconds, outcome.replicas[replica].die)
@@ -498,7 +510,7 @@ class Supervision:
         await asyncio.sleep(after_s)
         replica = SimReplica(index, self.outcome.scenario)
         self.outcome.replicas.append(replica)
-        await self.pipeline.join(index, replica, reserved=False)
+        await self.pipeline.join(index, replica, reserved=self.outcome.scenario.is_reserved(index))
 
     async def _restart(self) -> None:
         assert self.outcome.scenario.restart_s is not None

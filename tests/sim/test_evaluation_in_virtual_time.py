@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from simulation import Scenario, simulate
+from simulation import Outcome, Scenario, simulate
 from test_pipeline_in_virtual_time import check
 
 EVERY_FOURTH = {"every": 4, "problems": 60, "samples": 4}
@@ -13,14 +13,42 @@ BUSY = Scenario(steps=16, train_s=2.0, replicas=2, slots=16, evaluation=EVERY_FO
 """Replicas are what is scarce: 32 places for an evaluation of 240 rollouts and batches of 32."""
 
 
+def evaluations(outcome: Outcome) -> dict[int, dict[str, float]]:
+    """The rows that hold one, by their steps; each has all of its rollouts."""
+    found = {step: row for step, row in enumerate(outcome.rows) if "eval/sim/version" in row}
+    assert all((row["eval/sim/n"], row["eval/sim/failed"]) == (240, 0) for row in found.values())
+    return found
+
+
+def versions(evaluated: dict[int, dict[str, float]]) -> dict[int, float]:
+    return {step: row["eval/sim/version"] for step, row in evaluated.items()}
+
+
 @pytest.mark.parametrize(("max_age", "limit"), [(0, "auto"), (1, 24), (3, 24)])
 def test_neither_starves_the_other(max_age: int, limit: int | str) -> None:
     busy = replace(BUSY, max_age=max_age, max_concurrent=limit)
     both, plain = check(simulate(busy)), simulate(replace(busy, evaluation={}))
-    evaluated = {step: row for step, row in enumerate(both.rows) if "eval/sim/version" in row}
-    assert {step: row["eval/sim/version"] for step, row in evaluated.items()} == {0: 0, 4: 4, 8: 8, 12: 12, 15: 16}
-    assert all((row["eval/sim/n"], row["eval/sim/failed"]) == (240, 0) for row in evaluated.values())
+    evaluated = evaluations(both)
+    assert versions(evaluated) == {0: 0, 4: 4, 8: 8, 12: 12, 15: 16}
     seconds = {step: row["perf/evaluation_s"] for step, row in evaluated.items()}
     alone = seconds[15]  # nothing is left to train on
     assert max(seconds.values()) < 2 * alone, "it comes to half of the room"
     assert both.seconds < plain.seconds + sum(seconds.values()), "training goes on beside it"
+
+
+@pytest.mark.parametrize("loss", ["dies_at_s", "hangs_at_s"])
+@pytest.mark.parametrize("at_s", [3.0, 20.0, 60.0])
+def test_an_evaluation_outlives_its_replicas_and_has_one_version(loss: str, at_s: float) -> None:
+    """At 3 s the first one is under way."""
+    lossy = replace(BUSY, max_concurrent=24, restart_s=5.0, patience_s=60.0, **{loss: {0: at_s, 1: at_s + 2.0}})
+    evaluated = evaluations(check(simulate(lossy)))
+    assert versions(evaluated) == {0: 0, 4: 4, 8: 8, 12: 12, 15: 16}
+
+
+@pytest.mark.parametrize("at_s", [0.2, 3.0, 60.0])
+def test_so_does_one_on_replicas_of_its_own(at_s: float) -> None:
+    own = replace(BUSY, replicas=3, evaluation={**EVERY_FOURTH, "replicas": 1}, max_concurrent=24)
+    outcome = simulate(replace(own, restart_s=5.0, patience_s=60.0, dies_at_s={2: at_s}))
+    evaluated = evaluations(check(outcome))
+    assert sorted(versions(evaluated).values()) == [0, 4, 8, 12, 16]
+    assert outcome.replicas[3].tokens > 0, "its successor evaluates"
