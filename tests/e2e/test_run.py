@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from collections import defaultdict
@@ -11,7 +12,7 @@ import pytest
 from run_support import ROOT, TINY, Ended, assert_bound_and_conservation, at_step, run_rl
 
 from trireme.errors import EXIT_FAILED, EXIT_OK
-from trireme.rollouts import ROLLOUTS, read_records, recorded_steps
+from trireme.rollouts import ROLLOUTS, TABLE_COLUMNS, read_records, recorded_steps
 from trireme.tools.timeline import Span, timeline
 
 LONG = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", "200"]
@@ -114,8 +115,12 @@ class TestTwoShardsTwoReplicas:
             assert other.end is not None
             assert other.start <= one.start < one.end <= other.end
 
-    def test_wandb_has_the_run_offline(self, ended: Ended) -> None:
-        assert list((ended.root / "wandb").glob("offline-run-*/*.wandb"))
+    def test_wandb_has_the_run_offline_with_its_rollouts(self, ended: Ended) -> None:
+        (run,) = (ended.root / "wandb").glob("offline-run-*")
+        assert list(run.glob("*.wandb"))
+        tables = [json.loads(file.read_text()) for file in run.glob("files/media/table/rollouts_*.table.json")]
+        assert sorted({row[0] for table in tables for row in table["data"]}) == list(range(12)), "of each step"
+        assert all(table["columns"] == TABLE_COLUMNS for table in tables)
 
     def test_leaves_nothing(self, ended: Ended) -> None:
         ended.assert_nothing_left()
