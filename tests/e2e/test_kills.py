@@ -1,8 +1,8 @@
 """Parts of a run are killed, or stopped, while it goes on, and it comes to its end by itself: real Ray, gloo and vLLM.
 
 Two tests run always: in deterministic mode a run that lost a shard, an engine and the orchestrator one after the other
-is compared, bit for bit, with one that lost nothing; and an asynchronous one loses an engine. The rest is `long`, and
-all of it is one command: `scripts/chaos.py matrix`.
+is compared, bit for bit, with one that lost nothing; and an asynchronous one loses an engine. The rest is `long`; every
+victim at every moment is a command of its own: `scripts/chaos.py matrix`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from chaos_support import BY_HAND, CHAOS, MOMENTS, PARTS, Cell, armed, assert_whole, run_cell
+from chaos_support import CHAOS, MOMENTS, PARTS, VICTIMS, Cell, armed, assert_whole, run_cell
 from resume_support import DETERMINISTIC, assert_same_run, rows_of
 from run_support import Ended, run_rl
 
@@ -21,6 +21,17 @@ from trireme.errors import EXIT_FAILED, EXIT_LIMIT, EXIT_OK
 LOSSES = ["orchestrator.minibatch@2=kill", "trainer.forward_backward[1]@4=kill", "inference.loaded[0]@10=kill"]
 """In the second step; in the fourth, of the attempt that begins again; and in the update after the fifth, the fourth of
 the attempt that begins with the commit after the second: the engine has seen six before."""
+EACH_ONCE = [
+    ("every shard", "start-up"),
+    ("replica", "sampling"),
+    ("raylet", "forward/backward"),
+    ("shard", "publish"),
+    ("everything", "in-flight update"),
+    ("driver", "commit"),
+    ("engine", "evaluation"),
+    ("orchestrator", "recovery"),
+]
+"""Every victim, and every moment."""
 
 
 def run_with(tmp_path: Path, faults: list[str], *flags: str) -> Ended:
@@ -48,10 +59,14 @@ def test_a_run_that_lost_an_engine_goes_on_with_the_other_until_its_successor_se
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("victim", [*PARTS, "raylet", *BY_HAND])
+@pytest.mark.parametrize(("victim", "moment"), EACH_ONCE)
 def test_whoever_is_killed_whenever(tmp_path: Path, victim: str, moment: str) -> None:
     assert_whole(run_cell(tmp_path, Cell(victim, moment)))
+
+
+def test_each_once_is_each_once() -> None:
+    assert sorted(victim for victim, _ in EACH_ONCE) == sorted(VICTIMS)
+    assert sorted(moment for _, moment in EACH_ONCE) == sorted(MOMENTS)
 
 
 @pytest.mark.long
