@@ -80,7 +80,8 @@ class Subject:
             ).error() from None
         model = commit / "inference"
         base = json.loads((model / BASE).read_text())["name"] if (model / BASE).exists() else None
-        return cls(str(model), read_manifest(commit).identities[-1], commit.parents[1], base)
+        run = next((place for place in commit.parents if (place / "config.json").exists()), commit.parents[1])
+        return cls(str(model), read_manifest(commit).identities[-1], run, base)
 
     def whole(self, console: Console, ending: ExitStack) -> str:
         """A directory, or name, of the whole model. What is made for it goes with `ending`. Raises BadInput when the
@@ -91,7 +92,7 @@ class Subject:
         out = self.run / "exports" / f"{commit.name}-evaluated-{secrets.token_hex(4)}"
         console.print(f"merging the adapters of {commit.name} into {self.base}")
         ending.callback(shutil.rmtree, out, ignore_errors=True)
-        export(self.run, step_of(commit.name), None, out, lambda _: None, merge=True)
+        export(commit.parents[1], step_of(commit.name), None, out, lambda _: None, merge=True)
         return str(out)
 
 

@@ -42,6 +42,14 @@ def test_a_commit_is_taken_by_its_own_directory(run: Path, part: str) -> None:
     assert (subject.identity.version, subject.run) == (2, run)
 
 
+def test_a_commit_that_was_left_for_another_lineage_has_the_configuration_of_its_run(run: Path) -> None:
+    parked = run / "branches" / "abc" / "checkpoints" / "step_000002"
+    parked.parent.mkdir(parents=True)
+    (run / "checkpoints" / "step_000002").rename(parked)
+    subject = Subject.of(str(parked), None)
+    assert (subject.identity.version, subject.run) == (2, run)
+
+
 def test_a_damaged_commit_is_refused(run: Path) -> None:
     weights = next((run / "checkpoints" / "step_000004" / "inference").glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
