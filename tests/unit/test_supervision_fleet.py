@@ -219,6 +219,19 @@ class TestLoss:
         world.answer("join", 1)
         assert len(world.roster.incidents) == 2, "that it joins the next attempt too is no news"
 
+    def test_an_attempt_has_nothing_to_do_with_a_loss_in_the_one_before(self, world: World) -> None:
+        """In deterministic mode the loss of a replica that serves ends the attempt: once."""
+        world.serve()
+        assert world.fleet.serves(0)
+        world.fleet.detach()
+        assert not world.fleet.serves(0)
+        world.fleet.lost(0, DIED, died=True)
+        world.fleet.attach(world.room)
+        assert not world.fleet.serves(0)
+        world.answer("start", 0)
+        world.answer("join", 0)
+        assert world.fleet.serves(0)
+
     def test_one_that_says_itself_that_it_is_of_no_use_is_replaced(self, world: World) -> None:
         world.serve()
         world.look()

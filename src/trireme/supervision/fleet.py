@@ -153,6 +153,10 @@ class Fleet:
         for index in self._of(State.STARTING):
             self._look_at_start(index, now)
 
+    def serves(self, index: int) -> bool:
+        """Whether this attempt has sampled with replica `index`: not if it was lost in the one before, which ended."""
+        return self._states.get(index) is State.SERVING
+
     def lost(self, index: int, failure: TriremeError, died: bool) -> None:
         """Replica `index` is of no more use. Raises what its loss ends the run with."""
         if self._serving:

@@ -172,7 +172,7 @@ class Supervisor:
 
     def _lost(self, name: str, failure: TriremeError, died: bool) -> None:
         index = index_of(name)
-        if index is None or self._config.deterministic:
+        if index is None or (self._config.deterministic and self._fleet.serves(index)):
             self._core_failure = self._core_failure or failure
         if index is not None:
             self._fleet.lost(index, failure, died)
