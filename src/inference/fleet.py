@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -113,17 +114,19 @@ class Member:
     def makes_sense(self, made: SampledSequence | Progress, vocab_size: int | None) -> bool:
         """Whether `made` is tokens of the vocabulary (None: it is not known) with finite log-probabilities. Raises
         RoomFailed when it is not, again and again."""
-        tokens, finite = made.tokens, np.isfinite(made.logprobs)
-        known = not len(tokens) or 0 <= tokens.min() <= tokens.max() < (vocab_size or np.inf)
-        if known and finite.all() and len(finite) == len(tokens):
+        tokens, logprobs = made.tokens, made.logprobs
+        # A negative token is a large one without its sign, and a sum is finite if all are: each is looked at once.
+        known = not len(tokens) or tokens.view(np.uint32).max() < (vocab_size or 2**31)
+        if known and math.isfinite(logprobs.sum()) and len(logprobs) == len(tokens):
             self.senseless = 0
             return True
         self.senseless += 1
         if self.senseless >= SENSELESS:
+            finite = np.isfinite(logprobs).sum()
             raise RoomFailed(
                 f"{self.name} gave {SENSELESS} answers in a row that make no sense: the last one has {len(tokens)} "
-                f"tokens ({tokens[:NAMED].tolist()} ..) and {finite.sum()} finite log-probabilities; expected as many "
-                f"of both, and tokens of a vocabulary of {vocab_size}"
+                f"tokens ({tokens[:NAMED].tolist()} ..) and {finite} finite log-probabilities; expected as many of "
+                f"both, and tokens of a vocabulary of {vocab_size}"
             )
         return False
 

@@ -12,7 +12,6 @@ import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from inference.fleet import Asked, Fleet, Member, Moved, ReplicaClient
@@ -118,9 +117,12 @@ class Router:
         finally:
             del member.asked[name]
 
-    def _on_the_wire(self, request: SampleRequest) -> SampleRequest:
+    def _on_the_wire(self, asked: SampleRequest) -> SampleRequest:
         """Under a name of its own: what a replica has may be asked for again, of it or by another process."""
-        return replace(request, request_id=f"{request.request_id}@{self._name}-{next(self._numbers)}")
+        name = f"{asked.request_id}@{self._name}-{next(self._numbers)}"
+        return SampleRequest(  # `replace` takes four times as long
+            name, asked.prompt, asked.params, asked.route_key, asked.prompt_logprobs, asked.topk_prompt_logprobs
+        )
 
     def _route(self, key: str) -> Member:
         if self._fixed and not any(member.asked for member in self._fleet.live):
@@ -155,7 +157,8 @@ class Router:
         except TriremeError as failure:
             self._fleet.fail(member, failure)
         for asked in all_asked:
-            asked.settle(Moved(RoomFailed(f"{member.name} gave up request {asked.request.request_id}")))
+            if not asked.future.done():
+                asked.settle(Moved(RoomFailed(f"{member.name} gave up request {asked.request.request_id}")))
 
     def _take(self, member: Member, asked: Asked, outcome: Outcome) -> None:
         """Raises ProvenanceError when the replica names weights that it was not given, RoomFailed when nothing that it
