@@ -6,8 +6,8 @@
 `matrix`: every victim at every moment (`tests/e2e/chaos_support.py`), one small run for each: about a minute and a half
 on two cores. `--stop`: SIGSTOP, for longer than the deadline, in place of SIGKILL. A run has come through when all that
 it left is whole: each step and each problem once, the bound, the last commit, no process and no file in shared memory.
-`--results` keeps what was found, one line of JSON a cell; cells that are in it already are not run again. The table is
-printed at the end, as Markdown.
+`--results` keeps what was found, one line of JSON a cell; cells that are in it already are not run again, and stand in
+the table that is printed at the end, as Markdown.
 
 `soak`: one long run of which a random part is killed again and again, and one that nothing happens to. Prints how the
 memory of every process went, and both reward curves.
@@ -79,18 +79,19 @@ MEANS = 10
 
 def matrix(args: argparse.Namespace) -> bool:
     sends = signal.SIGSTOP if args.stop else signal.SIGKILL
-    cells = [Cell(victim, moment, sends) for moment in args.moment for victim in args.victim]
-    known = {(row["victim"], row["moment"], row["sends"]): row for row in rows_of(args.results)} if args.results else {}
-    results = []
-    for cell in cells:
-        result = known.get((cell.victim, cell.moment, sends.name)) or run_one(cell)
-        results.append(result)
-        if args.results and result not in known.values():
+    results = rows_of(args.results) if args.results else []
+    done = {(row["victim"], row["moment"], row["sends"]) for row in results}
+    for cell in [Cell(victim, moment, sends) for moment in args.moment for victim in args.victim]:
+        if (cell.victim, cell.moment, sends.name) in done:
+            continue
+        results.append(run_one(cell))
+        if args.results:
             with args.results.open("a") as file:
-                file.write(json.dumps(result) + "\n")
-        print(f"{cell}: {told(result)}", flush=True)
-    print("\n" + table(results, args.victim, args.moment))
-    return all(result["failure"] is None for result in results)
+                file.write(json.dumps(results[-1]) + "\n")
+        print(f"{cell}: {told(results[-1])}", flush=True)
+    results = [row for row in results if row["sends"] == sends.name]
+    print("\n" + table(results))
+    return all(row["failure"] is None for row in results)
 
 
 def run_one(cell: Cell) -> dict[str, Any]:
@@ -117,16 +118,18 @@ def told(result: dict[str, Any]) -> str:
     return result["failure"] or f"whole, after {result['seconds']} s, {len(result['incidents'])} incidents"
 
 
-def table(results: Sequence[dict[str, Any]], columns: Sequence[str], lines: Sequence[str]) -> str:
-    """Moments by victims, as Markdown: the seconds of a whole cell, start and end of the run included."""
-    cells = {(result["victim"], result["moment"]): result for result in results}
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Moments by victims, as Markdown: the seconds of a whole cell, start and end of the run included. Empty: it was
+    not run."""
+    cells = {(row["victim"], row["moment"]): row for row in results}
+    columns, lines = ([name for name in names if any(name in cell for cell in cells)] for names in (VICTIMS, MOMENTS))
 
-    def cell(victim: str, moment: str) -> str:
-        result = cells[victim, moment]
-        return "FAILED" if result["failure"] else f"whole, {result['seconds']} s"
+    def told_in_a_cell(victim: str, moment: str) -> str:
+        row = cells.get((victim, moment))
+        return "" if row is None else "FAILED" if row["failure"] else f"whole, {row['seconds']} s"
 
     rows = [["at", *columns], ["---"] * (len(columns) + 1)]
-    rows += [[moment, *(cell(victim, moment) for victim in columns)] for moment in lines]
+    rows += [[moment, *(told_in_a_cell(victim, moment) for victim in columns)] for moment in lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
