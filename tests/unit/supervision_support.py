@@ -1,4 +1,5 @@
-"""A driver of a run, as far as those see it who look at the run directory from outside."""
+"""Stand-ins: a driver of a run, as those see it who look at the run directory from outside; and its rooms, as its
+supervisor sees them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from trireme.rundir import LOCK
 from trireme.supervision.roster import Health, Roster
@@ -49,3 +51,68 @@ def roster_of(*healths: Health) -> Roster:
     for index, health in enumerate(healths):
         roster.set(f"inference_{index}", health, pids=(100 + index, 200 + index), node="here")
     return roster
+
+
+class Ref:
+    """A reference, with what it is to."""
+
+    def __init__(self, *what: object) -> None:
+        self.what = what
+
+    def __repr__(self) -> str:
+        return f"Ref{self.what}"
+
+
+class Room:
+    """The inference room and the orchestrator: write down what they are told, give references."""
+
+    def __init__(self, indices: list[int], reserved: list[int]) -> None:
+        self.indices, self._reserved, self.next = indices, reserved, len(indices)
+        self.told: list[tuple[object, ...]] = []
+
+    def _ref(self, *what: object) -> Ref:
+        self.told.append(what)
+        return Ref(*what)
+
+    def ready_ref(self, index: int) -> Ref:
+        return Ref("start", index)
+
+    def replace(self, index: int) -> Ref:
+        self._ref("replace", index)
+        return Ref("start", index)
+
+    def add(self, _options: dict[str, Any]) -> int:
+        self.next += 1
+        self.told.append(("add", self.next - 1))
+        return self.next - 1
+
+    def remove(self, index: int) -> None:
+        self.told.append(("remove", index))
+
+    def abort_all(self) -> None:
+        self.told.append(("abort all",))
+
+    def pulse_ref(self, index: int) -> Ref:
+        return Ref("pulse", index)
+
+    def client(self, index: int) -> str:
+        return f"client {index}"
+
+    def options(self, index: int) -> dict[str, Any]:
+        return {"place of": index}
+
+    def is_reserved(self, index: int) -> bool:
+        return index in self._reserved
+
+    def join(self, index: int, client: str, *, reserved: bool) -> Ref:
+        return self._ref("join", index, client, reserved)
+
+    def leave(self, index: int, reason: str) -> Ref:
+        self.told.append(("leave", index))
+        return Ref("leave", index)
+
+    def drain(self, index: int, _timeout_s: float) -> Ref:
+        return self._ref("drain", index)
+
+    def next_failure(self) -> Ref:
+        return Ref("failure")

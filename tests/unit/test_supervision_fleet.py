@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from supervision_support import Room
 
 from trireme.config import Config
 from trireme.errors import BadInput, LimitReached, RoomFailed, TriremeError, WeightsRefused
@@ -18,70 +19,6 @@ from trireme.supervision.roster import Health, Roster
 from trireme.supervision.watch import Watch
 
 HEARTBEAT_S, ENGINE_S = 30.0, 90.0
-
-
-class Ref:
-    """A reference, with what it is to."""
-
-    def __init__(self, *what: object) -> None:
-        self.what = what
-
-    def __repr__(self) -> str:
-        return f"Ref{self.what}"
-
-
-class Room:
-    """The inference room and the orchestrator: write down what they are told, give references."""
-
-    def __init__(self, indices: list[int], reserved: list[int]) -> None:
-        self.indices, self._reserved, self.told, self.next = indices, reserved, [], len(indices)
-
-    def _ref(self, *what: object) -> Ref:
-        self.told.append(what)
-        return Ref(*what)
-
-    def ready_ref(self, index: int) -> Ref:
-        return Ref("start", index)
-
-    def replace(self, index: int) -> Ref:
-        self._ref("replace", index)
-        return Ref("start", index)
-
-    def add(self, _options: dict[str, Any]) -> int:
-        self.next += 1
-        self.told.append(("add", self.next - 1))
-        return self.next - 1
-
-    def remove(self, index: int) -> None:
-        self.told.append(("remove", index))
-
-    def abort_all(self) -> None:
-        self.told.append(("abort all",))
-
-    def pulse_ref(self, index: int) -> Ref:
-        return Ref("pulse", index)
-
-    def client(self, index: int) -> str:
-        return f"client {index}"
-
-    def options(self, index: int) -> dict[str, Any]:
-        return {"place of": index}
-
-    def is_reserved(self, index: int) -> bool:
-        return index in self._reserved
-
-    def join(self, index: int, client: str, *, reserved: bool) -> Ref:
-        return self._ref("join", index, client, reserved)
-
-    def leave(self, index: int, reason: str) -> Ref:
-        self.told.append(("leave", index))
-        return Ref("leave", index)
-
-    def drain(self, index: int, _timeout_s: float) -> Ref:
-        return self._ref("drain", index)
-
-    def next_failure(self) -> Ref:
-        return Ref("failure")
 
 
 class World:

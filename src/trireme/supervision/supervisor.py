@@ -13,9 +13,11 @@ scale      `trireme scale` asks for more or fewer replicas (`status.py`).
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +35,7 @@ from trireme.supervision.watch import Watch
 
 TICK_S = 0.2
 CORE = "trainer and orchestrator"
+log = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
@@ -153,15 +156,23 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------ the thread
 
     def _follow(self) -> None:
-        while not self._ending.is_set():
-            with self._lock:
-                refs = self._watch.refs()
-            there = waits.ready(refs, TICK_S)
-            with self._lock:
-                for ref, outcome in there.items():
-                    self._guarded(partial(self._watch.arrived, ref, outcome))
-                for look in (self._watch.look, self._fleet.look, self._scale):
-                    self._guarded(look)
+        """Until the end. What nobody foresaw ends the run too: it does not go on when nobody watches it."""
+        try:
+            while not self._ending.is_set():
+                self._turn()
+        except Exception as error:
+            log.exception("the supervisor")
+            self._fatal = self._fatal or RoomFailed(f"the supervisor of the run: {type(error).__name__}: {error}")
+
+    def _turn(self) -> None:
+        with self._lock:
+            refs = self._watch.refs()
+        there = waits.ready(refs, TICK_S)
+        with self._lock:
+            for ref, outcome in there.items():
+                self._guarded(partial(self._watch.arrived, ref, outcome))
+            for look in (self._watch.look, self._fleet.look, self._scale):
+                self._guarded(look)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """A failure after which nothing may be started again ends the run: in the driver's own thread."""
@@ -182,4 +193,5 @@ class Supervisor:
 
     def _scale(self) -> None:
         if request := self._requests.poll():
-            self._requests.answer(request, *self._fleet.scale(request.replicas))
+            with suppress(OSError):  # the disk is full: it is asked for again, and then as many are there
+                self._requests.answer(request, *self._fleet.scale(request.replicas))
