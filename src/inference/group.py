@@ -22,7 +22,8 @@ from trireme.types import SampleRequest, WeightIdentity
 from trireme.waits import get_all, get_async
 from trireme.weights import PublishedWeights, UpdateReport
 
-MAX_CALLS = 1000
+MAX_CALLS = 100_000
+"""At once to one replica. Each request may be a call of its own, and what comes beyond that waits, be it a pulse."""
 GRACE_S = 30.0
 STOP_S = 10.0
 
