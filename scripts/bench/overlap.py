@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from trireme.config.model_facts import ModelFacts
     from trireme.launch import Rooms
     from trireme.rundir import RunDir
+    from trireme.supervision.supervisor import Supervisor
     from trireme.types import Datum, TokenBatch
     from trireme.weights import PublishedWeights
 
@@ -179,6 +180,7 @@ class Bench:
     facts: ModelFacts
     run: RunDir
     rooms: Rooms
+    supervisor: Supervisor
 
     def coupled(self) -> list[dict[str, Any]]:
         """The run, to its end: the rows of its metrics."""
@@ -188,7 +190,8 @@ class Bench:
         from trireme.config.fixed import fixed_parts
 
         fixed = fixed_parts(self.config, self.facts)
-        train_and_commit(self.config, self.facts, self.run, fixed, self.rooms, Console(highlight=False))
+        console = Console(highlight=False)
+        train_and_commit(self.config, self.facts, self.run, fixed, self.rooms, self.supervisor, None, console)
         return [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
 
 
@@ -207,9 +210,14 @@ def started(config: Config) -> Iterator[Bench]:
     with (
         RunDir.open(config, fixed_parts(config, facts)) as run,
         cluster.ray_cluster(config, plan),
-        launch.rooms(config, plan, run, lambda _names, _waited_s: None) as rooms,
+        launch.supervised(config, plan, run, quiet, print) as (places, supervisor),
+        launch.attempt(places, run, supervisor, quiet) as rooms,
     ):
-        yield Bench(config, facts, run, rooms)
+        yield Bench(config, facts, run, rooms, supervisor)
+
+
+def quiet(_names: list[str], _waited_s: float) -> None:
+    """Says nothing of what a start waits for."""
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from trireme.config.fixed import fixed_parts
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts, with_absolute_paths
 from trireme.errors import LimitReached, RoomFailed
+from trireme.metrics import WandbSink, wandb_run
 from trireme.plan import Plan, Resources
 from trireme.reference import keep_reference, resolve_reference
 from trireme.rundir import RunDir, resume_command
 
 if TYPE_CHECKING:
     from trireme.launch import Places, Rooms
-    from trireme.metrics import WandbSink
     from trireme.supervision.supervisor import Supervisor
 
 
@@ -73,7 +73,7 @@ def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> Non
             console.print(plan.render())
             with (
                 launch.supervised(config, plan, run, StartProgress(console), console.print) as (places, supervisor),
-                launch.wandb_run(config, run, supervisor.roster) as wandb,
+                wandb_run(config, run.run_id, run.root, supervisor.roster) as wandb,
             ):
                 attempts(config, facts, run, fixed, places, supervisor, wandb, console)
     console.print(whats_next(config, run.root, time.monotonic() - started))

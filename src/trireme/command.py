@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,6 +15,8 @@ from trireme.config import CommonConfig
 from trireme.environ import cluster_address, prepare_existing_cluster, prepare_local_cluster
 from trireme.errors import EXIT_OK, BadInput, TriremeError
 from trireme.rundir import RunDir, resume_command
+from trireme.supervision.roster import Incident, Roster
+from trireme.supervision.status import StatusWriter
 
 PROGRESS_EVERY_S = 5.0
 
@@ -57,6 +60,21 @@ class StartProgress:
         if waited_s >= self._next_s:
             self._next_s = waited_s + PROGRESS_EVERY_S
             self._console.print(f"waiting for {', '.join(names)} ({waited_s:.0f} s)")
+
+
+@contextmanager
+def told_roster(run: RunDir, say: Callable[[str], None]) -> Iterator[Roster]:
+    """How the parts of a run are, and what becomes of them: said, and written to the run directory."""
+
+    def tell(_roster: Roster, incident: Incident | None) -> None:
+        if incident:
+            say(f"! {incident.part}: {incident.what}")
+
+    roster = Roster(time.time)
+    roster.attempt, roster.step = run.start.attempt, run.start.step
+    roster.listen(tell)
+    with StatusWriter(run.root, roster):
+        yield roster
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,14 +18,14 @@ from trainer.group import TrainerGroup
 from trainer.schedule import learning_rate_schedule
 from trireme import trace, waits
 from trireme.cluster import Progress, place_for, reserve
+from trireme.command import told_roster
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.metrics import ConsoleSink, Journal, JsonlSink, Reader, Sink, WandbSink
 from trireme.plan import Plan
 from trireme.rollouts import RolloutFiles
 from trireme.rundir import RunDir, Start
-from trireme.supervision.roster import Incident, Roster
-from trireme.supervision.status import ScaleRequests, StatusWriter
+from trireme.supervision.status import ScaleRequests
 from trireme.supervision.supervisor import Supervisor
 
 
@@ -71,15 +70,7 @@ def supervised(
     config: Config, plan: Plan, run: RunDir, progress: Progress, say: Callable[[str], None]
 ) -> Iterator[tuple[Places, Supervisor]]:
     """Places for all actors, and who watches them. What happens to them is said, and written to the run directory."""
-
-    def tell(_roster: Roster, incident: Incident | None) -> None:
-        if incident:
-            say(f"! {incident.part}: {incident.what}")
-
-    roster = Roster(time.time)
-    roster.attempt, roster.step = run.start.attempt, run.start.step
-    roster.listen(tell)
-    with places(config, plan, run, progress) as found, StatusWriter(run.root, roster):
+    with told_roster(run, say) as roster, places(config, plan, run, progress) as found:
         requests = ScaleRequests(run.root)
         with Supervisor(config, found.inference, roster, requests, found.for_one_more) as supervisor:
             yield found, supervisor
@@ -158,20 +149,6 @@ def learning_rate(config: Config, facts: ModelFacts) -> Callable[[int], float]:
 def check_rooms(config: Config, plan: Plan) -> None:
     """What only the rooms know to be wrong. Raises BadInput."""
     engine_args(config, on_cpu=not plan.on_gpus)
-
-
-@contextmanager
-def wandb_run(config: Config, run: RunDir, roster: Roster) -> Iterator[WandbSink | None]:
-    """Weights & Biases for all attempts of the command, where it is asked for: rows, rollouts, and an alert for each
-    incident."""
-    if not config.wandb.project:
-        yield None
-        return
-    with ExitStack() as ending:
-        wandb = WandbSink(config, run.run_id, run.root.name, run.root)
-        ending.callback(wandb.close)
-        ending.callback(roster.listen(wandb.alert))
-        yield wandb
 
 
 @contextmanager

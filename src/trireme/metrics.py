@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol, TextIO
@@ -203,3 +203,17 @@ class WandbSink:
 
         self._run.finish()
         wandb.teardown()
+
+
+@contextmanager
+def wandb_run(config: CommonConfig, run_id: str, root: Path, roster: Roster) -> Iterator[WandbSink | None]:
+    """Weights & Biases for all attempts of the command whose run lies in `root`, where it is asked for: rows, rollouts,
+    and an alert for each incident."""
+    if not config.wandb.project:
+        yield None
+        return
+    with ExitStack() as ending:
+        wandb = WandbSink(config, run_id, root.name, root)
+        ending.callback(wandb.close)
+        ending.callback(roster.listen(wandb.alert))
+        yield wandb

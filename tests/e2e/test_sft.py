@@ -19,6 +19,7 @@ from trainer_support import VOCAB, make_model
 
 from trireme.checkpoint.store import CheckpointStore
 from trireme.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_SIGTERM
+from trireme.supervision.status import read_incidents, read_status
 from trireme.tools.main import main as trireme
 
 EXAMPLES, BATCH, EPOCHS = 21, 5, 2
@@ -103,7 +104,13 @@ def test_killed_and_stopped_it_comes_to_the_same(config: Path, reference: Ended,
     faults = {"TRIREME_FAULTS": "trainer.forward_backward=kill", "TRIREME_FAULT_ONCE": str(once)}
     ended = run_rl(tmp_path, "--resume", config=config, module=SFT, environ=faults)
     assert ended.code == EXIT_OK, ended.out
-    assert "! forward_backward" in ended.out or "! trainer shard" in ended.out  # its trainer was lost, and built again
+    (lost,) = read_incidents(ended.root)
+    assert f"! trainer: {lost.what}" in ended.out
+    status = read_status(ended.root)
+    assert status is not None
+    assert status.ended is not None
+    assert {(part.name, part.restarts) for part in status.parts} == {("trainer_0", 1), ("trainer_1", 1)}
+    assert (status.step, status.ended.exit_code) == (len(ended.rows), EXIT_OK)
     assert_same_run(ended.root, reference.root)
     ended.assert_nothing_left()
 

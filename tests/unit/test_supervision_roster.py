@@ -163,6 +163,8 @@ def test_incidents_carry_attempt_and_step_and_the_oldest_go(roster: Roster) -> N
 def test_reasons_are_lines_of_a_bearable_length(roster: Roster) -> None:
     roster.set("a_0", Health.DEAD, "it raised\n  ValueError: " + 1000 * "x")
     roster.note("a_0", "it raised\n  ValueError: " + 1000 * "x")
+    roster.note("a_0", "\x1b[36mcoloured\x1b[39m")
+    assert "\x1b" not in roster.incidents[1].what
     for line in (roster.parts[0].why, roster.incidents[0].what):
         assert line.startswith("it raised ValueError: xxx")
         assert line.endswith("x ...")

@@ -175,7 +175,7 @@ def supervised(run: Path) -> Roster:
 def test_the_health_of_all_parts_is_shown(run: Path) -> None:
     supervised(run)
     now = datetime.fromtimestamp(1_800_000_090, UTC)
-    text = lines_of(drawing.parts_table(Follower(run).status(), now))
+    text = lines_of(drawing.parts_table(Follower(run).status(), "not running", now))
     for expected in ("inference_0", "healthy", "inference_1", "dead", "1 min ago", "101 201", "its engine [101] was"):
         assert expected in text
     said = drawing.incidents_text(Follower(run).incidents(), now).plain

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from trireme import signals
-from trireme.command import StartProgress, prepare_cluster, run_command, telling_how_to_go_on
+from trireme.command import StartProgress, prepare_cluster, run_command, telling_how_to_go_on, told_roster
 from trireme.common_plan import Resources
 from trireme.config.fixed import common_parts
 from trireme.config.load import load_as
@@ -20,11 +20,13 @@ from trireme.config.model_facts import ModelFacts, with_absolute_paths
 from trireme.config.sft import SftConfig
 from trireme.errors import LimitReached, RoomFailed
 from trireme.guards import RefusedSteps
+from trireme.metrics import WandbSink, wandb_run
 from trireme.rundir import RunDir, resume_command
 from trireme.sft.checks import check
 from trireme.sft.data import Data, load_data, with_absolute_files, with_steps
 from trireme.sft.plan import SftPlan
 from trireme.supervision.restarts import Restarts
+from trireme.supervision.roster import Health, Roster
 
 if TYPE_CHECKING:
     from trainer.group import TrainerGroup
@@ -107,24 +109,27 @@ def attempts(
     from trireme.sft import launch
 
     restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
-    while True:
-        started = time.monotonic()
-        try:
-            with launch.started_trainer(config, plan, run, StartProgress(console)) as trainer:
-                if run.start.commit and run.start.manifest:
-                    trainer.load_state(run.start.commit / "trainer", run.start.manifest.identities)
-                run.checkout()
-                console.print(f"the trainer is ready after {time.monotonic() - started:.1f} s")
-                train_and_commit(config, facts, run, fixed, trainer, data, console)
-            return
-        except RoomFailed as failure:
-            console.print(f"! {failure}")
-            died, now = waits.died(failure), time.monotonic()
-            restarts.take("the trainer", failure, died=died, step=run.start.step, now=now)
-        run = run.next_attempt(config, fixed)
-        for note in run.start.notes:
-            console.print(note)
-        data.load_state(run.start.commit and run.start.commit / "data")
+    with told_roster(run, console.print) as roster, wandb_run(config, run.run_id, run.root, roster) as wandb:
+        while True:
+            started = time.monotonic()
+            try:
+                with launch.started_trainer(config, plan, run, roster, StartProgress(console)) as trainer:
+                    if run.start.commit and run.start.manifest:
+                        trainer.load_state(run.start.commit / "trainer", run.start.manifest.identities)
+                    run.checkout()
+                    console.print(f"the trainer is ready after {time.monotonic() - started:.1f} s")
+                    train_and_commit(config, facts, run, fixed, trainer, data, roster, wandb, console)
+                return
+            except RoomFailed as failure:
+                roster.note("trainer", str(failure))
+                for part in roster.parts:
+                    roster.set(part.name, Health.DEAD, str(failure))
+                died, now = waits.died(failure), time.monotonic()
+                restarts.take("the trainer", failure, died=died, step=roster.step, now=now)
+            run = run.next_attempt(config, fixed)
+            for note in run.start.notes:
+                console.print(note)
+            data.load_state(run.start.commit and run.start.commit / "data")
 
 
 def train_and_commit(
@@ -134,6 +139,8 @@ def train_and_commit(
     fixed: Mapping[str, Any],
     trainer: TrainerGroup,
     data: Data,
+    roster: Roster,
+    wandb: WandbSink | None,
     console: Console,
 ) -> None:
     """Trains, and commits where the run ends: at its last step, or where a signal or a limit of its own stops it."""
@@ -142,7 +149,7 @@ def train_and_commit(
     from trireme.sft.loop import SftConsole, train
 
     with (
-        launch.written_rows(config, run, SftConsole(config.max_steps, sys.stdout)) as rows,
+        launch.written_rows(config, run, roster, wandb, SftConsole(config.max_steps, sys.stdout)) as rows,
         Commits(config, run, fixed, trainer, {"data": data}, console.print) as commits,
         signals.graceful(config.checkpoint.grace_s) as stop,
     ):

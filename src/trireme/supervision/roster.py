@@ -171,5 +171,5 @@ class Roster:
 
 
 def _line(text: str) -> str:
-    line = " ".join(text.split())
+    line = "".join(filter(str.isprintable, " ".join(text.split())))
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."

@@ -99,7 +99,7 @@ class Watch(App[None]):
 
     def _show_health(self, status: Status | None, driver: str, now: datetime) -> None:
         self.query_one("#standing", Static).update(Text(drawing.standing(status, driver)))
-        self.query_one("#parts", Static).update(drawing.parts_table(status, now))
+        self.query_one("#parts", Static).update(drawing.parts_table(status, driver, now))
         text = drawing.incidents_text(self.follower.incidents(), now)
         self.query_one("#incidents_text", Static).update(text)
 

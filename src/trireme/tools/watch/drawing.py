@@ -105,9 +105,9 @@ def standing(status: Status | None, driver: str) -> str:
     return "" if goes_on(driver) else "the driver was killed, and all parts with it; so they were before"
 
 
-def parts_table(status: Status | None, now: datetime) -> Table:
-    """A line for each part of the run."""
-    table = Table(expand=True, box=None)
+def parts_table(status: Status | None, driver: str, now: datetime) -> Table:
+    """A line for each part of the run; grey when that is how it was before it ended."""
+    table = Table(expand=True, box=None, style="" if goes_on(driver) else "dim")
     for column in ("part", "is", "since", "successors", "processes", "node"):
         table.add_column(column, no_wrap=True)
     table.add_column("because")
