@@ -286,6 +286,28 @@ def test_a_replica_says_what_it_has_to_do(pair: dict[str, Room]) -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_a_replica_answers_whoever_asks_however_many_requests_it_has(pair: dict[str, Room]) -> None:
+    """Each in a call of its own: one more than 1,000 such calls, and it would seem dead."""
+    room = pair["drain"]
+
+    async def run() -> None:
+        await room.update()
+        running = []
+        for i in range(1100):
+            running += begin(room, [request(f"call {i}", prompt_of(5), 1000)])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        await asyncio.to_thread(get, room.group.pulse_ref(1), who="the replica", timeout_s=60)
+        assert sum(task.done() for task in running) < 100
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        while (await room.router.load())[1].running:
+            await some_tokens_later(room, "probe calls")
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
 def test_seeded_requests_survive_an_update_with_more_prefill_than_fits_a_step(rooms: dict[str, Room]) -> None:
     """64 x 200 tokens are prefilled again. vLLM's CPU engine dies of a seeded request whose prefill is split."""
     room = rooms["untied"]
