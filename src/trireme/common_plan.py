@@ -194,11 +194,10 @@ class CommonPlan(ABC):
             table.add_row(Text(what), Text(text), style="yellow" if what == "warning" else None)
         return table
 
-    def _run_dir_text(self) -> str:
-        if self.run_dir:
-            return str(self.run_dir)
+    def _written_text(self) -> str:
         run = self.config.run
-        return f"{run.output_dir}/{run.name or default_name(self.config, '<8 hex>')}"
+        where = self.run_dir or f"{run.output_dir}/{run.name or default_name(self.config, '<8 hex>')}"
+        return f"{where}: config.json, metrics.jsonl, trained.jsonl, STATUS, checkpoints/, logs/, trace/"
 
     def _resources_text(self) -> str:
         has = self.resources
@@ -269,6 +268,13 @@ class CommonPlan(ABC):
         rest = f", every {options.keep_every}th for good" if options.keep_every else ""
         how = "while training goes on" if options.async_save else "while training waits"
         return f"{when}, {how}; the newest {options.keep_last} are kept{rest}; Ctrl-C and SIGTERM commit too"
+
+    def _recovery_text(self) -> str:
+        options = self.config.cluster
+        if not options.max_restarts:
+            return "no part that dies is started again: the run fails then"
+        often = f"at most {count(options.max_restarts, 'time')} in {options.restart_window_s:,g} s"
+        return f"a part that dies is started again, {often}; a shard costs the steps since the newest commit"
 
 
 def package_versions() -> dict[str, str]:

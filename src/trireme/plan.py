@@ -157,10 +157,8 @@ class Plan(CommonPlan):
             ("each update", f"{self._travelling_text()} by {self.config.transport}; {self._update_text()}"),
             *self._rows_of_evaluation(),
             ("commits", self._commits_text()),
-            (
-                "written to",
-                f"{self._run_dir_text()}: config.json, metrics.jsonl, trained.jsonl, checkpoints/, logs/, trace/",
-            ),
+            ("recovery", self._recovery_text()),
+            ("written to", self._written_text()),
             *(("warning", text) for text in self.warnings),
         ]
 

@@ -334,6 +334,14 @@ class TestAdapters:
         assert other.shard_memory.state - reference.shard_memory.state == 4 * 1_000_000
 
 
+def test_what_happens_when_a_part_dies() -> None:
+    assert "started again, at most 3 times in 3,600 s" in text_of(plan())
+    given = plan()
+    never = given.config.cluster.model_copy(update={"max_restarts": 0})
+    config = given.config.model_copy(update={"cluster": never})
+    assert "no part that dies is started again" in text_of(replace(given, config=config))
+
+
 def test_this_machine() -> None:
     found = Resources.of_this_machine()
     assert (found.nodes, found.source) == (1, "this machine")

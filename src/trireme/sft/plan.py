@@ -62,10 +62,8 @@ class SftPlan(CommonPlan):
             *self._rows_of_evaluation(),
             ("memory", self._shard_memory_text()),
             ("commits", self._commits_text()),
-            (
-                "written to",
-                f"{self._run_dir_text()}: config.json, metrics.jsonl, trained.jsonl, checkpoints/, logs/, trace/",
-            ),
+            ("recovery", self._recovery_text()),
+            ("written to", self._written_text()),
             *(("warning", text) for text in self.warnings),
         ]
 
