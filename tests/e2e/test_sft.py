@@ -104,7 +104,8 @@ def test_killed_and_stopped_it_comes_to_the_same(config: Path, reference: Ended,
     faults = {"TRIREME_FAULTS": "trainer.forward_backward=kill", "TRIREME_FAULT_ONCE": str(once)}
     ended = run_rl(tmp_path, "--resume", config=config, module=SFT, environ=faults)
     assert ended.code == EXIT_OK, ended.out
-    (lost,) = read_incidents(ended.root)
+    lost, built = read_incidents(ended.root)
+    assert "built again" in built.what
     assert f"! trainer: {lost.what}" in ended.out
     status = read_status(ended.root)
     assert status is not None

@@ -110,6 +110,7 @@ def attempts(
 
     restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
     with told_roster(run, console.print) as roster, wandb_run(config, run.run_id, run.root, roster) as wandb:
+        lost: float | None = None
         while True:
             started = time.monotonic()
             try:
@@ -118,14 +119,16 @@ def attempts(
                         trainer.load_state(run.start.commit / "trainer", run.start.manifest.identities)
                     run.checkout()
                     console.print(f"the trainer is ready after {time.monotonic() - started:.1f} s")
+                    if lost is not None:
+                        roster.note_return("trainer", time.monotonic() - lost)
                     train_and_commit(config, facts, run, fixed, trainer, data, roster, wandb, console)
                 return
             except RoomFailed as failure:
                 roster.note("trainer", str(failure))
                 for part in roster.parts:
                     roster.set(part.name, Health.DEAD, str(failure))
-                died, now = waits.died(failure), time.monotonic()
-                restarts.take("the trainer", failure, died=died, step=roster.step, now=now)
+                lost = time.monotonic()
+                restarts.take("the trainer", failure, died=waits.died(failure), step=roster.step, now=lost)
             run = run.next_attempt(config, fixed)
             for note in run.start.notes:
                 console.print(note)

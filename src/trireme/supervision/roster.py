@@ -160,6 +160,10 @@ class Roster:
             self.incidents_total += 1
         self._tell(incident)
 
+    def note_return(self, part: str, took_s: float) -> None:
+        """Part `part` was built again, and the attempt begins."""
+        self.note(part, f"built again in {took_s:.1f} s: attempt {self.attempt} goes on from step {self.step}")
+
     def at_step(self, step: int) -> None:
         """The run has completed `step` steps."""
         self.step = step

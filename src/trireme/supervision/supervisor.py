@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 from trireme import waits
 from trireme.cluster import Progress
-from trireme.common_plan import count
 from trireme.config import Config
 from trireme.errors import RoomFailed, TriremeError
 from trireme.supervision.fleet import Fleet, Replicas, Serving, index_of
@@ -119,9 +118,7 @@ class Supervisor:
     def goes_on(self) -> None:
         """The attempt has loaded what it starts from."""
         if self._attempts > 1:
-            took = time.monotonic() - self._ended
-            done = count(self.roster.step, "step")
-            self.roster.note(CORE, f"built again in {took:.1f} s: attempt {self.roster.attempt} goes on after {done}")
+            self.roster.note_return(CORE, time.monotonic() - self._ended)
 
     def _missing(self, all_of_them: bool) -> list[str]:
         with self._lock:
