@@ -125,7 +125,7 @@ class Run:
 
 def _event(line: str) -> dict[str, Any] | None:
     try:
-        return json.loads(line.lstrip("[").rstrip(","))
+        return json.loads(line.lstrip("[,"))
     except ValueError:  # torn by a kill, or not yet whole
         return None
 
