@@ -151,6 +151,11 @@ class Fleet:
         """Those that take requests."""
         return [member for member in self.members.values() if not member.draining]
 
+    @property
+    def serves(self) -> bool:
+        """Whether anybody takes requests; asked for each of them."""
+        return any(not member.draining for member in self.members.values())
+
     def add(self, member: Member) -> None:
         """In the place of whoever had its number. Members stay in the order of their numbers, whoever came first: in
         deterministic mode it says where a request goes."""
@@ -163,7 +168,7 @@ class Fleet:
         """Those that take requests; waits for one to join when there is none. Raises when none does, with all that
         failed: WeightsRefused if all of them refused weights, else RoomFailed."""
         deadline = asyncio.get_running_loop().time() + self._patience_s
-        while not self.serving:
+        while not self.serves:
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
                 raise self._nobody()

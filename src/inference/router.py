@@ -91,7 +91,7 @@ class Router:
         when no replica is left, and RoomFailed when no replica can sample it."""
         kept = Kept(request)
         while True:
-            if not self._fleet.serving:
+            if not self._fleet.serves:
                 await self._fleet.someone()
             try:
                 return kept.joined(await self._sample_on(self._route(request.route_key), kept))
