@@ -10,7 +10,8 @@ and in memory, timed inside the engine.
 
 And the memory of the engine's process: its resident set after each update, a line fitted to it after the first quarter.
 (After the update and before the bare reload, which gives nothing back to the system: the next update does. And not the
-proportional one: that also grows when this process, of which the engine is a fork, frees a page.) Two versions are published in turn.
+proportional one: that also grows when this process, of which the engine is a fork, frees a page.) Two versions are
+published in turn.
 
 The two last lines of the output are the results, a JSON object each. Leave the machine alone while it runs.
 """

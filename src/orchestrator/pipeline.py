@@ -197,8 +197,8 @@ class Pipeline:
         ended, _ = await asyncio.wait([self._update], timeout=limit)
         if not ended:
             raise RoomFailed(
-                f"waited {limit:g} s (timeouts.update_s for each replica, the start of a successor, and {ANSWER_S:g}) for the "
-                f"{self._update.get_name()}; versions acknowledged by replicas: {self._sampler.acknowledged()}"
+                f"waited {limit:g} s (timeouts.update_s for each replica, the start of a successor, and {ANSWER_S:g}) "
+                f"for the {self._update.get_name()}; versions acknowledged by replicas: {self._sampler.acknowledged()}"
             )
         self._update.result()
 
