@@ -60,8 +60,8 @@ SHORT_CHAIN = [
     ("orchestrator.evaluation@1", "true"),
     ("commit.prune@1", "true"),
 ]
-"""Points, and whether commits are written in the background: a sample of both long chains. (Rooms that die one by one in
-the middle of a step: test_kills.py.)"""
+"""Points, and whether commits are written in the background: a sample of both long chains. (Rooms that die one by
+one in the middle of a step: test_kills.py.)"""
 RANDOM_KILLS = 10
 
 
