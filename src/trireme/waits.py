@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from trireme.errors import RoomFailed, TriremeError
 
@@ -104,6 +104,12 @@ def died(error: BaseException) -> bool:
     cause = error.__cause__
     raised = isinstance(cause, RayTaskError) or (isinstance(cause, RayActorError) and cause.actor_init_failed)
     return isinstance(cause, RayError) and not raised
+
+
+def unreached(error: BaseException) -> bool:
+    """Whether a call did not come to its actor, of which Ray does not know yet whether it lives: of one on a node that
+    is lost, until Ray has given up the node. A successor started before that would be placed there."""
+    return isinstance(error.__cause__, ActorUnavailableError)
 
 
 def get(ref: Any, *, who: str, timeout_s: float, log: Path | None = None) -> Any:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 from supervision_support import Room
 
 from trireme.config import Config
@@ -217,6 +218,21 @@ class TestLoss:
         world.look(SECOND_OPINION_S)
         assert world.room.told == [("leave", 1), ("replace", 1)]
         assert world.waits_for("failure")
+
+    def test_a_report_of_one_that_cannot_be_reached_waits_until_ray_knows(self, world: World) -> None:
+        """A successor would be placed on the node that is lost."""
+        unreached = RoomFailed("unavailable")
+        unreached.__cause__ = ActorUnavailableError("no connection", b"0" * 16)
+        world.serve()
+        world.look()
+        world.answer("pulse", 1, value=unreached)
+        world.answer("failure", value=(1, "does not answer"))
+        world.look(2 * SECOND_OPINION_S)
+        assert world.room.told == []
+        world.answer("pulse", 1, value=DIED)
+        assert world.room.told == [("leave", 1), ("replace", 1)]
+        world.look(2 * SECOND_OPINION_S)
+        assert world.room.told == [("leave", 1), ("replace", 1)]
 
     def test_when_the_attempt_ends_meanwhile_the_replica_was_not_to_blame(self, world: World) -> None:
         world.serve()

@@ -109,6 +109,16 @@ class TestPulses:
             assert pulses.silent(float(second)) == {}
         assert pulses.silent(3606.0)["a"] == 15.0 + 6.0, "it does answer nothing"
 
+    def test_who_could_not_be_reached_is_asked_again_and_silent_since_the_first_time(self) -> None:
+        pulses = Pulses(60.0)
+        pulses.watch("a")
+        for now in range(21):
+            assert pulses.due(float(now)) == ["a"]
+            pulses.unreached("a", float(now))
+        assert pulses.silent(20.0) == {"a": 20.0}
+        pulses.answered("a", 21.0)
+        assert pulses.silent(21.0) == {}
+
     def test_a_successor_is_not_blamed_and_nobody_is_after_leaving(self) -> None:
         pulses = Pulses(60.0)
         pulses.watch("a")

@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from trireme.errors import RoomFailed, TriremeError
 from trireme.protocols import Pulse
@@ -95,3 +96,17 @@ def test_they_get_their_time_once_only(monkeypatch: pytest.MonkeyPatch) -> None:
     processes.stopped = {"inference_0", RECEIVER}
     processes.live(70)
     assert processes.killed == [RECEIVER, "inference_0"]
+
+
+def test_who_cannot_be_reached_is_asked_again_until_ray_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process on a lost node Ray says first that it is unavailable, and after some seconds that it died."""
+    unreached, died = RoomFailed("unavailable"), RoomFailed("died")
+    unreached.__cause__ = ActorUnavailableError("no connection", b"0" * 16)
+    processes = Processes(monkeypatch, "inference_0", RECEIVER)
+    processes.stopped = {"inference_0"}
+    for seconds in range(12):
+        processes.live(1)
+        for ref in [ref for ref, name in processes.watch.refs().items() if name == "inference_0"]:
+            processes.watch.arrived(ref, unreached if seconds < 11 else died)
+    assert processes.lost == {"inference_0": died}
+    assert processes.killed == []

@@ -143,10 +143,13 @@ class Fleet:
         return [f"inference replica {index}" for index in self._of(State.STARTING, State.READY, State.JOINING)]
 
     def look(self) -> None:
-        """Believes what was reported long enough ago, and ends starts that take too long."""
+        """Believes what was reported long enough ago, of replicas of which Ray knows if they live, and ends starts that
+        take too long."""
         now = time.monotonic()
-        due = [report for report in self._reports if report[0] <= now]
-        self._reports = [report for report in self._reports if report[0] > now]
+        due = [
+            report for report in self._reports if report[0] <= now and not self._watch.is_unreached(name_of(report[1]))
+        ]
+        self._reports = [report for report in self._reports if report not in due]
         for _, index, reason in due:
             if self._states.get(index) is State.SERVING:
                 self._fail(index, reason)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 EVERY_S = 1.0
 """Between an answer and the next question."""
+AGAIN_S = 0.2
+"""Between a question that did not arrive and the next one."""
 SUSPECT = 1 / 3
 """Of the heartbeat: silent for so long, a process is suspect."""
 LONGEST_GAP = 1 / 4
@@ -15,10 +17,12 @@ or its machine, and would take all others for silent."""
 
 @dataclass
 class Silence:
-    """Of one process: when it was asked what it has not answered yet (None: it has answered), and when it is asked
-    next."""
+    """Of one process: since when it has not answered (None: it has), whether a question is on its way to it or the last
+    one could not reach it, and when it is asked next."""
 
-    asked: float | None = None
+    since: float | None = None
+    asked: bool = False
+    unreached: bool = False
     next: float = 0.0
 
 
@@ -46,17 +50,27 @@ class Pulses:
     def due(self, now: float) -> list[str]:
         """Who is to be asked; the caller does so at once."""
         awake = self._awake(now)
-        due = [name for name, of in self._silence.items() if of.asked is None and of.next <= awake]
+        due = [name for name, of in self._silence.items() if not of.asked and of.next <= awake]
         for name in due:
-            self._silence[name].asked = awake
+            of = self._silence[name]
+            of.asked, of.since = True, awake if of.since is None else of.since
         return due
 
     def answered(self, name: str, now: float) -> None:
         if name in self._silence:
-            self._silence[name] = Silence(None, self._awake(now) + EVERY_S)
+            self._silence[name] = Silence(next=self._awake(now) + EVERY_S)
+
+    def unreached(self, name: str, now: float) -> None:
+        """The question did not come to `name`: it is asked again, and is silent since the first time."""
+        if of := self._silence.get(name):
+            of.asked, of.unreached, of.next = False, True, self._awake(now) + AGAIN_S
+
+    def is_unreached(self, name: str) -> bool:
+        """Whether no question has reached `name` since the last that could not."""
+        return name in self._silence and self._silence[name].unreached
 
     def silent(self, now: float) -> dict[str, float]:
         """Seconds of silence of each whose silence is long."""
         awake = self._awake(now)
-        silent = {name: awake - of.asked for name, of in self._silence.items() if of.asked is not None}
+        silent = {name: awake - of.since for name, of in self._silence.items() if of.since is not None}
         return {name: seconds for name, seconds in silent.items() if seconds >= SUSPECT * self._heartbeat_s}

@@ -60,6 +60,10 @@ class Watch:
         """When `ref` is there, `handle` gets its value, or the TriremeError that it failed with."""
         self._awaited[ref] = (name, handle)
 
+    def is_unreached(self, name: str) -> bool:
+        """Whether Ray does not know at the moment if `name` lives."""
+        return self._pulses.is_unreached(name)
+
     def refs(self) -> dict[Any, str]:
         """What is waited for, with the names of the owners."""
         return {ref: name for ref, (name, _) in self._awaited.items()}
@@ -81,6 +85,9 @@ class Watch:
             self._judge(name, why, judged and silent_s >= self._heartbeat_s)
 
     def _pulsed(self, name: str, outcome: Pulse | TriremeError) -> None:
+        if isinstance(outcome, TriremeError) and waits.unreached(outcome):
+            self._pulses.unreached(name, time.monotonic())
+            return
         if isinstance(outcome, TriremeError):
             self._end(name, outcome, waits.died(outcome))
             return
