@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.metrics import Released
 from orchestrator.pipeline import Pipeline
@@ -80,6 +78,8 @@ class OrchestratorActor:
 
     async def pulse(self) -> Pulse:
         """Answers at once."""
+        import ray  # an actor's process has it; whoever only builds a pipeline needs none
+
         return Pulse((os.getpid(),), ray.get_runtime_context().get_node_id())
 
     async def join(self, index: int, client: Any, reserved: bool) -> None:
