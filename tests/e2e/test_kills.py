@@ -49,6 +49,7 @@ def test_a_run_that_lost_all_its_parts_equals_one_that_lost_nothing(tmp_path: Pa
     ended.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_a_run_that_lost_an_engine_goes_on_with_the_other_until_its_successor_serves(tmp_path: Path) -> None:
     ended = run_cell(tmp_path, Cell("engine", "in-flight update"))
     assert_whole(ended)

@@ -51,11 +51,9 @@ COMMIT = [
 ]
 RESUME = ["trainer.load@1", "checkout.parked@1", "checkout.rows@1"]
 SHORT_CHAIN = [
-    ("inference.start@1", "false"),
     ("inference.loaded@3", "true"),
     ("trainer.save@1", "true"),
     ("commit.manifest@1", "false"),
-    ("commit.renamed@1", "true"),
     ("checkout.rows@1", "false"),
     ("orchestrator.evaluation@1", "true"),
     ("commit.prune@1", "true"),

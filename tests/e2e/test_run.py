@@ -183,8 +183,8 @@ def test_a_killed_driver_takes_everything_along(tmp_path: Path) -> None:
     ("fault", "told"),
     [
         ("trainer.forward_backward@2=raise", r"trainer shard"),
-        ("orchestrator.minibatch@2=raise", r"orchestrator"),
-        ("inference.received@2=corrupt", r"corrupted on the way"),
+        pytest.param("orchestrator.minibatch@2=raise", r"orchestrator", marks=pytest.mark.long),
+        pytest.param("inference.received@2=corrupt", r"corrupted on the way", marks=pytest.mark.long),
         ("inference.loaded@2=corrupt", r"canary of version"),
     ],
 )
