@@ -211,7 +211,7 @@ def started(config: Config) -> Iterator[Bench]:
         RunDir.open(config, fixed_parts(config, facts)) as run,
         cluster.ray_cluster(config, plan),
         launch.supervised(config, plan, run, quiet, print) as (places, supervisor),
-        launch.attempt(places, run, supervisor, quiet) as rooms,
+        launch.attempt(places, run, supervisor, quiet, print) as rooms,
     ):
         yield Bench(config, facts, run, rooms, supervisor)
 

@@ -1,19 +1,20 @@
 """The trainer's part of a commit: weights, AdamW's state and random generators, by torch.distributed.checkpoint (DCP).
 
 What is saved, under these names; any number of ranks can read it:
-  parameters.<name>      [3, *shape], in the dtype of the master weights: the parameter and AdamW's exp_avg and
-                         exp_avg_sq, stacked
-  reference.<name>       [1, *shape]: of a reference policy that changes (`trainer.kl.reference.update_every`)
+  parameters.<names>     [3, n, *shape], in the dtype of the master weights: n parameters of one kind, all of the same
+                         shape (`kinds`), and AdamW's exp_avg and exp_avg_sq of them, stacked
+  reference.<names>      [1, n, *shape]: of a reference policy that changes (`trainer.kl.reference.update_every`)
   base                   [16], uint8: where the parameters are adapters, the digest of the weights they belong to
   steps                  [parameters], float32: AdamW's count of steps of each, in order of name
   random.<rank>.<kind>   see `random_state`
 (Stacked, because what DCP does for every tensor it writes costs about 1 ms in which no other Python code runs.)
 
-A save copies what this rank holds to buffers in host memory, and writes them, in a thread: training goes on meanwhile,
-and comes first: once the copy is made, the thread has the lowest priority. So each save has a thread of its own.
-Nothing of the state changes between one optimiser step and the next, so only `optim_step` has to wait, and only for the
-copy (`Checkpointer.wait_until_copied`). The buffers are made at the first save and used again. DCP's collectives have a
-process group of their own, so that they never mix with training's.
+A save copies what this rank holds to buffers in host memory, and writes them: training goes on meanwhile, and comes
+first. So there are two threads for each save. One is for DCP's Python code, which must be done with soon: other Python
+code waits for it. The other copies, hashes and writes, almost without Python, in the time that training leaves. Nothing
+of the state changes between one optimiser step and the next, so only `optim_step` has to wait, and only for the copy:
+it makes what is missing of it itself (`Copying`). The buffers are made at the first save and used again. DCP's
+collectives have a process group of their own, so that they never mix with training's.
 
 What goes wrong while one rank copies or writes is raised on all of them, and leaves them ready for the next save: DCP
 brings such errors to every rank as long as they come up inside the hooks that it calls. So the copy is made in one.
@@ -22,13 +23,15 @@ brings such errors to every rank as long as they come up inside the hooks that i
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 import numpy as np
@@ -47,6 +50,11 @@ from trireme.priority import yield_to_others
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 REFERENCE = "reference."
+STACKED_BYTES = 2**28
+"""Of the whole of what is saved under one name, unless it is one parameter: a rank that reads a part of it reads all
+that another one has written of it."""
+PIECE_BYTES = 2**23
+"""Copied at once: what `optim_step` waits for at most while another thread copies."""
 
 
 def make_adam_state(optimizer: torch.optim.AdamW) -> None:
@@ -89,19 +97,21 @@ def set_random_state(state: Mapping[str, Tensor]) -> None:
 
 
 class RecordingFileSystem(FileSystem):
-    """DCP's file system for writing: files are hashed on their way, forced onto the disk, and recorded.
+    """DCP's file system for writing: files are hashed on their way, forced onto the disk, and recorded. `thread` does
+    what takes long.
 
     Raises StorageFailed instead of OSError.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread = thread
         self._written: dict[Path, HashingWriter] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         assert mode == "wb", f"only for writing, got mode {mode}"
         with storage_errors(path):
-            with HashingWriter(path) as stream:
+            with HashingWriter(path, self._thread) as stream:
                 yield stream
             fsync_directory(path.parent)
         self._written[path] = stream
@@ -126,16 +136,35 @@ class Writer(dcp.FileSystemWriter):
 
     fs: RecordingFileSystem
 
-    def __init__(self, path: Path, copy: Callable[[], None]) -> None:
+    def __init__(self, path: Path, copy: Callable[[], None], thread: ThreadPoolExecutor) -> None:
         # Not `sync_files`: DCP would force every file of the machine onto its disks; the streams do it for their own.
         super().__init__(path, sync_files=False, per_thread_copy_ahead=0, overwrite=False)
-        self.fs = RecordingFileSystem()
+        self.fs = RecordingFileSystem(thread)
         self._copy = copy
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[Any]]:
         self._copy()
         fault_point("trainer.save")
         return super().write_data(plan, planner)
+
+
+def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """The names of `tensors` by kind: names that differ in their numbers alone, in the order of these, and whose
+    tensors have the same shape and dtype. The key is the first name, and the last where there are several.
+
+    The same for any number of ranks: shapes are those of whole tensors, of which there are STACKED_BYTES in a kind."""
+    found: dict[Any, list[list[str]]] = {}
+    for name in sorted(tensors, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
+        tensor = tensors[name]
+        stacks = found.setdefault((re.sub(r"\d+", "#", name), tensor.shape, tensor.dtype), [[]])
+        if len(stacks[-1]) * tensor.numel() * tensor.element_size() >= STACKED_BYTES // (1 + len(MOMENTS)):
+            stacks.append([])
+        stacks[-1].append(name)
+    return {
+        names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}": names
+        for stacks in found.values()
+        for names in stacks
+    }
 
 
 class Staging:
@@ -151,18 +180,19 @@ class Staging:
         self.buffers: dict[str, Tensor] = {}
         self.host: list[Tensor] = []
         self.live: list[Tensor] = []
-        for name, parameter in parameters.items():
-            moments = [optimizer.state[parameter][moment] for moment in MOMENTS]
-            self._add(f"parameters.{name}", [parameter, *moments])
-        for name, tensor in reference.items():
-            self._add(REFERENCE + name, [tensor])
+        for kind, names in kinds(parameters).items():
+            moments = [{name: optimizer.state[parameters[name]][moment] for name in names} for moment in MOMENTS]
+            self._add(f"parameters.{kind}", [[each[name] for name in names] for each in (parameters, *moments)])
+        for kind, names in kinds(reference).items():
+            self._add(REFERENCE + kind, [[reference[name] for name in names]])
 
-    def _add(self, name: str, tensors: list[Tensor]) -> None:
-        live = [_local(tensor) for tensor in tensors]
-        local = torch.empty((len(live), *live[0].shape), dtype=live[0].dtype, pin_memory=live[0].is_cuda)
-        self.buffers[name] = _stacked(local, tensors[0])
-        self.host += local.unbind()
-        self.live += live
+    def _add(self, name: str, stacks: Sequence[Sequence[Tensor]]) -> None:
+        live = [[_local(tensor) for tensor in stack] for stack in stacks]
+        first = live[0][0]
+        local = torch.empty((len(live), len(live[0]), *first.shape), dtype=first.dtype, pin_memory=first.is_cuda)
+        self.buffers[name] = _stacked(local, stacks[0][0])
+        self.host += [part for stack in local.unbind() for part in stack.unbind()]
+        self.live += [tensor for stack in live for tensor in stack]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -172,12 +202,69 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _stacked(local: Tensor, parameter: Tensor) -> Tensor:
-    """`local`, stacked parts of tensors that are sharded like `parameter`, as this rank's part of their stack."""
+    """`local`, [a, b, ...] parts of tensors that are sharded like `parameter`, as this rank's part of their stack."""
     assert isinstance(parameter, DTensor)
-    placements = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in parameter.placements]
-    whole = torch.empty((len(local), *parameter.shape), device="meta")
+    placements = [Shard(p.dim + 2) if isinstance(p, Shard) else p for p in parameter.placements]
+    whole = torch.empty((*local.shape[:2], *parameter.shape), device="meta")
     mesh = DeviceMesh("cpu", parameter.device_mesh.mesh, _init_backend=False)  # only says who has what
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+class Copying:
+    """The copy of `live` tensors to `host` that a save is to make, in pieces. Whoever comes to `help` makes what nobody
+    has begun: a thread that has time, and then who cannot wait for it.
+
+    `stream`: copies of a GPU's tensors are made in it, all at once.
+    """
+
+    def __init__(self, host: Sequence[Tensor], live: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+        self._pieces: deque[tuple[list[Tensor], list[Tensor]]] = deque([([], [])])
+        room = PIECE_BYTES
+        for to, source in zip(host, live, strict=True):
+            if room <= 0 and stream is None:
+                self._pieces.append(([], []))
+                room = PIECE_BYTES
+            self._pieces[-1][0].append(to)
+            self._pieces[-1][1].append(source)
+            room -= source.numel() * source.element_size()
+        self._left, self._lock = len(self._pieces), Lock()
+        self._allowed, self._done = Event(), Event()
+
+    def allow(self) -> None:
+        """What the save before has to say: the `host` tensors are free."""
+        self._allowed.set()
+
+    def end(self) -> None:
+        """The copy is made, or nobody needs it any more."""
+        self._allowed.set()
+        self._done.set()
+
+    def help(self) -> None:
+        """Makes what nobody has begun."""
+        self._allowed.wait()
+        while not self._done.is_set():
+            try:
+                host, live = self._pieces.popleft()
+            except IndexError:
+                return
+            self._copy(host, live)
+            with self._lock:
+                self._left -= 1
+                if not self._left:
+                    self._done.set()
+
+    def wait(self) -> None:
+        """Helps, and waits until it is made."""
+        self.help()
+        self._done.wait()
+
+    @torch.no_grad()
+    def _copy(self, host: list[Tensor], live: list[Tensor]) -> None:
+        with torch.cuda.stream(self._stream):  # of none: nothing
+            torch._foreach_copy_(host, live, non_blocking=True)
+        if self._stream:
+            self._stream.synchronize()
 
 
 class Checkpointer:
@@ -207,17 +294,16 @@ class Checkpointer:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._saves: dict[Path, Future[list[FileRecord]]] = {}
         self._newest: Future[list[FileRecord]] | None = None
-        self._copied = Event()
-        self._copied.set()
+        self._copying: Copying | None = None
 
     def begin(self, path: Path) -> None:
         """Begins to save into directory `path` the state as it is now; after another save that is not yet done."""
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
         state = {**self._staging.buffers, **self._small_state()}
-        self._copied = Event()
+        copying = self._copying = self._copy_of_now()
         thread = ThreadPoolExecutor(1, "save")
-        self._newest = self._saves[path] = thread.submit(self._save, path, state, self._copied, self._newest)
+        self._newest = self._saves[path] = thread.submit(self._save, path, state, copying, self._newest)
         thread.shutdown(wait=False)  # it ends with the save
 
     def finish(self, path: Path) -> list[FileRecord]:
@@ -226,7 +312,9 @@ class Checkpointer:
 
     def wait_until_copied(self) -> None:
         """Waits until the state may change: a save that has begun no longer needs it."""
-        self._copied.wait()
+        if self._copying:
+            self._copying.wait()
+            self._copying = None
 
     def load(self, path: Path) -> None:
         """Reads what was saved in `path`, by any number of ranks; those that had no counterpart then keep their random
@@ -237,7 +325,9 @@ class Checkpointer:
         saved = set(reader.read_metadata().state_dict_metadata)
         expected = {*self._staging.buffers, "steps", *(["base"] if self._base else [])}
         _refuse_other_tensors(path, _of_the_model(saved), _of_the_model(expected))
-        self._copy()  # so that taking over what was not saved changes nothing
+        copying = self._copy_of_now()  # so that taking over what was not saved changes nothing
+        copying.allow()
+        copying.wait()
         small = {name: tensor for name, tensor in self._small_state().items() if name in saved}
         state = {**{name: buffer for name, buffer in self._staging.buffers.items() if name in saved}, **small}
         try:
@@ -256,6 +346,9 @@ class Checkpointer:
     @cached_property
     def _staging(self) -> Staging:
         return Staging(self._parameters, self._optimizer, self._reference)
+
+    def _copy_of_now(self) -> Copying:
+        return Copying(self._staging.host, self._staging.live, self._stream)
 
     def _small_state(self) -> dict[str, Tensor]:
         """Copies of what is copied at once."""
@@ -276,38 +369,30 @@ class Checkpointer:
         return f"random.{dist.get_rank()}."
 
     def _save(
-        self, path: Path, state: dict[str, Tensor], copied: Event, before: Future[list[FileRecord]] | None
+        self, path: Path, state: dict[str, Tensor], copying: Copying, before: Future[list[FileRecord]] | None
     ) -> list[FileRecord]:
         wait([before] if before else [])
         # Files have checksums of their own. Those within, of each tensor, would take longer than all of the copying.
         torch.serialization.set_crc32_options(False)  # of this thread
+        with ThreadPoolExecutor(1, "write", yield_to_others if self._beside_training else None) as thread:
 
-        def copy() -> None:
-            self._copy()
-            copied.set()
-            if self._beside_training:
-                yield_to_others()
+            def copy() -> None:
+                copying.allow()
+                thread.submit(copying.wait).result()
 
-        writer = Writer(path, copy)
-        try:
-            dcp.save(
-                state,
-                storage_writer=writer,
-                planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
-                process_group=self._group,
-            )
-        except dcp.CheckpointException as error:
-            raise _cause(error) from None
-        finally:
-            copied.set()
+            writer = Writer(path, copy, thread)
+            try:
+                dcp.save(
+                    state,
+                    storage_writer=writer,
+                    planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+                    process_group=self._group,
+                )
+            except dcp.CheckpointException as error:
+                raise _cause(error) from None
+            finally:
+                copying.end()
         return writer.fs.records()
-
-    @torch.no_grad()
-    def _copy(self) -> None:
-        with torch.cuda.stream(self._stream):  # of none: nothing
-            torch._foreach_copy_(self._staging.host, self._staging.live, non_blocking=True)
-        if self._stream:
-            self._stream.synchronize()
 
 
 def _cause(error: dcp.CheckpointException) -> Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,15 @@ from trireme.config.checks import check, check_installed
 from trireme.config.fixed import fixed_parts
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts, with_absolute_paths
-from trireme.errors import LimitReached, RoomFailed
+from trireme.errors import LimitReached
 from trireme.metrics import WandbSink, wandb_run
 from trireme.plan import Plan, Resources
 from trireme.reference import keep_reference, resolve_reference
 from trireme.rundir import RunDir, resume_command
+from trireme.supervision.attempts import attempts
 
 if TYPE_CHECKING:
-    from trireme.launch import Places, Rooms
+    from trireme.launch import Rooms
     from trireme.supervision.supervisor import Supervisor
 
 
@@ -75,39 +77,15 @@ def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> Non
                 launch.supervised(config, plan, run, StartProgress(console), console.print) as (places, supervisor),
                 wandb_run(config, run.run_id, run.root, supervisor.roster) as wandb,
             ):
-                attempts(config, facts, run, fixed, places, supervisor, wandb, console)
+
+                def begun(run: RunDir) -> AbstractContextManager[Rooms]:
+                    return launch.attempt(places, run, supervisor, StartProgress(console), console.print)
+
+                def work(run: RunDir, rooms: Rooms) -> None:
+                    train_and_commit(config, facts, run, fixed, rooms, supervisor, wandb, console)
+
+                attempts(config, run, fixed, supervisor, begun, work, console.print)
     console.print(whats_next(config, run.root, time.monotonic() - started))
-
-
-def attempts(
-    config: Config,
-    facts: ModelFacts,
-    run: RunDir,
-    fixed: Mapping[str, Any],
-    places: Places,
-    supervisor: Supervisor,
-    wandb: WandbSink | None,
-    console: Console,
-) -> None:
-    """Trains to the end: when trainer or orchestrator is lost, again from the newest commit, as often as it may be."""
-    from trireme import launch
-
-    while True:
-        started = time.monotonic()
-        try:
-            with launch.attempt(places, run, supervisor, StartProgress(console)) as rooms:
-                launch.load(rooms, run.start)
-                run.checkout()
-                where = "1 node" if places.nodes == 1 else f"{places.nodes} nodes"
-                console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
-                supervisor.goes_on()
-                train_and_commit(config, facts, run, fixed, rooms, supervisor, wandb, console)
-            return
-        except RoomFailed as failure:
-            supervisor.may_rebuild(failure)
-        run = run.next_attempt(config, fixed)
-        for note in run.start.notes:
-            console.print(note)
 
 
 def train_and_commit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from trireme.config.model_facts import ModelFacts
 from trireme.metrics import ConsoleSink, Journal, JsonlSink, Reader, Sink, WandbSink
 from trireme.plan import Plan
 from trireme.rollouts import RolloutFiles
-from trireme.rundir import RunDir, Start
+from trireme.rundir import RunDir
 from trireme.supervision.status import ScaleRequests
-from trireme.supervision.supervisor import Supervisor
+from trireme.supervision.supervisor import Elastic, Supervisor
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,19 @@ def supervised(
 ) -> Iterator[tuple[Places, Supervisor]]:
     """Places for all actors, and who watches them. What happens to them is said, and written to the run directory."""
     with told_roster(run, say) as roster, places(config, plan, run, progress) as found:
-        requests = ScaleRequests(run.root)
-        with Supervisor(config, found.inference, roster, requests, found.for_one_more) as supervisor:
+        elastic = Elastic(config, found.inference, ScaleRequests(run.root), found.for_one_more)
+        with Supervisor(config, roster, "trainer and orchestrator", elastic) as supervisor:
             yield found, supervisor
 
 
 @contextmanager
-def attempt(places: Places, run: RunDir, supervisor: Supervisor, progress: Progress) -> Iterator[Rooms]:
-    """Trainer and orchestrator, started side by side, and replicas that serve: all of them in the first attempt of the
-    command and in deterministic mode, else one at least. However it ends, trainer and orchestrator are stopped."""
-    config, inference = places.config, places.inference
+def attempt(
+    places: Places, run: RunDir, supervisor: Supervisor, progress: Progress, say: Callable[[str], None]
+) -> Iterator[Rooms]:
+    """Trainer and orchestrator, started side by side, which have loaded what the attempt starts from, and replicas that
+    serve: all of them in the first attempt of the command and in deterministic mode, else one at least. However it
+    ends, trainer and orchestrator are stopped."""
+    config, inference, started_at = places.config, places.inference, time.monotonic()
     supervisor.roster.attempt = run.start.attempt
     supervisor.roster.at_step(run.start.step)
     with ExitStack() as ending:
@@ -100,8 +104,14 @@ def attempt(places: Places, run: RunDir, supervisor: Supervisor, progress: Progr
         refs, names = ([item for room in started for item in room[part]] for part in (0, 1))
         limit = config.timeouts.start_s
         waits.get_all(refs, who=names, timeout_s=limit, log=run.logs, on_tick=checking(supervisor, progress))
-        supervisor.attach(trainer, orchestrator)
+        supervisor.attach(trainer, orchestrator, serving=orchestrator)
         supervisor.await_replicas(run.logs, progress)
+        if run.start.commit and run.start.manifest:
+            trainer.load_state(run.start.commit / "trainer", run.start.manifest.identities)
+            orchestrator.load_state(run.start.commit / "orchestrator")
+        run.checkout()
+        where = "1 node" if places.nodes == 1 else f"{places.nodes} nodes"
+        say(f"rooms on {where} ready after {time.monotonic() - started_at:.1f} s")
         yield Rooms(trainer, inference, orchestrator)
 
 
@@ -164,10 +174,3 @@ def journal(config: Config, run: RunDir, wandb: WandbSink | None, out: TextIO) -
         sinks = [*own, *([wandb] if wandb else [])]
         readers: list[Reader] = [RolloutFiles(run.rollouts), *([wandb] if wandb else [])]
         yield Journal(sinks, witness, readers)
-
-
-def load(rooms: Rooms, start: Start) -> None:
-    """Gives trainer and orchestrator what the commit holds that the run starts from, if it starts from one."""
-    if start.commit and start.manifest:
-        rooms.trainer.load_state(start.commit / "trainer", start.manifest.identities)
-        rooms.orchestrator.load_state(start.commit / "orchestrator")

@@ -106,7 +106,7 @@ def test_killed_and_stopped_it_comes_to_the_same(config: Path, reference: Ended,
     assert ended.code == EXIT_OK, ended.out
     lost, built = read_incidents(ended.root)
     assert "built again" in built.what
-    assert f"! trainer: {lost.what}" in ended.out
+    assert f"! {lost.part}: {lost.what}" in ended.out
     status = read_status(ended.root)
     assert status is not None
     assert status.ended is not None

@@ -111,7 +111,7 @@ class TestAStep:
     def test_of_another_format(self, store: CheckpointStore) -> None:
         values = json.loads((store.commit(40) / MANIFEST).read_text())
         (store.commit(40) / MANIFEST).write_text(json.dumps({**values, "format": 7}))
-        assert "format version 7, but this program reads 2" in refusal(lambda: choose(store, 40))
+        assert "format version 7, but this program reads 3" in refusal(lambda: choose(store, 40))
 
 
 nested = st.recursive(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 from supervision_support import Ref, Room
 
 from trireme import waits
@@ -20,7 +22,7 @@ from trireme.supervision import fleet as fleet_module
 from trireme.supervision import watch as watch_module
 from trireme.supervision.roster import Health, Roster
 from trireme.supervision.status import ScaleRequests
-from trireme.supervision.supervisor import Supervisor
+from trireme.supervision.supervisor import Elastic, Supervisor
 
 DEADLINE_S = 20.0
 
@@ -57,8 +59,10 @@ class World:
             }
         )
         (root / LOCK).touch()
+        self.supervised_config = cfg
         self.roster, self.room = Roster(time.time), Orchestrator([0], [])
-        self.supervisor = Supervisor(cfg, self.room, self.roster, ScaleRequests(root), lambda: {})
+        elastic = Elastic(cfg, self.room, ScaleRequests(root), lambda: {})
+        self.supervisor = Supervisor(cfg, self.roster, "trainer and orchestrator", elastic)
 
     def _ready(self, refs: dict[Any, str], timeout_s: float) -> dict[Any, Any]:
         time.sleep(0.01)
@@ -85,7 +89,7 @@ class World:
 
     def begin(self) -> None:
         self.supervisor.expect(Trainer(), self.room)
-        self.supervisor.attach(Trainer(), self.room)
+        self.supervisor.attach(Trainer(), self.room, serving=self.room)
         self.supervisor.await_replicas(Path("logs"), lambda _names, _waited: None)
 
     def failure(self) -> TriremeError:
@@ -193,3 +197,56 @@ def test_when_the_run_ends_nobody_is_missed(world: World) -> None:
         time.sleep(0.1)
         supervisor.check()
         assert world.roster.incidents == []
+
+
+def unreached(name: str) -> RoomFailed:
+    error = RoomFailed(f"{name} is unavailable")
+    error.__cause__ = ActorUnavailableError("the node may be gone", None)
+    return error
+
+
+def test_nothing_is_built_again_before_ray_knows_who_is_dead(world: World) -> None:
+    """A node is lost: first nobody knows, then the shard on it is dead."""
+    with world.serving() as supervisor:
+        world.fails["trainer"] = unreached("trainer_0")
+        gone: list[float] = []
+
+        def tell() -> None:
+            gone.append(time.monotonic())
+            world.fails["trainer"] = DIED
+
+        timer = threading.Timer(4.0, tell)
+        timer.start()
+        supervisor.detach(unreached("trainer_0"))
+        timer.join()
+        assert 0.0 <= time.monotonic() - gone[0] < 2.0, "it waits until it is known, and no longer"
+        supervisor.may_rebuild(unreached("trainer_0"))
+        assert [incident.what for incident in world.roster.incidents] == [str(DIED)]
+
+
+def test_an_attempt_that_failed_though_everybody_lives_is_built_again_soon(world: World) -> None:
+    with world.serving() as supervisor:
+        began = time.monotonic()
+        supervisor.detach(unreached("trainer_0"))
+        assert time.monotonic() - began < 5.0
+        supervisor.may_rebuild(unreached("trainer_0"))
+
+
+def test_a_run_without_replicas_is_watched_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    world = World(monkeypatch, tmp_path)
+    with Supervisor(world.supervised_config, world.roster, "the trainer") as supervisor:
+        supervisor.expect(Trainer())
+        supervisor.attach(Trainer())
+        supervisor.check()
+        world.fails["trainer"] = DIED
+        world.until(lambda: bool(world.roster.incidents))
+        with pytest.raises(RoomFailed, match="was killed"):
+            supervisor.check()
+        supervisor.detach(DIED)
+        supervisor.may_rebuild(DIED)
+        world.fails.clear()
+        supervisor.expect(Trainer())
+        supervisor.attach(Trainer())
+        supervisor.goes_on()
+    assert "the trainer" in [incident.part for incident in world.roster.incidents]
+    assert [part.restarts for part in world.roster.parts] == [1]

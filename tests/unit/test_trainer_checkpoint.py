@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,8 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from trainer_support import make_batch, make_config, make_model
 
+from trainer import checkpoint
 from trainer.admission import check_provenance, recent
-from trainer.checkpoint import make_adam_state, random_state, set_random_state
+from trainer.checkpoint import Copying, kinds, make_adam_state, random_state, set_random_state
 from trainer.hugging_face import write_model
 from trainer.shard import Shard
 from trireme.checkpoint.files import checksum_of
@@ -86,19 +88,71 @@ def test_a_loaded_shard_goes_on_bit_for_bit(shard, tmp_path):
 
 
 def test_what_is_saved_is_the_state_of_the_moment_though_training_goes_on(shard, tmp_path, monkeypatch):
-    """The copy is held up until the optimiser step waits for it: it waits, and the copy is of before."""
+    """The thread that copies in the time that training leaves gets none: the optimiser step makes the copy before it
+    changes anything."""
     one = shard()
     step(one, 0)
     save(one, tmp_path / "before")
-    waiting = threading.Event()
-    copy, wait = one._checkpointer._copy, one._checkpointer.wait_until_copied
-    monkeypatch.setattr(one._checkpointer, "_copy", lambda: (waiting.wait(60), copy()))
-    monkeypatch.setattr(one._checkpointer, "wait_until_copied", lambda: (waiting.set(), wait()))
+    stepped = threading.Event()
+    monkeypatch.setattr(checkpoint, "yield_to_others", lambda: stepped.wait(60))
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 256)
     one.begin_save(tmp_path / "meanwhile")
     step(one, 1)
+    stepped.set()
     one.finish_save(tmp_path / "meanwhile")
     saved, later = tensors(tmp_path / "before"), tensors(tmp_path / "meanwhile")
     torch.testing.assert_close(later, saved, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_piece_of_a_copy_that_another_thread_has_begun_is_waited_for(monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+    copy = Copying._copy
+
+    def slow(copying, host, live):
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            go_on.wait(60)
+        copy(copying, host, live)
+
+    monkeypatch.setattr(Copying, "_copy", slow)
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 4)
+    live = [torch.full((3,), float(i)) for i in range(5)]
+    host = [torch.zeros(3) for _ in live]
+    copying = Copying(host, live, None)
+    with ThreadPoolExecutor(1) as thread:
+        helped = thread.submit(copying.help)
+        copying.allow()
+        begun.wait(60)
+        threading.Timer(0.2, go_on.set).start()
+        copying.wait()
+        assert go_on.is_set()
+        assert all(map(torch.equal, host, live))
+        helped.result()
+
+
+def test_nobody_waits_for_the_copy_of_a_save_that_has_failed():
+    copying = Copying([torch.zeros(3)], [torch.ones(3)], None)
+    copying.end()
+    copying.wait()
+
+
+def test_kinds_are_those_that_differ_in_their_numbers_alone(monkeypatch):
+    def tensor(*shape):
+        return torch.empty(shape)
+
+    layers = {f"layers.{i}.up": tensor(4, 2) for i in range(12)}
+    given = {"norm": tensor(2), **dict(reversed(layers.items())), "layers.3.down": tensor(4, 2), "head.1": tensor(8)}
+    given |= {"experts.0.w": tensor(2), "experts.1.w": tensor(3), "experts.2.w": tensor(2)}
+    assert kinds(given) == {
+        "norm": ["norm"],
+        "experts.0.w..experts.2.w": ["experts.0.w", "experts.2.w"],
+        "layers.0.up..layers.11.up": list(layers),
+        "experts.1.w": ["experts.1.w"],
+        "head.1": ["head.1"],
+        "layers.3.down": ["layers.3.down"],
+    }
+    monkeypatch.setattr(checkpoint, "STACKED_BYTES", 3 * 4 * 8 * 5)  # with its moments, five
+    assert list(map(len, kinds(layers).values())) == [5, 5, 2]
 
 
 def test_staging_buffers_are_used_again(shard, tmp_path):
@@ -137,12 +191,17 @@ def test_every_parameter_is_saved_once_with_its_moments(shard, model, tmp_path):
     save(one, tmp_path / "trainer")
     saved = tensors(tmp_path / "trainer")
     unsharded = dict(AutoModelForCausalLM.from_pretrained(model).named_parameters())
-    assert set(saved) == {*(f"parameters.{n}" for n in unsharded), "steps", *(f"random.0.{k}" for k in random_state())}
+    stacks = {f"parameters.{kind}": names for kind, names in kinds(unsharded).items()}
+    assert len(stacks) < len(unsharded)
+    assert set(saved) == {*stacks, "steps", *(f"random.0.{k}" for k in random_state())}
     assert saved["steps"].shape == (len(unsharded),)
-    for name, parameter in one._model.named_parameters():
-        state = one._optimizer.state[parameter]
-        expected = [t.to_local() for t in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])]
-        torch.testing.assert_close(list(saved[f"parameters.{name}"]), expected, rtol=0, atol=0)
+    live = dict(one._model.named_parameters())
+    for stack, names in stacks.items():
+        assert saved[stack].shape == (3, len(names), *live[names[0]].shape)
+        for place, name in enumerate(names):
+            state = one._optimizer.state[live[name]]
+            expected = [t.to_local() for t in (live[name].detach(), state["exp_avg"], state["exp_avg_sq"])]
+            torch.testing.assert_close(list(saved[stack][:, place]), expected, rtol=0, atol=0)
 
 
 def test_adam_state_is_what_adamw_makes_itself():
@@ -193,8 +252,7 @@ def test_a_place_where_no_directory_can_be_made_is_said(shard, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageFailed, match=r"cannot write .*/file/trainer"):
         save(one, tmp_path / "file" / "trainer")
-    assert one._checkpointer._copied.is_set(), "the next optimiser step would wait for ever"
-    step(one, 0)
+    step(one, 0)  # waits for nobody
 
 
 def test_what_goes_wrong_otherwise_is_raised_and_holds_up_nobody(shard, tmp_path, monkeypatch):
@@ -209,10 +267,10 @@ def test_what_goes_wrong_otherwise_is_raised_and_holds_up_nobody(shard, tmp_path
 def test_the_state_of_another_model_is_refused(shard, tmp_path):
     deeper = make_model(tmp_path / "deeper", "qwen3", True, layers=3)
     save(shard(), tmp_path / "trainer")
-    with pytest.raises(CheckpointInvalid, match=r"another model: 11 tensors are missing \['parameters.model.layers.2"):
+    with pytest.raises(CheckpointInvalid, match=r"another model: 11 tensors are missing \['parameters.model.layers.0"):
         shard(deeper).load_state(tmp_path / "trainer", [])
     save(shard(deeper), tmp_path / "more")
-    with pytest.raises(CheckpointInvalid, match=r"0 tensors are missing .*11 are unknown"):
+    with pytest.raises(CheckpointInvalid, match=r"11 are unknown .*model.layers.2"):
         shard().load_state(tmp_path / "more", [])
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from trainer_support import make_batch, make_config, make_model
 
+from trainer import checkpoint
 from trainer.shard import Shard
 from trireme.errors import BadInput
 from trireme.types import AdamParams
@@ -117,17 +118,16 @@ def test_a_commit_without_a_reference_leaves_the_one_that_was_loaded(shard, tmp_
 
 
 def test_a_save_under_way_has_the_reference_of_before(shard, tmp_path, monkeypatch):
-    """The copy is held up until the refresh waits for it."""
+    """The thread that copies gets no time: the refresh makes the copy."""
     one = shard()
     step(one)
     save(one, tmp_path / "before")
     expected = of(one, "reference")
-    waiting = threading.Event()
-    copy, wait = one._checkpointer._copy, one._checkpointer.wait_until_copied
-    monkeypatch.setattr(one._checkpointer, "_copy", lambda: (waiting.wait(60), copy()))
-    monkeypatch.setattr(one._checkpointer, "wait_until_copied", lambda: (waiting.set(), wait()))
+    refreshed = threading.Event()
+    monkeypatch.setattr(checkpoint, "yield_to_others", lambda: refreshed.wait(60))
     one.begin_save(tmp_path / "meanwhile")
     one.update_reference()
+    refreshed.set()
     one.finish_save(tmp_path / "meanwhile")
     other = shard()
     other.load_state(tmp_path / "meanwhile", [])

@@ -12,11 +12,13 @@ import mmap
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import xxhash
 
 from trireme.errors import StorageFailed
@@ -25,6 +27,8 @@ Chunk = bytes | bytearray | memoryview
 READ_BYTES = 4 << 20
 BLOCK_BYTES = 4 << 20
 """What is written at once: a multiple of every file system's alignment, and enough to keep a distant disk busy."""
+WORTH_A_THREAD = 1 << 16
+"""Bytes: handing over less to another thread takes longer than the work."""
 
 
 @dataclass(frozen=True, order=True)
@@ -94,11 +98,15 @@ class HashingWriter:
     context manager it closes at the end of the block; when the block raises, without forcing anything onto the disk,
     and raises the OSError of a failed write again where something else hides it (torch.save ends a file that it could
     not write by complaining of its length).
+
+    `thread` copies, hashes and writes, almost without Python, in place of the thread that calls, which waits for it.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, thread: Executor | None = None) -> None:
+        self._thread = thread
         self._file: IO[bytes] = file.open("wb", buffering=0)
         self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES))  # begins at a page, as O_DIRECT asks for
+        self._array = np.frombuffer(self._block, np.uint8)  # whose copies do not hold Python's lock
         self._held = 0
         self._direct = True
         self._hash = xxhash.xxh3_128()
@@ -108,17 +116,22 @@ class HashingWriter:
     def write(self, chunk: Chunk) -> int:
         """Takes all of `chunk` (any contiguous buffer); returns its size in bytes."""
         rest = memoryview(chunk).cast("B")
-        size = len(rest)
+        if self._thread and len(rest) >= WORTH_A_THREAD:
+            self._thread.submit(self._take, rest).result()
+        else:
+            self._take(rest)
+        return len(rest)
+
+    def _take(self, rest: memoryview) -> None:
         while len(rest):
             part = rest[: BLOCK_BYTES - self._held]
-            self._block[self._held : self._held + len(part)] = part
+            np.copyto(self._array[self._held : self._held + len(part)], np.frombuffer(part, np.uint8))
             self._hash.update(part)
             self._held += len(part)
             self._size += len(part)
             rest = rest[len(part) :]
             if self._held == BLOCK_BYTES:
                 self._hand_over()
-        return size
 
     def tell(self) -> int:
         return self._size
@@ -135,7 +148,10 @@ class HashingWriter:
             return
         try:
             self._hand_over()
-            os.fsync(self._file.fileno())
+            if self._thread:
+                self._thread.submit(os.fsync, self._file.fileno()).result()
+            else:
+                os.fsync(self._file.fileno())
         finally:
             self._file.close()
 

@@ -20,7 +20,7 @@ from trireme.checkpoint.files import FileRecord, checksum_of
 from trireme.errors import CheckpointInvalid
 from trireme.types import WeightIdentity
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 THREADS = 8
 """Files whose contents are checked side by side."""

@@ -442,6 +442,9 @@ class CommonTimeouts(Section):
     start_s: PositiveFloat = Field(600.0, description="Deadline for all rooms to start.")
     step_s: PositiveFloat = Field(1800.0, description="Deadline for a batch of rollouts, and for each trainer call.")
     checkpoint_s: PositiveFloat = Field(1800.0, description="Deadline for a commit to be written, or read.")
+    heartbeat_s: PositiveFloat = Field(
+        60.0, description="A process that answers nothing for so long is taken for dead, and killed."
+    )
 
 
 class TimeoutsConfig(CommonTimeouts):
@@ -449,9 +452,6 @@ class TimeoutsConfig(CommonTimeouts):
         300.0,
         description="Deadline for a replica to take new weights (drain: with its wait for requests in flight), and for "
         "a step of its engine.",
-    )
-    heartbeat_s: PositiveFloat = Field(
-        60.0, description="A process that answers nothing for so long is taken for dead, and killed."
     )
 
 

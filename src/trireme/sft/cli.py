@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,15 +19,15 @@ from trireme.config.fixed import common_parts
 from trireme.config.load import load_as
 from trireme.config.model_facts import ModelFacts, with_absolute_paths
 from trireme.config.sft import SftConfig
-from trireme.errors import LimitReached, RoomFailed
+from trireme.errors import LimitReached
 from trireme.guards import RefusedSteps
 from trireme.metrics import WandbSink, wandb_run
 from trireme.rundir import RunDir, resume_command
 from trireme.sft.checks import check
 from trireme.sft.data import Data, load_data, with_absolute_files, with_steps
 from trireme.sft.plan import SftPlan
-from trireme.supervision.restarts import Restarts
-from trireme.supervision.roster import Health, Roster
+from trireme.supervision.attempts import attempts
+from trireme.supervision.roster import Roster
 
 if TYPE_CHECKING:
     from trainer.group import TrainerGroup
@@ -74,14 +75,15 @@ def fixed_parts(config: SftConfig, facts: ModelFacts, data: Data) -> dict[str, A
 def _run(config: SftConfig, facts: ModelFacts, data: Data, plan: SftPlan, console: Console) -> None:
     prepare_cluster(config, plan)
     from trireme import cluster  # Ray and the trainer: only a run that starts pays for importing them
+    from trireme.sft import launch
+    from trireme.supervision.supervisor import Supervisor
 
     started = time.monotonic()
     fixed = fixed_parts(config, facts, data)
     with RunDir.open(config, fixed) as run, telling_how_to_go_on(run):
         for note in run.start.notes:
             console.print(note)
-        if run.start.commit:
-            data.load_state(run.start.commit / "data")
+        data.load_state(run.start.commit and run.start.commit / "data")
         config = with_steps(config, run.start.step, data.cursor)
         if run.start.step >= config.max_steps:
             console.print(f"{run.root} is at step {run.start.step}; it has {config.max_steps}: nothing to do")
@@ -91,48 +93,20 @@ def _run(config: SftConfig, facts: ModelFacts, data: Data, plan: SftPlan, consol
             plan = replace(SftPlan.of(config, facts, resources, run.root), data=data)
             plan.check_resources()
             console.print(plan.render())
-            attempts(config, facts, run, fixed, plan, data, console)
-    console.print(whats_next(config, run.root, time.monotonic() - started))
+            with (
+                told_roster(run, console.print) as roster,
+                wandb_run(config, run.run_id, run.root, roster) as wandb,
+                Supervisor(config, roster, "the trainer") as supervisor,
+            ):
 
+                def begun(run: RunDir) -> AbstractContextManager[TrainerGroup]:
+                    return launch.attempt(config, plan, run, data, supervisor, StartProgress(console), console.print)
 
-def attempts(
-    config: SftConfig,
-    facts: ModelFacts,
-    run: RunDir,
-    fixed: Mapping[str, Any],
-    plan: SftPlan,
-    data: Data,
-    console: Console,
-) -> None:
-    """Trains to the end: when the trainer is lost, again from the newest commit, as often as it may be."""
-    from trireme import waits
-    from trireme.sft import launch
-
-    restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
-    with told_roster(run, console.print) as roster, wandb_run(config, run.run_id, run.root, roster) as wandb:
-        lost: float | None = None
-        while True:
-            started = time.monotonic()
-            try:
-                with launch.started_trainer(config, plan, run, roster, StartProgress(console)) as trainer:
-                    if run.start.commit and run.start.manifest:
-                        trainer.load_state(run.start.commit / "trainer", run.start.manifest.identities)
-                    run.checkout()
-                    console.print(f"the trainer is ready after {time.monotonic() - started:.1f} s")
-                    if lost is not None:
-                        roster.note_return("trainer", time.monotonic() - lost)
+                def work(run: RunDir, trainer: TrainerGroup) -> None:
                     train_and_commit(config, facts, run, fixed, trainer, data, roster, wandb, console)
-                return
-            except RoomFailed as failure:
-                roster.note("trainer", str(failure))
-                for part in roster.parts:
-                    roster.set(part.name, Health.DEAD, str(failure))
-                lost = time.monotonic()
-                restarts.take("the trainer", failure, died=waits.died(failure), step=roster.step, now=lost)
-            run = run.next_attempt(config, fixed)
-            for note in run.start.notes:
-                console.print(note)
-            data.load_state(run.start.commit and run.start.commit / "data")
+
+                attempts(config, run, fixed, supervisor, begun, work, console.print)
+    console.print(whats_next(config, run.root, time.monotonic() - started))
 
 
 def train_and_commit(

@@ -16,9 +16,11 @@ from trireme.config.model_facts import ModelFacts
 from trireme.config.sft import SftConfig
 from trireme.metrics import JsonlSink, Sink, WandbSink
 from trireme.rundir import RunDir
+from trireme.sft.data import Data
 from trireme.sft.loop import Rows
 from trireme.sft.plan import SftPlan
-from trireme.supervision.roster import Health, Roster
+from trireme.supervision.roster import Roster
+from trireme.supervision.supervisor import Supervisor
 
 
 @dataclass(frozen=True)
@@ -34,26 +36,34 @@ class RosterSink:
 
 
 @contextmanager
-def started_trainer(
-    config: SftConfig, plan: SftPlan, run: RunDir, roster: Roster, progress: Progress
+def attempt(
+    config: SftConfig,
+    plan: SftPlan,
+    run: RunDir,
+    data: Data,
+    supervisor: Supervisor,
+    progress: Progress,
+    say: Callable[[str], None],
 ) -> Iterator[TrainerGroup]:
-    """All shards, ready; stopped however the run ends."""
-    deadline, log_dir = time.monotonic() + config.timeouts.start_s, run.logs
-    roster.attempt = run.start.attempt
-    roster.at_step(run.start.step)
+    """All shards, ready, which have loaded what the attempt starts from, as `data` has; stopped however it ends."""
+    started, log_dir, limit = time.monotonic(), run.logs, config.timeouts.start_s
+    supervisor.roster.attempt = run.start.attempt
+    supervisor.roster.at_step(run.start.step)
     with ExitStack() as ending:
-        limit = config.timeouts.start_s
         _, options = reserve(plan.trainer_options_R, limit, progress, ending, plan.trainer_blocks)
         trainer = TrainerGroup.start(config, options, log_dir, run.start.attempt)
         ending.callback(trainer.stop)
-        pulses = trainer.pulses()
-        for name in pulses:
-            roster.set(name, Health.STARTING, pids=(), successor=roster.part(name) is not None)
+        ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
+        supervisor.expect(trainer)
         refs, names = trainer.ready_refs()
-        waits.get_all(refs, who=names, timeout_s=max(deadline - time.monotonic(), 1.0), log=log_dir, on_tick=progress)
-        found = waits.get_all([ask() for ask in pulses.values()], who=names, timeout_s=config.timeouts.start_s)
-        for name, pulse in zip(pulses, found, strict=True):
-            roster.set(name, Health.HEALTHY, pids=pulse.pids, node=pulse.node)
+        left_s = max(limit - (time.monotonic() - started), 1.0)
+        waits.get_all(refs, who=names, timeout_s=left_s, log=log_dir, on_tick=progress)
+        supervisor.attach(trainer)
+        data.load_state(run.start.commit and run.start.commit / "data")
+        if run.start.commit and run.start.manifest:
+            trainer.load_state(run.start.commit / "trainer", run.start.manifest.identities)
+        run.checkout()
+        say(f"the trainer is ready after {time.monotonic() - started:.1f} s")
         yield trainer
 
 
