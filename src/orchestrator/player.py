@@ -99,6 +99,11 @@ class Player:
 
     async def _rollouts(self, group: Group, builder: EnvGroupBuilder, room: Room) -> list[Trajectory | Exception]:
         envs = asyncio.ensure_future(self._make_envs(group, builder))
+        try:
+            await asyncio.sleep(0)  # most are made by then, and nobody has to wait for them
+        except asyncio.CancelledError:
+            envs.cancel()
+            raise
         rollouts = [
             asyncio.ensure_future(self._rollout(group, builder, envs, sample)) for sample in range(self.rules.size)
         ]

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TensorDtype = Literal["float32", "int64", "int32"]
+NUMPY_DTYPES: dict[TensorDtype, np.dtype[Any]] = {
+    "float32": np.dtype("f4"),
+    "int64": np.dtype("i8"),
+    "int32": np.dtype("i4"),
+}
 ColumnLike: TypeAlias = Union["TensorData", npt.ArrayLike, "Tensor"]
 
 LOSS_FN_INPUT_DTYPES: dict[str, TensorDtype] = {
@@ -42,7 +47,9 @@ class TensorData:
 
     def __init__(self, data: ColumnLike, dtype: TensorDtype | None = None, shape: Sequence[int] | None = None) -> None:
         array = _as_array(data)
-        array = array.astype(dtype or ("float32" if array.dtype.kind == "f" else "int64"), copy=False)
+        wanted = NUMPY_DTYPES[dtype or ("float32" if array.dtype.kind == "f" else "int64")]
+        if array.dtype != wanted:
+            array = array.astype(wanted)
         self.data: npt.NDArray[Any] = array if shape is None else array.reshape(shape)
 
     @classmethod
@@ -86,6 +93,8 @@ class TensorData:
 
 
 def _as_array(values: ColumnLike) -> npt.NDArray[Any]:
+    if type(values) is np.ndarray:  # most are, and they are many
+        return values
     if isinstance(values, TensorData):
         return values.data
     if hasattr(values, "detach"):  # a tensor, wherever it is; numpy has no bfloat16

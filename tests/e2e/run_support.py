@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ RL, SFT = "trireme.cli", "trireme.sft.cli"
 @dataclass(frozen=True)
 class Ended:
     """How a run ended. `left` are command lines of processes still alive after `gone_s`, `files` what it left in its
-    directory for temporary files, `shm` new files in /dev/shm."""
+    directory for temporary files, `shm` in /dev/shm."""
 
     code: int
     out: str
@@ -63,6 +63,22 @@ def marked_processes(mark: str) -> dict[int, str]:
         except OSError:  # it ended while we looked
             continue
     return found
+
+
+def shm_left_since(before: Collection[str]) -> set[str]:
+    """Files in /dev/shm that are new, and that no living process has mapped or open: those of other programs come and
+    go."""
+    new = set(os.listdir("/dev/shm")) - set(before)
+    if not new:
+        return new
+    used: list[str] = []
+    for entry in filter(lambda entry: entry.name.isdigit(), Path("/proc").iterdir()):
+        with suppress(OSError):  # it ended while we looked
+            used += [line.split()[-1] for line in (entry / "maps").read_text().splitlines() if "/dev/shm/" in line]
+            for file in os.listdir(entry / "fd"):
+                with suppress(OSError):
+                    used.append(os.readlink(entry / "fd" / file))
+    return new - {Path(path).name for path in used if path.startswith("/dev/shm/")}
 
 
 @dataclass(frozen=True)
@@ -111,7 +127,7 @@ class Running:
         return files
 
     def shm_left(self) -> set[str]:
-        return set(os.listdir("/dev/shm")) - self.shm_before
+        return shm_left_since(self.shm_before)
 
 
 def in_directory(tmp_path: Path, config: Path = QUICKSTART) -> list[str]:

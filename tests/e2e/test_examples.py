@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_support import DEADLINE_S, ROOT, marked_processes, wait_until_gone
+from run_support import DEADLINE_S, ROOT, marked_processes, shm_left_since, wait_until_gone
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -32,7 +32,7 @@ def run(name: str, directory: Path, *flags: str) -> tuple[str, list[dict[str, An
     assert ended.returncode == 0, ended.stdout
     assert wait_until_gone(mark, 20.0) == []
     assert not marked_processes(mark)
-    assert set(os.listdir("/dev/shm")) <= shm
+    assert shm_left_since(shm) == set()
     rows = [json.loads(line) for line in (directory / name / "metrics.jsonl").open()]
     return ended.stdout, rows
 

@@ -25,6 +25,7 @@ from inference_support import (
     start_pair,
     start_rooms,
 )
+from run_support import shm_left_since
 
 from inference.client import SamplingClient
 from trireme.errors import RoomFailed, WeightsRefused
@@ -65,7 +66,7 @@ def rooms(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         room.group.stop()
     _, alive = psutil.wait_procs(engines, timeout=30)
     assert alive == []
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert shm_left_since(shared_memory) == set()
 
 
 @pytest.fixture(scope="module")
