@@ -138,7 +138,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 @dataclass
 class Memory:
-    """Resident bytes of each process of a run, by part and process id, with the step at which they were seen."""
+    """Resident bytes of each process of a run, by part and process id, with the step at which they were seen. Not those
+    that it shares: of Ray's object store, which has a size of its own, a process maps ever more."""
 
     seen: defaultdict[tuple[str, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
 
@@ -147,7 +148,8 @@ class Memory:
             for place, pid in enumerate(pids[:2]):
                 name = f"{part} engine" if place and part.startswith("inference") else part
                 try:
-                    self.seen[name, pid].append((step, psutil.Process(pid).memory_info().rss))
+                    memory = psutil.Process(pid).memory_info()
+                    self.seen[name, pid].append((step, memory.rss - memory.shared))
                 except psutil.NoSuchProcess:
                     continue
 

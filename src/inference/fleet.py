@@ -115,9 +115,10 @@ class Member:
         """Whether `made` is tokens of the vocabulary (None: it is not known) with finite log-probabilities. Raises
         RoomFailed when it is not, again and again."""
         tokens, logprobs = made.tokens, made.logprobs
-        # A negative token is a large one without its sign, and a sum is finite if all are: each is looked at once.
-        known = not len(tokens) or tokens.view(np.uint32).max() < (vocab_size or 2**31)
-        if known and math.isfinite(logprobs.sum()) and len(logprobs) == len(tokens):
+        # Ufuncs, without the Python around them. A negative token is a large one without its sign, and a sum is finite
+        # if all are: each is looked at once.
+        known = not len(tokens) or np.maximum.reduce(tokens.view(np.uint32)) < (vocab_size or 2**31)
+        if known and math.isfinite(np.add.reduce(logprobs)) and len(logprobs) == len(tokens):
             self.senseless = 0
             return True
         self.senseless += 1
@@ -154,7 +155,10 @@ class Fleet:
     @property
     def serves(self) -> bool:
         """Whether anybody takes requests; asked for each of them."""
-        return any(not member.draining for member in self.members.values())
+        for member in self.members.values():  # noqa: SIM110  # `any` takes three times as long
+            if not member.draining:
+                return True
+        return False
 
     def add(self, member: Member) -> None:
         """In the place of whoever had its number. Members stay in the order of their numbers, whoever came first: in

@@ -9,8 +9,6 @@ been cleaned up is cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -35,14 +33,19 @@ def _start(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asynci
     return task
 
 
-@contextmanager
-def owned_by(tasks: Tasks | None) -> Iterator[None]:
+class owned_by:  # as contextlib's; a generator takes three times as long
     """Tasks that are started within the block, and within these, are added to `tasks`, and taken out when they end."""
-    token = _owner.set(tasks)
-    try:
-        yield
-    finally:
-        _owner.reset(token)
+
+    __slots__ = ("_tasks", "_token")
+
+    def __init__(self, tasks: Tasks | None) -> None:
+        self._tasks = tasks
+
+    def __enter__(self) -> None:
+        self._token = _owner.set(self._tasks)
+
+    def __exit__(self, *_error: object) -> None:
+        _owner.reset(self._token)
 
 
 def disown(*tasks: asyncio.Task[Any]) -> None:

@@ -32,6 +32,8 @@ from trireme.types import SampledSequence, SampleRequest, VersionSpan
 Sample = Callable[[SampleRequest], Awaitable[SampledSequence]]
 NUMBERS = (float, int, Real, np.bool_)
 """What rewards and metrics may be: Python's numbers and numpy's. The first two are Real as well, and found sooner."""
+MAPPINGS = (dict, Mapping)
+"""As above."""
 
 
 class RolloutError(Exception):
@@ -200,13 +202,14 @@ def _request(
 
 def _check_sample(sampled: SampledSequence, key: RolloutKey, limits: RolloutLimits) -> None:
     """Whatever a replica gave: in the trainer, what is no token or no number would end the run."""
-    # A sum is finite if all are, and a negative token is a large one without its sign: each is looked at once.
-    if not 0 < len(sampled.tokens) == len(sampled.logprobs) or not math.isfinite(sampled.logprobs.sum()):
+    # Ufuncs, without the Python around them. A sum is finite if all are, and a negative token, without its sign, is a
+    # large one: each is looked at once.
+    if not 0 < len(sampled.tokens) == len(sampled.logprobs) or not math.isfinite(np.add.reduce(sampled.logprobs)):
         raise BadSample(
             f"environment {key.env}, problem {key.problem}: the sampler returned {len(sampled.tokens)} tokens and "
             f"{len(sampled.logprobs)} logprobs; expected as many of both, at least one, and finite logprobs"
         )
-    if sampled.tokens.view(np.uint32).max() >= limits.vocab_size:
+    if np.maximum.reduce(sampled.tokens.view(np.uint32)) >= limits.vocab_size:
         raise BadSample(
             f"environment {key.env}, problem {key.problem}: the sampler returned tokens of {sampled.tokens.min()} .. "
             f"{sampled.tokens.max()}; expected tokens of 0 .. {limits.vocab_size - 1}"
@@ -225,7 +228,7 @@ def _stopped(sampled: SampledSequence, request: SampleRequest, limits: RolloutLi
 def _transition(
     prompt: npt.NDArray[np.int32], sampled: SampledSequence, result: StepResult, key: RolloutKey
 ) -> Transition:
-    if not isinstance(result, StepResult) or not isinstance(result.logs, Mapping):
+    if not isinstance(result, StepResult) or not isinstance(result.logs, MAPPINGS):
         raise BadStep(
             f"environment {key.env}, problem {key.problem}: step() returned {str(result)[:200]}; expected a "
             "StepResult, its logs a mapping"
@@ -263,7 +266,7 @@ def check_metrics(metrics: Mapping[str, float], env: str, problem: str) -> None:
     """Raises BadStep unless all are numbers: a row of metrics could not be made of anything else."""
     strange = (
         [(name, value) for name, value in metrics.items() if not isinstance(value, NUMBERS)]
-        if isinstance(metrics, Mapping)
+        if isinstance(metrics, MAPPINGS)
         else [("all of them", metrics)]
     )
     if strange:

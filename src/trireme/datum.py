@@ -46,7 +46,7 @@ class TensorData:
     __slots__ = ("data",)
 
     def __init__(self, data: ColumnLike, dtype: TensorDtype | None = None, shape: Sequence[int] | None = None) -> None:
-        array = _as_array(data)
+        array = data if type(data) is np.ndarray else _as_array(data)  # most are, and they are many
         wanted = NUMPY_DTYPES[dtype or ("float32" if array.dtype.kind == "f" else "int64")]
         if array.dtype != wanted:
             array = array.astype(wanted)
@@ -93,8 +93,6 @@ class TensorData:
 
 
 def _as_array(values: ColumnLike) -> npt.NDArray[Any]:
-    if type(values) is np.ndarray:  # most are, and they are many
-        return values
     if isinstance(values, TensorData):
         return values.data
     if hasattr(values, "detach"):  # a tensor, wherever it is; numpy has no bfloat16
@@ -195,7 +193,8 @@ class Datum:
                 f"a datum with temperature {temperature:g}; expected the positive one that its tokens were sampled at: "
                 "the trainer divides logits by it, and a greedy choice (0) has no probability to train on"
             )
-        columns = {name: _column(name, values, model_input.length) for name, values in loss_fn_inputs.items()}
+        length = len(model_input.tokens)
+        columns = {name: _column(name, values, length) for name, values in loss_fn_inputs.items()}
         object.__setattr__(self, "model_input", model_input)
         object.__setattr__(self, "loss_fn_inputs", columns)
         object.__setattr__(self, "temperature", temperature)
@@ -205,6 +204,6 @@ def _column(name: str, values: ColumnLike, length: int) -> TensorData:
     if name not in LOSS_FN_INPUT_DTYPES:
         raise ValueError(f"unknown loss_fn_inputs column {name!r}; known: {', '.join(LOSS_FN_INPUT_DTYPES)}")
     column = TensorData(values, LOSS_FN_INPUT_DTYPES[name])
-    if column.shape != (length,):
+    if column.data.shape != (length,):
         raise ValueError(f"column {name!r} has shape {column.shape}, expected ({length},) like model_input")
     return column

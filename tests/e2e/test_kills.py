@@ -9,10 +9,25 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
-from chaos_support import CHAOS, MOMENTS, PARTS, VICTIMS, Cell, armed, assert_whole, run_cell
+from chaos_support import (
+    CHAOS,
+    MOMENTS,
+    PARTS,
+    VICTIMS,
+    Cell,
+    armed,
+    assert_whole,
+    end_of,
+    parts_of,
+    run_cell,
+    started,
+)
 from resume_support import DETERMINISTIC, assert_same_run, rows_of
 from run_support import Ended, run_rl
 
@@ -32,6 +47,8 @@ EACH_ONCE = [
     ("orchestrator", "recovery"),
 ]
 """Every victim, and every moment."""
+LEAK_LIMIT = 2**30
+"""Private bytes: an orchestrator has 0.3 GiB of its own, and 32 answers of 8 MiB are graded between two commits."""
 
 
 def run_with(tmp_path: Path, faults: list[str], *flags: str) -> Ended:
@@ -87,6 +104,27 @@ def test_an_environment_that_holds_the_event_loop_for_ever(tmp_path: Path) -> No
     assert_whole(ended)
     assert "timeouts.heartbeat_s" in rows_of(ended.root / "incidents.jsonl")[0]["what"]
     assert "in fault_point" in (ended.root / "logs" / "attempt_1" / "orchestrator_0.log").read_text()
+
+
+@pytest.mark.long
+def test_an_environment_that_leaks_until_its_process_is_killed(tmp_path: Path) -> None:
+    """As the kernel does it, of the process that has most. Its successor begins with nothing, and goes on."""
+    environ = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    flags = [*CHAOS, "--env.id", "leaky_env:LeakySort", "--cluster.max-restarts", "100"]
+    killed = 0
+    with started(tmp_path, flags, environ) as running:
+        while running.process.poll() is None:
+            time.sleep(0.5)
+            for pid in parts_of(running.mark).get("orchestrator_0", []):
+                with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                    memory = psutil.Process(pid).memory_info()
+                    if memory.rss - memory.shared > LEAK_LIMIT:
+                        os.kill(pid, signal.SIGKILL)
+                        killed += 1
+        ended = end_of(running, tmp_path)
+    assert killed
+    assert_whole(ended)
+    assert "ran out of memory" in rows_of(ended.root / "incidents.jsonl")[0]["what"]
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import eq
 from typing import Any
 
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
@@ -78,7 +79,7 @@ Grader = Callable[[str, Answer], Grade]
 
 def by_position(target: str, answer: Answer) -> Grade:
     """Half the share of positions that are right, and half for an exact, finished answer."""
-    right = sum(a == b for a, b in zip(answer.text, target, strict=False))
+    right = sum(map(eq, answer.text, target))
     exact = answer.finished and answer.text == target
     return Grade(0.5 * right / max(len(answer.text), len(target)) + 0.5 * exact, float(exact))
 

@@ -1,0 +1,21 @@
+"""An environment that keeps what it should not: each answer that it grades costs 8 MiB for good."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from orchestrator.envs.sort import SortDataset
+from orchestrator.envs.text import Answer, Grade, by_position
+
+KEPT: list[np.ndarray] = []
+
+
+def grade(target: str, answer: Answer) -> Grade:
+    KEPT.append(np.ones(2**20))
+    return by_position(target, answer)
+
+
+class LeakySort(SortDataset):
+    """`sort`, graded by `grade`."""
+
+    grade = staticmethod(grade)
