@@ -9,8 +9,8 @@ it left is whole: each step and each problem once, the bound, the last commit, n
 `--results` keeps what was found, one line of JSON a cell; cells that are in it already are not run again, and stand in
 the table that is printed at the end, as Markdown.
 
-`soak`: one long run of which a random part is killed again and again, and one that nothing happens to. Prints how the
-memory of every process went, and both reward curves.
+`soak`: one long run of which a random part is killed again and again, and beside it one that nothing happens to. Prints
+how the memory of every process of both went, and both reward curves.
 
 Ends with 1 when something is not as it should be; the directories of such runs are kept.
 """
@@ -27,10 +27,12 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,10 +169,16 @@ class Memory:
 
 def soak(args: argparse.Namespace) -> bool:
     flags = [*SOAK, "--max-steps", str(args.steps), "--seed", str(args.seed)]
-    calm, _, whole_calm = long_run(flags, args.steps, None, None)
-    chance = random.Random(args.seed)
-    wild, memory, whole_wild = long_run(flags, args.steps, args.every, chance)
-    print("\n".join(memory.lines()))
+    given_up = threading.Event()
+    with ThreadPoolExecutor(2) as runs:
+        quiet = runs.submit(long_run, flags, args.steps, given_up)
+        killed = runs.submit(long_run, flags, args.steps, given_up, args.every, random.Random(args.seed))
+        try:
+            (calm, calm_memory, whole_calm), (wild, memory, whole_wild) = quiet.result(), killed.result()
+        finally:
+            given_up.set()
+    for name, seen in (("without kills", calm_memory), ("with kills", memory)):
+        print(f"\n{name}:\n\n" + "\n".join(seen.lines()))
     print("\n| steps | reward without kills | with |\n|---|---|---|")
     size = max(args.steps // MEANS, 1)
     for first in range(0, args.steps, size):
@@ -184,15 +192,20 @@ def mean_reward(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def long_run(
-    flags: Sequence[str], steps: int, every: int | None, chance: random.Random | None
+    flags: Sequence[str],
+    steps: int,
+    given_up: threading.Event,
+    every: int | None = None,
+    chance: random.Random | None = None,
 ) -> tuple[list[dict[str, Any]], Memory, bool]:
     """One run, of which a random part is killed whenever it has come `every` steps further than ever before: its rows,
-    the memory of its processes, and whether all that it left is whole."""
+    the memory of its processes, and whether all that it left is whole. It is killed itself once `given_up` is set."""
     place, memory, killed = Path(tempfile.mkdtemp(prefix="soak-")), Memory(), 0
     metrics, looked, began = place / "run" / "metrics.jsonl", 0, time.monotonic()
     with started(place, flags, {}) as running:
         while running.process.poll() is None:
-            time.sleep(LOOK_S)
+            if given_up.wait(LOOK_S):
+                raise AssertionError("given up")
             step = steps_done(metrics)
             if step != looked:
                 memory.look(running, step)
