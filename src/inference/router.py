@@ -120,9 +120,9 @@ class Router:
     def _on_the_wire(self, asked: SampleRequest) -> SampleRequest:
         """Under a name of its own: what a replica has may be asked for again, of it or by another process."""
         name = f"{asked.request_id}@{self._name}-{next(self._numbers)}"
-        return SampleRequest(  # `replace` takes four times as long
-            name, asked.prompt, asked.params, asked.route_key, asked.prompt_logprobs, asked.topk_prompt_logprobs
-        )
+        named = object.__new__(SampleRequest)  # `replace` takes eight times as long
+        vars(named).update(vars(asked), request_id=name)
+        return named
 
     def _route(self, key: str) -> Member:
         if self._fixed and not any(member.asked for member in self._fleet.live):

@@ -98,7 +98,8 @@ class Gate:
         for queue in self._waiting.values():
             while queue and queue[0][1].cancelled():
                 queue.popleft()
-        return min((kind for kind in Kind if self._waiting[kind]), key=self._in_flight.__getitem__, default=None)
+        waiting = [kind for kind, queue in self._waiting.items() if queue]
+        return min(waiting, key=self._in_flight.__getitem__) if waiting else None  # mostly nobody
 
 
 @dataclass

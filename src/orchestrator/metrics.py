@@ -122,7 +122,9 @@ def env_metrics(scored_P: Sequence[ScoredGroup]) -> dict[str, float]:
     for scored in scored_P:
         for tag in dict.fromkeys(("all", *scored.tags)):
             by_tag[tag].append(scored)
-    row = {f"env/{tag}/{name}": value for tag, part in by_tag.items() for name, value in _means(part).items()}
+    of_all = _means(scored_P)
+    means = {tag: of_all if len(part) == len(scored_P) else _means(part) for tag, part in by_tag.items()}
+    row = {f"env/{tag}/{name}": value for tag, of_tag in means.items() for name, value in of_tag.items()}
     stops: Counter[str] = Counter(t.stop_reason for scored in scored_P for t in scored.trajectories_G)
     return {
         "reward/total": row["env/all/reward/total"],
@@ -167,14 +169,16 @@ def off_policy_metrics(
     """`off_policy/*`; `trained` holds at least one group."""
     ages = [step - scored.group.floor for scored in trained]
     rollouts = [trajectory.transitions for scored in trained for trajectory in scored.trajectories_G]
-    versions = np.concatenate([turn.versions for turns in rollouts for turn in turns])
+    versions, mixed = (
+        np.concatenate([getattr(turn, name) for turns in rollouts for turn in turns]) for name in ("versions", "mixed")
+    )
     spanned = [len({identity.version for turn in turns for identity in turn.identities}) for turns in rollouts]
     return {
         "off_policy/mean": float(np.mean(ages)),
         "off_policy/max": float(max(ages)),
         "off_policy/token_mean": float(step - np.mean(versions)),
         "off_policy/versions_spanned": float(max(spanned)),
-        "off_policy/mixed_frac": sum(int(turn.mixed.sum()) for turns in rollouts for turn in turns) / len(versions),
+        "off_policy/mixed_frac": float(np.mean(mixed)),
         "off_policy/in_flight": float(counts["running"]),
         "off_policy/in_queue": float(counts["finished"]),
         **{f"off_policy/{name}": float(counts[name] - before[name]) for name in ENDINGS},

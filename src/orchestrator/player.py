@@ -65,6 +65,11 @@ def _exited(env: str, exit: SystemExit) -> EnvExited:
     return error
 
 
+def _shared(work: asyncio.Future[T]) -> Awaitable[T]:
+    """What many wait for, any of whom may be cancelled."""
+    return work if work.done() else asyncio.shield(work)
+
+
 def _checked_tags(tags: Sequence[str], env: str) -> Sequence[str]:
     if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
         raise BadStep(f"environment {env}: logging_tags() gave {tags!r}; expected a list of names")
@@ -123,7 +128,7 @@ class Player:
         for retry in range(self.rules.retries + 1):
             attempt = group.requeues * (self.rules.retries + 1) + retry
             key = RolloutKey(self.rules.env, group.problem, sample, attempt, f"{group.problem}/{group.requeues}")
-            made, deadline = self._make_envs(group, builder) if retry else asyncio.shield(envs), self._deadline()
+            made, deadline = self._make_envs(group, builder) if retry else _shared(envs), self._deadline()
             outcome = await self._attempt(self._play_one(group, made, key, deadline), deadline)
             if isinstance(outcome, Trajectory | PromptTooLong):
                 break

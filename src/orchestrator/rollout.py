@@ -161,10 +161,11 @@ def _checked_prompt(
             f"environment {key.env}, problem {key.problem}: gave the observation {str(observation)[:100]!r}; expected "
             f"at least one token, each a whole number of 0 .. {limits.vocab_size - 1}"
         )
-    prompt = prompt.astype(np.int64)
-    unknown = prompt[prompt.view(np.uint64) >= limits.vocab_size]  # a negative one, too: unsigned it is very large
+    prompt = prompt.astype(np.int64, copy=False)
+    unsigned = prompt.view(np.uint64)  # in which a negative one is very large
     strange = [end for end in stop if end not in range(limits.vocab_size) and not (isinstance(end, str) and end)]
-    if len(unknown) or strange:
+    if strange or np.maximum.reduce(unsigned) >= limits.vocab_size:
+        unknown = prompt[unsigned >= limits.vocab_size]
         given = f"token {unknown[0]}" if len(unknown) else f"{strange[0]!r} as what ends an answer"
         raise OutOfVocabulary(
             f"environment {key.env}, problem {key.problem}: gave {given}; expected tokens of 0 .. "
@@ -218,7 +219,7 @@ def _check_sample(sampled: SampledSequence, key: RolloutKey, limits: RolloutLimi
 
 def _stopped(sampled: SampledSequence, request: SampleRequest, limits: RolloutLimits) -> SampledSequence:
     """The answer up to the first string that ends it, whether its sampler stopped there or not."""
-    strings = request.params.stop_strings
+    strings = request.params.stop_strings if request.params.stop else ()
     if not strings:
         return sampled
     assert limits.decode is not None, "strings that end answers, and no way to find them"
@@ -241,7 +242,7 @@ def _transition(
         logprobs=sampled.logprobs.astype(np.float32),
         versions=token_versions(sampled.spans, len(sampled.tokens)),
         mixed=token_mixed(sampled.spans, len(sampled.tokens)),
-        identities=tuple(span.identity for span in sampled.spans),
+        identities=tuple([span.identity for span in sampled.spans]),
         stop_reason=sampled.stop_reason,
         reward=float(result.reward),
         metrics=result.metrics,
@@ -292,5 +293,6 @@ def token_mixed(spans: Sequence[VersionSpan], length: int) -> npt.NDArray[np.boo
     """Whether each of `length` tokens comes from a mixed span, bool [T]."""
     mixed = np.zeros(length, np.bool_)
     for span in spans:
-        mixed[span.start : span.end] = span.mixed
+        if span.mixed:
+            mixed[span.start : span.end] = True
     return mixed

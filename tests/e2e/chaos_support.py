@@ -204,7 +204,7 @@ def run_cell(place: Path, cell: Cell, flags: Sequence[str] = CHAOS) -> Ended:
         ended = end_of(running, place)
     if cell.victim in BY_HAND and cell.sends == signal.SIGKILL:
         assert ended.code == -signal.SIGKILL, ended.out
-        assert (ended.left, ended.shm) == ([], set())
+        assert (ended.left, ended.shm) == ([], set()), ended.out
         return run_rl(place, *flags, "--resume")
     return ended
 

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 TINY = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", "3"]
 DEADLINE_S = 300
+SHM_S = 3.0
+"""What another program is given to map a file that it has made, or to take its name away."""
 RL, SFT = "trireme.cli", "trireme.sft.cli"
 """The modules behind the commands."""
 
@@ -66,11 +68,18 @@ def marked_processes(mark: str) -> dict[int, str]:
 
 
 def shm_left_since(before: Collection[str]) -> set[str]:
-    """Files in /dev/shm that are new, and that no living process has mapped or open: those of other programs come and
-    go."""
-    new = set(os.listdir("/dev/shm")) - set(before)
-    if not new:
-        return new
+    """Files in /dev/shm that are new and stay there, although no living process has them mapped or open: those of other
+    programs come and go."""
+    deadline = time.monotonic() + SHM_S
+    while (left := set(os.listdir("/dev/shm")) - set(before)) and (left := left - shm_in_use()):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return left
+
+
+def shm_in_use() -> set[str]:
+    """Files in /dev/shm that a living process has mapped or open."""
     used: list[str] = []
     for entry in filter(lambda entry: entry.name.isdigit(), Path("/proc").iterdir()):
         with suppress(OSError):  # it ended while we looked
@@ -78,7 +87,7 @@ def shm_left_since(before: Collection[str]) -> set[str]:
             for file in os.listdir(entry / "fd"):
                 with suppress(OSError):
                     used.append(os.readlink(entry / "fd" / file))
-    return new - {Path(path).name for path in used if path.startswith("/dev/shm/")}
+    return {Path(path).name for path in used if path.startswith("/dev/shm/")}
 
 
 @dataclass(frozen=True)
