@@ -15,6 +15,7 @@ from trainer_support import make_batch, make_config, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.batching import plan, scatter_outputs
+from trainer.checkpoint import kinds
 from trainer.group import TrainerGroup
 from trainer.shard import Shard
 from trireme import waits
@@ -223,10 +224,12 @@ def test_two_shards_one_and_three_hold_exactly_the_same_state(resharded, stepped
     assert [ranks for _, ranks in (two, one, three)] == [{0, 1}, {0}, {0, 1, 2}]
     torch.testing.assert_close(one[0], two[0], rtol=0, atol=0)
     torch.testing.assert_close(three[0], two[0], rtol=0, atol=0)
-    stacks = {name.removeprefix("parameters."): t for name, t in two[0].items() if name.startswith("parameters.")}
-    torch.testing.assert_close({name: t[0] for name, t in stacks.items()}, stepped[QWEN, 2][4], rtol=0, atol=0)
-    assert all(float(moment.abs().max()) > 0 for t in stacks.values() for moment in t[1:])
-    assert two[0]["steps"].tolist() == [1.0] * len(stacks)
+    weights = stepped[QWEN, 2][4]
+    for kind, names in kinds(weights).items():
+        parameters, *moments = two[0][f"parameters.{kind}"]
+        torch.testing.assert_close(parameters, torch.stack([weights[name] for name in names]), rtol=0, atol=0)
+        assert all(float(moment.abs().max()) > 0 for of_kind in moments for moment in of_kind)
+    assert two[0]["steps"].tolist() == [1.0] * len(weights)
 
 
 def test_a_resharded_group_trains_on_as_the_one_before(groups, resharded):

@@ -17,9 +17,10 @@ STARTS = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
 
 
 def states(batch=1, length=12):
+    """In float64: what differs by more than rounding is wrong."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(batch, heads, length, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
 def one_by_one(query, key, value, lengths, window=None):
@@ -35,15 +36,15 @@ def one_by_one(query, key, value, lengths, window=None):
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_sequences_of_a_row_are_as_if_alone(window):
-    inputs, upstream = states(), torch.randn(1, sum(LENGTHS), HEADS, DIM)
+    inputs, upstream = states(), torch.randn(1, sum(LENGTHS), HEADS, DIM, dtype=torch.float64)
     out, _ = packed_attention(
         nn.Module(), *inputs, None, scaling=0.3, sliding_window=window, cu_seq_lens_q=STARTS, max_length_q=max(LENGTHS)
     )
     expected = one_by_one(*inputs, LENGTHS, window)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(out, inputs, upstream)
     for got, wanted in zip(gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_without_starts_each_row_is_a_sequence():
@@ -51,7 +52,7 @@ def test_without_starts_each_row_is_a_sequence():
     out, _ = packed_attention(nn.Module(), *inputs, None, scaling=0.3)
     for row in range(3):
         alone = one_by_one(*(tokens[row : row + 1] for tokens in inputs), (5,))
-        torch.testing.assert_close(out[row : row + 1], alone, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out[row : row + 1], alone, rtol=1e-12, atol=1e-12)
 
 
 def test_what_the_kernel_of_gpus_is_given(monkeypatch):
