@@ -46,7 +46,7 @@ class TensorData:
     __slots__ = ("data",)
 
     def __init__(self, data: ColumnLike, dtype: TensorDtype | None = None, shape: Sequence[int] | None = None) -> None:
-        array = data if type(data) is np.ndarray else _as_array(data)  # most are, and they are many
+        array = _as_array(data)
         wanted = NUMPY_DTYPES[dtype or ("float32" if array.dtype.kind == "f" else "int64")]
         if array.dtype != wanted:
             array = array.astype(wanted)
@@ -126,8 +126,9 @@ class ModelInput:
     tokens: npt.NDArray[np.int32]
 
     def __init__(self, tokens: ColumnLike = (), *, chunks: Iterable[EncodedTextChunk] = ()) -> None:
-        parts = [_as_array(tokens), *(_as_array(_text(chunk).tokens) for chunk in chunks)]
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        whole = _as_array(tokens)
+        if chunks:
+            whole = np.concatenate([whole, *(_as_array(_text(chunk).tokens) for chunk in chunks)])
         object.__setattr__(self, "tokens", whole.astype(np.int32, copy=False))
 
     @classmethod
@@ -203,7 +204,12 @@ class Datum:
 def _column(name: str, values: ColumnLike, length: int) -> TensorData:
     if name not in LOSS_FN_INPUT_DTYPES:
         raise ValueError(f"unknown loss_fn_inputs column {name!r}; known: {', '.join(LOSS_FN_INPUT_DTYPES)}")
-    column = TensorData(values, LOSS_FN_INPUT_DTYPES[name])
+    dtype = LOSS_FN_INPUT_DTYPES[name]
+    if type(values) is np.ndarray and values.dtype == NUMPY_DTYPES[dtype]:  # most are, and they are many
+        column = object.__new__(TensorData)
+        column.data = values
+    else:
+        column = TensorData(values, dtype)
     if column.data.shape != (length,):
         raise ValueError(f"column {name!r} has shape {column.shape}, expected ({length},) like model_input")
     return column
