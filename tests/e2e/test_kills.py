@@ -1,8 +1,8 @@
 """Parts of a run are killed, or stopped, while it goes on, and it comes to its end by itself: real Ray, gloo and vLLM.
 
-Two tests run always: in deterministic mode a run that lost a shard, an engine and the orchestrator one after the other
-is compared, bit for bit, with one that lost nothing; and an asynchronous one loses an engine. The rest is `long`; every
-victim at every moment is a command of its own: `scripts/chaos.py matrix`.
+One run is made always: in deterministic mode one that lost a shard, an engine and the orchestrator one after the other
+is compared, bit for bit, with one that lost nothing. The rest is `long`; every victim at every moment is a command of
+its own: `scripts/chaos.py matrix`.
 """
 
 from __future__ import annotations
