@@ -9,22 +9,23 @@ What is saved, under these names; any number of ranks can read it:
   random.<rank>.<kind>   see `random_state`
 (Stacked, because what DCP does for every tensor it writes costs about 1 ms in which no other Python code runs.)
 
-A save copies what this rank holds to buffers in host memory, and writes them: training goes on meanwhile, and comes
-first. So there are two threads for each save. One is for DCP's Python code, which must be done with soon: other Python
-code waits for it. The other copies, hashes and writes, almost without Python, in the time that training leaves. Nothing
-of the state changes between one optimiser step and the next, so only `optim_step` has to wait, and only for the copy:
-it makes what is missing of it itself (`Copying`). The buffers are made at the first save and used again. DCP's
-collectives have a process group of their own, so that they never mix with training's.
+A save writes what this rank holds while training goes on, and training comes first. So there are two threads for each
+save. One is for DCP's Python code, which must be done with soon: other Python code waits for it. The other hashes and
+writes, almost without Python, in the time that training leaves. Nothing of the state changes between one optimiser step
+and the next, so until then it is written from where it lies, in one pass over the memory; what is not yet written when
+`optim_step` comes, it first copies to buffers in host memory (`Snapshot`). These are made at the first save and used
+again. The state of a GPU is copied to them at once. DCP's collectives have a process group of their own, so that they
+never mix with training's.
 
 What goes wrong while one rank copies or writes is raised on all of them, and leaves them ready for the next save: DCP
-brings such errors to every rank as long as they come up inside the hooks that it calls. So the copy is made in one.
+brings such errors to every rank as long as they come up inside the hooks that it calls. So a GPU's copy is made in one.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trireme.checkpoint.files import FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
+from trireme.checkpoint.files import Bytes, Copy, FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
 from trireme.errors import CheckpointInvalid, StorageFailed
 from trireme.faults import fault_point
 from trireme.priority import yield_to_others
@@ -53,8 +54,6 @@ REFERENCE = "reference."
 STACKED_BYTES = 2**28
 """Of the whole of what is saved under one name, unless it is one parameter: a rank that reads a part of it reads all
 that another one has written of it."""
-PIECE_BYTES = 2**23
-"""Copied at once: what `optim_step` waits for at most while another thread copies."""
 
 
 def make_adam_state(optimizer: torch.optim.AdamW) -> None:
@@ -103,15 +102,15 @@ class RecordingFileSystem(FileSystem):
     Raises StorageFailed instead of OSError.
     """
 
-    def __init__(self, thread: ThreadPoolExecutor) -> None:
-        self._thread = thread
+    def __init__(self, thread: ThreadPoolExecutor, copy: Copy) -> None:
+        self._thread, self._copy = thread, copy
         self._written: dict[Path, HashingWriter] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         assert mode == "wb", f"only for writing, got mode {mode}"
         with storage_errors(path):
-            with HashingWriter(path, self._thread) as stream:
+            with HashingWriter(path, self._thread, self._copy) as stream:
                 yield stream
             fsync_directory(path.parent)
         self._written[path] = stream
@@ -132,18 +131,19 @@ class RecordingFileSystem(FileSystem):
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes one file per rank, and rank 0 the table of all. `copy` is called before the data is written."""
+    """Writes one file per rank, and rank 0 the table of all. `begin` is called before the data is written; `copy` copies
+    its bytes (`HashingWriter`)."""
 
     fs: RecordingFileSystem
 
-    def __init__(self, path: Path, copy: Callable[[], None], thread: ThreadPoolExecutor) -> None:
+    def __init__(self, path: Path, begin: Callable[[], None], thread: ThreadPoolExecutor, copy: Copy) -> None:
         # Not `sync_files`: DCP would force every file of the machine onto its disks; the streams do it for their own.
         super().__init__(path, sync_files=False, per_thread_copy_ahead=0, overwrite=False)
-        self.fs = RecordingFileSystem(thread)
-        self._copy = copy
+        self.fs = RecordingFileSystem(thread, copy)
+        self._begin = begin
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[Any]]:
-        self._copy()
+        self._begin()
         fault_point("trainer.save")
         return super().write_data(plan, planner)
 
@@ -167,19 +167,29 @@ def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
     }
 
 
+class Part:
+    """One tensor of the state (`live`) and where it is copied to (`host`). `on_host`: it can be read where it lies."""
+
+    def __init__(self, host: Tensor, live: Tensor) -> None:
+        self.host, self.live = host, live
+        self.on_host = not live.is_cuda and live.is_contiguous()
+        self.address, self.nbytes = host.data_ptr(), host.nbytes
+        self.host_bytes = host.view(-1).view(torch.uint8).numpy()  # the same memory, as the next
+        self.live_bytes = live.view(-1).view(torch.uint8).numpy() if self.on_host else None
+
+
 class Staging:
     """Room in host memory for what this rank holds of each parameter and its moments, and of the reference.
 
-    `buffers`: by the name under which it is saved, sharded as the parameter is, over the same ranks' CPUs. `host`,
-    `live`: their parts, and the tensors that those are copies of, in the same order.
+    `buffers`: by the name under which it is saved, sharded as the parameter is, over the same ranks' CPUs. `parts`:
+    theirs, and the tensors that those are copies of.
     """
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, reference: Mapping[str, Tensor]
     ) -> None:
         self.buffers: dict[str, Tensor] = {}
-        self.host: list[Tensor] = []
-        self.live: list[Tensor] = []
+        self.parts: list[Part] = []
         for kind, names in kinds(parameters).items():
             moments = [{name: optimizer.state[parameters[name]][moment] for name in names} for moment in MOMENTS]
             self._add(f"parameters.{kind}", [[each[name] for name in names] for each in (parameters, *moments)])
@@ -191,8 +201,8 @@ class Staging:
         first = live[0][0]
         local = torch.empty((len(live), len(live[0]), *first.shape), dtype=first.dtype, pin_memory=first.is_cuda)
         self.buffers[name] = _stacked(local, stacks[0][0])
-        self.host += [part for stack in local.unbind() for part in stack.unbind()]
-        self.live += [tensor for stack in live for tensor in stack]
+        host = [part for stack in local.unbind() for part in stack.unbind()]
+        self.parts += map(Part, host, [tensor for stack in live for tensor in stack])
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -210,61 +220,66 @@ def _stacked(local: Tensor, parameter: Tensor) -> Tensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-class Copying:
-    """The copy of `live` tensors to `host` that a save is to make, in pieces. Whoever comes to `help` makes what nobody
-    has begun: a thread that has time, and then who cannot wait for it.
-
-    `stream`: copies of a GPU's tensors are made in it, all at once.
+class Snapshot:
+    """The `live` tensors of `parts` as they are now, for a save that reads each byte of them once, in order, as if it
+    lay in the `host` tensors: it is read from where it is (`copy`). Who is about to change the live ones calls `keep`
+    before, and what is not yet read then is copied to the host's. So are first of all (`begin`) those that cannot be
+    read where they are, of a GPU, in `stream`.
     """
 
-    def __init__(self, host: Sequence[Tensor], live: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, parts: Sequence[Part], stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
-        self._pieces: deque[tuple[list[Tensor], list[Tensor]]] = deque([([], [])])
-        room = PIECE_BYTES
-        for to, source in zip(host, live, strict=True):
-            if room <= 0 and stream is None:
-                self._pieces.append(([], []))
-                room = PIECE_BYTES
-            self._pieces[-1][0].append(to)
-            self._pieces[-1][1].append(source)
-            room -= source.numel() * source.element_size()
-        self._left, self._lock = len(self._pieces), Lock()
-        self._allowed, self._done = Event(), Event()
+        self._parts = sorted((part for part in parts if part.nbytes), key=lambda part: part.address)
+        self._addresses = [part.address for part in self._parts]
+        self._kept, self._read = [False] * len(self._parts), [0] * len(self._parts)  # read: so many bytes
+        self._lock = Lock()
+        self._free, self._over = Event(), False
 
-    def allow(self) -> None:
-        """What the save before has to say: the `host` tensors are free."""
-        self._allowed.set()
+    def host_is_free(self) -> None:
+        """What the save before has to say."""
+        self._free.set()
 
     def end(self) -> None:
-        """The copy is made, or nobody needs it any more."""
-        self._allowed.set()
-        self._done.set()
+        """The save is over: nobody reads any more."""
+        self._over = True
+        self._free.set()
 
-    def help(self) -> None:
-        """Makes what nobody has begun."""
-        self._allowed.wait()
-        while not self._done.is_set():
-            try:
-                host, live = self._pieces.popleft()
-            except IndexError:
-                return
-            self._copy(host, live)
-            with self._lock:
-                self._left -= 1
-                if not self._left:
-                    self._done.set()
+    def begin(self) -> None:
+        self._keep([i for i, part in enumerate(self._parts) if not part.on_host])
 
-    def wait(self) -> None:
-        """Helps, and waits until it is made."""
-        self.help()
-        self._done.wait()
+    def keep(self) -> None:
+        """From now on the live tensors may change. Waits for the save before, if that still reads from the host's."""
+        self._free.wait()
+        if not self._over:
+            self._keep(range(len(self._parts)))
 
     @torch.no_grad()
-    def _copy(self, host: list[Tensor], live: list[Tensor]) -> None:
-        with torch.cuda.stream(self._stream):  # of none: nothing
-            torch._foreach_copy_(host, live, non_blocking=True)
-        if self._stream:
-            self._stream.synchronize()
+    def _keep(self, indices: Sequence[int]) -> None:
+        with self._lock, torch.cuda.stream(self._stream):  # of none: nothing
+            for i in indices:
+                part = self._parts[i]
+                if not self._kept[i] and self._read[i] < part.nbytes:
+                    part.host.copy_(part.live, non_blocking=True)
+                    self._kept[i] = True
+            if self._stream:
+                self._stream.synchronize()
+
+    def copy(self, to: Bytes, wanted: Bytes) -> None:
+        """Copies to `to` what `wanted`, of the host tensors' memory, or of any other, is to hold."""
+        address = wanted.__array_interface__["data"][0]
+        while len(wanted):
+            i = bisect_right(self._addresses, address) - 1
+            start = address - self._addresses[i]
+            if i < 0 or start >= self._parts[i].nbytes:
+                np.copyto(to, wanted)
+                return
+            part = self._parts[i]
+            count = min(part.nbytes - start, len(wanted))
+            with self._lock:
+                here = part.live_bytes if part.live_bytes is not None and not self._kept[i] else part.host_bytes
+                np.copyto(to[:count], here[start : start + count])
+                self._read[i] = start + count
+            to, wanted, address = to[count:], wanted[count:], address + count
 
 
 class Checkpointer:
@@ -294,27 +309,29 @@ class Checkpointer:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._saves: dict[Path, Future[list[FileRecord]]] = {}
         self._newest: Future[list[FileRecord]] | None = None
-        self._copying: Copying | None = None
+        self._snapshot: Snapshot | None = None
 
     def begin(self, path: Path) -> None:
         """Begins to save into directory `path` the state as it is now; after another save that is not yet done."""
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
         state = {**self._staging.buffers, **self._small_state()}
-        copying = self._copying = self._copy_of_now()
+        snapshot = self._snapshot = self._now()
+        if self._newest is None or self._newest.done():
+            snapshot.host_is_free()
         thread = ThreadPoolExecutor(1, "save")
-        self._newest = self._saves[path] = thread.submit(self._save, path, state, copying, self._newest)
+        self._newest = self._saves[path] = thread.submit(self._save, path, state, snapshot, self._newest)
         thread.shutdown(wait=False)  # it ends with the save
 
     def finish(self, path: Path) -> list[FileRecord]:
         """Waits until this rank's files in `path` are on the disk. Raises StorageFailed, also for another rank."""
         return self._saves.pop(path).result()
 
-    def wait_until_copied(self) -> None:
-        """Waits until the state may change: a save that has begun no longer needs it."""
-        if self._copying:
-            self._copying.wait()
-            self._copying = None
+    def keep(self) -> None:
+        """From now on the state may change: what a save that has begun still needs of it is copied."""
+        if self._snapshot:
+            self._snapshot.keep()
+            self._snapshot = None
 
     def load(self, path: Path) -> None:
         """Reads what was saved in `path`, by any number of ranks; those that had no counterpart then keep their random
@@ -325,9 +342,9 @@ class Checkpointer:
         saved = set(reader.read_metadata().state_dict_metadata)
         expected = {*self._staging.buffers, "steps", *(["base"] if self._base else [])}
         _refuse_other_tensors(path, _of_the_model(saved), _of_the_model(expected))
-        copying = self._copy_of_now()  # so that taking over what was not saved changes nothing
-        copying.allow()
-        copying.wait()
+        now = self._now()
+        now.host_is_free()
+        now.keep()  # so that taking over what was not saved changes nothing
         small = {name: tensor for name, tensor in self._small_state().items() if name in saved}
         state = {**{name: buffer for name, buffer in self._staging.buffers.items() if name in saved}, **small}
         try:
@@ -347,8 +364,8 @@ class Checkpointer:
     def _staging(self) -> Staging:
         return Staging(self._parameters, self._optimizer, self._reference)
 
-    def _copy_of_now(self) -> Copying:
-        return Copying(self._staging.host, self._staging.live, self._stream)
+    def _now(self) -> Snapshot:
+        return Snapshot(self._staging.parts, self._stream)
 
     def _small_state(self) -> dict[str, Tensor]:
         """Copies of what is copied at once."""
@@ -359,7 +376,8 @@ class Checkpointer:
     @torch.no_grad()
     def _take_over(self, small: Mapping[str, Tensor]) -> None:
         """The buffers' contents and `small` become the state."""
-        torch._foreach_copy_(self._staging.live, self._staging.host)
+        for part in self._staging.parts:
+            part.live.copy_(part.host)
         torch._foreach_copy_(self._steps, list(small["steps"].unbind()))
         prefix = self._random_prefix
         set_random_state({name.removeprefix(prefix): t for name, t in small.items() if name.startswith(prefix)})
@@ -369,18 +387,14 @@ class Checkpointer:
         return f"random.{dist.get_rank()}."
 
     def _save(
-        self, path: Path, state: dict[str, Tensor], copying: Copying, before: Future[list[FileRecord]] | None
+        self, path: Path, state: dict[str, Tensor], snapshot: Snapshot, before: Future[list[FileRecord]] | None
     ) -> list[FileRecord]:
         wait([before] if before else [])
+        snapshot.host_is_free()
         # Files have checksums of their own. Those within, of each tensor, would take longer than all of the copying.
         torch.serialization.set_crc32_options(False)  # of this thread
         with ThreadPoolExecutor(1, "write", yield_to_others if self._beside_training else None) as thread:
-
-            def copy() -> None:
-                copying.allow()
-                thread.submit(copying.wait).result()
-
-            writer = Writer(path, copy, thread)
+            writer = Writer(path, lambda: thread.submit(snapshot.begin).result(), thread, snapshot.copy)
             try:
                 dcp.save(
                     state,
@@ -391,7 +405,7 @@ class Checkpointer:
             except dcp.CheckpointException as error:
                 raise _cause(error) from None
             finally:
-                copying.end()
+                snapshot.end()
         return writer.fs.records()
 
 

@@ -171,7 +171,7 @@ class Shard:
         elif not self._config.base_is_reference:
             raise BadInput("no reference policy is loaded: set trainer.kl.coef and trainer.kl.reference.base_model")
         elif self._refreshed:
-            self._checkpointer.wait_until_copied()
+            self._checkpointer.keep()
             with exchanged(self._parameters, list(self._refreshed.values())):
                 yield self._model
         else:
@@ -185,7 +185,7 @@ class Shard:
             raise BadInput(
                 "a reference that can change needs trainer.kl.coef and trainer.kl.reference.update_every > 0"
             )
-        self._checkpointer.wait_until_copied()
+        self._checkpointer.keep()
         for tensor, parameter in zip(self._refreshed.values(), self._parameters, strict=True):
             tensor.copy_(parameter)
 
@@ -213,7 +213,7 @@ class Shard:
         self._optimizer.param_groups[0].update(
             lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
         )
-        self._checkpointer.wait_until_copied()
+        self._checkpointer.keep()
         self._optimizer.step()
         self._optimizer.zero_grad()
         return OptimStepResponse({"lr": adam.learning_rate, "grad_norm": grad_norm})

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,7 +27,7 @@ from trainer_support import make_batch, make_config, make_model
 
 from trainer import checkpoint
 from trainer.admission import check_provenance, recent
-from trainer.checkpoint import Copying, kinds, make_adam_state, random_state, set_random_state
+from trainer.checkpoint import Part, Snapshot, kinds, make_adam_state, random_state, set_random_state
 from trainer.hugging_face import write_model
 from trainer.shard import Shard
 from trireme.checkpoint.files import checksum_of
@@ -88,14 +90,13 @@ def test_a_loaded_shard_goes_on_bit_for_bit(shard, tmp_path):
 
 
 def test_what_is_saved_is_the_state_of_the_moment_though_training_goes_on(shard, tmp_path, monkeypatch):
-    """The thread that copies in the time that training leaves gets none: the optimiser step makes the copy before it
-    changes anything."""
+    """The thread that writes in the time that training leaves gets none: the optimiser step copies all before it changes
+    anything."""
     one = shard()
     step(one, 0)
     save(one, tmp_path / "before")
     stepped = threading.Event()
     monkeypatch.setattr(checkpoint, "yield_to_others", lambda: stepped.wait(60))
-    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 256)
     one.begin_save(tmp_path / "meanwhile")
     step(one, 1)
     stepped.set()
@@ -104,36 +105,86 @@ def test_what_is_saved_is_the_state_of_the_moment_though_training_goes_on(shard,
     torch.testing.assert_close(later, saved, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_piece_of_a_copy_that_another_thread_has_begun_is_waited_for(monkeypatch):
-    begun, go_on = threading.Event(), threading.Event()
-    copy = Copying._copy
+def buffers_and_state(sizes, dtypes=(torch.float32, torch.bfloat16)):
+    """Parts of two buffers, not in the order of their addresses, and the tensors that they are to hold."""
+    buffers = [torch.zeros(sum(sizes), dtype=dtype) for dtype in dtypes]
+    host = [part for buffer in reversed(buffers) for part in buffer.split(sizes)]
+    return buffers, host, [torch.randn(len(part)).to(part.dtype) for part in host]
 
-    def slow(copying, host, live):
-        if threading.current_thread() is not threading.main_thread():
-            begun.set()
-            go_on.wait(60)
-        copy(copying, host, live)
 
-    monkeypatch.setattr(Copying, "_copy", slow)
-    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 4)
-    live = [torch.full((3,), float(i)) for i in range(5)]
-    host = [torch.zeros(3) for _ in live]
-    copying = Copying(host, live, None)
+def as_bytes(tensor):
+    return tensor.view(torch.uint8).numpy()
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    at_once=st.integers(1, 50),
+    kept_after=st.integers(0, 40),
+)
+def test_a_snapshot_is_read_as_it_was_wherever_it_is_when_the_state_changes(sizes, at_once, kept_after):
+    buffers, host, live = buffers_and_state(sizes)
+    expected = [torch.cat(live[len(sizes) :]), torch.cat(live[: len(sizes)])]
+    snapshot = Snapshot(list(map(Part, host, live)), None)
+    snapshot.host_is_free()
+    snapshot.begin()
+    reads = 0
+    for buffer, whole in zip(buffers, expected, strict=True):
+        found = np.empty(buffer.nbytes, np.uint8)
+        for start in range(0, buffer.nbytes, at_once):
+            if reads == kept_after:
+                snapshot.keep()
+                for tensor in live:
+                    tensor.fill_(-1)
+            reads += 1
+            snapshot.copy(found[start : start + at_once], as_bytes(buffer)[start : start + at_once])
+        assert found.tobytes() == as_bytes(whole).tobytes()
+
+
+def test_nothing_is_copied_twice_where_nobody_changes_the_state():
+    _, host, live = buffers_and_state([4, 3])
+    snapshot = Snapshot(list(map(Part, host, live)), None)
+    snapshot.host_is_free()
+    snapshot.begin()
+    for part in host:
+        snapshot.copy(np.empty(part.nbytes, np.uint8), as_bytes(part))
+    snapshot.keep()
+    assert all(not part.any() for part in host)
+
+
+def test_a_snapshot_copies_other_bytes_too_and_tensors_that_do_not_lie_in_a_row():
+    matrix = torch.arange(12.0).view(3, 4).t()
+    host = torch.zeros(4, 3)
+    snapshot = Snapshot([Part(host, matrix)], None)
+    snapshot.host_is_free()
+    snapshot.begin()
+    found, header = np.empty(host.nbytes, np.uint8), np.arange(5, dtype=np.uint8)
+    snapshot.copy(found, as_bytes(host.view(-1)))
+    assert found.tobytes() == matrix.numpy().tobytes()
+    for other in (header, header[:0], header[1:]):
+        copied = np.zeros_like(other)
+        snapshot.copy(copied, other)
+        np.testing.assert_array_equal(copied, other)
+
+
+def test_a_snapshot_is_kept_only_when_the_save_before_has_written_what_lies_there():
+    host, live = torch.zeros(3), torch.ones(3)
+    snapshot = Snapshot([Part(host, live)], None)
     with ThreadPoolExecutor(1) as thread:
-        helped = thread.submit(copying.help)
-        copying.allow()
-        begun.wait(60)
-        threading.Timer(0.2, go_on.set).start()
-        copying.wait()
-        assert go_on.is_set()
-        assert all(map(torch.equal, host, live))
-        helped.result()
+        kept = thread.submit(snapshot.keep)
+        with pytest.raises(TimeoutError):
+            kept.result(0.1)
+        assert not host.any()
+        snapshot.host_is_free()
+        kept.result(60)
+    assert torch.equal(host, live)
 
 
-def test_nobody_waits_for_the_copy_of_a_save_that_has_failed():
-    copying = Copying([torch.zeros(3)], [torch.ones(3)], None)
-    copying.end()
-    copying.wait()
+def test_nobody_waits_for_a_save_that_has_failed():
+    host = torch.zeros(3)
+    snapshot = Snapshot([Part(host, torch.ones(3))], None)
+    snapshot.end()
+    snapshot.keep()
+    assert not host.any()
 
 
 def test_kinds_are_those_that_differ_in_their_numbers_alone(monkeypatch):
@@ -158,10 +209,10 @@ def test_kinds_are_those_that_differ_in_their_numbers_alone(monkeypatch):
 def test_staging_buffers_are_used_again(shard, tmp_path):
     one = shard()
     save(one, tmp_path / "first")
-    before = [buffer.data_ptr() for buffer in one._checkpointer._staging.host]
+    before = [part.host.data_ptr() for part in one._checkpointer._staging.parts]
     step(one, 0)
     save(one, tmp_path / "second")
-    assert before == [buffer.data_ptr() for buffer in one._checkpointer._staging.host]
+    assert before == [part.host.data_ptr() for part in one._checkpointer._staging.parts]
     first, second = tensors(tmp_path / "first"), tensors(tmp_path / "second")
     assert not torch.equal(first["parameters.model.norm.weight"], second["parameters.model.norm.weight"])
     assert (set(first["steps"].tolist()), set(second["steps"].tolist())) == ({0.0}, {1.0})

@@ -11,7 +11,7 @@ import fcntl
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,14 +19,20 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from trireme.errors import StorageFailed
 
 Chunk = bytes | bytearray | memoryview
+Bytes = npt.NDArray[np.uint8]
+Copy = Callable[[Bytes, Bytes], None]
 READ_BYTES = 4 << 20
-BLOCK_BYTES = 4 << 20
-"""What is written at once: a multiple of every file system's alignment, and enough to keep a distant disk busy."""
+BLOCK_BYTES = 1 << 20
+"""What is written at once: a multiple of every file system's alignment, little enough to stay in a core's cache."""
+CACHED_BYTES = 1 << 19
+"""What is copied into the block and then hashed there: both still in the cache, which takes three fifths of the time
+that a whole block takes."""
 WORTH_A_THREAD = 1 << 16
 """Bytes: handing over less to another thread takes longer than the work."""
 
@@ -100,10 +106,12 @@ class HashingWriter:
     not write by complaining of its length).
 
     `thread` copies, hashes and writes, almost without Python, in place of the thread that calls, which waits for it.
+    `copy` copies all bytes of its second argument, a part of what is to be written, to its first.
     """
 
-    def __init__(self, file: Path, thread: Executor | None = None) -> None:
+    def __init__(self, file: Path, thread: Executor | None = None, copy: Copy = np.copyto) -> None:
         self._thread = thread
+        self._copy = copy
         self._file: IO[bytes] = file.open("wb", buffering=0)
         self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES))  # begins at a page, as O_DIRECT asks for
         self._array = np.frombuffer(self._block, np.uint8)  # whose copies do not hold Python's lock
@@ -123,13 +131,15 @@ class HashingWriter:
         return len(rest)
 
     def _take(self, rest: memoryview) -> None:
-        while len(rest):
-            part = rest[: BLOCK_BYTES - self._held]
-            np.copyto(self._array[self._held : self._held + len(part)], np.frombuffer(part, np.uint8))
-            self._hash.update(part)
+        source = np.frombuffer(rest, np.uint8)
+        while len(source):
+            part = source[: min(CACHED_BYTES, BLOCK_BYTES - self._held)]
+            taken = self._block[self._held : self._held + len(part)]
+            self._copy(self._array[self._held : self._held + len(part)], part)
+            self._hash.update(taken)
             self._held += len(part)
             self._size += len(part)
-            rest = rest[len(part) :]
+            source = source[len(part) :]
             if self._held == BLOCK_BYTES:
                 self._hand_over()
 
