@@ -327,6 +327,10 @@ class Checkpointer:
         """Waits until this rank's files in `path` are on the disk. Raises StorageFailed, also for another rank."""
         return self._saves.pop(path).result()
 
+    def wait_until_saved(self) -> None:
+        """Waits until no save is under way, however it ends."""
+        wait([self._newest] if self._newest else [])
+
     def keep(self) -> None:
         """From now on the state may change: what a save that has begun still needs of it is copied."""
         if self._snapshot:
@@ -337,7 +341,7 @@ class Checkpointer:
         """Reads what was saved in `path`, by any number of ranks; those that had no counterpart then keep their random
         generators as they are, and a reference that was not saved stays as it is. Raises CheckpointInvalid when it is
         the state of another model, or cannot be read."""
-        wait([self._newest] if self._newest else [])  # then the buffers are free
+        self.wait_until_saved()  # then the buffers are free
         reader = dcp.FileSystemReader(path)
         saved = set(reader.read_metadata().state_dict_metadata)
         expected = {*self._staging.buffers, "steps", *(["base"] if self._base else [])}

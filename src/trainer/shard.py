@@ -252,7 +252,11 @@ class Shard:
         self, path: Path, entries: Sequence[TensorEntry], buckets: Sequence[npt.NDArray[np.uint8]]
     ) -> list[FileRecord]:
         """Writes published weights in the Hugging Face layout, or peft's, with configuration and tokenizer: not
-        collective, and for another thread than that of the other verbs. Raises StorageFailed."""
+        collective, and for another thread than that of the other verbs. Raises StorageFailed.
+
+        A save of the state that is under way comes first: these do not change, and the next optimiser step does not
+        wait for them."""
+        self._checkpointer.wait_until_saved()
         config = self._config
         if self._adapter:
             self._companions = self._companions or {

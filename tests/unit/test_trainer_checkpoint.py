@@ -187,6 +187,19 @@ def test_nobody_waits_for_a_save_that_has_failed():
     assert not host.any()
 
 
+def test_weights_are_written_after_the_state_for_which_the_optimiser_may_wait(shard, tmp_path, monkeypatch):
+    one, go_on = shard(), threading.Event()
+    monkeypatch.setattr(checkpoint, "yield_to_others", lambda: go_on.wait(60))
+    one.begin_save(tmp_path / "trainer")
+    with ThreadPoolExecutor(1) as thread:
+        written = thread.submit(one.save_weights, tmp_path / "inference", [], [])
+        with pytest.raises(TimeoutError):
+            written.result(0.2)
+        go_on.set()
+        assert written.result(60)
+    one.finish_save(tmp_path / "trainer")
+
+
 def test_kinds_are_those_that_differ_in_their_numbers_alone(monkeypatch):
     def tensor(*shape):
         return torch.empty(shape)
