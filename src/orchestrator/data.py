@@ -1,17 +1,23 @@
-"""From trajectories to training data: advantages, filters, and the merging of turns into datums. Pure functions."""
+"""From trajectories to training data: advantages, filters, and the merging of turns into datums. Pure functions.
+
+    ScoredGroup --group_to_rows--> [Row] --lay_out--> TokenBatch, a datum for each row
+
+All rows of a minibatch are laid out together: what numpy takes for each of its calls is more than the numbers of one
+row take.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
-from trireme.types import Datum, Minibatch, ModelInput, Provenance, TensorData, TokenBatch
+from trireme.types import Datum, Minibatch, Provenance, TokenBatch
 
 AdvantageKind = Literal["mean", "std", "leave_one_out"]
 STD_EPS = 1e-6
@@ -45,6 +51,17 @@ def remove_constant_reward_groups(groups_P: Sequence[T], rewards: Callable[[T], 
     return [group for group in groups_P if not is_constant(rewards(group))] or list(groups_P[:1])
 
 
+@dataclass(frozen=True)
+class Row:
+    """What becomes one datum: `turns`, each of which extends the one before. With `counts` false its mask and advantages
+    are 0 throughout."""
+
+    turns: Sequence[Transition]
+    advantage: float
+    temperature: float
+    counts: bool = True
+
+
 def trajectory_to_data(trajectory: Trajectory, advantage: float, temperature: float) -> list[Datum]:
     """The trajectory as datums, in which each sampled token is a target with mask 1 exactly once.
 
@@ -53,7 +70,9 @@ def trajectory_to_data(trajectory: Trajectory, advantage: float, temperature: fl
     observed, `logprobs`, `advantages` and `mask` are 0 and `versions` is -1. Raises ValueError for an empty
     observation at a datum's start: nothing would predict the first sampled token.
     """
-    return [_datum(turns, advantage, temperature) for turns in _extending_turns(trajectory.transitions)]
+    batch = lay_out([Row(turns, advantage, temperature) for turns in _extending_turns(trajectory.transitions)])
+    data_D = map(batch.datum, range(len(batch)))
+    return [Datum(datum.model_input, datum.loss_fn_inputs, temperature) for datum in data_D]  # not rounded
 
 
 def _extending_turns(transitions: Sequence[Transition]) -> list[list[Transition]]:
@@ -74,35 +93,50 @@ def extends(turn: Transition, before: Transition) -> bool:
     )
 
 
-def _datum(turns: Sequence[Transition], advantage: float, temperature: float) -> Datum:
-    if not len(turns[0].observation):
-        raise ValueError("a turn has an empty observation: nothing predicts its first sampled token")
-    tokens = np.concatenate([turns[-1].observation, turns[-1].action])
-    logprobs, advantages, mask = np.zeros((3, len(tokens) - 1), np.float32)
-    versions = np.empty(len(tokens) - 1, np.int32)
-    versions.fill(-1)
-    for turn in turns:
-        first = len(turn.observation) - 1  # as targets, tokens are one place further left
-        sampled = slice(first, first + len(turn.action))
-        logprobs[sampled] = turn.logprobs
-        advantages[sampled] = advantage
-        mask[sampled] = 1
-        versions[sampled] = turn.versions
-    columns = {"logprobs": logprobs, "advantages": advantages, "mask": mask, "versions": versions}
-    return Datum(ModelInput(tokens[:-1]), {"target_tokens": tokens[1:], **columns}, temperature)
-
-
-def mask_overlong(data_D: Sequence[Datum]) -> list[Datum]:
-    """The same datums with mask and advantage 0 throughout: an answer cut by length does not show how good it would
-    have been."""
-    return [
-        replace(
-            d,
-            loss_fn_inputs=dict(d.loss_fn_inputs)
-            | dict.fromkeys(("mask", "advantages"), TensorData(np.zeros(d.model_input.length))),
-        )
-        for d in data_D
-    ]
+def lay_out(rows_D: Sequence[Row]) -> TokenBatch:
+    """The rows as a batch, datum by datum: see `trajectory_to_data`. Raises ValueError as that."""
+    tokens: list[npt.NDArray[np.int32]] = []
+    sampled: list[Transition] = []
+    lengths: list[int] = []  # of tokens that were observed and of tokens that were sampled, in turn
+    advantages: list[float] = []
+    counts: list[bool] = []
+    ends: list[int] = []
+    total = 0
+    for row in rows_D:
+        end = 0
+        for turn in row.turns:
+            observed, made = len(turn.observation), len(turn.action)
+            lengths += (observed - end, made)
+            end = observed + made
+        if not lengths[-2 * len(row.turns)]:
+            raise ValueError("a turn has an empty observation: nothing predicts its first sampled token")
+        tokens += (turn.observation, turn.action)
+        sampled += row.turns
+        advantages += [row.advantage if row.counts else 0.0] * len(row.turns)
+        counts += [row.counts] * len(row.turns)
+        total += end
+        ends.append(total)
+    ends_D = np.asarray(ends)
+    starts_D = np.concatenate([[0], ends_D[:-1]])
+    made_N = np.asarray(lengths[1::2])
+    is_sampled = np.repeat(np.tile([False, True], len(sampled)), lengths)
+    columns: dict[str, npt.NDArray[Any]] = {
+        "advantages": np.zeros(total, np.float32),
+        "logprobs": np.zeros(total, np.float32),
+        "mask": np.zeros(total, np.float32),
+        "target_tokens": np.concatenate(tokens),
+        "versions": np.full(total, -1, np.int32),
+    }
+    columns["advantages"][is_sampled] = np.repeat(np.asarray(advantages, np.float32), made_N)
+    columns["logprobs"][is_sampled] = np.concatenate([turn.logprobs for turn in sampled])
+    columns["mask"][is_sampled] = np.repeat(counts, made_N)
+    columns["versions"][is_sampled] = np.concatenate([turn.versions for turn in sampled])
+    return TokenBatch(
+        tokens=np.delete(columns["target_tokens"], ends_D - 1),
+        offsets=np.concatenate([[0], ends_D - np.arange(1, len(ends) + 1)]),
+        columns={name: np.delete(column, starts_D) for name, column in columns.items()},
+        temperatures=np.asarray([row.temperature for row in rows_D], np.float32),
+    )
 
 
 @dataclass(frozen=True)
@@ -125,27 +159,29 @@ class ScoredGroup:
         return min(versions), max(versions)
 
 
-def group_to_data(scored: ScoredGroup, kind: AdvantageKind, overlong_filter: bool) -> list[Datum]:
-    """The datums of all trajectories of a group. `overlong_filter`: those cut by length do not count in the loss."""
-    data_D: list[Datum] = []
-    for trajectory, advantage in zip(scored.trajectories_G, compute_advantages(scored.rewards_G, kind), strict=True):
-        data = trajectory_to_data(trajectory, float(advantage), scored.temperature)
-        data_D += mask_overlong(data) if overlong_filter and trajectory.stop_reason != "stop" else data
-    return data_D
+def group_to_rows(scored: ScoredGroup, kind: AdvantageKind, overlong_filter: bool) -> list[Row]:
+    """The rows of all trajectories of a group. `overlong_filter`: those cut by length do not count in the loss, as they
+    do not show how good the answer would have been."""
+    advantages_G = compute_advantages(scored.rewards_G, kind).tolist()
+    return [
+        Row(turns, advantage, scored.temperature, not overlong_filter or trajectory.stop_reason == "stop")
+        for trajectory, advantage in zip(scored.trajectories_G, advantages_G, strict=True)
+        for turns in _extending_turns(trajectory.transitions)
+    ]
 
 
 def build_minibatch(
-    step: int, scored_P: Sequence[ScoredGroup], data_P: Sequence[Sequence[Datum]], last: bool
+    step: int, scored_P: Sequence[ScoredGroup], rows_P: Sequence[Sequence[Row]], last: bool
 ) -> Minibatch:
-    """The datums of some groups, in that order, with where they came from. `last`: this ends its substep."""
-    batch = TokenBatch.from_datums([datum for data in data_P for datum in data])
-    floors = np.repeat([s.group.floor for s in scored_P], [len(data) for data in data_P]).astype(np.int32)
+    """The rows of some groups, in that order, with where they came from. `last`: this ends its substep."""
+    batch = lay_out([row for rows in rows_P for row in rows])
+    floors = np.repeat([s.group.floor for s in scored_P], [len(rows) for rows in rows_P]).astype(np.int32)
     turns = [turn for s in scored_P for trajectory in s.trajectories_G for turn in trajectory.transitions]
     identities = tuple(sorted({identity for turn in turns for identity in turn.identities}))
     return Minibatch(
         batch=batch,
         provenance=Provenance(step, floors, identities),
-        problems_D=tuple(s.group.problem for s, data in zip(scored_P, data_P, strict=True) for _ in data),
+        problems_D=tuple(s.group.problem for s, rows in zip(scored_P, rows_P, strict=True) for _ in rows),
         last=last,
         num_groups=len(scored_P),
         num_loss_tokens=int(np.count_nonzero(batch.columns["mask"])),

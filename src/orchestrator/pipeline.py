@@ -46,7 +46,7 @@ from typing import Any
 from orchestrator import leaks
 from orchestrator.concurrency import Backpressure, Kind, Room
 from orchestrator.cursor import Mix
-from orchestrator.data import ScoredGroup, build_minibatch, group_to_data, is_constant
+from orchestrator.data import ScoredGroup, build_minibatch, group_to_rows, is_constant
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
 from orchestrator.ledger import Group, Ledger, Taken
@@ -330,8 +330,8 @@ class Pipeline:
         self._slots_changed.set()
 
     def _minibatch(self, step: int, scored_P: list[ScoredGroup], last: bool) -> Minibatch:
-        data_P = [group_to_data(s, self._options.advantage, self._options.overlong_filter) for s in scored_P]
-        return build_minibatch(step, scored_P, data_P, last)
+        rows_P = [group_to_rows(s, self._options.advantage, self._options.overlong_filter) for s in scored_P]
+        return build_minibatch(step, scored_P, rows_P, last)
 
     def _overdue(self, step: int, count: int) -> str:
         running = [

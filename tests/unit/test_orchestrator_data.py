@@ -12,16 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.data import (
+    Row,
     ScoredGroup,
     build_minibatch,
     compute_advantages,
-    group_to_data,
+    group_to_rows,
+    lay_out,
     remove_constant_reward_groups,
     trajectory_to_data,
 )
 from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
-from trireme.types import WeightIdentity
+from trireme.types import TokenBatch, WeightIdentity
 
 VECTORS = json.loads((Path(__file__).parents[1] / "oracles" / "vectors.json").read_text())
 
@@ -130,6 +132,25 @@ def test_each_sampled_token_is_trained_exactly_once(turns: list[tuple[bool, list
     assert len(data_D) <= 1 + sum(not extends for extends, _, _ in turns[1:])
 
 
+@given(st.lists(TURNS, min_size=1, max_size=4))
+def test_rows_that_are_laid_out_together_are_each_as_by_itself(all_turns: list[Any]) -> None:
+    rows_D = [
+        Row(turns, float(number), 0.5 + number, counts=number != 1)
+        for number, given in enumerate(all_turns)
+        for turns in [[transition(fresh, action) for _, fresh, action in given[:1]]]
+    ]
+    batch = lay_out(rows_D)
+    alone = TokenBatch.from_datums([lay_out([row]).datum(0) for row in rows_D])
+    for name in ("tokens", "offsets", "temperatures"):
+        found, expected = getattr(batch, name), getattr(alone, name)
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == expected.dtype
+    assert list(batch.columns) == list(alone.columns)
+    for name, column in batch.columns.items():
+        np.testing.assert_array_equal(column, alone.columns[name])
+        assert column.dtype == alone.columns[name].dtype
+
+
 def test_an_empty_observation_is_refused() -> None:
     with pytest.raises(ValueError, match="empty observation"):
         trajectory_to_data(trajectory([transition([], [1, 2])]), 1.0, 1.0)
@@ -139,13 +160,12 @@ def test_overlong_answers_have_no_mask() -> None:
     group = Group(0, "0.0.0", 0, floor=3)
     cut, done = trajectory([transition([1], [2, 3])], "length"), trajectory([transition([1], [4])])
     scored = ScoredGroup(group, (cut, done), (0.0, 1.0), ({}, {}), ("sort",), 1.0)
-    kept = group_to_data(scored, "mean", overlong_filter=False)
-    masked = group_to_data(scored, "mean", overlong_filter=True)
-    assert [d.loss_fn_inputs["mask"].data.sum() for d in kept] == [2, 1]
-    assert [d.loss_fn_inputs["mask"].data.sum() for d in masked] == [0, 1]
-    assert kept[0].loss_fn_inputs["advantages"].data.any()
-    assert not masked[0].loss_fn_inputs["advantages"].data.any(), "the trainer refuses advantages where the mask is 0"
-    assert masked[1].loss_fn_inputs["advantages"].tolist() == [0.5]
+    kept = lay_out(group_to_rows(scored, "mean", overlong_filter=False)).columns
+    masked = lay_out(group_to_rows(scored, "mean", overlong_filter=True)).columns
+    assert kept["mask"].tolist() == [1, 1, 1]
+    assert masked["mask"].tolist() == [0, 0, 1]
+    assert kept["advantages"].tolist() == [-0.5, -0.5, 0.5]
+    assert masked["advantages"].tolist() == [0, 0, 0.5], "the trainer refuses advantages where the mask is 0"
 
 
 def test_a_minibatch_says_where_it_comes_from() -> None:
@@ -155,8 +175,8 @@ def test_a_minibatch_says_where_it_comes_from() -> None:
         ScoredGroup(Group(0, "a", 0, floor=3), (two_datums, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
         ScoredGroup(Group(1, "b", 0, floor=4), (one_datum, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
     ]
-    data_P = [group_to_data(s, "mean", overlong_filter=False) for s in scored_P]
-    minibatch = build_minibatch(5, scored_P, data_P, last=True)
+    rows_P = [group_to_rows(s, "mean", overlong_filter=False) for s in scored_P]
+    minibatch = build_minibatch(5, scored_P, rows_P, last=True)
     assert minibatch.provenance.step == 5
     assert minibatch.provenance.floors.tolist() == [3, 3, 3, 4, 4]
     assert [i.version for i in minibatch.provenance.identities] == [3, 4, 5]
