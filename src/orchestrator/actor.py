@@ -26,8 +26,9 @@ from trireme.tokenizer import load_tokenizer
 from trireme.types import Minibatch, WeightIdentity
 from trireme.weights import PublishedWeights
 
-COLLECT_AFTER = 20_000
-"""By how many objects there are more before the cycle collector looks at the young ones; Python's default is 700."""
+COLLECT_AFTER = (200_000, 50)
+"""By how many objects there are more before the cycle collector looks at the young ones, and after how many such looks
+at the next older; Python's defaults are 700 and 10. So cycles that are nobody's may take tens of MB."""
 
 
 class OrchestratorActor:
@@ -116,9 +117,10 @@ class OrchestratorActor:
 
 def spare_collector() -> None:
     """The cycle collector never looks again at what has been imported and opened, and less often at the rest. Rollouts
-    are many objects and hardly any cycles: with 10,000 of them in flight it took a third of the process's time."""
+    are many objects and hardly any cycles: with 10,000 of them in flight it took a third of the process's time, and
+    every one that is in flight is looked at again and again, the longer the more there are."""
     gc.freeze()
-    gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
+    gc.set_threshold(*COLLECT_AFTER)
 
 
 def _write(snapshot: Snapshot, path: Path) -> list[FileRecord]:
