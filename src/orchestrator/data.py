@@ -53,8 +53,8 @@ def remove_constant_reward_groups(groups_P: Sequence[T], rewards: Callable[[T], 
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes one datum: `turns`, each of which extends the one before. With `counts` false its mask and advantages
-    are 0 throughout."""
+    """What becomes one datum: `turns`, each of which extends the one before. With `counts` false its mask and its
+    advantages are 0 throughout."""
 
     turns: Sequence[Transition]
     advantage: float

@@ -44,7 +44,15 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trireme.checkpoint.files import Bytes, Copy, FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
+from trireme.checkpoint.files import (
+    Bytes,
+    Copy,
+    FileRecord,
+    HashingWriter,
+    fsync_directory,
+    make_directory,
+    storage_errors,
+)
 from trireme.errors import CheckpointInvalid, StorageFailed
 from trireme.faults import fault_point
 from trireme.priority import yield_to_others
@@ -131,8 +139,8 @@ class RecordingFileSystem(FileSystem):
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes one file per rank, and rank 0 the table of all. `begin` is called before the data is written; `copy` copies
-    its bytes (`HashingWriter`)."""
+    """Writes one file per rank, and rank 0 the table of all. `begin` is called before the data is written; `copy`
+    copies its bytes (`HashingWriter`)."""
 
     fs: RecordingFileSystem
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import ray
 import torch
 from transformers import (
@@ -205,3 +206,33 @@ def make_config(model: Path, deterministic: bool, **inference: Any) -> Config:
 
 def health(room: Room) -> Any:
     return get(room.group.replicas[0].health.remote(), who="replica", timeout_s=60)
+
+
+def asked_of(room: Room, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[SampleRequest]]:
+    """What the router asks replicas for from now on, by the first tokens of the prompt."""
+    asked: dict[tuple[int, ...], list[SampleRequest]] = {}
+    plain = room.router._on_the_wire  # type: ignore[attr-defined]
+
+    def note(asked_for: SampleRequest) -> SampleRequest:
+        asked.setdefault(asked_for.prompt[:20], []).append(asked_for)
+        return plain(asked_for)
+
+    monkeypatch.setattr(room.router, "_on_the_wire", note)
+    return asked
+
+
+def check_continued(
+    room: Room, length: int, prompts: list[list[int]], answers: list[Any], asked: dict[Any, Any]
+) -> list[Any]:
+    """The answers that two replicas made: what the first had is their beginning, and all logprobs are right."""
+    moved = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert room.difference(prompt, answer) < 1e-4
+        assert answer.spans[-1].end == len(answer.tokens) == length
+        first, *later = asked[tuple(prompt[:20])]
+        for rest in later:
+            kept = len(rest.prompt) - len(first.prompt)
+            assert rest.prompt[len(first.prompt) :] == tuple(answer.tokens[:kept].tolist())
+            assert rest.params.max_tokens == length - kept
+            moved += [answer] if kept else []
+    return moved

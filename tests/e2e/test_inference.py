@@ -17,6 +17,8 @@ import torch
 from inference_support import (
     VOCAB,
     Room,
+    asked_of,
+    check_continued,
     health,
     kept_kv_logprobs,
     prompt_of,
@@ -496,34 +498,6 @@ def test_a_killed_engine_fails_running_requests_and_updates(rooms: dict[str, Roo
         health(room)
 
 
-def asked_of(room: Room, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[SampleRequest]]:
-    """What the router asks replicas for from now on, by the first tokens of the prompt."""
-    asked: dict[tuple[int, ...], list[SampleRequest]] = {}
-    plain = room.router._on_the_wire  # type: ignore[attr-defined]
-
-    def note(asked_for: SampleRequest) -> SampleRequest:
-        asked.setdefault(asked_for.prompt[:20], []).append(asked_for)
-        return plain(asked_for)
-
-    monkeypatch.setattr(room.router, "_on_the_wire", note)
-    return asked
-
-
-def check_continued(room: Room, prompts: list[list[int]], answers: list[Any], asked: dict[Any, Any]) -> list[Any]:
-    """The answers that two replicas made: what the first had is their beginning, and all logprobs are right."""
-    moved = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert room.difference(prompt, answer) < TOLERANCE
-        assert answer.spans[-1].end == len(answer.tokens) == 900
-        first, *later = asked[tuple(prompt[:20])]
-        for rest in later:
-            kept = len(rest.prompt) - len(first.prompt)
-            assert rest.prompt[len(first.prompt) :] == tuple(answer.tokens[:kept].tolist())
-            assert rest.params.max_tokens == 900 - kept
-            moved += [answer] if kept else []
-    return moved
-
-
 def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
     pair: dict[str, Room], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -551,7 +525,7 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         return answers
 
     asked = asked_of(room, monkeypatch)
-    moved = check_continued(room, prompts, asyncio.run(engine_dies()), asked)
+    moved = check_continued(room, 900, prompts, asyncio.run(engine_dies()), asked)
     newest = len(room.models) - 1
     assert moved
     for answer in moved:
@@ -570,7 +544,7 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         return await asyncio.gather(*running)
 
     asked.clear()
-    assert check_continued(room, prompts, asyncio.run(is_drained()), asked)
+    assert check_continued(room, 900, prompts, asyncio.run(is_drained()), asked)
 
     async def actor_dies() -> list[Any]:
         await router.join(1, group.client(1))
@@ -583,5 +557,5 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         return await asyncio.gather(*running)
 
     asked.clear()
-    assert check_continued(room, prompts, asyncio.run(actor_dies()), asked)
+    assert check_continued(room, 900, prompts, asyncio.run(actor_dies()), asked)
     assert router.acknowledged() == {0: newest}

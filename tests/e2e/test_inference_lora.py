@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch
 from inference_support import (
     VOCAB,
     Room,
+    asked_of,
+    check_continued,
     health,
     kept_kv_logprobs,
     make_config,
@@ -27,6 +31,7 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model, get_peft_model_state_dict
 
 from inference.group import InferenceGroup
+from inference.router import Router
 from trireme.base_digest import base_digest
 from trireme.config.lora import lora_targets
 from trireme.config.schema import LoraConfig
@@ -36,8 +41,10 @@ from trireme.waits import get_all
 from trireme.weights import Adapter, Canary, PublishedWeights, TensorEntry, hash_bytes, weights_digest
 
 TOLERANCE = 1e-4
+EVERYWHERE = ("llama", False, "recompute_kv", {"rank": 8, "alpha": 16, "train_unembed": True})
 KINDS = {
-    "everywhere": ("llama", False, "recompute_kv", {"rank": 8, "alpha": 16, "train_unembed": True}),
+    "everywhere": EVERYWHERE,
+    "twin": EVERYWHERE,
     "kept": ("qwen3", True, "keep_kv", {"rank": 1, "alpha": 2, "targets": ["q_proj", "v_proj", "down_proj"]}),
 }
 """A model, what an update does with requests in flight, and the adapters: on all layers, or on parts of fused ones."""
@@ -200,6 +207,28 @@ def test_equal_seeds_give_equal_tokens(rooms: dict[str, AdapterRoom]) -> None:
 
 
 # From here on each test spoils a replica for good.
+
+
+def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
+    rooms: dict[str, AdapterRoom], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the adapter that it was begun with."""
+    room, twin = rooms["everywhere"], rooms["twin"]
+    both = replace(room, router=Router({0: twin.group.client(0), 1: room.group.client(0)}))
+    prompts = [prompt_of(20 + i, seed=100 + i) for i in range(4)]
+    asked = asked_of(both, monkeypatch)
+
+    async def run() -> list[Any]:
+        await both.update()
+        running = begin(both, [request(f"lost {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
+        await asyncio.gather(*(some_tokens_later(both, f"probe lost {i}") for i in range(2)))  # one on each
+        os.kill(twin.engine_pid, signal.SIGKILL)
+        return await asyncio.gather(*running)
+
+    answers = asyncio.run(run())
+    moved = check_continued(both, 900, prompts, answers, asked)
+    assert len(moved) == 2
+    assert {span.identity.version for answer in answers for span in answer.spans} == {len(both.models) - 1}
 
 
 def test_adapters_of_another_base_are_refused(rooms: dict[str, AdapterRoom]) -> None:

@@ -90,8 +90,8 @@ def test_a_loaded_shard_goes_on_bit_for_bit(shard, tmp_path):
 
 
 def test_what_is_saved_is_the_state_of_the_moment_though_training_goes_on(shard, tmp_path, monkeypatch):
-    """The thread that writes in the time that training leaves gets none: the optimiser step copies all before it changes
-    anything."""
+    """The thread that writes in the time that training leaves gets none: the optimiser step copies all before it
+    changes anything."""
     one = shard()
     step(one, 0)
     save(one, tmp_path / "before")
