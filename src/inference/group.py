@@ -45,7 +45,10 @@ class RayReplica:
         while True:
             try:
                 reference = await get_async(anext(stream), who=who, timeout_s=self.step_s, log=self.log)
-            except StopAsyncIteration:
+            except StopAsyncIteration as end:
+                # Its traceback and the frames in it hold each other (`wait_for`'s task has it as its exception), and
+                # with them these requests, until the cycle collector comes: once in thousands of streams.
+                end.__traceback__ = end.__context__ = None
                 return
             for answer in await get_async(reference, who=who, timeout_s=self.step_s, log=self.log):
                 yield answer

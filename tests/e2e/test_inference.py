@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -429,6 +431,29 @@ def test_cancelling_the_caller_aborts_the_request_in_the_engine(rooms: dict[str,
         return (await room.update()).reprefill_tokens
 
     assert asyncio.run(run()) == 0
+
+
+def test_what_was_asked_is_forgotten_when_it_is_answered_not_when_the_cycle_collector_comes(
+    rooms: dict[str, Room],
+) -> None:
+    """Every answered call left its requests behind: a stream of Ray's ends with an exception that holds itself."""
+    client = rooms["llama"].group.client(0)
+
+    async def run() -> Any:
+        asked = [request("forgotten", prompt_of(5), 8)]
+        forgotten = weakref.ref(asked[0])
+        answers = [outcome async for _, outcome in client.sample(asked)]
+        assert len(answers) == 1
+        del asked
+        await asyncio.sleep(0.1)
+        return forgotten
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(run())() is None
+    finally:
+        gc.enable()
 
 
 # From here on each test spoils a replica for good.
