@@ -45,9 +45,9 @@ class Ended:
         return [json.loads(line) for line in path.open()] if path.exists() else []
 
     def assert_nothing_left(self) -> None:
-        assert self.left == []
-        assert self.files == set()
-        assert self.shm == set()
+        assert self.left == [], f"processes were left: {self.left}"
+        assert self.files == set(), f"temporary files were left: {self.files}"
+        assert self.shm == set(), f"shared memory was left: {self.shm}"
 
 
 def marked_processes(mark: str) -> dict[int, str]:
