@@ -21,6 +21,7 @@ from cluster_support import Nodes, cluster_of_two
 from resume_support import rows_of
 from run_support import (
     DEADLINE_S,
+    KILLED_GONE_S,
     Ended,
     Running,
     assert_bound_and_conservation,
@@ -73,7 +74,7 @@ BY_HAND = ("driver", "everything")
 VICTIMS = (*PARTS, "raylet", *BY_HAND)
 PROBLEMS_A_BATCH = 16
 """Of the data of `sort`, whatever the run's batch size."""
-FOUND_S, GONE_S, LINGER_S = 60.0, 60.0, 1.0
+FOUND_S, LINGER_S = 60.0, 1.0
 CPUS_PER_NODE = 3
 """Of five actors of one CPU each three go to the head, and two to the second node."""
 
@@ -204,7 +205,7 @@ def run_cell(place: Path, cell: Cell, flags: Sequence[str] = CHAOS) -> Ended:
         ended = end_of(running, place)
     if cell.victim in BY_HAND and cell.sends == signal.SIGKILL:
         assert ended.code == -signal.SIGKILL, ended.out
-        assert (ended.left, ended.shm) == ([], set()), ended.out
+        assert (ended.left, ended.shm) == ([], set()), (ended.left, ended.shm, ended.out)
         return run_rl(place, *flags, "--resume")
     return ended
 
@@ -219,7 +220,7 @@ def successors_serve(root: Path) -> bool:
 def end_of(running: Running, place: Path) -> Ended:
     """Waits for the end of a run whose output goes to `out.txt`."""
     code = running.process.wait(DEADLINE_S)
-    left = wait_until_gone(running.mark, GONE_S)
+    left = wait_until_gone(running.mark, KILLED_GONE_S)
     out = (place / "out.txt").read_text()
     return Ended(code, out, place / "run", left, running.files_left(), running.shm_left())
 

@@ -21,6 +21,9 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 TINY = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", "3"]
 DEADLINE_S = 300
+KILLED_GONE_S = 100.0
+"""After SIGKILL to a driver. Two of Ray's processes of a node, which see its raylet end, may try for 60 s to tell the
+cluster (`publish_error` in `ray._private.process_watcher`), which has ended too; then they end."""
 SHM_S = 3.0
 """What another program is given to map a file that it has made, or to take its name away."""
 RL, SFT = "trireme.cli", "trireme.sft.cli"

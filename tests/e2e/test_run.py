@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from run_support import ROOT, TINY, Ended, assert_bound_and_conservation, at_step, run_rl
+from run_support import KILLED_GONE_S, ROOT, TINY, Ended, assert_bound_and_conservation, at_step, run_rl
 
 from trireme.errors import EXIT_FAILED, EXIT_OK
 from trireme.rollouts import ROLLOUTS, TABLE_COLUMNS, read_records, recorded_steps
@@ -173,7 +173,7 @@ def make_llama(path: Path) -> None:
 def test_a_killed_driver_takes_everything_along(tmp_path: Path) -> None:
     """The kernel ends the cluster's services and our rooms within seconds. Two agents of Ray's may first try for 60 s
     (fixed in `ray._private.utils.publish_error_to_driver`) to report the death of one to another."""
-    ended = run_rl(tmp_path, *LONG, on_line=at_step(2, signal.SIGKILL), gone_s=100)
+    ended = run_rl(tmp_path, *LONG, on_line=at_step(2, signal.SIGKILL), gone_s=KILLED_GONE_S)
     assert ended.code == -signal.SIGKILL
     assert ended.left == []
     assert ended.shm == set()
