@@ -181,6 +181,9 @@ class Player:
         except Exception as raised:
             error = raised
         self.note(error)
+        # Nobody reads the traceback any more. It and its frames hold each other, and all that the rollout had, until
+        # the cycle collector comes, which is after thousands of them.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
         return error
 
     async def _score(

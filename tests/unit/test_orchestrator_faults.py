@@ -4,10 +4,12 @@ failed is never trained on; only when too much fails does the run stop, and show
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import sys
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -208,6 +210,30 @@ IN_A_CHAT: dict[str, tuple[Fault, str]] = {
     "next messages that are none": (chats(hear=gives(MessageStep(0.0, False, [{}]))), "KeyError"),  # type: ignore[list-item]
 }
 IN_A_ROLLOUT |= IN_A_CHAT
+
+
+class Large:
+    """What a rollout has in its hands."""
+
+
+async def remembered(then: Act, into: list[weakref.ref[Large]]) -> Any:
+    large = Large()
+    into.append(weakref.ref(large))
+    return await then()
+
+
+@pytest.mark.parametrize("act", [raises(KeyError("x")), hangs, exits, cancels_itself])
+def test_what_a_failed_rollout_had_is_gone_at_once_not_when_the_cycle_collector_comes(act: Act) -> None:
+    seen: list[weakref.ref[Large]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        run = played(Fault(step=lambda: remembered(act, seen)))
+        assert len(seen) == 4, "two rollouts, each tried twice"
+        assert [large() for large in seen[1:]] == [None] * 3, "the first failure is kept, as text"
+        assert run.rows
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("fault", "counted"), IN_A_ROLLOUT.values(), ids=IN_A_ROLLOUT.keys())
