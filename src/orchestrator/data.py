@@ -110,7 +110,7 @@ def lay_out(rows_D: Sequence[Row]) -> TokenBatch:
             end = observed + made
         if not lengths[-2 * len(row.turns)]:
             raise ValueError("a turn has an empty observation: nothing predicts its first sampled token")
-        tokens += (turn.observation, turn.action)
+        tokens += (row.turns[-1].observation, row.turns[-1].action)  # which begins with all before it
         sampled += row.turns
         advantages += [row.advantage if row.counts else 0.0] * len(row.turns)
         counts += [row.counts] * len(row.turns)
