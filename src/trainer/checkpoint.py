@@ -118,7 +118,7 @@ class RecordingFileSystem(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         assert mode == "wb", f"only for writing, got mode {mode}"
         with storage_errors(path):
-            with HashingWriter(path, self._thread, self._copy) as stream:
+            with HashingWriter(path, self._thread, self._copy, large=True) as stream:
                 yield stream
             fsync_directory(path.parent)
         self._written[path] = stream

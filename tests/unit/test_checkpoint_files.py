@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from checkpoint_support import Crash, crash_at, crashes
 
 from trireme.checkpoint.files import (
     BLOCK_BYTES,
+    HUGE_PAGE,
     READ_BYTES,
     FileRecord,
     HashingWriter,
@@ -95,6 +97,18 @@ class Watched(io.FileIO):
         return super().write(chunk)
 
 
+def memory_flags(address: int) -> list[str]:
+    """What the kernel has been told of the mapping that `address` is in (`VmFlags` of proc_pid_smaps(5))."""
+    within = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            start, end = (int(each, 16) for each in line.split()[0].split("-"))
+            within = start <= address < end
+        elif within and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"nothing is mapped at {address:x}")
+
+
 class TestDirect:
     """Which blocks pass by the page cache; what is in the file does not depend on it."""
 
@@ -119,6 +133,25 @@ class TestDirect:
             pytest.skip(f"the file system of {tmp_path} refuses O_DIRECT: {error}")
         writes = self.write(tmp_path / "f", monkeypatch)
         assert writes == [(BLOCK_BYTES, True)] * 3 + [(1000, False)]
+
+    @pytest.mark.parametrize("large", [False, True])
+    def test_the_block_of_a_large_file_is_one_piece_of_memory(self, tmp_path: Path, large: bool) -> None:
+        """As far as can be asked for: whether there is a huge page to be had is the system's to say."""
+        with HashingWriter(tmp_path / "f", large=large) as writer:
+            address = np.frombuffer(writer._block, np.uint8).ctypes.data
+            assert ("hg" in memory_flags(address)) is large
+            assert address % (HUGE_PAGE if large else mmap.PAGESIZE) == 0
+            writer.write(self.CONTENTS)
+        assert (tmp_path / "f").read_bytes() == self.CONTENTS
+
+    def test_a_kernel_without_huge_pages(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Memory(mmap.mmap):
+            def madvise(self, *_: int) -> None:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        monkeypatch.setattr(mmap, "mmap", Memory)
+        assert write_bytes(tmp_path / "d", "f", self.CONTENTS).size == len(self.CONTENTS)
+        assert (tmp_path / "d" / "f").read_bytes() == self.CONTENTS
 
     def test_none_where_it_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         real, refused = fcntl.fcntl, []
