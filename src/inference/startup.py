@@ -71,6 +71,7 @@ def prepare_start(on_cpu: bool) -> None:
     if on_cpu:
         os.environ.setdefault(*KEPT_KERNELS)  # read when the first kernel is made
         _compute_and_inspect_here()
+        _stay_on_the_only_node()
 
 
 def _compute_and_inspect_here() -> None:
@@ -83,3 +84,14 @@ def _compute_and_inspect_here() -> None:
     torch.compiler.set_stance("force_eager")
     # vLLM looks at a model's class in a process of its own so as not to initialise CUDA in this one.
     registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def _stay_on_the_only_node() -> None:
+    """Spares an engine a wait on machines with one memory node. vLLM moves what the process has to the node that it
+    chooses (migrate_pages(2)), for which the kernel first has each core put its lists of pages in order, by a thread of
+    its own: where others keep a core busy that took 3 s and more, in which the engine stood still."""
+    import torch
+    from vllm.utils.cpu_resource_utils import get_memory_affinity
+
+    if len(get_memory_affinity()) == 1:
+        torch.ops._C.init_cpu_memory_env = lambda _nodes: None  # type: ignore[attr-defined]

@@ -1,10 +1,12 @@
-"""What an engine process keeps, whatever it is asked: vLLM's own kernels, in a process that is told how many."""
+"""What is different in an engine process from what vLLM would do by itself, and that it still would."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 from inference.startup import KEPT_KERNELS
 
@@ -51,3 +53,37 @@ def test_an_engine_does_not_keep_a_kernel_for_every_size_of_batch() -> None:
 def test_it_would_by_default() -> None:
     """When it does not, `KEPT_KERNELS` is not needed any more."""
     assert growth({}) > 10 * FLAT
+
+
+BINDING = """
+from inference.startup import prepare_start
+import torch
+import vllm._custom_ops
+{prepare}
+torch.ops._C.init_cpu_memory_env([0])
+print("done")
+"""
+
+
+def bindings(prepare: str) -> int:
+    """How often the memory of a process is bound to the machine's first node."""
+    probe = BINDING.format(prepare=prepare)
+    ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)
+    assert "done" in ended.stdout, ended.stderr
+    return ended.stderr.count("NUMA binding")
+
+
+def test_memory_is_not_moved_where_there_is_one_place_for_it() -> None:
+    status = Path("/proc/self/status").read_text()
+    (nodes,) = [line.split()[1] for line in status.splitlines() if line.startswith("Mems_allowed_list:")]
+    assert bindings("prepare_start(on_cpu=True)") == (0 if nodes.isdigit() else 1)
+
+
+def test_it_would_be_moved_by_default() -> None:
+    """When it is not, `_stay_on_the_only_node` is not needed any more."""
+    assert bindings("") == 1
+    vllm = find_spec("vllm")
+    assert vllm
+    assert vllm.origin
+    worker = Path(vllm.origin).parent / "v1" / "worker" / "cpu_worker.py"
+    assert "torch.ops._C.init_cpu_memory_env(" in worker.read_text()
