@@ -1,12 +1,14 @@
 """What a commit costs the trainer: 100 million parameters with AdamW, sharded over two processes.
 
-    python scripts/bench/checkpoint.py [--repeats 15] [--steps 3] [--directory DIR]
+    python scripts/bench/checkpoint.py [--repeats 25] [--steps 2] [--directory DIR]
 
 Lost training time: steps (forward_backward, optim_step, publish_weights, as in a run) during which an asynchronous
-commit is written, less as many without, over the time of the same commit when it is waited for. The target is about the
-ten steps after a commit. It is on the disk within the first (if not within those that are timed, that is an error), so
-nothing can be lost later, and three of them in many short rounds say more than ten in a few: steps differ by more than
-a commit costs. Rounds begin with and without a commit in turn.
+commit is written, less the mean of as many without before and after them, over the time of the same commit when it is
+waited for. The target is about the ten steps after a commit. It is on the disk within the first (if not within those
+that are timed, that is an error), so nothing can be lost later, and two of them in many rounds say more than ten in a
+few: steps differ by more than a commit costs. The figure is the median of all rounds; their mean with its standard
+error is among the details. Commits that are waited for are made now and then in between, and before steps are timed
+again one is not timed: the first one after such a commit, or after dd, is slower by more than a commit costs.
 
 A run also waits for batches, in which writing is free; here the trainer is hardly ever idle. So the CPU seconds of a
 commit are of interest too: what they take of all cores is what is lost when no core is ever idle, and unlike wall time
@@ -21,8 +23,10 @@ The two last lines of the output are the results, a JSON object each. Leave the 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
@@ -46,16 +50,18 @@ SHARDS = 2
 TOKENS = 16
 SEQUENCES = 4
 VOCAB = 32_000
+WAITED_FOR_EVERY = 5
 TARGET_LOST = 0.15
 TARGET_RATE = 0.7
 
 
 @dataclass
 class Measured:
-    """Seconds of each repeat; `committed_s`: until the asynchronous commit was on the disk; `..._cpu_s`: of the shards'
-    processes, in steps without a commit, and while they do nothing but write one. `nbytes` of one commit."""
+    """Seconds of each repeat; `plain_s`: steps without a commit, before and after that repeat; `committed_s`: until the
+    asynchronous commit was on the disk; `..._cpu_s`: of the shards' processes, in steps without a commit, and while
+    they do nothing but write one. `nbytes` of one commit."""
 
-    plain_s: list[float] = field(default_factory=list)
+    plain_s: list[tuple[float, float]] = field(default_factory=list)
     plain_cpu_s: list[float] = field(default_factory=list)
     during_s: list[float] = field(default_factory=list)
     committed_s: list[float] = field(default_factory=list)
@@ -182,10 +188,12 @@ def shards_cpu_s() -> float:
     return sum(cpu_by_room(psutil.Process())["trainer shard"])
 
 
-def measure_steps(run: Run, steps: int, measured: Measured) -> None:
+def measure_steps(run: Run, steps: int, measured: Measured) -> float:
+    """Their wall seconds."""
     started = shards_cpu_s()
-    measured.plain_s.append(run.steps(steps))
+    seconds = run.steps(steps)
     measured.plain_cpu_s.append(shards_cpu_s() - started)
+    return seconds
 
 
 def measure_steps_during_a_commit(run: Run, steps: int, measured: Measured) -> None:
@@ -217,32 +225,41 @@ def measure_a_commit(run: Run, measured: Measured) -> None:
 
 
 def measure(run: Run, directory: Path, repeats: int, steps: int) -> Measured:
-    """One of each in turn, after a commit and some steps that warm up (buffers, page cache)."""
+    """After a commit and some steps that warm up (buffers, page cache)."""
     run.steps(2)
     measure_a_commit(run, Measured())
     measured = Measured()
+    before = 0.0
     for i in range(repeats):
-        pair = [measure_steps, measure_steps_during_a_commit]
-        for part in pair if i % 2 == 0 else reversed(pair):
-            part(run, steps, measured)
-        measure_a_commit(run, measured)
-        measured.dd_s.append(dd(directory, measured.nbytes))
+        if i % WAITED_FOR_EVERY == 0:
+            measure_a_commit(run, measured)
+            measured.dd_s.append(dd(directory, measured.nbytes))
+            print(
+                f"a commit waited for {measured.blocking_s[-1]:.2f} s ({measured.blocking_cpu_s[-1]:.2f} CPU s); "
+                f"dd {measured.dd_s[-1]:.2f} s"
+            )
+            run.steps(1)
+            before = measure_steps(run, steps, measured)
+        measure_steps_during_a_commit(run, steps, measured)
+        after = measure_steps(run, steps, measured)
+        measured.plain_s.append((before, after))
         print(
-            f"repeat {i}: {steps} steps {measured.plain_s[-1]:.2f} s ({measured.plain_cpu_s[-1]:.2f} CPU s), during a "
-            f"commit {measured.during_s[-1]:.2f} s (on the disk after {measured.committed_s[-1]:.2f} s); commit waited "
-            f"for {measured.blocking_s[-1]:.2f} s ({measured.blocking_cpu_s[-1]:.2f} CPU s); "
-            f"dd {measured.dd_s[-1]:.2f} s",
+            f"repeat {i}: {steps} steps {before:.2f} s, {after:.2f} s ({measured.plain_cpu_s[-1]:.2f} CPU s), during a "
+            f"commit {measured.during_s[-1]:.2f} s (on the disk after {measured.committed_s[-1]:.2f} s)",
             flush=True,
         )
+        before = after
     return measured
 
 
 def results(measured: Measured, parameters: int, steps: int, load_before: float) -> list[Result]:
-    lost_each = [d - p for d, p in zip(measured.during_s, measured.plain_s, strict=True)]
+    plain_s = [statistics.mean(both) for both in measured.plain_s]
+    lost_each = [during - plain for during, plain in zip(measured.during_s, plain_s, strict=True)]
     lost, blocking, written = median(lost_each), median(measured.blocking_s), measured.nbytes / 2**20
+    error = statistics.stdev(lost_each) / math.sqrt(len(lost_each))
     slower = median([b / d for b, d in zip(measured.blocking_s, measured.dd_s, strict=True)])
     cores = os.cpu_count() or 1
-    busy = [cpu / (wall * cores) for cpu, wall in zip(measured.plain_cpu_s, measured.plain_s, strict=True)]
+    busy = statistics.mean(measured.plain_cpu_s) / (statistics.mean(plain_s) * cores)
     cpu_share = median(measured.blocking_cpu_s) / cores
     detail = {
         "parameters": parameters,
@@ -250,11 +267,13 @@ def results(measured: Measured, parameters: int, steps: int, load_before: float)
         "steps": steps,
         "commit_mib": round(written, 1),
         "load_before": round(load_before, 2),
-        "cores_busy_in_steps": median(busy),
+        "cores_busy_in_steps": round(busy, 3),
+        "ratio_of_mean": round(statistics.mean(lost_each) / blocking, 3),
+        "standard_error_of_that": round(error / blocking, 3),
         "cpu_s_of_a_commit_over_cores": round(cpu_share, 3),
         "ratio_by_cpu": round(cpu_share / blocking, 3),
         "lost_s": [round(s, 3) for s in lost_each],
-        **{name: [round(s, 3) for s in values] for name, values in vars(measured).items() if isinstance(values, list)},
+        **{name: np.round(values, 3).tolist() for name, values in vars(measured).items() if isinstance(values, list)},
     }
     lost_result = Result(
         name="checkpoint_lost_time",
@@ -281,12 +300,12 @@ def results(measured: Measured, parameters: int, steps: int, load_before: float)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15, help="measured rounds of each (default: 15)")
-    parser.add_argument("--steps", type=int, default=3, help="steps with and without a commit (default: 3)")
+    parser.add_argument("--repeats", type=int, default=25, help="measured rounds (default: 25)")
+    parser.add_argument("--steps", type=int, default=2, help="steps with and without a commit (default: 2)")
     parser.add_argument("--directory", type=Path, help="where commits are written (default: the temporary directory)")
     args = parser.parse_args()
-    if min(args.repeats, args.steps) < 1:
-        parser.error(f"--repeats {args.repeats} --steps {args.steps}: expected at least 1 of each")
+    if args.repeats < 2 or args.steps < 1:
+        parser.error(f"--repeats {args.repeats} --steps {args.steps}: expected at least 2 and 1")
 
     prepare_local_cluster(max(1, (os.cpu_count() or 1) // SHARDS), deterministic=False)
     load_before = os.getloadavg()[0]

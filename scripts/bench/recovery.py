@@ -159,6 +159,8 @@ def lose_replica(config: Path, bare_start_s: float) -> Replica:
         samples = run.wait_for("the successor's first request", lambda: first_request(run, killed))
         time.sleep(1.0)  # until the orchestrator's trace has been written up to there
         ended = [event["ts"] / 1e6 for event in run.trace("orchestrator_0") if is_group_end(event)]
+        for incident in run.incidents():
+            print(f"{incident['at'] - killed:.1f} s after the kill: {incident['what']}", flush=True)
 
     def rate(since: float, until: float) -> float:
         return sum(since <= at < until for at in ended) / (until - since)
