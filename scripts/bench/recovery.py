@@ -8,12 +8,13 @@ replica    a run of the counting task whose two replicas have a core each, with 
              successor   from SIGKILL until its successor samples, over the bare start-up of that process: the same
                          actor on that core, alone on the machine, started when one has been started before
              survivors   groups finished in that time, over half of what both replicas finished in the same time before
+           Both are measured twice: with a spare (`inference.spare`), which has imported vLLM by then, and without.
 shard      the quickstart, one of whose shards is killed just after a commit; from SIGKILL to the end of the next
            completed step, over the loaded start-up of the group: both shards and what they read from the same commit,
            alone on the machine. And where the time went.
 
 What happened when is read from the traces. The last line of the output is the result as one JSON object, whose figure
-is the successor's. Leave the machine alone while it runs.
+is the successor's with a spare. Leave the machine alone while it runs.
 """
 
 from __future__ import annotations
@@ -147,9 +148,12 @@ def running(directory: str, config: Path, *flags: str) -> Iterator[Run]:
 # ------------------------------------------------------------------------------------------------------------- replica
 
 
-def lose_replica(config: Path, bare_start_s: float) -> Replica:
-    with tempfile.TemporaryDirectory(prefix="bench-") as directory, running(directory, config) as run:
+def lose_replica(config: Path, bare_start_s: float, spare: bool) -> Replica:
+    flags = ["--inference.spare", str(spare).lower()]
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory, running(directory, config, *flags) as run:
         run.wait_for_step(WARM_UP_STEPS)
+        if spare:
+            run.wait_for("the spare", lambda: has_imported(run))
         spread(run)
         began = time.time()
         time.sleep(BEFORE_S)
@@ -159,6 +163,8 @@ def lose_replica(config: Path, bare_start_s: float) -> Replica:
         samples = run.wait_for("the successor's first request", lambda: first_request(run, killed))
         time.sleep(1.0)  # until the orchestrator's trace has been written up to there
         ended = [event["ts"] / 1e6 for event in run.trace("orchestrator_0") if is_group_end(event)]
+        if spare and "a spare until now" not in (logs(run) / "inference_0.log").read_text():
+            raise RuntimeError("the successor is not the spare")
         for incident in run.incidents():
             print(f"{incident['at'] - killed:.1f} s after the kill: {incident['what']}", flush=True)
 
@@ -166,6 +172,16 @@ def lose_replica(config: Path, bare_start_s: float) -> Replica:
         return sum(since <= at < until for at in ended) / (until - since)
 
     return Replica(bare_start_s, samples - killed, rate(began, killed), rate(killed, samples))
+
+
+def logs(run: Run) -> Path:
+    return run.root / "logs" / "attempt_1"
+
+
+def has_imported(run: Run) -> bool:
+    """Whether there is a spare that only waits."""
+    log = logs(run) / "inference_spare.log"
+    return log.exists() and "is a spare" in log.read_text()
 
 
 def spread(run: Run) -> None:
@@ -280,13 +296,13 @@ def resolved(config: Path, to: Path) -> None:
     to.write_text(load(["@", str(config)]).config.model_dump_json())
 
 
-def report(replicas: Sequence[Replica], shards: Sequence[Shard]) -> None:
-    successor = median([each.successor for each in replicas])
-    survivors = median([each.survivors for each in replicas])
+def report(spared: Sequence[Replica], plain: Sequence[Replica], shards: Sequence[Shard]) -> None:
+    successor = median([each.successor for each in spared])
+    survivors = median([each.survivors for each in spared])
     shard = median([each.ratio for each in shards])
     Result(
         name="recovery",
-        value=median([each.until_it_samples_s for each in replicas]),
+        value=median([each.until_it_samples_s for each in spared]),
         unit="s",
         ratio=successor,
         target=SUCCESSOR_TARGET,
@@ -295,7 +311,12 @@ def report(replicas: Sequence[Replica], shards: Sequence[Shard]) -> None:
         detail={
             "survivors": {"ratio": survivors, "target": SURVIVORS_TARGET},
             "shard": {"ratio": shard, "target": SHARD_TARGET},
-            "replicas": [asdict(each) for each in replicas],
+            "without_a_spare": {
+                "successor": median([each.successor for each in plain]),
+                "survivors": median([each.survivors for each in plain]),
+                "replicas": [asdict(each) for each in plain],
+            },
+            "replicas": [asdict(each) for each in spared],
             "shards": [asdict(each) for each in shards],
         },
     ).print()
@@ -312,7 +333,7 @@ def main() -> None:
         print(json.dumps({"seconds": start_bare(args.bare, args.config, args.commit)}), flush=True)
         return
     let_actors_import_counting()
-    replicas, shards = [], []
+    spared, plain, shards = [], [], []
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         directory = Path(name)
         make_model(directory / "model", hidden=TASK.hidden, layers=TASK.layers)
@@ -320,10 +341,12 @@ def main() -> None:
         config.write_text(json.dumps(with_two_of_each(TASK.config(directory / "model"))))
         resolved(config, directory / "resolved.json")
         for _ in range(args.repeats):
-            replicas.append(lose_replica(config, bare("replica", directory / "resolved.json")))
+            bare_start_s = bare("replica", directory / "resolved.json")
+            spared.append(lose_replica(config, bare_start_s, spare=True))
+            plain.append(lose_replica(config, bare_start_s, spare=False))
             shards.append(lose_shard())
-            print(replicas[-1], shards[-1], flush=True)
-    report(replicas, shards)
+            print(spared[-1], plain[-1], shards[-1], flush=True)
+    report(spared, plain, shards)
 
 
 def with_two_of_each(config: dict[str, Any]) -> dict[str, Any]:

@@ -33,20 +33,31 @@ CPU_ENVIRONMENT = {
 }
 
 
-def start_engine(cfg: Config) -> AsyncLLM:
-    """Starts vLLM and its engine process; returns when the model is loaded."""
+def import_engine() -> bool:
+    """Imports vLLM, as far as a start needs it in the process that asks for it; whether it is vLLM's CPU build."""
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    import vllm.engine.arg_utils
+    import vllm.v1.engine.async_llm  # noqa: F401
     from vllm.platforms import current_platform
+
+    import inference.load  # noqa: F401
+
+    on_cpu: bool = current_platform.is_cpu()
+    if on_cpu:
+        os.environ.update(CPU_ENVIRONMENT)
+    return on_cpu
+
+
+def start_engine(cfg: Config) -> AsyncLLM:
+    """Starts vLLM and its engine process; returns when the model is loaded."""
+    on_cpu = import_engine()
+    prepare_start(on_cpu)
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from inference.load import LoadLog
 
-    on_cpu = current_platform.is_cpu()
-    if on_cpu:
-        os.environ.update(CPU_ENVIRONMENT)
-    prepare_start(on_cpu)
     arguments = AsyncEngineArgs(**engine_args(cfg, on_cpu))
     return AsyncLLM.from_engine_args(arguments, stat_loggers=[LoadLog])
 

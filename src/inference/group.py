@@ -12,20 +12,24 @@ from typing import Any
 import ray
 
 from inference.progress import Outcome, Progress
-from inference.replica import Replica
+from inference.replica import Health, Replica
 from inference.router import Router
+from trireme.cluster import on_node
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.errors import RoomFailed
 from trireme.protocols import ReplicaLoad, Sampler
 from trireme.types import SampleRequest, WeightIdentity
-from trireme.waits import get_all, get_async
+from trireme.waits import get_all, get_async, ready
 from trireme.weights import PublishedWeights, UpdateReport
 
 MAX_CALLS = 100_000
 """At once to one replica. Each request may be a call of its own, and what comes beyond that waits, be it a pulse."""
 GRACE_S = 30.0
+SPARES = "a spare replica"
 STOP_S = 10.0
+SPARE_S = 1.0
+"""What a spare has to show that it lives: the loss of a replica is told to the others in the same thread."""
 
 
 @dataclass
@@ -87,11 +91,22 @@ def make_router(clients: dict[int, RayReplica], cfg: Config, patience_s: float) 
     )
 
 
+@dataclass(frozen=True)
+class Spare:
+    """An actor that has no engine yet. `prepared` resolves when it has imported what it needs for one."""
+
+    handle: Any
+    prepared: Any
+
+
 class InferenceGroup:
     """Handle of all replicas: `replicas` {number: actor handle}, `options` {number: Ray's options of the actor}.
 
     Numbers are never used again. The last `eval.replicas` of those that it starts with are reserved for evaluations;
     those that are added are not.
+
+    A spare (`inference.spare`) is a replica actor without number and engine, one on each node; `replace` prefers it to
+    a new process.
     """
 
     def __init__(
@@ -104,6 +119,7 @@ class InferenceGroup:
         self._next = len(replicas)
         self._reserved = frozenset(self.indices[len(replicas) - cfg.eval.replicas :])
         self._ready = {index: handle.start.remote() for index, handle in replicas.items()}
+        self._spares: dict[str, Spare] = {}
 
     @classmethod
     def start(cls, cfg: Config, options_N: list[dict[str, Any]], log_dir: Path | None) -> InferenceGroup:
@@ -143,7 +159,11 @@ class InferenceGroup:
 
     def replace(self, index: int) -> Any:
         """Ends what is left of replica `index` by force, and starts a new one in its place; as `ready_ref`."""
+        lost = self._health(index)
         ray.kill(self.replicas[index])  # its engine process dies with it (`inference.startup`)
+        if lost and (spare := self._take_spare(lost.node)):
+            self.replicas[index], self._ready[index] = spare, spare.succeed.remote(index, lost)
+            return self._ready[index]
         return self._start(index)
 
     def add(self, options: dict[str, Any]) -> int:
@@ -157,11 +177,51 @@ class InferenceGroup:
         """Ends replica `index` for good."""
         ray.kill(self.replicas.pop(index))
         del self._ready[index], self._options[index]
+        self._end_idle_spares()
 
     def _start(self, index: int) -> Any:
         self.replicas[index] = _create(self.cfg, index, self._options[index], self.log_dir)
         self._ready[index] = self.replicas[index].start.remote()
         return self._ready[index]
+
+    # -------------------------------------------------------------------------------------------------------- spares
+
+    def keep_spares(self) -> None:
+        """Has one on each node with a replica that has started, if there shall be any. Returns at once."""
+        if not self.cfg.inference.spare:
+            return
+        self._end_idle_spares()
+        at = self._nodes()
+        for node in at.keys() - self._spares.keys():
+            options = {**self._options[at[node]], "num_cpus": 0, "num_gpus": 0, "scheduling_strategy": on_node(node)}
+            handle = _create(self.cfg, None, options, self.log_dir)
+            self._spares[node] = Spare(handle, handle.prepare.remote())
+
+    def _end_idle_spares(self) -> None:
+        """Where nobody is left to succeed: a node without actors may leave the cluster."""
+        for node in self._spares.keys() - self._nodes().keys():
+            ray.kill(self._spares.pop(node).handle)
+
+    def _nodes(self) -> dict[str, int]:
+        """Those with replicas that have started, and a replica on each."""
+        return {health.node: index for index in self.indices if (health := self._health(index))}
+
+    def _take_spare(self, node: str) -> Any:
+        """The spare on `node`, which is none any more; None unless it has all imported and lives."""
+        spare = self._spares.get(node)
+        if spare is None or not ready({spare.prepared: SPARES}, timeout_s=0.0):
+            return None
+        del self._spares[node]
+        answer = ready({spare.handle.prepare.remote(): SPARES}, timeout_s=SPARE_S)
+        if None in answer.values():
+            return spare.handle
+        ray.kill(spare.handle)
+        return None
+
+    def _health(self, index: int) -> Health | None:
+        """Of replica `index` when it had started; None if it has not, or could not."""
+        there = ready({self._ready[index]: self.name(index)}, timeout_s=0.0)
+        return next((health for health in there.values() if isinstance(health, Health)), None)
 
     # ----------------------------------------------------------------------------------------------------------- all
 
@@ -188,12 +248,12 @@ class InferenceGroup:
         names = [self.name(index) for index in self.replicas]
         with suppress(RoomFailed):  # dead or hanging ones are killed below, and their engine processes with them
             get_all(stopping, who=names, timeout_s=STOP_S, log=self.log_dir)
-        for handle in self.replicas.values():
+        for handle in [*self.replicas.values(), *(spare.handle for spare in self._spares.values())]:
             ray.kill(handle)
 
     def _log(self, index: int) -> Path | None:
         return self.log_dir / f"inference_{index}.log" if self.log_dir else None
 
 
-def _create(cfg: Config, index: int, options: dict[str, Any], log_dir: Path | None) -> Any:
+def _create(cfg: Config, index: int | None, options: dict[str, Any], log_dir: Path | None) -> Any:
     return ray.remote(Replica).options(max_concurrency=MAX_CALLS, **options).remote(cfg, index, log_dir)

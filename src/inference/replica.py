@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import ray
 
 from inference.engine import (
     canary_params,
     end_of_sequence_ids,
+    import_engine,
     policy_adapter,
     prompt_logprobs,
     start_engine,
@@ -30,6 +34,7 @@ from trireme.base_digest import base_digest
 from trireme.config import Config
 from trireme.errors import RoomFailed, WeightsRefused
 from trireme.faults import fault_point, number_process
+from trireme.priority import be_nice
 from trireme.protocols import Pulse, ReplicaLoad
 from trireme.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.weights import PublishedWeights, UpdateReport, check_canary
@@ -43,31 +48,67 @@ WARM_UP = SampleRequest("warm-up", (0, 0), SamplingParams(max_tokens=2, seed=0),
 CANARY_REQUEST = "trireme-canary"
 CANARY_PRIORITY = -1
 """Of smaller ones vLLM thinks more; requests have 0."""
+SPARE = "inference_spare"
+"""Name of the log of spares."""
+DEVICES = "CUDA_VISIBLE_DEVICES"
+GONE_S, GONE_TICK_S = 30.0, 0.02
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Health:
-    """A living replica: process id of its engine, and the weights it samples from (None before the first update)."""
+    """A living replica: process id of its engine, the weights it samples from (None before the first update), Ray's id
+    of its node, and the GPUs that it has there (as CUDA_VISIBLE_DEVICES names them; None where that is not set)."""
 
     engine_pid: int
     identity: WeightIdentity | None
+    node: str
+    devices: str | None
 
 
 class Replica(SamplingEngine):
     """Ray actor (many concurrent calls). `index` is its number; `start` must have answered before any other verb.
 
+    Without a number it is a spare: `prepare` has it import what takes most of a start, and `start` gives it the number
+    and the place of a replica that was lost on its node.
+
     After WeightsRefused, a failed update or the death of the engine every further verb raises with the reason: the
     replica is to be replaced; an update is never tried again half-way.
     """
 
-    def __init__(self, cfg: Config, index: int, log_dir: Path | None) -> None:
-        logs.redirect(log_dir, f"inference_{index}")
-        number_process(index)
-        trace.start(log_dir, f"inference_{index}", cfg.trace.max_mb)
-        super().__init__(cfg, f"inference replica {index}")
-        self.index = index
+    def __init__(self, cfg: Config, index: int | None, log_dir: Path | None) -> None:
+        super().__init__(cfg, "a spare replica")
+        self._log_dir, self._prepared = log_dir, False
         self.base: str | None = None
         self.updating = asyncio.Lock()
+        if index is None:
+            logs.redirect(log_dir, SPARE)
+        else:
+            self._become(index)
+
+    def _become(self, index: int) -> None:
+        self.index, self.name = index, f"inference replica {index}"
+        logs.redirect(self._log_dir, f"inference_{index}")
+        number_process(index)
+        trace.start(self._log_dir, f"inference_{index}", self.cfg.trace.max_mb)
+
+    async def prepare(self) -> None:
+        """Returns when all is imported that a start needs here."""
+        if not self._prepared:
+            # Nobody waits for it yet. Threads keep their priority for good, so it is one of its own.
+            with ThreadPoolExecutor(1, "prepare", initializer=be_nice) as thread:
+                await asyncio.wrap_future(thread.submit(import_engine))
+            self._prepared = True
+            log.info("process %d is a spare: all is imported", os.getpid())
+
+    async def succeed(self, index: int, lost: Health) -> Health:
+        """`start` of a spare, in the place of replica `index`, on the GPUs that it had."""
+        self._become(index)
+        log.info("process %d, a spare until now, succeeds replica %d", os.getpid(), index)
+        if lost.devices is not None:
+            os.environ[DEVICES] = lost.devices
+        await _gone(lost.engine_pid)  # it ends with its actor, but a large one not at once, and both have no room
+        return await self.start()
 
     async def start(self) -> Health:
         """Starts the engine and samples once: the first logprobs compile a function that a request would wait for."""
@@ -86,7 +127,8 @@ class Replica(SamplingEngine):
     async def health(self) -> Health:
         """Raises RoomFailed or WeightsRefused, with the reason, when this replica is of no more use."""
         self._raise_if_broken()
-        return Health(self._engine_pid, self.identity)
+        node = ray.get_runtime_context().get_node_id()
+        return Health(self._engine_pid, self.identity, node, os.environ.get(DEVICES))
 
     async def pulse(self) -> Pulse:
         """Answers at once. Raises RoomFailed or WeightsRefused, with the reason, when it is of no more use."""
@@ -249,3 +291,23 @@ class Replica(SamplingEngine):
     async def _step(self, name: str, awaitable: Awaitable[Value], *, deadline: float) -> Value:
         with trace.span(name, "update"):
             return await self._guarded(f"update step {name!r}", awaitable, max(deadline - time.monotonic(), 0.0))
+
+
+async def _gone(engine_pid: int) -> None:
+    """Returns when this process has ended. Raises RoomFailed when it does not."""
+    deadline = time.monotonic() + GONE_S
+    while not _has_ended(engine_pid):
+        if time.monotonic() > deadline:
+            raise RoomFailed(
+                f"waited {GONE_S:g} s for process {engine_pid}, the engine of the replica that was lost, to end: its "
+                "memory is needed"
+            )
+        await asyncio.sleep(GONE_TICK_S)
+
+
+def _has_ended(pid: int) -> bool:
+    """One of which nothing but its number is left holds nothing."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

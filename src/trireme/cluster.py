@@ -172,13 +172,17 @@ def has_place(options: Mapping[str, Any]) -> bool:
     return bool(placement_group_table(group)["state"] == "CREATED")
 
 
+def on_node(node: str) -> Any:
+    """Ray's option `scheduling_strategy` of what shall be on the node with this id of Ray's, or nowhere."""
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
 def signal_processes(node: str, pids: Sequence[int], number: int) -> None:
     """Sends a signal to processes of a run on the node with Ray's id `node`; those that have ended are passed over."""
     if node == ray.get_runtime_context().get_node_id():
         _signal(pids, number)
         return
-    here = NodeAffinitySchedulingStrategy(node, soft=False)
-    sent = ray.remote(num_cpus=0, scheduling_strategy=here, max_retries=0)(_signal).remote(pids, number)
+    sent = ray.remote(num_cpus=0, scheduling_strategy=on_node(node), max_retries=0)(_signal).remote(pids, number)
     waits.get(sent, who=f"a signal to processes on node {node}", timeout_s=REACH_S)
 
 

@@ -15,6 +15,8 @@ __all__ = ["Plan", "Resources"]
 
 REPLICA_BASE_GIB = 1.4
 """Measured resident memory of a replica with its engine process, without weights and KV cache."""
+SPARE_GIB = 0.5
+"""Measured resident memory of a spare."""
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
 
@@ -136,6 +138,7 @@ class Plan(CommonPlan):
         shard, replica = self.shard_memory, self.replica_bytes
         if shard and replica and not self.on_gpus:
             total = shard.total * self.config.trainer.processes + replica * self.config.inference.replicas
+            total += int(SPARE_GIB * GIB) * self.config.inference.spare
             if total > has.memory_bytes:
                 found.append(f"needs about {gib(total)} of memory, {where} has {gib(has.memory_bytes)}")
         return found
@@ -167,10 +170,14 @@ class Plan(CommonPlan):
         share = "half a GPU each, shared" if self.shares_gpu else "one GPU each" if self.on_gpus else "CPU"
         each = f"{share}, {count(self.threads, 'thread')} each"
         replicas = config.inference.replicas
+        spare = f"; a spare without one on each node, {SPARE_GIB} GiB" if config.inference.spare else ""
         return [
             ("trainer", f"{self._trainer_text()}, {each}"),
             ("orchestrator", f"1 actor, CPU: env {config.label}, loss {config.loss_fn}"),
-            ("inference", f"{count(replicas, 'vLLM replica')}: {count(replicas, 'actor')} with an engine, {each}"),
+            (
+                "inference",
+                f"{count(replicas, 'vLLM replica')}: {count(replicas, 'actor')} with an engine, {each}{spare}",
+            ),
         ]
 
     def _rows_of_evaluation(self) -> list[tuple[str, str]]:

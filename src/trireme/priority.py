@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import os
 
+NICE = 10
+"""Of those who ask for a core it gets a tenth of what the others do."""
+
+
+def be_nice() -> None:
+    """From now on this thread, and those that it starts, have little of a core that others ask for too, for good. For a
+    thread of its own that nobody waits for yet, and that comes to an end however busy the machine is."""
+    os.nice(NICE)  # of this thread alone: in Linux a thread has its own
+
 
 def yield_to_others() -> None:
     """From now on this thread runs in the time that others leave, for good. For a thread of its own that does work

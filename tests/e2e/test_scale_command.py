@@ -12,6 +12,7 @@ from pathlib import Path
 
 from run_support import DEADLINE_S, ROOT, TINY, assert_bound_and_conservation, run_rl
 
+from trireme.checkpoint.store import CheckpointStore
 from trireme.errors import EXIT_SIGTERM
 from trireme.tools.timeline import json_lines
 
@@ -34,8 +35,9 @@ def test_replicas_come_and_go_while_the_run_goes_on(tmp_path: Path) -> None:
         if line.split()[:2] == ["step", "1/9999"]:
             threading.Thread(target=up_and_down, args=(process,)).start()
 
-    ended = run_rl(tmp_path, *TINY, "--max-steps", "9999", on_line=on_line)
+    ended = run_rl(tmp_path, *TINY, "--trainer.shards", "1", "--max-steps", "9999", on_line=on_line)
     assert ended.code == EXIT_SIGTERM, ended.out
+    assert [commit.name for commit in CheckpointStore(ended.root).commits()][-1] == f"step_{len(ended.rows):06d}"
     up, down = said
     assert "1 replica; 1 more to start" in up.splitlines()  # whoever waits for an answer is told so first
     assert up.splitlines()[-1] == "2 of 2 replicas serve"

@@ -89,6 +89,9 @@ class Room:
     def remove(self, index: int) -> None:
         self.told.append(("remove", index))
 
+    def keep_spares(self) -> None:
+        self.told.append(("keep spares",))
+
     def abort_all(self) -> None:
         self.told.append(("abort all",))
 

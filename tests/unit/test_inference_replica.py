@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inference import replica as replica_module
 from inference.engine import engine_args, vllm_params
 from inference.load import LoadLog
 from inference.progress import NOTHING
@@ -78,6 +81,29 @@ def test_sampling_before_any_weights_is_refused() -> None:
     asked = SampleRequest("a", (1,), SamplingParams(max_tokens=1), "a")
     with pytest.raises(RoomFailed, match="before any weights were published"):
         raise asyncio.run(outcomes(replica(), [asked]))[0]
+
+
+class TestPredecessor:
+    """Whose memory a spare waits for."""
+
+    def test_it_has_ended_as_soon_as_only_its_number_is_left(self) -> None:
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as engine:
+
+            async def kill_and_wait() -> bool:
+                waiting = asyncio.create_task(replica_module._gone(engine.pid))
+                await asyncio.sleep(3 * replica_module.GONE_TICK_S)
+                waited = not waiting.done()
+                engine.kill()  # a zombie: nobody has asked how it ended
+                await waiting
+                return waited
+
+            assert asyncio.run(kill_and_wait())
+        asyncio.run(replica_module._gone(engine.pid))
+
+    def test_one_that_does_not_end_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(replica_module, "GONE_S", 0.05)
+        with pytest.raises(RoomFailed, match=f"waited 0.05 s for process {os.getpid()}, the engine of the replica"):
+            asyncio.run(replica_module._gone(os.getpid()))
 
 
 class EngineOfRequests:

@@ -246,6 +246,15 @@ class TestNumbers:
         expected = int((1.4 + 2) * GIB) + 4 * 1_000_000
         assert plan(inference={"memory_gb": 2}).replica_bytes == expected
 
+    def test_a_spare_takes_memory_and_is_said(self) -> None:
+        enough = plan(inference={"spare": True})
+        assert "a spare without one on each node, 0.5 GiB" in text_of(enough)
+        assert "spare" not in text_of(plan())
+        needs = enough.shard_memory.total * 2 + enough.replica_bytes
+        just = replace(LAPTOP, memory_bytes=needs)
+        assert any("of memory" in w for w in plan(inference={"spare": True}, resources=just).warnings)
+        assert not any("of memory" in w for w in plan(resources=just).warnings)
+
     def test_too_little_memory_warns(self) -> None:
         assert any("of memory" in w for w in plan(resources=replace(LAPTOP, memory_bytes=GIB)).warnings)
 

@@ -121,6 +121,21 @@ class TestStart:
         assert evaluating.room.told == [("join", 1, "client 1", True)]
         assert evaluating.fleet.missing(all_of_them=False) == ["inference replica 0"]
 
+    def test_spares_are_made_when_nobody_else_starts(self, world: World) -> None:
+        world.answer("start", 0)
+        world.fleet.attach(world.room)
+        world.answer("join", 0)
+        assert ("keep spares",) not in world.room.told, "replica 1 is on its way, and has the cores"
+        world.answer("start", 1)
+        world.answer("join", 1)
+        assert world.room.told[-1] == ("keep spares",)
+        world.room.told.clear()
+        world.fleet.lost(1, DIED, died=True)
+        world.answer("start", 1)
+        assert ("keep spares",) not in world.room.told
+        world.answer("join", 1)
+        assert world.room.told[-1] == ("keep spares",), "the one that there was may be gone"
+
     def test_one_that_dies_as_it_starts_is_replaced(self, world: World) -> None:
         world.answer("start", 0, value=DIED)
         assert world.room.told == [("replace", 0)]

@@ -418,6 +418,11 @@ class InferenceConfig(Section):
     max_num_seqs: PositiveInt | None = Field(
         None, description="Sequences that a replica decodes at once; none = 256 on GPUs, 64 on CPUs."
     )
+    spare: bool = Field(
+        False,
+        description="A process more on each node with replicas, which has all of vLLM imported, no engine and no GPU, "
+        "and becomes the successor of a replica that is lost there.",
+    )
     engine_args: dict[str, Any] = Field({}, description="Further arguments of vLLM's AsyncEngineArgs.")
 
     def sequences(self, *, on_gpus: bool) -> int:

@@ -59,6 +59,8 @@ class Replicas(Protocol):
 
     def remove(self, index: int) -> None: ...
 
+    def keep_spares(self) -> None: ...
+
     def client(self, index: int) -> Any: ...
 
     def options(self, index: int) -> Mapping[str, Any]: ...
@@ -225,6 +227,8 @@ class Fleet:
             self._successors.remove(index)
             took = time.monotonic() - self._since[index]
             self._roster.note(name_of(index), f"its successor serves, {took:.1f} s after it was started")
+        if not self.missing(all_of_them=True):  # whoever starts has the cores
+            self._replicas.keep_spares()
 
     def _leave(self, index: int) -> None:
         if self._serving is None or self._states[index] is not State.SERVING:
