@@ -20,7 +20,7 @@ from trireme import waits
 from trireme.common_plan import CommonPlan, Resources
 from trireme.config import CommonConfig
 from trireme.environ import cluster_address
-from trireme.errors import BadInput
+from trireme.errors import BadInput, RoomFailed
 
 Progress = Callable[[list[str], float], None]
 SHUTDOWN_S = 15.0
@@ -89,20 +89,32 @@ def _local_cluster(plan: CommonPlan) -> Iterator[None]:
     before = _children()
     os.environ["TMPDIR"] = directory  # for what actors and engines leave when they are killed (vLLM's sockets)
     try:
-        ray.init(
-            address="local",
-            num_cpus=plan.resources.cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=directory,
-        )
+        _start_ray(plan.resources.cpus, directory)
         yield
     finally:
         started = [p for root in _children() - before for p in (root, *_children(root))]
         ray.shutdown()
         _end(started)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start_ray(cpus: int, directory: str) -> None:
+    """Raises RoomFailed when its services do not come up, for which Ray gives them 30 s, whatever the machine does
+    besides (`ray._private.node.Node`)."""
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            _temp_dir=directory,
+        )
+    except Exception as error:  # Ray's own have no narrower type
+        raise RoomFailed(
+            f"Ray did not start on this machine: {error} If that is busy (its load is {os.getloadavg()[0]:.0f}, on "
+            f"{os.cpu_count()} cores), try again when it is not; `ray start --head --block` shows what is wrong"
+        ) from error
 
 
 def _children(of: psutil.Process | None = None) -> set[psutil.Process]:

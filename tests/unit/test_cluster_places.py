@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from test_plan import plan
 
 from trireme import cluster
-from trireme.errors import BadInput
+from trireme.errors import BadInput, RoomFailed
 
 SHARD, ACTOR = {"num_cpus": 2.0, "num_gpus": 1.0}, {"num_cpus": 1.0, "num_gpus": 0.0}
 
@@ -70,3 +71,20 @@ def test_a_block_that_no_living_node_can_hold_is_refused() -> None:
 def test_blocks_of_a_run(shards: int, replicate: int, gpus_per_node: int | None, blocks: list[int]) -> None:
     given = plan(shards=shards, trainer={"replicate": replicate, "gpus_per_node": gpus_per_node})
     assert given.trainer_blocks == blocks
+
+
+def test_ray_that_does_not_start_is_an_error_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises Exception itself when its services take longer than 30 s, as they do on a machine with a high load."""
+
+    def init(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cluster, "LONGEST_TEMP_DIR", 1000)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    told = r"Ray did not start on this machine: The current node timed out during startup. If that is busy \(its load"
+    with pytest.raises(RoomFailed, match=told), cluster._local_cluster(plan()):
+        pass
+    assert list(tmp_path.iterdir()) == []
