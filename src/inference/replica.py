@@ -69,8 +69,8 @@ class Health:
 class Replica(SamplingEngine):
     """Ray actor (many concurrent calls). `index` is its number; `start` must have answered before any other verb.
 
-    Without a number it is a spare: `prepare` has it import what takes most of a start, and `start` gives it the number
-    and the place of a replica that was lost on its node.
+    Without a number it is a spare: `prepare` has it import what takes most of a start, and `succeed`, instead of
+    `start`, gives it the number and the GPUs of a replica that was lost on its node.
 
     After WeightsRefused, a failed update or the death of the engine every further verb raises with the reason: the
     replica is to be replaced; an update is never tried again half-way.
