@@ -15,8 +15,8 @@ __all__ = ["Plan", "Resources"]
 
 REPLICA_BASE_GIB = 1.4
 """Measured resident memory of a replica with its engine process, without weights and KV cache."""
-SPARE_GIB = 0.5
-"""Measured resident memory of a spare."""
+SPARE_GIB = 0.6
+"""Measured memory of a spare that it shares with nobody."""
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
 

@@ -248,7 +248,7 @@ class TestNumbers:
 
     def test_a_spare_takes_memory_and_is_said(self) -> None:
         enough = plan(inference={"spare": True})
-        assert "a spare without one on each node, 0.5 GiB" in text_of(enough)
+        assert "a spare without one on each node, 0.6 GiB" in text_of(enough)
         assert "spare" not in text_of(plan())
         needs = enough.shard_memory.total * 2 + enough.replica_bytes
         just = replace(LAPTOP, memory_bytes=needs)
