@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -27,21 +28,31 @@ class GraceOver(Stopped):
 
 
 EXIT_CODES = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_SIGTERM}
+SAME_S = 1.0
+"""A signal so soon after the first is the same one: whoever signals all processes of a job (a scheduler, `kill` of a
+process group) signals a launcher like `uv run` too, which passes it on."""
 
 
-def _end_at_once(signum: int, _frame: FrameType | None) -> None:
-    os._exit(EXIT_CODES[signal.Signals(signum)])  # the cluster's processes share the driver's fate
+def _end_at_the_next() -> None:
+    """From now on a signal ends the process at once, unless it is the same that just came."""
+    first = time.monotonic()
+
+    def end(signum: int, _frame: FrameType | None) -> None:
+        if time.monotonic() - first > SAME_S:
+            os._exit(EXIT_CODES[signal.Signals(signum)])  # the cluster's processes share the driver's fate
+
+    for each in EXIT_CODES:
+        signal.signal(each, end)
 
 
 def _stop(signum: int, _frame: FrameType | None) -> None:
-    for each in EXIT_CODES:
-        signal.signal(each, _end_at_once)
+    _end_at_the_next()
     raise Stopped(EXIT_CODES[signal.Signals(signum)])
 
 
 def arm() -> None:
-    """Makes both signals raise Stopped in the main thread; a second one ends the process at once. To be called again
-    after `ray.init`, which sets its own."""
+    """Makes both signals raise Stopped in the main thread; a second one, later than SAME_S, ends the process at once. To
+    be called again after `ray.init`, which sets its own."""
     for each in EXIT_CODES:
         signal.signal(each, _stop)
 
@@ -64,13 +75,12 @@ class Stop:
 @contextmanager
 def graceful(grace_s: float) -> Iterator[Stop]:
     """While training: the first signal is noted for `Stop.check`, and raises GraceOver where the main thread happens to
-    be if the block has not ended `grace_s` seconds later. A second one ends the process at once."""
+    be if the block has not ended `grace_s` seconds later. A second one, later than SAME_S, ends the process at once."""
     stop = Stop()
 
     def note(signum: int, _frame: FrameType | None) -> None:
         stop.exit_code = EXIT_CODES[signal.Signals(signum)]
-        for each in EXIT_CODES:
-            signal.signal(each, _end_at_once)
+        _end_at_the_next()
         signal.setitimer(signal.ITIMER_REAL, grace_s)
 
     def overdue(_signum: int, _frame: FrameType | None) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from trireme.signals import SAME_S
 
 SCRIPT = """
 import signal, sys, time
@@ -23,7 +26,10 @@ try:
     if mode == "starting":
         signals.arm()
         print("ready", flush=True)
-        wait(60)
+        try:
+            wait(60)
+        finally:
+            wait(1)
     with signals.graceful(grace) as stop:
         print("ready", flush=True)
         while mode == "deaf" or stop.exit_code is None:
@@ -72,8 +78,19 @@ def test_a_second_signal_ends_at_once() -> None:
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None
     assert process.stdout.readline() == "noted\n"
+    time.sleep(SAME_S + 0.2)
     process.send_signal(signal.SIGINT)
     assert rest(process) == ("", 130)
+
+
+@pytest.mark.parametrize(("mode", "says"), [("starting", "stopped\n"), ("slow", "noted\ngrace over\n")])
+def test_a_signal_that_a_launcher_passes_on_counts_once(mode: str, says: str) -> None:
+    """`uv run` passes on what the whole group of processes was sent. (In a terminal it knows that it must not.)"""
+    process = start(mode, grace_s=1.5 * SAME_S)
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert rest(process) == (says, 75)
 
 
 def test_a_frozen_point_says_that_it_was_reached(tmp_path: Path) -> None:
