@@ -51,7 +51,7 @@ def _stop(signum: int, _frame: FrameType | None) -> None:
 
 
 def arm() -> None:
-    """Makes both signals raise Stopped in the main thread; a second one, later than SAME_S, ends the process at once. To
+    """Makes both signals raise Stopped in the main thread; a second, later than SAME_S, ends the process at once. To
     be called again after `ray.init`, which sets its own."""
     for each in EXIT_CODES:
         signal.signal(each, _stop)
