@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from inference.router import Router
 from trireme.cluster import on_node
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
-from trireme.errors import RoomFailed
+from trireme.errors import RoomFailed, TriremeError
 from trireme.protocols import ReplicaLoad, Sampler
 from trireme.types import SampleRequest, WeightIdentity
 from trireme.waits import get_all, get_async, ready
@@ -30,6 +31,8 @@ SPARES = "a spare replica"
 STOP_S = 10.0
 SPARE_S = 1.0
 """What a spare has to show that it lives: the loss of a replica is told to the others in the same thread."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -191,6 +194,7 @@ class InferenceGroup:
         if not self.cfg.inference.spare:
             return
         self._end_idle_spares()
+        self._drop_dead_spares()
         at = self._nodes()
         for node in at.keys() - self._spares.keys():
             options = {**self._options[at[node]], "num_cpus": 0, "num_gpus": 0, "scheduling_strategy": on_node(node)}
@@ -201,6 +205,18 @@ class InferenceGroup:
         """Where nobody is left to succeed: a node without actors may leave the cluster."""
         for node in self._spares.keys() - self._nodes().keys():
             ray.kill(self._spares.pop(node).handle)
+
+    def _drop_dead_spares(self) -> None:
+        """Those that have died or could not import; of the others, each is asked again, so that the next look finds one
+        that dies later."""
+        for node, spare in list(self._spares.items()):
+            outcome = ready({spare.prepared: SPARES}, timeout_s=0.0)
+            failure = next((value for value in outcome.values() if isinstance(value, TriremeError)), None)
+            if failure:
+                log.warning("%s on node %s is of no use, another is started: %s", SPARES, node, failure)
+                ray.kill(self._spares.pop(node).handle)
+            elif outcome:
+                self._spares[node] = Spare(spare.handle, spare.handle.prepare.remote())
 
     def _nodes(self) -> dict[str, int]:
         """Those with replicas that have started, and a replica on each."""

@@ -107,7 +107,15 @@ class Replica(SamplingEngine):
         log.info("process %d, a spare until now, succeeds replica %d", os.getpid(), index)
         if lost.devices is not None:
             os.environ[DEVICES] = lost.devices
-        await _gone(lost.engine_pid)  # it ends with its actor, but a large one not at once, and both have no room
+        if not await _gone(
+            lost.engine_pid
+        ):  # it ends with its actor, but a large one not at once, and both have no room
+            log.warning(
+                "waited %g s for process %d, the engine of the replica that was lost, to end, whose memory is needed; "
+                "starting beside it, as a new process would",
+                GONE_S,
+                lost.engine_pid,
+            )
         return await self.start()
 
     async def start(self) -> Health:
@@ -151,8 +159,9 @@ class Replica(SamplingEngine):
         return self.load_log.load(len(self.engine.output_processor.request_states))
 
     async def stop(self) -> None:
-        """Ends the engine process."""
-        self.engine.shutdown()
+        """Ends the engine process, if there is one: a spare that succeeds a lost replica may still wait to start it."""
+        if hasattr(self, "engine"):
+            self.engine.shutdown()
         trace.stop()
 
     # ------------------------------------------------------------------------------------------------------- weights
@@ -293,21 +302,20 @@ class Replica(SamplingEngine):
             return await self._guarded(f"update step {name!r}", awaitable, max(deadline - time.monotonic(), 0.0))
 
 
-async def _gone(engine_pid: int) -> None:
-    """Returns when this process has ended. Raises RoomFailed when it does not."""
+async def _gone(pid: int) -> bool:
+    """Whether this process ends within GONE_S."""
     deadline = time.monotonic() + GONE_S
-    while not _has_ended(engine_pid):
+    while not has_ended(pid):
         if time.monotonic() > deadline:
-            raise RoomFailed(
-                f"waited {GONE_S:g} s for process {engine_pid}, the engine of the replica that was lost, to end: its "
-                "memory is needed"
-            )
+            return False
         await asyncio.sleep(GONE_TICK_S)
+    return True
 
 
-def _has_ended(pid: int) -> bool:
-    """One of which nothing but its number is left holds nothing."""
+def has_ended(pid: int) -> bool:
+    """Whether a process holds nothing any more: memory and devices are given back by the last of its threads, and it is
+    a zombie when the first has ended."""
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE and len(os.listdir(f"/proc/{pid}/task")) == 1
+    except (psutil.NoSuchProcess, FileNotFoundError):
         return True

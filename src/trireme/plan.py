@@ -138,7 +138,8 @@ class Plan(CommonPlan):
         shard, replica = self.shard_memory, self.replica_bytes
         if shard and replica and not self.on_gpus:
             total = shard.total * self.config.trainer.processes + replica * self.config.inference.replicas
-            total += int(SPARE_GIB * GIB) * self.config.inference.spare
+            if self.config.inference.spare:  # one on each node that has a replica
+                total += int(SPARE_GIB * GIB) * min(has.nodes, self.config.inference.replicas)
             if total > has.memory_bytes:
                 found.append(f"needs about {gib(total)} of memory, {where} has {gib(has.memory_bytes)}")
         return found

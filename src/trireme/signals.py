@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from trireme.errors import EXIT_INTERRUPTED, EXIT_SIGTERM
+from trireme.errors import EXIT_INTERRUPTED, EXIT_SIGTERM, RoomFailed
 
 
 class Stopped(BaseException):
@@ -28,17 +28,18 @@ class GraceOver(Stopped):
 
 
 EXIT_CODES = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_SIGTERM}
-SAME_S = 1.0
-"""A signal so soon after the first is the same one: whoever signals all processes of a job (a scheduler, `kill` of a
-process group) signals a launcher like `uv run` too, which passes it on."""
+SAME_S = 3.0
+"""The same signal so soon after the first is no second one: whoever signals all processes of a job (a scheduler, `kill`
+of a process group) signals a launcher like `uv run` too, which passes it on. More than twice `waits.TICK_S`: Python
+hears of a signal only when the main thread is back from Ray, so of two at once the second may be late by as much."""
 
 
-def _end_at_the_next() -> None:
-    """From now on a signal ends the process at once, unless it is the same that just came."""
-    first = time.monotonic()
+def _end_at_the_next(first: int) -> None:
+    """From now on a signal ends the process at once, unless it is `first`, which just came."""
+    came = time.monotonic()
 
     def end(signum: int, _frame: FrameType | None) -> None:
-        if time.monotonic() - first > SAME_S:
+        if signum != first or time.monotonic() - came > SAME_S:
             os._exit(EXIT_CODES[signal.Signals(signum)])  # the cluster's processes share the driver's fate
 
     for each in EXIT_CODES:
@@ -46,13 +47,13 @@ def _end_at_the_next() -> None:
 
 
 def _stop(signum: int, _frame: FrameType | None) -> None:
-    _end_at_the_next()
+    _end_at_the_next(signum)
     raise Stopped(EXIT_CODES[signal.Signals(signum)])
 
 
 def arm() -> None:
-    """Makes both signals raise Stopped in the main thread; a second, later than SAME_S, ends the process at once. To
-    be called again after `ray.init`, which sets its own."""
+    """Makes both signals raise Stopped in the main thread; a second (see SAME_S) ends the process at once. To be called
+    again after `ray.init`, which sets its own."""
     for each in EXIT_CODES:
         signal.signal(each, _stop)
 
@@ -75,12 +76,14 @@ class Stop:
 @contextmanager
 def graceful(grace_s: float) -> Iterator[Stop]:
     """While training: the first signal is noted for `Stop.check`, and raises GraceOver where the main thread happens to
-    be if the block has not ended `grace_s` seconds later. A second one, later than SAME_S, ends the process at once."""
+    be if the block has not ended `grace_s` seconds later. A second one (see SAME_S) ends the process at once.
+
+    A room that fails once a signal came is not built anew: what the block raises becomes Stopped."""
     stop = Stop()
 
     def note(signum: int, _frame: FrameType | None) -> None:
         stop.exit_code = EXIT_CODES[signal.Signals(signum)]
-        _end_at_the_next()
+        _end_at_the_next(signum)
         signal.setitimer(signal.ITIMER_REAL, grace_s)
 
     def overdue(_signum: int, _frame: FrameType | None) -> None:
@@ -92,6 +95,10 @@ def graceful(grace_s: float) -> Iterator[Stop]:
         signal.signal(each, note)
     try:
         yield stop
+    except RoomFailed as failure:  # perhaps of the same signal, which whoever signals a whole group sends to rooms too
+        if stop.exit_code is None:
+            raise
+        raise Stopped(stop.exit_code) from failure
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if stop.exit_code is None:  # else a second signal still ends the process at once

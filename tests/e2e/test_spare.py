@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from run_support import assert_bound_and_conservation
 
 from inference import group as group_module
 from inference.group import MAX_CALLS, InferenceGroup
-from inference.replica import Replica
+from inference.replica import Replica, has_ended
 from trireme.errors import EXIT_SIGTERM
 from trireme.waits import get
 
@@ -64,7 +63,7 @@ def test_it_takes_over_number_place_and_gpus_of_a_killed_one(group: InferenceGro
     health = get(group.replace(0), who="the successor", timeout_s=START_S)
     after = pids(group)
     assert after == (spare_process(said).pid, health.engine_pid)
-    assert not any(alive(pid) for pid in before)
+    assert all(map(has_ended, before)), "their memory is free"
     assert health.devices == GPUS
     assert psutil.Process(health.engine_pid).nice() == nice, "only what nobody waited for was to yield to others"
     assert f"process {after[0]}, a spare until now, succeeds replica 0" in (logs / "inference_0.log").read_text()
@@ -106,16 +105,6 @@ def spare_process(said: str) -> psutil.Process:
     """The newest of those that the log of spares tells of."""
     (line,) = (line for line in said.splitlines()[-1:] if "is a spare" in line)
     return psutil.Process(int(line.split("process ")[1].split()[0]))
-
-
-def alive(pid: int) -> bool:
-    """Also for a moment after the kill no more than that: a killed actor's engine is waited for."""
-    deadline = time.monotonic() + 5.0
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.mark.long

@@ -119,6 +119,18 @@ def test_a_new_process_does_when_the_spare_is_of_no_use(
     assert (spare in world.killed) == (why != "it imports still"), "it may be of use to the next"
 
 
+def test_one_that_died_is_followed_by_another(world: World) -> None:
+    for spare in world.spares():
+        world.prepare(spare)
+    world.group.keep_spares()
+    assert len(world.spares()) == 2
+    dead = world.spares()[0]
+    dead.dead = True
+    world.group.keep_spares()
+    assert world.killed == [dead]
+    assert [each.options["scheduling_strategy"] for each in world.spares()[2:]] == [dead.options["scheduling_strategy"]]
+
+
 def test_a_replica_that_never_started_is_started_anew(world: World) -> None:
     for spare in world.spares():
         world.prepare(spare)

@@ -17,7 +17,7 @@ from trireme.config import Config, checks
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import LoraConfig
 from trireme.errors import BadInput
-from trireme.plan import Plan, Resources
+from trireme.plan import SPARE_GIB, Plan, Resources
 
 LAPTOP = Resources(nodes=1, cpus=8, gpus=0, memory_bytes=16 * GIB, source="this machine")
 
@@ -254,6 +254,11 @@ class TestNumbers:
         just = replace(LAPTOP, memory_bytes=needs)
         assert any("of memory" in w for w in plan(inference={"spare": True}, resources=just).warnings)
         assert not any("of memory" in w for w in plan(resources=just).warnings)
+        two = {"spare": True, "replicas": 2}
+        needs += enough.replica_bytes + int(SPARE_GIB * GIB)
+        for nodes, warns in ((1, False), (2, True), (3, True)):
+            several = replace(LAPTOP, nodes=nodes, memory_bytes=needs)
+            assert any("of memory" in w for w in plan(inference=two, resources=several).warnings) == warns
 
     def test_too_little_memory_warns(self) -> None:
         assert any("of memory" in w for w in plan(resources=replace(LAPTOP, memory_bytes=GIB)).warnings)

@@ -15,6 +15,13 @@ from trireme.signals import SAME_S
 SCRIPT = """
 import signal, sys, time
 from trireme import signals
+from trireme.errors import RoomFailed
+
+def deaf(seconds):  # as in `ray.wait`: Python hears of a signal only afterwards
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    print("deaf", flush=True)
+    wait(seconds)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 def wait(seconds):
     end = time.monotonic() + seconds
@@ -37,6 +44,11 @@ try:
         print("noted", flush=True)
         if mode == "slow":
             wait(60)
+        if mode == "waits":
+            deaf(1.2)
+            wait(0.1)
+        if mode == "room fails":
+            raise RoomFailed("it got the signal too")
         stop.check()
 except signals.GraceOver as over:
     print("grace over", flush=True)
@@ -79,8 +91,33 @@ def test_a_second_signal_ends_at_once() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "noted\n"
     time.sleep(SAME_S + 0.2)
+    process.send_signal(signal.SIGTERM)
+    assert rest(process) == ("", 75)
+
+
+def test_another_signal_ends_at_once_however_soon() -> None:
+    process = start("slow", grace_s=30)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "noted\n"
     process.send_signal(signal.SIGINT)
     assert rest(process) == ("", 130)
+
+
+def test_a_room_that_fails_once_a_signal_came_ends_the_run_as_the_signal_does() -> None:
+    """It may have got it too, and nobody wants it built anew."""
+    process = start("room fails", grace_s=30)
+    process.send_signal(signal.SIGTERM)
+    assert rest(process) == ("noted\nstopped\n", 75)
+
+
+def test_a_signal_that_is_passed_on_while_the_driver_waits_in_ray_counts_once() -> None:
+    process = start("waits", grace_s=30)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert [process.stdout.readline(), process.stdout.readline()] == ["noted\n", "deaf\n"]
+    process.send_signal(signal.SIGTERM)
+    assert rest(process) == ("stopped\n", 75)
 
 
 @pytest.mark.parametrize(("mode", "says"), [("starting", "stopped\n"), ("slow", "noted\ngrace over\n")])

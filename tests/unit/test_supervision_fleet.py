@@ -135,6 +135,10 @@ class TestStart:
         assert ("keep spares",) not in world.room.told
         world.answer("join", 1)
         assert world.room.told[-1] == ("keep spares",), "the one that there was may be gone"
+        world.room.told.clear()
+        world.fleet.lost(1, DIED, died=True)
+        world.fleet.scale(1)
+        assert world.room.told[-1] == ("keep spares",), "nobody starts any more"
 
     def test_one_that_dies_as_it_starts_is_replaced(self, world: World) -> None:
         world.answer("start", 0, value=DIED)
@@ -273,7 +277,7 @@ class TestScale:
         assert world.room.told == [("drain", 1)]
         assert world.health()["inference_1"] is Health.DRAINING
         world.answer("drain", 1)
-        assert world.room.told[1:] == [("remove", 1)]
+        assert world.room.told[1:] == [("remove", 1), ("keep spares",)]
         assert world.health() == {"inference_0": Health.HEALTHY}
 
     def test_one_that_dies_while_it_drains_has_no_successor(self, world: World) -> None:
@@ -281,7 +285,7 @@ class TestScale:
         world.look()
         world.fleet.scale(1)
         world.answer("pulse", 1, value=DIED)
-        assert world.room.told == [("drain", 1), ("leave", 1), ("remove", 1)]
+        assert world.room.told == [("drain", 1), ("leave", 1), ("remove", 1), ("keep spares",)]
         assert not world.waits_for("drain", 1)
 
     def test_one_that_starts_leaves_at_once(self, world: World) -> None:

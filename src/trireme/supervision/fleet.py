@@ -227,7 +227,10 @@ class Fleet:
             self._successors.remove(index)
             took = time.monotonic() - self._since[index]
             self._roster.note(name_of(index), f"its successor serves, {took:.1f} s after it was started")
-        if not self.missing(all_of_them=True):  # whoever starts has the cores
+        self._keep_spares()
+
+    def _keep_spares(self) -> None:
+        if self._serving and not self.missing(all_of_them=True):  # else whoever starts has the cores
             self._replicas.keep_spares()
 
     def _leave(self, index: int) -> None:
@@ -243,6 +246,7 @@ class Fleet:
         self._replicas.remove(index)
         del self._states[index]
         self._roster.remove(name_of(index))
+        self._keep_spares()
 
     def _become(self, index: int, state: State) -> None:
         self._states[index] = state
