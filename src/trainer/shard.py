@@ -257,6 +257,7 @@ class Shard:
         A save of the state that is under way comes first: these do not change, and the next optimiser step does not
         wait for them."""
         self._checkpointer.wait_until_saved()
+        fault_point("trainer.save_weights")
         config = self._config
         if self._adapter:
             self._companions = self._companions or {

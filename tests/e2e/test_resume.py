@@ -56,6 +56,7 @@ COMMIT = [
     "commit.orchestrator@1",
     "trainer.save@1",
     "commit.trainer@1",
+    "trainer.save_weights@1",
     "commit.inference@1",
     "commit.manifest@1",
     "commit.renamed@1",
@@ -139,10 +140,27 @@ def test_two_runs_are_equal(tmp_path: Path, reference: Ended) -> None:
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_killed_at_every_point(tmp_path: Path, reference: Ended, asynchronous: str) -> None:
     flags = [*DETERMINISTIC, "--checkpoint.async-save", asynchronous]
-    points = COMMIT if asynchronous == "true" else [*START_UP, *STEP, *COMMIT]
-    for point in [*points, *RESUME, "commit.prune@1"]:
+    for point in [*START_UP, *STEP, *COMMIT, *RESUME, "commit.prune@1"]:
         kill_and_compare(tmp_path, reference, flags, point)
     assert_goes_on_to_the_end(tmp_path, reference, *flags)
+
+
+@pytest.mark.long
+def test_games_are_killed_at_several_points_and_at_random_times(tmp_path: Path) -> None:
+    reference = reference_run(tmp_path / "reference", GAMES)
+    for point, asynchronous in [
+        ("inference.sample@3", "true"),
+        ("orchestrator.save@1", "false"),
+        ("trainer.save@1", "true"),
+        ("commit.manifest@1", "true"),
+        ("inference.sample@3", "false"),
+        ("trainer.forward_backward@1", "true"),
+    ]:
+        kill_and_compare(tmp_path, reference, [*GAMES, "--checkpoint.async-save", asynchronous], point)
+    times = random.Random(1)
+    for _ in range(3):
+        run_and_kill(tmp_path, [*GAMES, "--resume"], after_s=times.uniform(10.0, 20.0))
+    assert_goes_on_to_the_end(tmp_path, reference, *GAMES)
 
 
 @pytest.mark.long
