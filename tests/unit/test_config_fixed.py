@@ -83,6 +83,27 @@ def test_how_often_the_reference_changes_may_not_change() -> None:
     assert [name for name in never if never[name] != often[name]] == ["loss"]
 
 
+def test_the_weights_of_the_reference_may_not_change_but_may_move(tmp_path: Path) -> None:
+    def weights(directory: Path, *flags: str) -> dict:
+        kl = ("--trainer.kl.coef", "0.1", "--trainer.kl.reference.base-model", str(directory))
+        return parts(*kl, *flags)
+
+    before = weights(ROOT / "assets/sort-base")
+    shutil.copytree(ROOT / "assets/sort-base", tmp_path / "copy")
+    assert weights(tmp_path / "copy") == before
+    shutil.copytree(tmp_path / "copy", tmp_path / "trained")
+    file = tmp_path / "trained" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # weights that are trained differ everywhere, and in the last byte
+    file.write_bytes(content)
+    for other in (
+        weights(tmp_path / "trained"),
+        weights(ROOT / "assets/sort-base", "--trainer.kl.reference.load-checkpoint-path", str(tmp_path / "trained")),
+    ):
+        assert [name for name in before if before[name] != other[name]] == ["loss"]
+    assert parts("--trainer.kl.reference.base-model", str(tmp_path / "trained")) == parts(), "no penalty, no matter"
+
+
 def test_with_several_environments_names_and_weights_are_fixed_too() -> None:
     def data(*flags: str) -> dict:
         return parts("--env", '[{id = "sort"}, {id = "guess"}]', *flags)["data"]

@@ -14,17 +14,19 @@ import xxhash
 
 from trireme.config.lora import lora_targets
 from trireme.config.model_facts import ModelFacts, looks_like_path
-from trireme.config.schema import CommonConfig, Config, EnvConfig, LoraConfig
+from trireme.config.schema import CommonConfig, Config, EnvConfig, KlConfig, LoraConfig
 
 IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 """Entries of a model's config.json that say nothing about what it computes."""
+
+SAMPLES, SAMPLE_BYTES = 64, 2**16
+"""What is read of each file of a reference's weights: 4 MiB."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
 
 
 def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
     """Nested dict of JSON values, the same for every start of a run that may go on from the same commits."""
-    kl = config.trainer.kl
     return {
         **common_parts(config, facts),
         "loss": {
@@ -32,8 +34,7 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
             "trainer.loss_fn_config": config.trainer.loss_fn_config,
             "trainer.loss_normalization": config.trainer.loss_normalization,
             "orchestrator.advantage": config.orchestrator.advantage,
-            **({"trainer.kl.coef": kl.coef, "trainer.kl.discount": kl.discount} if kl.coef else {}),
-            **({"trainer.kl.reference.update_every": refresh} if (refresh := kl.reference.update_every) else {}),
+            **kl_parts(config.trainer.kl),
         },
         "data": {
             "seed": config.seed,
@@ -50,6 +51,38 @@ def common_parts(config: CommonConfig, facts: ModelFacts) -> dict[str, Any]:
         "tokenizer": tokenizer_hashes(config.tokenizer_name),
         **adapter_parts(config.trainer.lora),
     }
+
+
+def kl_parts(kl: KlConfig) -> dict[str, Any]:
+    """The penalty and what it is for moving away from; nothing without one."""
+    reference = kl.reference
+    every = {"trainer.kl.reference.update_every": reference.update_every} if reference.update_every else {}
+    if not kl.coef or reference.base_model is None:
+        return every
+    weights = weights_fingerprint(reference.load_checkpoint_path or reference.base_model)
+    return {
+        "trainer.kl.coef": kl.coef,
+        "trainer.kl.discount": kl.discount,
+        "trainer.kl.reference, its weights": weights,
+        **every,
+    }
+
+
+def weights_fingerprint(name: str) -> str:
+    """Tells the weights of a model from others without reading all of them, which takes minutes for a large one: of a
+    local directory, xxh3-128 (32 hex digits) of the sizes of its safetensors files and of what stands at their begin
+    and at evenly spread places, wherever the directory lies; of a model on the hub, its name."""
+    if not looks_like_path(name):
+        return name
+    seen = xxhash.xxh3_128()
+    for file in sorted(Path(name).expanduser().glob("*.safetensors")):
+        size = file.stat().st_size
+        seen.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            for sample in range(SAMPLES):
+                stream.seek(sample * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
+                seen.update(stream.read(SAMPLE_BYTES))
+    return seen.hexdigest()
 
 
 def adapter_parts(lora: LoraConfig) -> dict[str, Any]:
