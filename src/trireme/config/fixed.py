@@ -56,16 +56,14 @@ def common_parts(config: CommonConfig, facts: ModelFacts) -> dict[str, Any]:
 def kl_parts(kl: KlConfig) -> dict[str, Any]:
     """The penalty and what it is for moving away from; nothing without one."""
     reference = kl.reference
-    every = {"trainer.kl.reference.update_every": reference.update_every} if reference.update_every else {}
-    if not kl.coef or reference.base_model is None:
-        return every
-    weights = weights_fingerprint(reference.load_checkpoint_path or reference.base_model)
-    return {
-        "trainer.kl.coef": kl.coef,
-        "trainer.kl.discount": kl.discount,
-        "trainer.kl.reference, its weights": weights,
-        **every,
-    }
+    found: dict[str, Any] = {}
+    if kl.coef:
+        found = {"trainer.kl.coef": kl.coef, "trainer.kl.discount": kl.discount}
+        if name := reference.load_checkpoint_path or reference.base_model:  # else it is the base of the adapters
+            found["weights of trainer.kl.reference"] = weights_fingerprint(name)
+    if reference.update_every:
+        found["trainer.kl.reference.update_every"] = reference.update_every
+    return found
 
 
 def weights_fingerprint(name: str) -> str:
