@@ -20,6 +20,8 @@ import os
 import signal
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess, SpawnContext, SpawnProcess
 
+from trireme.logs import write_stacks_when_asked
+
 PR_SET_PDEATHSIG = 1
 KEPT_KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256"
 """oneDNN keeps a kernel for each size of batch that a matrix was ever multiplied with, 1,024 of them unless told. They
@@ -43,12 +45,13 @@ def die_with_parent() -> None:
 class _ForkedEngine(ForkProcess):
     def run(self) -> None:
         die_with_parent()
-        super().run()
+        super().run()  # SIGUSR1 writes stacks: what handles it was forked too
 
 
 class _SpawnedEngine(SpawnProcess):
     def run(self) -> None:
         die_with_parent()
+        write_stacks_when_asked()
         super().run()
 
 

@@ -54,27 +54,27 @@ class Released:
 
 
 class IdleClock:
-    """Adds up the seconds in which nothing was in flight: `with clock:` around each request."""
+    """Adds up the seconds in which nothing was in flight: `with clock:` around each request. `in_flight`: how many."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._in_flight = 0
+        self.in_flight = 0
         self._since = now()
         self._idle = 0.0
 
     def __enter__(self) -> None:
-        if not self._in_flight:
+        if not self.in_flight:
             self._idle += self._now() - self._since
-        self._in_flight += 1
+        self.in_flight += 1
 
     def __exit__(self, *error: object) -> None:
-        self._in_flight -= 1
-        if not self._in_flight:
+        self.in_flight -= 1
+        if not self.in_flight:
             self._since = self._now()
 
     def take(self) -> float:
         """Idle seconds since the last call."""
-        if not self._in_flight:
+        if not self.in_flight:
             now = self._now()
             self._idle, self._since = self._idle + now - self._since, now
         idle, self._idle = self._idle, 0.0

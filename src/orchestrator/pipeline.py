@@ -337,8 +337,16 @@ class Pipeline:
         running = [
             f"{g.problem} (dispatched at version {g.floor})" for g in self._ledger.active.values() if not g.finished
         ]
+        in_flight = self._idle.in_flight
+        if in_flight:
+            holds = f"the inference replicas hold it, with {in_flight} requests"
+        elif running:
+            holds = "the environments hold it: no request is with a replica"
+        else:
+            holds = "no group is under way: its slots wait for a version that the replicas acknowledge"
         return (
-            f"waited {self._cfg.timeouts.step_s:g} s (timeouts.step_s) for {count} finished groups of batch {step}. "
+            f"waited {self._cfg.timeouts.step_s:g} s (timeouts.step_s) for {count} finished groups of batch {step}; "
+            f"{holds}. "
             f"Groups: {self._ledger.counts()}; oldest problem still sampling: {running[0] if running else 'none'}; "
             f"versions acknowledged by replicas: {self._ledger.replicas}; "
             f"first failed rollout: {self._run_limits.first_failure}"

@@ -25,7 +25,12 @@ def redirect(log_dir: Path | None, name: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    faulthandler.register(signal.SIGUSR1)
+    write_stacks_when_asked()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
     )
+
+
+def write_stacks_when_asked() -> None:
+    """From now on SIGUSR1 makes this process write the stacks of all its threads to where its errors go."""
+    faulthandler.register(signal.SIGUSR1)

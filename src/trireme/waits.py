@@ -27,6 +27,8 @@ def failure(error: BaseException, who: str, log: Path | None) -> TriremeError:
     where = f"; its log: {log}" if log else ""
     if isinstance(error, RayTaskError):
         cause = error.cause
+        if type(cause) is RoomFailed and log and "its log:" not in str(cause):
+            return RoomFailed(f"{cause}{where}")
         if isinstance(cause, TriremeError):
             return cause
         return RoomFailed(f"{who} raised {type(cause).__name__}: {cause}{where}\n{COLOURS.sub('', str(error))}")

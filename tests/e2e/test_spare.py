@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from inference import group as group_module
 from inference.group import MAX_CALLS, InferenceGroup
 from inference.replica import Replica, has_ended
 from trireme.errors import EXIT_SIGTERM
+from trireme.supervision.watch import STACKS
 from trireme.waits import get
 
 GPUS = "5,7"
@@ -70,6 +72,12 @@ def test_it_takes_over_number_place_and_gpus_of_a_killed_one(group: InferenceGro
     assert (logs / "inference_spare.log").read_text() == said, "it writes to the log of its number from now on"
 
     room = Room("qwen3", False, group, group.router_factory()(), health.engine_pid)
+
+    os.kill(health.engine_pid, STACKS)
+    deadline = time.monotonic() + START_S
+    while "run_busy_loop" not in (logs / "inference_0.log").read_text():
+        assert time.monotonic() < deadline, "its engine wrote no stacks"
+        time.sleep(0.1)
 
     async def sample() -> None:
         await room.update()

@@ -32,6 +32,9 @@ class Room:
     def stop_by_limit(self) -> None:
         raise LimitReached("enough")
 
+    def fail(self, why: str) -> None:
+        raise RoomFailed(why)
+
 
 def test_a_hanging_room_is_named_at_the_deadline() -> None:
     room = Room.remote()
@@ -50,6 +53,16 @@ def test_errors_of_ours_cross_unchanged() -> None:
     room = Room.remote()
     with pytest.raises(LimitReached, match="enough"):
         waits.get(room.stop_by_limit.remote(), who="orchestrator", timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("why", "expected"),
+    [("no answer", "no answer; its log: logs/x"), ("no answer; its log: logs/y", "no answer; its log: logs/y")],
+)
+def test_a_room_that_says_itself_what_failed_is_shown_with_its_log(why: str, expected: str) -> None:
+    with pytest.raises(RoomFailed) as raised:
+        waits.get(Room.remote().fail.remote(why), who="replica 0", timeout_s=60, log=Path("logs/x"))
+    assert str(raised.value) == expected
 
 
 def test_one_dead_room_ends_the_wait_for_the_others() -> None:

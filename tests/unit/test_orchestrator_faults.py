@@ -22,7 +22,7 @@ from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Tr
 from orchestrator.message_env import MessageEnv, MessageStep, RenderedEnv
 from orchestrator.pipeline import LAG_TICK_S
 from orchestrator.rollout import RolloutLimits
-from trireme.errors import LimitReached
+from trireme.errors import LimitReached, RoomFailed
 from trireme.renderers import Message, make_renderer
 
 BAD = 1
@@ -234,6 +234,15 @@ def test_what_a_failed_rollout_had_is_gone_at_once_not_when_the_cycle_collector_
         assert run.rows
     finally:
         gc.enable()
+
+
+def test_a_batch_that_environments_hold_for_too_long_is_said_to_be_theirs() -> None:
+    async def scenario() -> None:
+        async with Run(config(4, timeout_s=0.3, max_steps_off_policy=0), Faulty(Fault(step=hangs))) as run:
+            with pytest.raises(RoomFailed, match="the environments hold it: no request is with a replica"):
+                await run.pipeline.next_minibatch(0, 0)
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("fault", "counted"), IN_A_ROLLOUT.values(), ids=IN_A_ROLLOUT.keys())

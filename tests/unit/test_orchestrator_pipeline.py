@@ -572,7 +572,8 @@ def test_the_deadline_says_what_is_missing() -> None:
         async with run:
             with pytest.raises(
                 RoomFailed,
-                match=r"for 2 finished groups of batch 0.*'running': 3.*'finished': 1.*problem .*0\.0\.1 .*\{0: 0\}",
+                match=r"for 2 finished groups of batch 0; the inference replicas hold it, with 6 requests.*"
+                r"'running': 3.*'finished': 1.*problem .*0\.0\.1 .*\{0: 0\}",
             ):
                 await run.pipeline.next_minibatch(0, 0)
 

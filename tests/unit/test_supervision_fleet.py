@@ -16,7 +16,7 @@ from trireme.protocols import Pulse
 from trireme.supervision import fleet as fleet_module
 from trireme.supervision import watch as watch_module
 from trireme.supervision.fleet import SECOND_OPINION_S, Fleet, index_of
-from trireme.supervision.roster import Health, Roster
+from trireme.supervision.roster import Health, Part, Roster
 from trireme.supervision.watch import Watch
 
 HEARTBEAT_S, ENGINE_S = 30.0, 90.0
@@ -27,12 +27,13 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, indices: list[int], reserved: list[int]) -> None:
         self.now, self.places, self.signals = 0.0, set[int](), []
+        self.pids: list[tuple[int, ...]] = []
         self.refused: TriremeError | None = None
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=lambda _s: None)
         monkeypatch.setattr(fleet_module, "time", clock)
         monkeypatch.setattr(watch_module, "time", clock)
         monkeypatch.setattr(fleet_module, "has_place", lambda options: options["place of"] not in self.places)
-        monkeypatch.setattr(watch_module, "send", lambda part, pids, number: self.signals.append((part.name, number)))
+        monkeypatch.setattr(watch_module, "send", self._send)
         self.roster, self.room = Roster(lambda: self.now), Room(indices, reserved)
         self.watch = Watch(self.roster, HEARTBEAT_S, ENGINE_S, self._lost)
         config = Config.model_validate(
@@ -46,6 +47,10 @@ class World:
         )
         self.fleet = Fleet(config, self.room, self.roster, self.watch, self._again, lambda: {})
         self.fleet.begin()
+
+    def _send(self, part: Part, pids: tuple[int, ...], number: int) -> None:
+        self.signals.append((part.name, number))
+        self.pids.append(pids)
 
     def _lost(self, name: str, failure: TriremeError, died: bool) -> None:
         index = index_of(name)
@@ -209,6 +214,7 @@ class TestLoss:
         world.look(1.5)
         world.look(HEARTBEAT_S)
         assert world.signals[:2] == [("inference_0", watch_module.STACKS), ("inference_0", 9)]
+        assert world.pids[:2] == [(11, 12), (11, 12)], "its engine too"
         assert ("replace", 1) in world.room.told
 
     def test_an_engine_that_does_not_answer_its_living_actor_counts_as_silent(self, world: World) -> None:

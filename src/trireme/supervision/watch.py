@@ -120,10 +120,10 @@ class Watch:
         self._lost(name, failure, died)
 
     def write_stacks(self, parts: Sequence[Part]) -> None:
-        """Makes the actors of `parts` write where their threads are to their logs."""
+        """Makes the actors of `parts`, and their engines, write where their threads are to their logs."""
         for part in parts:
             if part.name in self._ask:
-                send(part, part.pids[:1], STACKS)  # an engine of its own has no handler: it would end
+                send(part, part.pids, STACKS)
 
 
 def send(part: Part, pids: Sequence[int], number: int) -> None:
