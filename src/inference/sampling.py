@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from inference.engine import give_tokenizer, sampled_sequence, vllm_params
 from inference.progress import NOTHING, Outcome, Progress, made_since
+from inference.wrong import LATE_S, WRONG, same
 from trireme import trace
 from trireme.config import Config
 from trireme.errors import RoomFailed, TriremeError
@@ -186,7 +187,11 @@ class SamplingEngine:
                 return self._made(entry)
             raise self._can_not_sample(request, error) from error
         kept_from = entry.identity if self._keeps_kv else None
-        return sampled_sequence(request, output, kept_from)
+        answer = sampled_sequence(request, output, kept_from)
+        if action := fault_point("inference.answer"):
+            await asyncio.sleep(LATE_S if action == "late" else 0.0)
+            return WRONG.get(action, same)(answer)
+        return answer
 
     def _can_not_sample(self, request: SampleRequest, error: Exception) -> TriremeError:
         """What failed: this replica as a whole, or `request` alone."""

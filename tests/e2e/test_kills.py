@@ -16,9 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 from chaos_support import (
+    BATCH,
     CHAOS,
+    GROUP,
+    LAST_STEP,
     MOMENTS,
     PARTS,
+    STEPS,
     VICTIMS,
     Cell,
     armed,
@@ -27,9 +31,12 @@ from chaos_support import (
     parts_of,
     run_cell,
     started,
+    successors_serve,
+    wait_for,
 )
+from failing_env import EVERY
 from resume_support import DETERMINISTIC, assert_same_run, rows_of
-from run_support import Ended, run_rl
+from run_support import DEADLINE_S, Ended, run_rl
 
 from trireme.errors import EXIT_FAILED, EXIT_LIMIT, EXIT_OK
 
@@ -95,6 +102,52 @@ def test_whoever_is_stopped_for_longer_than_the_deadline(tmp_path: Path, victim:
     assert_whole(ended)
     lost = {incident["part"] for incident in rows_of(ended.root / "incidents.jsonl")}
     assert (lost == set()) == (victim == "driver")
+
+
+LAST = {
+    "garbage": "make no sense",
+    "nan": "make no sense",
+    "stranger": "it was given",
+}
+"""What is said of a replica that answers so."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrong", LAST)
+def test_a_replica_whose_answers_are_wrong_is_replaced(tmp_path: Path, wrong: str) -> None:
+    """From one answer in the middle of an update's requests on. Nothing of it is trained on."""
+    faults = [f"inference.answer[0]@40+={wrong}", LAST_STEP]
+    environ = armed(tmp_path, faults)
+    with started(tmp_path, CHAOS, environ) as running:
+        reached = tmp_path / "reached"
+        wait_for("the last step", reached.exists, running, DEADLINE_S)
+        wait_for("its successor", lambda: successors_serve(tmp_path / "run"), running, DEADLINE_S)
+        reached.unlink()
+        ended = end_of(running, tmp_path)
+    assert sorted(os.listdir(tmp_path / "once")) == sorted(faults)
+    assert_whole(ended)
+    assert {row["attempt"] for row in ended.rows} == {1}, "the trainer has seen nothing of it"
+    lost, served = rows_of(ended.root / "incidents.jsonl")
+    assert lost["part"] == served["part"] == "inference_0"
+    assert LAST[wrong] in lost["what"]
+    assert "its successor serves" in served["what"]
+
+
+@pytest.mark.long
+def test_a_replica_that_answers_late_is_waited_for(tmp_path: Path) -> None:
+    ended = run_with(tmp_path, ["inference.answer[0]@20+=late"], *CHAOS)
+    assert_whole(ended)
+    assert not (ended.root / "incidents.jsonl").exists()
+
+
+@pytest.mark.long
+def test_a_run_of_whose_rollouts_one_in_five_fails(tmp_path: Path) -> None:
+    environ = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    ended = run_rl(tmp_path, *CHAOS, "--env.id", "failing_env:FailingSort", environ=environ)
+    assert_whole(ended)
+    assert not (ended.root / "incidents.jsonl").exists()
+    failed = sum(row.get("rollout_errors/ConnectionError", 0) for row in ended.rows)
+    assert failed >= STEPS * BATCH * GROUP / EVERY, "as many as were trained on are four in five"
 
 
 @pytest.mark.long

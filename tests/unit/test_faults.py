@@ -24,6 +24,7 @@ DEADLINE_S = 60
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has passed nothing yet and has no number."""
     monkeypatch.setattr(faults, "_passed", Counter())
+    monkeypatch.setattr(faults, "_claimed", set())
     monkeypatch.setenv("TRIREME_FAULT_NUMBER", "")
 
 
@@ -57,13 +58,24 @@ def test_one_point_may_be_armed_several_times(monkeypatch: pytest.MonkeyPatch) -
     assert [fault_point("here") for _ in range(3)] == ["skip", None, "corrupt"]
 
 
+def test_from_a_passage_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIREME_FAULTS", "here@2+=corrupt")
+    assert [fault_point("here") for _ in range(4)] == [None, "corrupt", "corrupt", "corrupt"]
+
+
+def test_from_a_passage_on_in_one_of_all_processes(tmp_path: Path) -> None:
+    armed = {"TRIREME_FAULTS": "here@2+=corrupt", "TRIREME_FAULT_ONCE": str(tmp_path)}
+    assert ends(start(PASSES, **armed)) == (0, ["None", "corrupt", "corrupt"])
+    assert ends(start(PASSES, **armed)) == (0, ["None", "None", "None"])
+
+
 def test_raise_names_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIREME_FAULTS", "here=raise")
     with pytest.raises(InjectedFault, match="here, passage 1"):
         fault_point("here")
 
 
-@pytest.mark.parametrize("spec", ["here", "here=", "here@x=kill", "here[a]=kill", "here kill"])
+@pytest.mark.parametrize("spec", ["here", "here=", "here@x=kill", "here@+=kill", "here[a]=kill", "here kill"])
 def test_what_cannot_be_read_is_refused(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault that never comes would be a test that cannot fail."""
     monkeypatch.setenv("TRIREME_FAULTS", spec)

@@ -1,0 +1,23 @@
+"""An environment of which one rollout in five fails."""
+
+from __future__ import annotations
+
+import itertools
+
+from orchestrator.envs.sort import SortDataset
+from orchestrator.envs.text import Answer, Grade, by_position
+
+EVERY = 5
+graded = itertools.count(1)
+
+
+def grade(target: str, answer: Answer) -> Grade:
+    if next(graded) % EVERY == 0:
+        raise ConnectionError("the grader does not answer")
+    return by_position(target, answer)
+
+
+class FailingSort(SortDataset):
+    """`sort`, graded by `grade`."""
+
+    grade = staticmethod(grade)
