@@ -356,7 +356,8 @@ def _locked(root: Path) -> IO[str]:
             "wait for that run or stop it, or choose another --run.name",
         ).error() from None
     lock.truncate(0)
-    lock.write(f"pid {os.getpid()} on {os.uname().nodename}\n")
+    # The last word makes each driver's text another one: in a container every driver may have the same number.
+    lock.write(f"pid {os.getpid()} on {os.uname().nodename}, start {secrets.token_hex(4)}\n")
     lock.flush()
     return lock
 

@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 
 import psutil
+from run_support import KILLED_GONE_S, wait_until_gone
 
 NODES = "sum(node['Alive'] for node in ray.nodes())"
 STOP_S = 60
@@ -68,13 +70,21 @@ class Nodes:
             process.wait(STOP_S)
 
 
+def assert_gone(mark: str) -> None:
+    """Nothing outlives its cluster: no actor, no engine."""
+    left = wait_until_gone(mark, KILLED_GONE_S)
+    assert left == [], f"processes were left: {left}"
+
+
 @contextmanager
 def cluster_of_two(cpus: int, environ: Mapping[str, str] | None = None) -> Iterator[Nodes]:
     """A head and a second node. Their processes, and those of the actors on them, have `environ` besides this one's."""
     port = free_port()
     with ExitStack() as ending:
         directory = ending.enter_context(tempfile.TemporaryDirectory(prefix="tr-", ignore_cleanup_errors=True))
-        nodes = Nodes(f"127.0.0.1:{port}", cpus, {"TMPDIR": directory, **(environ or {})})
+        mark = f"TRIREME_TEST_MARK={uuid.uuid4().hex}"  # inherited by actors, whichever run they are of
+        nodes = Nodes(f"127.0.0.1:{port}", cpus, {"TMPDIR": directory, **dict([mark.split("=")]), **(environ or {})})
+        ending.callback(assert_gone, mark)
         ending.callback(nodes.stop)
         nodes.add("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={directory}")
         assert any(ask(nodes.address, NODES, 1) for _ in range(5))  # it takes some seconds until the head answers

@@ -38,6 +38,7 @@ from failing_env import EVERY
 from resume_support import DETERMINISTIC, assert_same_run, rows_of
 from run_support import DEADLINE_S, Ended, run_rl
 
+from trireme.checkpoint.store import CheckpointStore
 from trireme.errors import EXIT_FAILED, EXIT_LIMIT, EXIT_OK
 
 LOSSES = ["orchestrator.minibatch@2=kill", "trainer.forward_backward[1]@4=kill", "inference.loaded[0]@10=kill"]
@@ -70,6 +71,19 @@ def test_a_run_that_lost_all_its_parts_equals_one_that_lost_nothing(tmp_path: Pa
     assert ended.code == EXIT_OK, ended.out
     assert_same_run(ended.root, deterministic.root)
     assert [row["attempt"] for row in ended.rows] == [2, 2, 3, 3, 4, 4]
+    ended.assert_nothing_left()
+
+
+@pytest.mark.long
+def test_a_deterministic_run_that_lost_one_of_two_replicas_equals_one_that_lost_nothing(tmp_path: Path) -> None:
+    flags = [*DETERMINISTIC, "--inference.replicas", "2", "--checkpoint.async-save", "false"]
+    (tmp_path / "quiet").mkdir()
+    quiet = run_rl(tmp_path / "quiet", *flags)
+    assert quiet.code == EXIT_OK, quiet.out
+    ended = run_with(tmp_path, ["inference.sample[1]@4=kill"], *flags)
+    assert ended.code == EXIT_OK, ended.out
+    assert_same_run(ended.root, quiet.root)
+    assert {row["attempt"] for row in ended.rows} == {2}
     ended.assert_nothing_left()
 
 
@@ -200,6 +214,19 @@ def test_a_part_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_path: 
     ended.assert_nothing_left()
     again = run_rl(tmp_path, *CHAOS, "--resume")
     assert_whole(again)
+
+
+@pytest.mark.long
+def test_a_replica_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_path: Path) -> None:
+    """The trainer and what was sampled are whole: what was done since the last commit is kept."""
+    flags = [*CHAOS, "--checkpoint.every", "0", "--max-steps", "9999", "--cluster.max-restarts", "2"]
+    faults = {"TRIREME_FAULTS": "inference.loaded[0]@4=kill"}  # each successor's fourth
+    ended = run_rl(tmp_path, *flags, environ=faults)
+    assert ended.code == EXIT_LIMIT, ended.out
+    assert "inference replica 0 failed 3 times" in ended.out
+    ended.assert_nothing_left()
+    assert [commit.name for commit in CheckpointStore(ended.root).commits()] == [f"step_{len(ended.rows):06d}"]
+    assert_whole(run_rl(tmp_path, *CHAOS, "--max-steps", str(len(ended.rows) + 2), "--resume"), len(ended.rows) + 2)
 
 
 @pytest.mark.long

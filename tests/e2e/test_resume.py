@@ -11,7 +11,9 @@ The long chains, through every point and through ten random times, are marked `l
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -34,8 +36,9 @@ from run_support import (
     run_rl,
 )
 
+from trireme.checkpoint.resume import choose
 from trireme.checkpoint.store import CheckpointStore
-from trireme.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from trireme.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_SIGTERM, BadInput
 
 START_UP = ["trainer.start@1", "inference.start@1", "orchestrator.start@1"]
 STEP = [
@@ -218,6 +221,17 @@ class TestAsynchronous:
         assert branches
         assert [row["attempt"] for rows in parked for row in rows]
 
+    def test_weights_and_biases_goes_on_in_the_same_run_on_the_axis_of_steps(self, ended: Ended) -> None:
+        """Offline each attempt has a directory of its own, which `wandb sync` joins by the id."""
+        attempts = sorted(ended.root.glob("wandb/offline-run-*"), key=lambda path: path.name)
+        assert len(attempts) == 3
+        assert len({path.name.rpartition("-")[2] for path in attempts}) == 1
+        histories = [wandb_history(*path.glob("*.wandb")) for path in attempts]
+        assert histories[-1][1] == {"*": "step"}
+        for first, (steps, _) in zip((0, 3, 6), histories, strict=True):
+            assert steps == list(range(first, first + len(steps))), "it begins where its commit is"
+        assert histories[-1][0][-1:] == [self.STEPS - 1], "of one that was killed the last ones may not be written"
+
     def test_each_commit_opens_with_transformers(self, ended: Ended) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -262,6 +276,23 @@ def test_a_signal_commits_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert [row["step"] for row in again.rows] == list(range(done + 1))
 
 
+@pytest.mark.long
+def test_a_signal_to_all_processes_of_a_run_ends_it_as_one_to_its_driver(tmp_path: Path) -> None:
+    """As a scheduler sends it. Rooms may be gone before anything can be committed: then the newest commit stands."""
+
+    def on_line(line: str, process: subprocess.Popen[str]) -> None:
+        if line.split()[:2] == ["step", "3/200"]:
+            os.killpg(process.pid, signal.SIGTERM)
+
+    flags = [*SMALL, "--max-steps"]
+    ended = run_rl(tmp_path, *flags, "200", on_line=on_line)
+    assert ended.code == EXIT_SIGTERM, ended.out
+    ended.assert_nothing_left()
+    assert CheckpointStore(ended.root).newest().commit is not None
+    again = run_rl(tmp_path, *flags, str(len(ended.rows) + 1), "--resume")
+    assert again.code == EXIT_OK, again.out
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
     """The run directory is a file system of 14 MB: two commits fit, a third does not. It may be missed, but not the
     last, which is what a run is for; the others stay, and when there is room the run goes on."""
@@ -277,6 +308,12 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,size=28m", str(tmp_path / "run")], check=True)
         again = run_rl(tmp_path, *flags, "6", "--resume")
         assert again.code == EXIT_OK, again.out
+        before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "run")], check=True)
+        refused = run_rl(tmp_path, *flags, "9", "--resume")
+        assert refused.code == EXIT_BAD_INPUT, refused.out
+        assert "Read-only file system" in refused.out
+        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 @contextmanager
@@ -314,10 +351,40 @@ class TestGoingBack:
 
     def test_the_commit_before_a_damaged_one_is_taken_and_that_is_said(self, root: Path) -> None:
         flip_a_bit(next((root / "checkpoints" / "step_000004" / "trainer").glob("*.distcp")))
+        tomorrow = time.time() + 86400
+        for path in [root, *root.rglob("*")]:  # the clock was set back since: all that is there is of later than now
+            os.utime(path, (tomorrow, tomorrow))
         again = run_rl(root.parent, *self.FLAGS, "--resume", "--max-steps", "5")
         assert again.code == EXIT_OK, again.out
         assert "passed over" in again.out
         assert [row["attempt"] for row in again.rows] == [1, 1, 2, 2, 2]
+        assert [commit.name for commit in CheckpointStore(root).commits()][-1] == "step_000005"
+
+    @pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
+    def test_each_file_of_a_commit_is_looked_at(self, root: Path, damage: str) -> None:
+        """Whatever it is, the commit before is taken, and an explicit step refused, with its name."""
+        store, newest = CheckpointStore(root), root / "checkpoints" / "step_000004"
+        files = [path for path in newest.rglob("*") if path.is_file()]
+        kinds = {".distcp", ".metadata", "state.json", ".safetensors", "tokenizer.json", "config.json", "manifest.json"}
+        assert all(any(path.name.endswith(kind) for path in files) for kind in kinds), files
+        for file in files:
+            content = file.read_bytes()
+            assert content, file
+            if damage == "flipped":
+                flip_a_bit(file)
+            elif damage == "truncated":
+                file.write_bytes(content[:-1])
+            else:
+                file.unlink()
+            chosen = choose(store, None)
+            assert chosen is not None
+            assert chosen.commit.name == "step_000002", file
+            assert "step_000004" in " ".join(chosen.notes)
+            with pytest.raises(BadInput, match=re.escape(file.name)):
+                choose(store, 4)
+            file.write_bytes(content)
+        chosen = choose(store, 4)
+        assert chosen is not None, "as it was"
 
     def test_a_fork_leaves_its_source_as_it_is(self, original: Ended, tmp_path: Path) -> None:
         before = sorted(original.root.rglob("*"))
@@ -334,6 +401,39 @@ class TestGoingBack:
         (branch,) = (root / "branches").iterdir()
         assert [path.name for path in (branch / "checkpoints").iterdir()] == ["step_000004"]
         assert [row["step"] for row in rows_of(branch / "metrics.jsonl")] == [2, 3]
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """Of a log in LevelDB's format (blocks of 32 KiB; each piece with checksum, length and kind before it), behind the
+    seven bytes that W&B puts first. The last may be torn."""
+    block, header, place, whole = 2**15, 7, 7, b""
+    while place + header <= len(content):
+        if block - place % block < header:  # filled up with zeros
+            place += block - place % block
+            continue
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        if place + header + length > len(content):
+            return
+        whole += content[place + header : place + header + length]
+        place += header + length
+        if kind in (1, 4):  # all of a record, or its last piece
+            yield whole
+            whole = b""
+
+
+def wandb_history(file: Path) -> tuple[list[int], dict[str, str]]:
+    """The `step` of each record of a run of W&B's, and the axis that it named for its metrics."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    steps, axes = list[int](), dict[str, str]()
+    for data in leveldb_records(file.read_bytes()):
+        record = Record.FromString(data)
+        items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        if "reward/total" in items:
+            steps.append(int(items["step"]))
+        if record.metric.step_metric:
+            axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+    return steps, axes
 
 
 def flip_a_bit(file: Path) -> None:

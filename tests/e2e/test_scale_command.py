@@ -10,10 +10,10 @@ import threading
 from itertools import groupby
 from pathlib import Path
 
-from run_support import DEADLINE_S, ROOT, TINY, assert_bound_and_conservation, run_rl
+from run_support import DEADLINE_S, ROOT, TINY, Ended, assert_bound_and_conservation, run_rl
 
 from trireme.checkpoint.store import CheckpointStore
-from trireme.errors import EXIT_SIGTERM
+from trireme.errors import EXIT_BAD_INPUT, EXIT_SIGTERM
 from trireme.tools.timeline import json_lines
 
 
@@ -26,8 +26,10 @@ def scale(run: Path, replicas: int) -> str:
 
 def test_replicas_come_and_go_while_the_run_goes_on(tmp_path: Path) -> None:
     said: list[str] = []
+    second: list[Ended] = []
 
     def up_and_down(process: subprocess.Popen[str]) -> None:
+        second.append(run_rl(tmp_path, *TINY, "--resume"))
         said.extend(scale(tmp_path / "run", replicas) for replicas in (2, 1))
         process.send_signal(signal.SIGTERM)
 
@@ -38,6 +40,8 @@ def test_replicas_come_and_go_while_the_run_goes_on(tmp_path: Path) -> None:
     ended = run_rl(tmp_path, *TINY, "--trainer.shards", "1", "--max-steps", "9999", on_line=on_line)
     assert ended.code == EXIT_SIGTERM, ended.out
     assert [commit.name for commit in CheckpointStore(ended.root).commits()][-1] == f"step_{len(ended.rows):06d}"
+    assert second[0].code == EXIT_BAD_INPUT, "the run has a driver"
+    assert "is running" in second[0].out
     up, down = said
     assert "1 replica; 1 more to start" in up.splitlines()  # whoever waits for an answer is told so first
     assert up.splitlines()[-1] == "2 of 2 replicas serve"

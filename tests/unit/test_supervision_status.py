@@ -270,11 +270,12 @@ class TestScaleRequests:
     def test_a_new_driver_does_nothing_that_an_older_one_was_asked(self, tmp_path: Path) -> None:
         (tmp_path / "scale").mkdir()
         old = tmp_path / "scale" / "0.json"
-        old.write_text(json.dumps(vars(ScaleRequest("0", 1.0, 7))))
-        locked = (tmp_path / LOCK).stat().st_mtime
-        os.utime(old, (locked - 1, locked - 1))
+        old.write_text(json.dumps(vars(ScaleRequest("0", 1.0, "pid 1 on elsewhere\n", 7))))
+        (tmp_path / "scale" / "0.answer").write_text("{}")
+        later = time.time() + 3600
+        os.utime(old, (later, later))  # the clock was set back since: it says nothing
         assert ScaleRequests(tmp_path).poll() is None
-        assert not old.exists()
+        assert list((tmp_path / "scale").iterdir()) == []
 
     def test_what_it_was_asked_before_it_looked_counts(self, tmp_path: Path) -> None:
         """Somebody asks while the rooms start."""

@@ -39,7 +39,7 @@ LONGEST_S = 10.0
 RECENT = 10
 """Incidents that stand in STATUS."""
 JOIN_S = 5.0
-HOLDER = re.compile(r"pid (\d+) on (\S+)")
+HOLDER = re.compile(r"pid (\d+) on ([^\s,]+)")
 """Contents of the lock file."""
 
 log = logging.getLogger(__name__)
@@ -227,11 +227,12 @@ def _holds(pid: int, lock: Path) -> bool:
 @dataclass(frozen=True)
 class ScaleRequest:
     """Somebody wants so many `replicas`, those that are reserved for evaluations among them (as `inference.replicas`).
-    `at`: seconds since 1970. More than 0 and more than are reserved, and the run is not deterministic: who asks has
-    seen to that."""
+    More than 0 and more than are reserved, and the run is not deterministic: who asks has seen to that. `at`: seconds
+    since 1970. `driver`: whom it was asked, as the run's lock file names it."""
 
     id: str
     at: float
+    driver: str
     replicas: int
 
 
@@ -249,10 +250,12 @@ class ScaleRequests:
 
     def __init__(self, root: Path) -> None:
         self._place = root / SCALE
-        locked = (root / LOCK).stat().st_mtime
-        for file in self._place.glob("*"):
-            if file.stat().st_mtime < locked:
-                file.unlink()
+        driver = (root / LOCK).read_text()
+        for file in self._place.glob("*.json"):
+            if (request := _request(file)) and request.driver != driver:
+                file.unlink(missing_ok=True)
+        for file in self._place.glob("*.answer"):  # this driver has given none yet
+            file.unlink(missing_ok=True)
 
     def poll(self) -> ScaleRequest | None:
         """The oldest request that has no answer; returns at once."""
@@ -277,7 +280,7 @@ def _request(file: Path) -> ScaleRequest | None:
 def asked_scale(root: Path, replicas: int) -> Iterator[Callable[[], ScaleAnswer | None]]:
     """Asks the driver of the run in `root` for `replicas`. Yields a function that says what was answered: None as long
     as there is nothing. The request is withdrawn at the end of the block. Raises OSError."""
-    request = ScaleRequest(secrets.token_hex(8), time.time(), replicas)
+    request = ScaleRequest(secrets.token_hex(8), time.time(), (root / LOCK).read_text(), replicas)
     question, answer = (root / SCALE / f"{request.id}.{kind}" for kind in ("json", "answer"))
     question.parent.mkdir(exist_ok=True)
     _put(question, asdict(request))
