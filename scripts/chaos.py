@@ -1,13 +1,13 @@
 """Kills the parts of runs, and says what became of them.
 
-    python scripts/chaos.py matrix [--victim shard ...] [--moment commit ...] [--stop] [--results FILE]
+    python scripts/chaos.py matrix [--victim shard ...] [--moment commit ...] [--stop] [--results FILE] [--docs]
     python scripts/chaos.py soak [--steps 300] [--every 20] [--seed 0]
 
 `matrix`: every victim at every moment (`tests/e2e/chaos_support.py`), one small run for each: about a minute and a half
 on two cores. `--stop`: SIGSTOP, for longer than the deadline, in place of SIGKILL. A run has come through when all that
 it left is whole: each step and each problem once, the bound, the last commit, no process and no file in shared memory.
 `--results` keeps what was found, one line of JSON a cell; cells that are in it already are not run again, and stand in
-the table that is printed at the end, as Markdown.
+the table that is printed at the end, as Markdown; with `--docs` it also takes the place of the one in docs/recovery.md.
 
 `soak`: one long run of which a random part is killed again and again, and beside it one that nothing happens to. Prints
 how the memory of every process of both went, and both reward curves.
@@ -57,6 +57,7 @@ from chaos_support import (
 from resume_support import rows_of
 from run_support import Running
 
+DOCS = Path(__file__).parents[1] / "docs" / "recovery.md"
 MEBI = 2**20
 SOAK = [
     *CHAOS,
@@ -92,7 +93,10 @@ def matrix(args: argparse.Namespace) -> bool:
                 file.write(json.dumps(results[-1]) + "\n")
         print(f"{cell}: {told(results[-1])}", flush=True)
     results = [row for row in results if row["sends"] == sends.name]
-    print("\n" + table(results))
+    found = table(results)
+    print("\n" + found)
+    if args.docs:
+        put_into_docs(DOCS, sends.name, found)
     return all(row["failure"] is None for row in results)
 
 
@@ -133,6 +137,15 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     rows = [["at", *columns], ["---"] * (len(columns) + 1)]
     rows += [[moment, *(told_in_a_cell(victim, moment) for victim in columns)] for moment in lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def put_into_docs(file: Path, sends: str, found: str) -> None:
+    """Replaces the table between the comments `<!-- matrix SIGKILL -->` and `<!-- end -->` of a Markdown file."""
+    before, begin, rest = file.read_text().partition(f"<!-- matrix {sends} -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    if not end:
+        raise ValueError(f"{file} has no place for a table between <!-- matrix {sends} --> and <!-- end -->")
+    file.write_text(f"{before}{begin}{found}\n{end}{after}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- soak
@@ -239,6 +252,7 @@ def main() -> None:
     one.add_argument("--moment", nargs="+", choices=list(MOMENTS), default=list(MOMENTS))
     one.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
     one.add_argument("--results", type=Path, help="a file that keeps what was found")
+    one.add_argument("--docs", action="store_true", help="put the table into docs/recovery.md")
     one.set_defaults(run=matrix)
     other = commands.add_parser("soak")
     other.add_argument("--steps", type=int, default=300)
