@@ -55,6 +55,7 @@ def train(
     for step in range(start, config.max_steps):
         roster.at_step(step)
         stop.check()
+        check()  # here the run can be committed; where steps are short nothing is waited for long enough to look
         clock = Clock()
         with clock("step", step=step):
             outputs: list[Mapping[str, float]] = []

@@ -1,8 +1,8 @@
 """Parts of a run are killed, or stopped, while it goes on, and it comes to its end by itself: real Ray, gloo and vLLM.
 
-One run is made always: in deterministic mode one that lost a shard, an engine and the orchestrator one after the other
-is compared, bit for bit, with one that lost nothing. The rest is `long`; every victim at every moment is a command of
-its own: `scripts/chaos.py matrix`.
+Two runs are made always: in deterministic mode one that lost a shard, an engine and the orchestrator one after the
+other is compared, bit for bit, with one that lost nothing; and one that loses a replica is whole. The rest is `long`;
+every victim at every moment is a command of its own: `scripts/chaos.py matrix`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ EACH_ONCE = [
     ("orchestrator", "recovery"),
 ]
 """Every victim, and every moment."""
+ALWAYS = ("replica", "sampling")
 LEAK_LIMIT = 2**30
 """Private bytes: an orchestrator has 0.3 GiB of its own, and 32 answers of 8 MiB are graded between two commits."""
 
@@ -97,8 +98,9 @@ def test_a_run_that_lost_an_engine_goes_on_with_the_other_until_its_successor_se
     assert "its successor serves" in served["what"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("victim", "moment"), EACH_ONCE)
+@pytest.mark.parametrize(
+    ("victim", "moment"), [pytest.param(*cell, marks=[] if cell == ALWAYS else pytest.mark.long) for cell in EACH_ONCE]
+)
 def test_whoever_is_killed_whenever(tmp_path: Path, victim: str, moment: str) -> None:
     assert_whole(run_cell(tmp_path, Cell(victim, moment)))
 
@@ -225,8 +227,9 @@ def test_a_replica_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_pat
     assert ended.code == EXIT_LIMIT, ended.out
     assert "inference replica 0 failed 3 times" in ended.out
     ended.assert_nothing_left()
-    assert [commit.name for commit in CheckpointStore(ended.root).commits()] == [f"step_{len(ended.rows):06d}"]
-    assert_whole(run_rl(tmp_path, *CHAOS, "--max-steps", str(len(ended.rows) + 2), "--resume"), len(ended.rows) + 2)
+    done = len(ended.rows)
+    assert [commit.name for commit in CheckpointStore(ended.root).commits()] == [f"step_{done:06d}"]
+    assert_whole(run_rl(tmp_path, *CHAOS, "--max-steps", str(done + 2), "--resume"), done + 2)
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ import numpy as np
 
 from trireme.config import Config
 from trireme.driver import train
+from trireme.errors import LimitReached
 from trireme.signals import Stop
 from trireme.supervision.roster import Roster
 from trireme.types import ForwardBackwardOutput, OptimStepResponse, WeightIdentity
@@ -76,10 +77,10 @@ class StandIns(SimpleNamespace):
         """Nothing is wrong."""
 
 
-def asked(**trainer: int) -> list[str]:
+def asked(check: Callable[[], None] = lambda: None, max_steps: int = 1, **trainer: int) -> list[str]:
     config = Config.model_validate(
         {
-            "max_steps": 1,
+            "max_steps": max_steps,
             "model": {"name": "m"},
             "env": {"id": "sort"},
             "trainer": trainer,
@@ -90,9 +91,12 @@ def asked(**trainer: int) -> list[str]:
     all_: Any = StandIns(config.trainer.num_minibatches)
     rooms: Any = SimpleNamespace(trainer=all_, orchestrator=all_)
     roster = Roster(lambda: 0.0)
-    watching = SimpleNamespace(roster=roster, check=lambda: None)
-    train(config, rooms, 0, lambda step: 1e-3, all_, all_, all_, Stop(), watching)
-    assert roster.step == 1
+    watching = SimpleNamespace(roster=roster, check=check)
+    try:
+        train(config, rooms, 0, lambda step: 1e-3, all_, all_, all_, Stop(), watching)
+    except LimitReached:
+        return [*all_.asked, "limit reached"]
+    assert roster.step == max_steps
     return list(all_.asked)
 
 
@@ -101,6 +105,17 @@ def test_a_step_is_published_its_update_begun_and_then_released_and_committed() 
     step = ["wait for 0.0.0", "forward_backward 0.0.0", "leave boundary", "optim_step"]
     end = ["publish 1", "begin update 1", "release 0", "at boundary 1", "row 0 ['{}']", "seal"]
     assert asked() == start + step + end
+
+
+def test_what_ends_the_run_is_seen_between_two_steps_where_it_can_be_committed() -> None:
+    """Also when no room is ever waited for."""
+    looks = iter([None, LimitReached("a replica died too often")])
+
+    def check() -> None:
+        if failure := next(looks):
+            raise failure
+
+    assert asked(check, max_steps=9)[-3:] == ["row 0 ['{}']", "seal", "limit reached"]
 
 
 def test_a_streamed_minibatch_is_trained_on_before_the_next_one_is_there() -> None:
