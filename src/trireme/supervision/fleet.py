@@ -263,7 +263,8 @@ class Fleet:
             self._fail(index, f"it did not start within {limit:g} s (timeouts.start_s)")
 
     def _fail(self, index: int, reason: str, failure: TriremeError | None = None) -> None:
-        failure = failure or RoomFailed(f"inference replica {index}: {reason}")
+        name = f"inference replica {index}"
+        failure = failure or RoomFailed(reason if reason.startswith(name) else f"{name}: {reason}")
         self._watch.drop(name_of(index))
         self._roster.set(name_of(index), Health.DEAD, str(failure))
         self._roster.note(name_of(index), str(failure))
