@@ -8,11 +8,13 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import psutil
 import ray
+from ray._private import services as ray_services
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -102,19 +104,33 @@ def _start_ray(cpus: int, directory: str) -> None:
     """Raises RoomFailed when its services do not come up, for which Ray gives them 30 s, whatever the machine does
     besides (`ray._private.node.Node`)."""
     try:
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=directory,
-        )
+        with _in_groups_of_their_own():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=directory,
+            )
     except Exception as error:  # Ray's own have no narrower type
         raise RoomFailed(
             f"Ray did not start on this machine: {error} If that is busy (its load is {os.getloadavg()[0]:.0f}, on "
             f"{os.cpu_count()} cores), try again when it is not; `ray start --head --block` shows what is wrong"
         ) from error
+
+
+@contextmanager
+def _in_groups_of_their_own() -> Iterator[None]:
+    """Services that Ray starts within do not get what a shell or a scheduler sends to the driver's process group. They
+    would else end of its SIGTERM before the driver could commit, and the driver, which cannot do without them, would
+    hang for a minute and be ended by Ray. (They end with the driver all the same: the kernel sees to that.)"""
+    popen = ray_services.ConsolePopen
+    ray_services.ConsolePopen = partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        ray_services.ConsolePopen = popen
 
 
 def _children(of: psutil.Process | None = None) -> set[psutil.Process]:

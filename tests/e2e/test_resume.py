@@ -38,7 +38,7 @@ from run_support import (
 
 from trireme.checkpoint.resume import choose
 from trireme.checkpoint.store import CheckpointStore
-from trireme.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_SIGTERM, BadInput
+from trireme.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, BadInput
 
 START_UP = ["trainer.start@1", "inference.start@1", "orchestrator.start@1"]
 STEP = [
@@ -274,23 +274,6 @@ def test_a_signal_commits_and_says_how_to_go_on(tmp_path: Path) -> None:
     again = run_rl(tmp_path, *command, "--max-steps", str(done + 1), directory=False)
     assert again.code == EXIT_OK, again.out
     assert [row["step"] for row in again.rows] == list(range(done + 1))
-
-
-@pytest.mark.long
-def test_a_signal_to_all_processes_of_a_run_ends_it_as_one_to_its_driver(tmp_path: Path) -> None:
-    """As a scheduler sends it. Rooms may be gone before anything can be committed: then the newest commit stands."""
-
-    def on_line(line: str, process: subprocess.Popen[str]) -> None:
-        if line.split()[:2] == ["step", "3/200"]:
-            os.killpg(process.pid, signal.SIGTERM)
-
-    flags = [*SMALL, "--max-steps"]
-    ended = run_rl(tmp_path, *flags, "200", on_line=on_line)
-    assert ended.code == EXIT_SIGTERM, ended.out
-    ended.assert_nothing_left()
-    assert CheckpointStore(ended.root).newest().commit is not None
-    again = run_rl(tmp_path, *flags, str(len(ended.rows) + 1), "--resume")
-    assert again.code == EXIT_OK, again.out
 
 
 def test_a_full_disk(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def test_replicas_come_and_go_while_the_run_goes_on(tmp_path: Path) -> None:
     def up_and_down(process: subprocess.Popen[str]) -> None:
         second.append(run_rl(tmp_path, *TINY, "--resume"))
         said.extend(scale(tmp_path / "run", replicas) for replicas in (2, 1))
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)  # of the run's whole group of processes, as a scheduler ends a job
 
     def on_line(line: str, process: subprocess.Popen[str]) -> None:
         if line.split()[:2] == ["step", "1/9999"]:

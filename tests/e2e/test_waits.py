@@ -7,6 +7,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -105,3 +106,9 @@ def test_ray_would_print_a_page_for_a_process_that_was_killed(tmp_path: Path, mo
     os.kill(pid, signal.SIGKILL)
     while not is_obituary(printed.get(timeout=60)):
         pass
+
+
+def test_services_of_ray_are_in_the_group_of_whoever_starts_them() -> None:
+    """When they are not, `trireme.cluster._in_groups_of_their_own` is not needed any more."""
+    services = [child for child in psutil.Process().children() if child.name() in ("gcs_server", "raylet")]
+    assert [os.getpgid(service.pid) for service in services] == [os.getpgid(0)] * 2
