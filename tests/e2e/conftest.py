@@ -1,5 +1,7 @@
 """What end-to-end tests of several modules share: a small Ray cluster, and a run to which nothing happens."""
 
+import fcntl
+import os
 import tempfile
 from collections.abc import Iterator
 
@@ -26,8 +28,15 @@ def ray_cluster() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def deterministic(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """A deterministic run that nothing happens to."""
-    ended = run_rl(tmp_path_factory.mktemp("r"), *DETERMINISTIC)
-    assert ended.code == EXIT_OK, ended.out
-    ended.assert_nothing_left()
-    return ended
+    """A deterministic run that nothing happens to: one for all workers of pytest-xdist, who have one parent."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "deterministic"
+    shared.mkdir(exist_ok=True)
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "whole").exists():
+            ended = run_rl(shared, *DETERMINISTIC)
+            assert ended.code == EXIT_OK, ended.out
+            ended.assert_nothing_left()
+            (shared / "whole").touch()
+    return Ended(EXIT_OK, "", shared / "run", [], set(), set())
