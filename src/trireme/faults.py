@@ -5,8 +5,9 @@ process that has this number in its room (`number_process`), and in those that i
 n-th time that a process passes the point (default 1); `@n+`: and each time after it.
 
 Actions that happen here: `raise`; `kill` (SIGKILL to itself); `stop` (SIGSTOP to itself: it goes on after SIGCONT); and
-`freeze`: the file `TRIREME_FAULT_REACHED` is made, and the thread sleeps until somebody removes it, so that a test can
-kill whatever it likes at this very point. Any other word is returned to the caller, which knows what it means.
+`freeze`: the file `TRIREME_FAULT_REACHED` is made (where that is a directory, one in it, called as the item is), and
+the thread sleeps until somebody removes it, so that a test can kill whatever it likes at this very point. Any other
+word is returned to the caller, which knows what it means.
 
 With `TRIREME_FAULT_ONCE`, a directory that all processes share, each item of the list acts in one of them, so that the
 successor of a killed process passes the point. With `TRIREME_FAULTS` unset a point costs one dictionary look-up.
@@ -78,6 +79,8 @@ class Armed:
             os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
         if self.action == "freeze":
             reached = Path(os.environ["TRIREME_FAULT_REACHED"])
+            if reached.is_dir():
+                reached /= self.item
             reached.touch()
             while reached.exists():
                 time.sleep(POLL_S)

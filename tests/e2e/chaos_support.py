@@ -165,14 +165,20 @@ def strike(cell: Cell, running: Running, nodes: Nodes | None = None) -> None:
 
 
 def armed(directory: Path, faults: Sequence[str]) -> dict[str, str]:
-    """The environment in which each of `faults` happens once; what freezes does until `reached` in `directory` is
+    """The environment in which each of `faults` happens once; what freezes does until its file (`reached`) is
     removed."""
     (directory / "once").mkdir()
+    (directory / "reached").mkdir()
     return {
         "TRIREME_FAULTS": ",".join(faults),
         "TRIREME_FAULT_ONCE": str(directory / "once"),
         "TRIREME_FAULT_REACHED": str(directory / "reached"),
     }
+
+
+def reached(directory: Path, faults: str) -> Path:
+    """The file that is there while the last of `faults`, which were armed with `directory`, freezes."""
+    return directory / "reached" / faults.split(",")[-1]
 
 
 @contextmanager
@@ -200,15 +206,15 @@ def run_cell(place: Path, cell: Cell, flags: Sequence[str] = CHAOS) -> Ended:
             nodes = ending.enter_context(cluster_of_two(CPUS_PER_NODE, environ))
         address = ["--cluster.address", nodes.address] if nodes else []
         running = ending.enter_context(started(place, [*flags, *address], environ))
-        reached = directory / "reached"
-        wait_for(f"{cell.moment} ({MOMENTS[cell.moment]})", reached.exists, running, DEADLINE_S)
+        moment, last = reached(directory, MOMENTS[cell.moment]), reached(directory, LAST_STEP)
+        wait_for(f"{cell.moment} ({MOMENTS[cell.moment]})", moment.exists, running, DEADLINE_S)
         strike(cell, running, nodes)
         time.sleep(LINGER_S)  # what is frozen is still there when the victim is no more
-        reached.unlink()
+        moment.unlink()
         if replaced:
-            wait_for(f"the last step ({LAST_STEP})", reached.exists, running, DEADLINE_S)
+            wait_for(f"the last step ({LAST_STEP})", last.exists, running, DEADLINE_S)
             wait_for("its successor", lambda: successors_serve(place / "run"), running, DEADLINE_S)
-            reached.unlink()
+            last.unlink()
         ended = end_of(running, place)
     if cell.victim in BY_HAND and cell.sends == signal.SIGKILL:
         assert ended.code == -signal.SIGKILL, ended.out

@@ -29,6 +29,7 @@ from chaos_support import (
     assert_whole,
     end_of,
     parts_of,
+    reached,
     run_cell,
     started,
     successors_serve,
@@ -135,10 +136,10 @@ def test_a_replica_whose_answers_are_wrong_is_replaced(tmp_path: Path, wrong: st
     faults = [f"inference.answer[0]@40+={wrong}", LAST_STEP]
     environ = armed(tmp_path, faults)
     with started(tmp_path, CHAOS, environ) as running:
-        reached = tmp_path / "reached"
-        wait_for("the last step", reached.exists, running, DEADLINE_S)
+        last = reached(tmp_path, LAST_STEP)
+        wait_for("the last step", last.exists, running, DEADLINE_S)
         wait_for("its successor", lambda: successors_serve(tmp_path / "run"), running, DEADLINE_S)
-        reached.unlink()
+        last.unlink()
         ended = end_of(running, tmp_path)
     assert sorted(os.listdir(tmp_path / "once")) == sorted(faults)
     assert_whole(ended)

@@ -124,6 +124,19 @@ def test_a_stopped_process_goes_on_when_it_is_told() -> None:
     assert ends(process) == (0, ["None", "stop", "None"])
 
 
+def test_each_that_freezes_has_a_file_of_its_own_in_a_directory(tmp_path: Path) -> None:
+    armed = {"TRIREME_FAULTS": "here@1=freeze,here@3=freeze", "TRIREME_FAULT_REACHED": str(tmp_path)}
+    process = start(PASSES, **armed)
+    deadline = time.monotonic() + DEADLINE_S
+    for item in armed["TRIREME_FAULTS"].split(","):
+        while not (tmp_path / item).exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (tmp_path / item).unlink()
+    assert ends(process) == (0, ["freeze", "None", "freeze"])
+
+
 def test_a_frozen_one_goes_on_when_its_file_is_removed(tmp_path: Path) -> None:
     reached = tmp_path / "reached"
     process = start(FREEZES, TRIREME_FAULTS="here=freeze", TRIREME_FAULT_REACHED=str(reached))
