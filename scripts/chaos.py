@@ -84,7 +84,14 @@ def matrix(args: argparse.Namespace) -> bool:
     sends = signal.SIGSTOP if args.stop else signal.SIGKILL
     results = rows_of(args.results) if args.results else []
     done = {(row["victim"], row["moment"], row["sends"]) for row in results}
-    for cell in [Cell(victim, moment, sends) for moment in args.moment for victim in args.victim]:
+    cells = [Cell(victim, moment, sends) for moment in args.moment for victim in args.victim]
+    if args.docs:
+        there = len({(cell.victim, cell.moment) for cell in cells} | {key[:2] for key in done if key[2] == sends.name})
+        if there < (stands := table_in(DOCS, sends.name)[1].count("whole,")):
+            raise SystemExit(
+                f"--docs would put {there} cells in the place of {stands}: run all of them, or add --results"
+            )
+    for cell in cells:
         if (cell.victim, cell.moment, sends.name) in done:
             continue
         results.append(run_one(cell))
@@ -141,11 +148,17 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 def put_into_docs(file: Path, sends: str, found: str) -> None:
     """Replaces the table between the comments `<!-- matrix SIGKILL -->` and `<!-- end -->` of a Markdown file."""
+    before, _, after = table_in(file, sends)
+    file.write_text(f"{before}{found}\n{after}")
+
+
+def table_in(file: Path, sends: str) -> tuple[str, str, str]:
+    """What stands before that table, the table, and what stands behind it."""
     before, begin, rest = file.read_text().partition(f"<!-- matrix {sends} -->\n")
-    _, end, after = rest.partition("<!-- end -->")
+    found, end, after = rest.partition("<!-- end -->")
     if not end:
-        raise ValueError(f"{file} has no place for a table between <!-- matrix {sends} --> and <!-- end -->")
-    file.write_text(f"{before}{begin}{found}\n{end}{after}")
+        raise SystemExit(f"{file} has no place for a table between <!-- matrix {sends} --> and <!-- end -->")
+    return before + begin, found, end + after
 
 
 # ---------------------------------------------------------------------------------------------------------------- soak

@@ -123,6 +123,7 @@ class InferenceGroup:
         self._reserved = frozenset(self.indices[len(replicas) - cfg.eval.replicas :])
         self._ready = {index: handle.start.remote() for index, handle in replicas.items()}
         self._spares: dict[str, Spare] = {}
+        self._dead_spares = 0
 
     @classmethod
     def start(cls, cfg: Config, options_N: list[dict[str, Any]], log_dir: Path | None) -> InferenceGroup:
@@ -190,12 +191,13 @@ class InferenceGroup:
     # -------------------------------------------------------------------------------------------------------- spares
 
     def keep_spares(self) -> None:
-        """Has one on each node with a replica that has started, if there shall be any. Returns at once."""
+        """Has one on each node with a replica that has started, if there shall be any, and until too many have died
+        (`cluster.max_restarts`). Returns at once. To be called now and then: a dead one is found by this alone."""
         if not self.cfg.inference.spare:
             return
         self._end_idle_spares()
         self._drop_dead_spares()
-        at = self._nodes()
+        at = self._nodes() if self._dead_spares <= self.cfg.cluster.max_restarts else {}
         for node in at.keys() - self._spares.keys():
             options = {**self._options[at[node]], "num_cpus": 0, "num_gpus": 0, "scheduling_strategy": on_node(node)}
             handle = _create(self.cfg, None, options, self.log_dir)
@@ -207,14 +209,14 @@ class InferenceGroup:
             ray.kill(self._spares.pop(node).handle)
 
     def _drop_dead_spares(self) -> None:
-        """Those that have died or could not import; of the others, each is asked again, so that the next look finds one
-        that dies later."""
+        """Those that have died or could not import. The others are asked again: an answer says nothing of later."""
         for node, spare in list(self._spares.items()):
             outcome = ready({spare.prepared: SPARES}, timeout_s=0.0)
             failure = next((value for value in outcome.values() if isinstance(value, TriremeError)), None)
             if failure:
-                log.warning("%s on node %s is of no use, another is started: %s", SPARES, node, failure)
+                log.warning("%s on node %s is of no use: %s", SPARES, node, failure)
                 ray.kill(self._spares.pop(node).handle)
+                self._dead_spares += 1
             elif outcome:
                 self._spares[node] = Spare(spare.handle, spare.handle.prepare.remote())
 

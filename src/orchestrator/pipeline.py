@@ -115,11 +115,12 @@ class Pipeline:
         self._players = {env.label: self._player(env) for env in cfg.env}
         self._samplers = [sampler, *([reserved] if reserved else [])]
         self._failures: dict[int, asyncio.Task[tuple[int, str]]] = {}
-        self._evaluator = Evaluator(cfg, held_out, self._sample, limits, self._pressure.gate, reserved)
+        self._evaluator = Evaluator(cfg, held_out, self._sample_to_evaluate, limits, self._pressure.gate, reserved)
         self._run_limits = RunLimits(cfg)
         self._recorder = Recorder(cfg, decode)
         self._meter = StepMeter()
         self._idle: IdleClock  # from the first weights on
+        self._evaluating = 0  # of the requests in flight
         self._counts = self._ledger.counts()
         self._boundary: Snapshot | None = None
 
@@ -337,8 +338,10 @@ class Pipeline:
         running = [
             f"{g.problem} (dispatched at version {g.floor})" for g in self._ledger.active.values() if not g.finished
         ]
-        in_flight = self._idle.in_flight
-        if in_flight:
+        in_flight = self._idle.in_flight - self._evaluating
+        if in_flight and not self._sampler.acknowledged():
+            holds = f"no inference replica serves, and {in_flight} requests wait for one"
+        elif in_flight:
             holds = f"the inference replicas hold it, with {in_flight} requests"
         elif running:
             holds = "the environments hold it: no request is with a replica"
@@ -449,6 +452,13 @@ class Pipeline:
     async def _sample(self, request: SampleRequest) -> SampledSequence:
         with self._idle:
             return await self._sampler.sample(request)
+
+    async def _sample_to_evaluate(self, request: SampleRequest) -> SampledSequence:
+        self._evaluating += 1
+        try:
+            return await self._sample(request)
+        finally:
+            self._evaluating -= 1
 
     def _note_error(self, error: Exception, env: str) -> None:
         self._meter.errors[type(error).__name__] += 1

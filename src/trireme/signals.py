@@ -27,19 +27,33 @@ class GraceOver(Stopped):
         return "stopped by a signal, without a commit: none was possible within checkpoint.grace_s"
 
 
+class RoomLost(Stopped):
+    """A signal asked the run to end, and before it could be committed one of its rooms failed."""
+
+    def __init__(self, exit_code: int, failure: RoomFailed) -> None:
+        super().__init__(exit_code)
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return f"stopped by a signal, without a commit: {self.failure}"
+
+
 EXIT_CODES = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_SIGTERM}
 SAME_S = 3.0
 """The same signal so soon after the first is no second one: whoever signals all processes of a job (a scheduler, `kill`
 of a process group) signals a launcher like `uv run` too, which passes it on. More than twice `waits.TICK_S`: Python
 hears of a signal only when the main thread is back from Ray, so of two at once the second may be late by as much."""
+BOTH_S = 0.5
+"""So soon after the first another one is no second one either: launchers turn Ctrl-C, which the terminal has sent to
+all, into a SIGTERM."""
 
 
 def _end_at_the_next(first: int) -> None:
-    """From now on a signal ends the process at once, unless it is `first`, which just came."""
+    """From now on a signal ends the process at once, unless it comes with `first`, which just came."""
     came = time.monotonic()
 
     def end(signum: int, _frame: FrameType | None) -> None:
-        if signum != first or time.monotonic() - came > SAME_S:
+        if time.monotonic() - came > (SAME_S if signum == first else BOTH_S):
             os._exit(EXIT_CODES[signal.Signals(signum)])  # the cluster's processes share the driver's fate
 
     for each in EXIT_CODES:
@@ -78,7 +92,7 @@ def graceful(grace_s: float) -> Iterator[Stop]:
     """While training: the first signal is noted for `Stop.check`, and raises GraceOver where the main thread happens to
     be if the block has not ended `grace_s` seconds later. A second one (see SAME_S) ends the process at once.
 
-    A room that fails once a signal came is not built anew: what the block raises becomes Stopped."""
+    A room that fails once a signal came is not built anew: what the block raises becomes RoomLost."""
     stop = Stop()
 
     def note(signum: int, _frame: FrameType | None) -> None:
@@ -98,7 +112,7 @@ def graceful(grace_s: float) -> Iterator[Stop]:
     except RoomFailed as failure:  # perhaps of the same signal, which whoever signals a whole group sends to rooms too
         if stop.exit_code is None:
             raise
-        raise Stopped(stop.exit_code) from failure
+        raise RoomLost(stop.exit_code, failure) from failure
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if stop.exit_code is None:  # else a second signal still ends the process at once

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 
@@ -35,6 +36,7 @@ def deterministic(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (shared / "whole").exists():
+            shutil.rmtree(shared / "run", ignore_errors=True)  # of a worker that failed
             ended = run_rl(shared, *DETERMINISTIC)
             assert ended.code == EXIT_OK, ended.out
             ended.assert_nothing_left()

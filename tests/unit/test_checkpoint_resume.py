@@ -9,6 +9,8 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from checkpoint_support import (
@@ -29,6 +31,7 @@ from hypothesis import strategies as st
 from trireme.checkpoint.manifest import MANIFEST, verify
 from trireme.checkpoint.resume import Chosen, check_fixed, choose, differences, fork
 from trireme.checkpoint.store import KEEP, CheckpointStore, Head
+from trireme.config.fixed import REFERENCE_WEIGHTS
 from trireme.errors import EXIT_BAD_INPUT, BadInput, CheckpointInvalid
 
 pytestmark = pytest.mark.usefixtures("instant_disk")
@@ -234,3 +237,18 @@ class TestFork:
             if not crashed:
                 break
         assert change > 20
+
+
+def test_a_commit_that_does_not_name_the_weights_of_its_reference_is_taken_at_its_word() -> None:
+    """One of before they were compared. Another coefficient is another loss all the same."""
+    chosen: Any = SimpleNamespace(
+        commit="step_000002", manifest=SimpleNamespace(fixed={"loss": {"trainer.kl.coef": 0.1}})
+    )
+    now = {"loss": {"trainer.kl.coef": 0.1, REFERENCE_WEIGHTS: "aa"}}
+    (note,) = check_fixed(chosen, now, force=False)
+    assert "does not say which weights its KL reference had" in note
+    with pytest.raises(BadInput, match=r"trainer\.kl\.coef: 0\.1 in the commit, 0\.2 now"):
+        check_fixed(chosen, {"loss": {**now["loss"], "trainer.kl.coef": 0.2}}, force=False)
+    without: Any = SimpleNamespace(commit="step_000002", manifest=SimpleNamespace(fixed={"loss": {}}))
+    with pytest.raises(BadInput, match="weights of"):
+        check_fixed(without, now, force=False)

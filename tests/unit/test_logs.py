@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,14 +39,18 @@ def until(log: Path, text: str) -> str:
 
 
 @pytest.fixture
-def hanging(tmp_path: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", HANGS, str(tmp_path)], stdout=subprocess.PIPE)
+def hanging(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", HANGS, str(tmp_path)], stdout=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
 
 
 def test_what_it_and_its_children_print_goes_to_its_log(tmp_path: Path, hanging: subprocess.Popen[bytes]) -> None:
     assert until(tmp_path / "room_0.log", "error\n").split("\n")[:3] == ["a child", "out", "error"]
     hanging.kill()
-    assert hanging.communicate() == (b"", None)
+    assert hanging.stdout is not None
+    assert hanging.stdout.read() == b""
 
 
 def test_one_that_hangs_writes_where_and_lives(tmp_path: Path, hanging: subprocess.Popen[bytes]) -> None:
@@ -57,5 +62,3 @@ def test_one_that_hangs_writes_where_and_lives(tmp_path: Path, hanging: subproce
             assert time.monotonic() < deadline
             time.sleep(0.02)
     assert hanging.poll() is None
-    hanging.kill()
-    hanging.communicate()

@@ -580,6 +580,20 @@ def test_the_deadline_says_what_is_missing() -> None:
     asyncio.run(scenario())
 
 
+def test_a_batch_that_comes_late_while_no_replica_serves_is_said_to_wait_for_one() -> None:
+    async def scenario() -> None:
+        run = Run(config(4, timeout_s=0.5))
+        for problem in range(8):
+            run.sampler.hold(problem)
+        async with run:
+            await quiesce()
+            run.sampler.acknowledged = dict  # type: ignore[method-assign]
+            with pytest.raises(RoomFailed, match="no inference replica serves, and 16 requests wait for one"):
+                await run.pipeline.next_minibatch(0, 0)
+
+    asyncio.run(scenario())
+
+
 def test_minibatches_are_asked_for_in_order() -> None:
     async def scenario() -> None:
         async with Run(config(4, substeps=2)) as run:

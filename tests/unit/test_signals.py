@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.signals import SAME_S
+from trireme.signals import BOTH_S, SAME_S
 
 SCRIPT = """
 import signal, sys, time
@@ -53,6 +53,9 @@ try:
 except signals.GraceOver as over:
     print("grace over", flush=True)
     sys.exit(over.exit_code)
+except signals.RoomLost as lost:
+    print(lost, flush=True)
+    sys.exit(lost.exit_code)
 except signals.Stopped as stopped:
     print("stopped", flush=True)
     sys.exit(stopped.exit_code)
@@ -95,11 +98,15 @@ def test_a_second_signal_ends_at_once() -> None:
     assert rest(process) == ("", 75)
 
 
-def test_another_signal_ends_at_once_however_soon() -> None:
+def test_another_signal_ends_at_once_unless_both_came_together() -> None:
+    """A launcher may turn Ctrl-C, which the terminal has sent to all, into a SIGTERM."""
     process = start("slow", grace_s=30)
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None
     assert process.stdout.readline() == "noted\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(BOTH_S + 0.2)
+    assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert rest(process) == ("", 130)
 
@@ -108,7 +115,7 @@ def test_a_room_that_fails_once_a_signal_came_ends_the_run_as_the_signal_does() 
     """It may have got it too, and nobody wants it built anew."""
     process = start("room fails", grace_s=30)
     process.send_signal(signal.SIGTERM)
-    assert rest(process) == ("noted\nstopped\n", 75)
+    assert rest(process) == ("noted\nstopped by a signal, without a commit: it got the signal too\n", 75)
 
 
 def test_a_signal_that_is_passed_on_while_the_driver_waits_in_ray_counts_once() -> None:

@@ -145,6 +145,15 @@ class TestStart:
         world.fleet.scale(1)
         assert world.room.told[-1] == ("keep spares",), "nobody starts any more"
 
+    def test_spares_are_looked_after_now_and_then(self, world: World) -> None:
+        world.look(fleet_module.SPARES_EVERY_S)
+        assert world.room.told == [], "nobody serves yet"
+        world.serve()
+        world.look()
+        assert world.room.told == []
+        world.look(fleet_module.SPARES_EVERY_S)
+        assert world.room.told == [("keep spares",)]
+
     def test_one_that_dies_as_it_starts_is_replaced(self, world: World) -> None:
         world.answer("start", 0, value=DIED)
         assert world.room.told == [("replace", 0)]

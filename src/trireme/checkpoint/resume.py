@@ -14,6 +14,7 @@ from trireme.checkpoint.files import make_directory
 from trireme.checkpoint.manifest import Manifest, step_of, verify
 from trireme.checkpoint.rows import ROW_FILES, read_rows, write_rows
 from trireme.checkpoint.store import CheckpointStore
+from trireme.config.fixed import REFERENCE_WEIGHTS
 from trireme.config.problems import Problem
 from trireme.errors import CheckpointInvalid
 
@@ -90,14 +91,20 @@ def differences(committed: Mapping[str, Any], now: Mapping[str, Any], then: str 
 
 def check_fixed(chosen: Chosen, fixed: Mapping[str, Any], force: bool) -> tuple[str, ...]:
     """Raises BadInput when what may not change between commit and resume did; with `force` it is what is returned."""
-    changed = differences(chosen.manifest.fixed, fixed)
+    committed = chosen.manifest.fixed
+    notes: tuple[str, ...] = ()
+    before, now = committed.get("loss", {}), fixed.get("loss", {})
+    if REFERENCE_WEIGHTS in now and REFERENCE_WEIGHTS not in before and "trainer.kl.coef" in before:
+        notes = (f"{chosen.commit} does not say which weights its KL reference had: taken for those of now",)
+        committed = {**committed, "loss": {**before, REFERENCE_WEIGHTS: now[REFERENCE_WEIGHTS]}}
+    changed = differences(committed, fixed)
     if changed and not force:
         raise Problem(
             f"to go on from {chosen.commit} with other values of what a run is made of:\n    " + "\n    ".join(changed),
             "the same model, tokenizer, loss and data order as in the commit",
             "give the values of the commit, start a new run, or go on all the same with --resume.force",
         ).error()
-    return tuple(f"changed, and forced: {line}" for line in changed)
+    return (*notes, *(f"changed, and forced: {line}" for line in changed))
 
 
 def fork(source: Chosen, store: CheckpointStore, attempt: int) -> tuple[Chosen, str]:

@@ -19,6 +19,8 @@ from trireme.config.schema import CommonConfig, Config, EnvConfig, KlConfig, Lor
 IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 """Entries of a model's config.json that say nothing about what it computes."""
 
+REFERENCE_WEIGHTS = "weights of trainer.kl.reference"
+
 SAMPLES, SAMPLE_BYTES = 64, 2**16
 """What is read of each file of a reference's weights: 4 MiB."""
 
@@ -34,7 +36,7 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
             "trainer.loss_fn_config": config.trainer.loss_fn_config,
             "trainer.loss_normalization": config.trainer.loss_normalization,
             "orchestrator.advantage": config.orchestrator.advantage,
-            **kl_parts(config.trainer.kl),
+            **kl_parts(config.trainer.kl, config.base_is_reference),
         },
         "data": {
             "seed": config.seed,
@@ -53,14 +55,15 @@ def common_parts(config: CommonConfig, facts: ModelFacts) -> dict[str, Any]:
     }
 
 
-def kl_parts(kl: KlConfig) -> dict[str, Any]:
-    """The penalty and what it is for moving away from; nothing without one."""
+def kl_parts(kl: KlConfig, is_base: bool) -> dict[str, Any]:
+    """The penalty and what it is for moving away from; nothing without one. `is_base`: from the base of adapters."""
     reference = kl.reference
     found: dict[str, Any] = {}
     if kl.coef:
         found = {"trainer.kl.coef": kl.coef, "trainer.kl.discount": kl.discount}
-        if name := reference.load_checkpoint_path or reference.base_model:  # else it is the base of the adapters
-            found["weights of trainer.kl.reference"] = weights_fingerprint(name)
+        name = reference.load_checkpoint_path or reference.base_model
+        if name and not is_base:  # which is the model's own, whose weights are compared when adapters are loaded
+            found[REFERENCE_WEIGHTS] = weights_fingerprint(name)
     if reference.update_every:
         found["trainer.kl.reference.update_every"] = reference.update_every
     return found

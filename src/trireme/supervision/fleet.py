@@ -8,6 +8,7 @@ STARTING --its start ends--> READY --join--> JOINING --it has the newest weights
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
@@ -24,6 +25,7 @@ from trireme.supervision.watch import Watch
 
 SECOND_OPINION_S = 3.0
 """The orchestrator found a replica failed: for so long the end of trainer or orchestrator may turn out to be why."""
+SPARES_EVERY_S = 10.0
 PREFIX = "inference_"
 
 Again = Callable[[str, TriremeError, bool], None]
@@ -114,6 +116,7 @@ class Fleet:
         self._successors: set[int] = set()  # those of them that have not served yet
         self._serving: Serving | None = None
         self._reports: list[tuple[float, int, str]] = []  # from when on to believe which failure
+        self._spares_at = math.inf  # when to look after spares next, once replicas have joined
 
     def begin(self) -> None:
         """All replicas have been asked to start."""
@@ -157,6 +160,8 @@ class Fleet:
                 self._fail(index, reason)
         for index in self._of(State.STARTING):
             self._look_at_start(index, now)
+        if now >= self._spares_at:
+            self._keep_spares()
 
     def serves(self, index: int) -> bool:
         """Whether this attempt has sampled with replica `index`: not if it was lost in the one before, which ended."""
@@ -230,6 +235,7 @@ class Fleet:
         self._keep_spares()
 
     def _keep_spares(self) -> None:
+        self._spares_at = time.monotonic() + SPARES_EVERY_S
         if self._serving and not self.missing(all_of_them=True):  # else whoever starts has the cores
             self._replicas.keep_spares()
 

@@ -29,6 +29,7 @@ from trireme import waits
 from trireme.cluster import Progress
 from trireme.config import CommonConfig, Config
 from trireme.errors import RoomFailed, TriremeError
+from trireme.signals import RoomLost
 from trireme.supervision.fleet import Fleet, Replicas, Serving, index_of
 from trireme.supervision.pulses import EVERY_S
 from trireme.supervision.restarts import Restarts
@@ -139,6 +140,7 @@ class Supervisor:
         """The attempt ends, with `failure` if there is one: its rooms are about to be taken down. Of one that hangs,
         all actors write where they are to their logs."""
         self._ended = time.monotonic()
+        failure = failure.failure if isinstance(failure, RoomLost) else failure
         if failure and waits.unreached(failure):
             self._await_verdict()
         with self._lock:
