@@ -107,9 +107,8 @@ class Replica(SamplingEngine):
         log.info("process %d, a spare until now, succeeds replica %d", os.getpid(), index)
         if lost.devices is not None:
             os.environ[DEVICES] = lost.devices
-        if not await _gone(
-            lost.engine_pid
-        ):  # it ends with its actor, but a large one not at once, and both have no room
+        # It ends with its actor, but a large one not at once, and both have no room.
+        if not await _gone(lost.engine_pid):
             log.warning(
                 "waited %g s for process %d, the engine of the replica that was lost, to end, whose memory is needed; "
                 "starting beside it, as a new process would",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from inference.engine import give_tokenizer, sampled_sequence, vllm_params
 from inference.progress import NOTHING, Outcome, Progress, made_since
-from inference.wrong import LATE_S, WRONG, same
+from inference.wrong import made_wrong
 from trireme import trace
 from trireme.config import Config
 from trireme.errors import RoomFailed, TriremeError
@@ -188,10 +188,8 @@ class SamplingEngine:
             raise self._can_not_sample(request, error) from error
         kept_from = entry.identity if self._keeps_kv else None
         answer = sampled_sequence(request, output, kept_from)
-        if action := fault_point("inference.answer"):
-            await asyncio.sleep(LATE_S if action == "late" else 0.0)
-            return WRONG.get(action, same)(answer)
-        return answer
+        action = fault_point("inference.answer")
+        return await made_wrong(answer, action) if action else answer
 
     def _can_not_sample(self, request: SampleRequest, error: Exception) -> TriremeError:
         """What failed: this replica as a whole, or `request` alone."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,8 +18,12 @@ BEYOND = 2**20
 """Larger than any vocabulary."""
 
 
-def same(answer: SampledSequence) -> SampledSequence:
-    return answer
+async def made_wrong(answer: SampledSequence, action: str) -> SampledSequence:
+    """Raises KeyError for a word that is none of these: a fault that never comes would be a test that cannot fail."""
+    if action == "late":
+        await asyncio.sleep(LATE_S)
+        return answer
+    return WRONG[action](answer)
 
 
 def garbage(answer: SampledSequence) -> SampledSequence:

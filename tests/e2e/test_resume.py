@@ -304,9 +304,10 @@ def small_file_system(place: Path, size: str) -> Iterator[None]:
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True)
     if mounted.returncode:
-        # Only root may mount, and no other way fills a real disk without harm. What remains without it: one shard's
-        # file on /dev/full (test_trainer.py) and writes that fail half-way (test_checkpoint_files.py).
-        pytest.skip(f"needs to mount a file system: {mounted.stderr.decode().strip()}")
+        pytest.skip(  # reason: only root may mount, and no other way fills a real disk without harm; what remains is
+            # a shard's file on /dev/full (test_trainer.py) and writes that fail half-way (test_checkpoint_files.py)
+            f"needs to mount a file system: {mounted.stderr.decode().strip()}"
+        )
     try:
         yield
     finally:

@@ -22,11 +22,12 @@ from inference.load import LoadLog
 from inference.progress import NOTHING
 from inference.replica import Replica
 from inference.shipment import Shipment, in_memory_files
+from inference.wrong import made_wrong
 from trireme.config import Config
 from trireme.config.schema import SamplingConfig
 from trireme.errors import BadInput, RoomFailed, WeightsRefused
 from trireme.protocols import Pulse
-from trireme.types import SampleRequest, SamplingParams, WeightIdentity
+from trireme.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.weights import Canary, PublishedWeights
 
 IDENTITY = WeightIdentity(1, 0, "d")
@@ -608,3 +609,18 @@ def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> N
     ended = vllm_params(replace(request, params=given.params(seed=4, stop=(3, "ab", "c"), room=7)), [])
     assert (ended.stop, ended.stop_token_ids, ended.detokenize) == (["ab", "c"], [3], True)
     assert ended.include_stop_str_in_output, "what ended an answer is part of it"
+
+
+def test_answers_can_be_made_wrong_in_each_way_that_a_test_may_name() -> None:
+    """Whole runs with each of them: tests/e2e/test_kills.py."""
+    spans = (VersionSpan(IDENTITY, 0, 2),)
+    answer = SampledSequence(np.array([3, 4], np.int32), np.float32([-1.0, -2.0]), "stop", spans)
+
+    def made(action: str) -> SampledSequence:
+        return asyncio.run(made_wrong(answer, action))
+
+    assert (made("garbage").tokens > 10**6).all()
+    assert np.isnan(made("nan").logprobs).all()
+    assert [span.identity for span in made("stranger").spans] != [IDENTITY]
+    with pytest.raises(KeyError, match="garbled"):
+        made("garbled")
