@@ -27,18 +27,20 @@ T = TypeVar("T")
 
 
 def compute_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> npt.NDArray[np.float32]:
-    """Advantage of each rollout of a group, float32 [G].
+    """Advantage of each rollout of a group, float32 [G]: all are 0 if the rewards are equal, else some are above 0 and
+    some below.
 
     `mean`: r_i - mean(r). `std`: that divided by the group's (population) deviation, as in GRPO (arXiv:2402.03300).
     `leave_one_out`: r_i minus the mean of the others (RLOO, arXiv:2402.14740); needs at least two rollouts.
     """
-    rewards = np.asarray(rewards_G, dtype=np.float32)
-    centred = rewards - rewards.mean(dtype=np.float32)
+    rewards = np.asarray(rewards_G, dtype=np.float64)
+    rewards -= rewards[0]  # the mean of equal rewards may be rounded to another number; that of zeros is zero
+    centred = rewards - rewards.mean()
     if kind == "std":
-        return centred / (rewards.std(dtype=np.float32) + np.float32(STD_EPS))
+        centred /= rewards.std() + STD_EPS
     if kind == "leave_one_out":
-        return centred * np.float32(len(rewards) / (len(rewards) - 1))
-    return centred
+        centred *= len(rewards) / (len(rewards) - 1)
+    return centred.astype(np.float32)
 
 
 def is_constant(rewards_G: Sequence[float]) -> bool:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from orchestrator.data import (
+    AdvantageKind,
     Row,
     ScoredGroup,
     build_minibatch,
     compute_advantages,
     group_to_rows,
+    is_constant,
     lay_out,
     remove_constant_reward_groups,
     trajectory_to_data,
@@ -74,7 +76,35 @@ def test_compute_advantages_vectors(vector: dict[str, list[float]]) -> None:
 def test_other_advantages() -> None:
     np.testing.assert_allclose(compute_advantages([0, 0, 1, 1], "std"), [-1, -1, 1, 1], rtol=1e-5)
     np.testing.assert_allclose(compute_advantages([0, 0, 3], "leave_one_out"), [-1.5, -1.5, 3], rtol=1e-6)
-    assert np.abs(compute_advantages([0.1] * 3, "std")).max() < 0.1, "rounding is no signal"
+    assert np.abs(compute_advantages([0.1, 0.1, 0.3 - 0.2], "std")).max() < 0.1, "rounding is no signal"
+    np.testing.assert_allclose(compute_advantages([1e8, 1e8 + 1], "std"), [-1, 1], rtol=1e-5)
+
+
+REWARDS = st.floats(-1e9, 1e9, allow_subnormal=False)
+KINDS = st.sampled_from(get_args(AdvantageKind))
+
+
+@given(REWARDS, st.integers(2, 20), KINDS)
+@example(0.7, 7, "std")
+@example(10.1, 7, "std")
+@example(1000.1, 3, "std")
+def test_equal_rewards_have_no_advantage(reward: float, size: int, kind: AdvantageKind) -> None:
+    assert not compute_advantages([reward] * size, kind).any()
+
+
+@given(st.lists(st.floats(-1, 1, width=16), min_size=2, max_size=20), REWARDS, KINDS)
+@example([0.0, 1.0], 1e8, "std")
+@example([0.0] * 6 + [2**-24], 0.7, "leave_one_out")
+def test_of_rewards_that_differ_some_are_better_and_some_are_worse(
+    noise_G: list[float], offset: float, kind: AdvantageKind
+) -> None:
+    """However little they differ beside their size: the filter keeps such a group."""
+    rewards_G = [offset + noise for noise in noise_G]
+    assume(not is_constant(rewards_G))
+    advantages_G = compute_advantages(rewards_G, kind)
+    assert advantages_G.min() < 0 < advantages_G.max()
+    assert advantages_G[np.argmax(rewards_G)] == advantages_G.max()
+    assert advantages_G[np.argmin(rewards_G)] == advantages_G.min()
 
 
 @pytest.mark.parametrize("vector", VECTORS["remove_constant_reward_groups"])
