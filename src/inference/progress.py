@@ -11,7 +11,7 @@ second is lost. One that can still speak gives up its requests with all that the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +74,17 @@ def made_since(start: int, state: Any, kept_from: WeightIdentity | None, unprove
     tokens = state.detokenizer.output_token_ids[start:until]
     logprobs = [at[token].logprob for at, token in zip(state.logprobs_processor.logprobs[start:], tokens, strict=False)]
     return Progress(start, np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), spans)
+
+
+def prefilled_tokens(states: Iterable[Any]) -> int:
+    """Tokens, prompt and answer, of the requests whose whole prompt has been prefilled; of vLLM's RequestStates.
+
+    Those are the requests that have made a token. So one that only waits in the queue is left out, and one whose prompt
+    is prefilled in chunks until the last of them. One that vLLM has preempted for want of space counts: it does not say
+    which, and has all of it to prefill again too.
+    """
+    made = ((state.prompt_len, state.detokenizer.num_output_tokens()) for state in states)
+    return sum(prompt + answer for prompt, answer in made if answer)
 
 
 class Kept:

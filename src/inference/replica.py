@@ -27,6 +27,7 @@ from inference.engine import (
     prompt_logprobs,
     start_engine,
 )
+from inference.progress import prefilled_tokens
 from inference.sampling import HEALTH_TICK_S, SamplingEngine, Value, as_failure
 from inference.shipment import Shipment, in_memory_files
 from trireme import logs, trace
@@ -253,12 +254,12 @@ class Replica(SamplingEngine):
         asked = time.monotonic()
         await step("pause", self.pause())
         still = time.monotonic()
-        in_flight = await step("take", self._in_engine("take_weights"))
+        await step("take", self._in_engine("take_weights"))
         if published.adapter:
             self.adapter = policy_adapter()
         self.proved.clear()
         self.identity = published.identity
-        prefilled = 0 if self._keeps_kv else self._cleared(in_flight)
+        prefilled = 0 if self._keeps_kv else self._cleared()
         label = self.engine.update_weight_version(str(published.identity))
         _, canary = await step("label", asyncio.gather(label, self._submit_canary(published)))
         await step("resume", self.resume())
@@ -269,11 +270,10 @@ class Replica(SamplingEngine):
         seconds = time.monotonic() - started
         return UpdateReport(self.index, published.identity, diff, prefilled, seconds, still - asked, resumed - still)
 
-    def _cleared(self, in_flight: dict[str, int]) -> int:
-        """How many tokens are prefilled again: of the requests that have not been answered or aborted meanwhile."""
+    def _cleared(self) -> int:
+        """How many tokens are prefilled again: see `prefilled_tokens`."""
         self.load_log.cache_cleared()
-        unfinished = self.engine.output_processor.request_states
-        return sum(tokens for request_id, tokens in in_flight.items() if request_id in unfinished)
+        return prefilled_tokens(self.engine.output_processor.request_states.values())
 
     async def _submit_canary(self, published: PublishedWeights) -> RequestOutputCollector:
         return await self._add(

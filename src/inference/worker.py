@@ -121,9 +121,8 @@ class WorkerExtension:
         self.received = Received(shipment.entries, buckets, shipment.adapter)
         return None
 
-    def take_weights(self) -> dict[str, int]:
-        """Loads what was received, while the scheduler is paused. Answers with the tokens, prompt and answer, of each
-        request in the batch, by vLLM's request id: they are prefilled again if the cache has been cleared."""
+    def take_weights(self) -> None:
+        """Loads what was received, while the scheduler is paused."""
         assert self.received is not None
         runner = self.model_runner
         with set_current_vllm_config(self.vllm_config):
@@ -135,7 +134,6 @@ class WorkerExtension:
                 corrupt_one_weight(runner.get_model())
             torch.accelerator.synchronize()
         self.received = None
-        return {request: runner.requests[request].num_tokens for request in runner.input_batch.req_ids}
 
     def free_memory(self) -> None:
         """Gives the memory in which weights were loaded back to the system: some milliseconds, when requests go on.

@@ -125,6 +125,16 @@ class TestPredecessor:
                 time.sleep(0.01)
 
 
+def queued() -> Any:
+    """As vLLM's RequestState of a request that waits to be scheduled."""
+    return SimpleNamespace(
+        prompt_len=9,
+        weight_version_starts=[],
+        detokenizer=SimpleNamespace(output_token_ids=[], num_output_tokens=lambda: 0),
+        logprobs_processor=SimpleNamespace(logprobs=[]),
+    )
+
+
 class EngineOfRequests:
     """Stands still when told so; every request that entered is answered once it goes on. `calls` in their order."""
 
@@ -158,7 +168,7 @@ class EngineOfRequests:
         for _ in range(len(name)):  # the more letters, the longer the way
             await asyncio.sleep(0)
         self.calls.append(name)
-        self.output_processor.request_states[name] = None
+        self.output_processor.request_states[name] = queued()
         return SimpleNamespace(get=lambda: self._answer(name), request_id=name)
 
     async def abort(self, name: str, internal: bool) -> None:
@@ -300,6 +310,7 @@ def test_updates_come_one_after_the_other() -> None:
 def unfinished(name: str) -> Any:
     """As vLLM's RequestState of a request that has one token."""
     return SimpleNamespace(
+        prompt_len=9,
         weight_version_starts=[(str(IDENTITY), 0)],
         detokenizer=SimpleNamespace(output_token_ids=[7], num_output_tokens=lambda: 1),
         logprobs_processor=SimpleNamespace(logprobs=[{7: SimpleNamespace(logprob=-1.0)}]),
@@ -416,7 +427,7 @@ class UpdatingReplica(SamplingReplica):
 
     async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> Any:
         self.engine.calls.append(method)
-        return dict.fromkeys(self.engine.output_processor.request_states, 10) if method == "take_weights" else None
+        return None
 
     async def _submit_canary(self, published: PublishedWeights) -> Any:
         self.engine.calls.append("canary")
@@ -461,9 +472,7 @@ def test_weights_that_cannot_be_fetched_change_nothing() -> None:
 def test_requests_in_flight_see_an_update_between_two_steps(on_update: str, pause: str, reprefilled: int) -> None:
     async def run() -> None:
         made = UpdatingReplica(on_update)
-        made.engine.going.clear()
-        sampling = asyncio.create_task(outcomes(made, requests_of("a", "b")))
-        await turns()
+        sampling = await begun(made, "a", "b")
         report = await made.update_weights(published(version=1))
         assert made.engine.calls == [
             *("a", "b", "receive_weights", pause, "take_weights", "label 1:1:d", "canary", "resume", "free_memory"),
@@ -475,6 +484,19 @@ def test_requests_in_flight_see_an_update_between_two_steps(on_update: str, paus
             assert [span.mixed for span in answer.spans] == [on_update == "keep_kv"]
         (later,) = await outcomes(made, requests_of("later"))
         assert [span.mixed for span in later.spans] == [False]
+
+    asyncio.run(run())
+
+
+def test_requests_that_were_only_queued_are_not_prefilled_again() -> None:
+    async def run() -> None:
+        made = UpdatingReplica("recompute_kv")
+        sampling = await begun(made, "a", "b")
+        waiting = asyncio.create_task(outcomes(made, requests_of("c", "d")))
+        await turns()
+        assert made.engine.output_processor.request_states.keys() == {"a", "b", "c", "d"}
+        assert (await made.update_weights(published(version=1))).reprefill_tokens == 2 * (9 + 1)
+        await asyncio.gather(sampling, waiting)
 
     asyncio.run(run())
 
