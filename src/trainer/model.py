@@ -206,7 +206,12 @@ def _fill(unit: nn.Module, prefix: str, tensors: dict[str, Tensor], device: torc
 
 
 def _shard(unit: nn.Module, how: Sharding) -> None:
-    policy = MixedPrecisionPolicy(None if how.dtype == how.master else how.dtype, torch.float32)
+    # The root's inputs are not cast: they are token ids, and temperatures, which stay what was sampled with.
+    policy = MixedPrecisionPolicy(
+        None if how.dtype == how.master else how.dtype,
+        torch.float32,
+        cast_forward_inputs=not isinstance(unit, PreTrainedModel),
+    )
     sharded = fully_shard(unit, mesh=how.mesh, mp_policy=policy, offload_policy=how.offload, reshard_after_forward=True)
     if how.mesh.size() > 1:  # alone there is nothing to average, and a division by 1 would be a copy
         # Sum, do not average. Without the second line the factor 1 becomes a reduction that gloo does not have.

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 
 # The tiny models and batches are the end-to-end tests' too.
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from trainer_support import make_batch, make_config, make_model
+from trainer_support import VOCAB, make_batch, make_config, make_model
 
 from trainer.batching import ShardOutput, scatter_outputs
+from trainer.logprobs import token_logprobs
 from trainer.losses import resolve_loss
 from trainer.model import again_if_large
 from trainer.shard import Shard
@@ -211,6 +212,26 @@ def test_master_weights_and_what_computes(models, master, dtype):
         assert gradient.isfinite().all()
     assert torch.equal(ranks[0][2], ranks[1][2])
     assert torch.nn.functional.cosine_similarity(ranks[0][2], expected, dim=0) > 0.9
+
+
+def every_token(model, temperature, length=5):
+    """Log-probability of every token after each of some others [V, L]."""
+    tokens = torch.arange(length).expand(VOCAB, length)
+    targets = torch.arange(VOCAB)[:, None].expand(VOCAB, length)
+    with torch.no_grad():
+        return token_logprobs(model, tokens, targets, torch.full((VOCAB,), temperature))
+
+
+def low_precision_temperatures(rank, world_size, store, model, options):
+    one = make_shard(rank, world_size, store, model, options)
+    expected = (every_token(one._model, 1.0) / 0.7).log_softmax(0)
+    torch.testing.assert_close(every_token(one._model, 0.7), expected, rtol=0, atol=1e-5)
+    dist.destroy_process_group()
+
+
+def test_the_temperature_is_exact_whatever_the_model_computes_in(models):
+    """bfloat16 has no .7: a gradient for another temperature than what was sampled with would be off-policy."""
+    alone(low_precision_temperatures, models["qwen3"], {"model__dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize(("tokens", "times"), [(10, 1), (11, 2)])
