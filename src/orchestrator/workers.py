@@ -12,6 +12,9 @@ The function and its arguments are pickled, so it is one that a module has by na
 back. The limit counts from when the process has imported that module and is about to call it. To wait for a free
 process does not count, except for the limit of the rollout.
 
+Of the environment it gets `PASSED_ON` alone: no API key and no token, of Ray's or of anyone's, reaches code that grades
+what a model wrote. That is no sandbox: it can read all that the user can.
+
 A process ends with its caller: the orchestrator closes all of them, Linux kills them when it dies, and elsewhere they
 find the end of the socket.
 """
@@ -30,8 +33,9 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +46,14 @@ START_S = 60.0
 END_S = 10.0
 MEMORY_BYTES = 4 * 2**30
 """What a worker may allocate; beyond it Python raises MemoryError there."""
+PASSED_ON = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_CACHE_HOME"),
+    *("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "*_NUM_THREADS"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
+"""Patterns of the environment variables that a process gets: to find programs, modules, models and the network."""
 PR_SET_PDEATHSIG = 1
 HEADER = struct.Struct("!Q")
 
@@ -139,9 +151,13 @@ def _process(connection: socket.socket) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", "orchestrator.workers", str(connection.fileno()), str(os.getpid())],
             pass_fds=[connection.fileno()],
-            env=os.environ | {"PYTHONPATH": path},
+            env=_passed_on(os.environ) | {"PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
         )
+
+
+def _passed_on(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if any(fnmatchcase(name, pattern) for pattern in PASSED_ON)}
 
 
 _current: Workers | None = None

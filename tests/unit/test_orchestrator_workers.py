@@ -69,6 +69,10 @@ def fail(how: str) -> Any:
     raise KeyError(how)
 
 
+def environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
 def take_memory() -> int:
     return len(bytearray(64 * 2**30))
 
@@ -185,6 +189,21 @@ def test_memory_has_a_limit() -> None:
             await run_in_worker(take_memory, timeout_s=60)
 
     in_workers(scenario)
+
+
+def test_it_sees_what_code_needs_and_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = {"LC_TIME": "C", "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "https_proxy": "http://proxy"}
+    kept_back = ("WANDB_API_KEY", "RAY_AUTH_TOKEN", "HF_TOKEN", "OPENAI_API_KEY", "SOMETHING_ELSE")
+    for name, value in {**needed, **dict.fromkeys(kept_back, "secret")}.items():
+        monkeypatch.setenv(name, value)
+
+    async def scenario() -> dict[str, str]:
+        return await run_in_worker(environment, timeout_s=60)
+
+    seen = in_workers(scenario)
+    assert seen.items() >= {**needed, "PATH": os.environ["PATH"]}.items()
+    assert os.path.dirname(__file__) in seen["PYTHONPATH"].split(os.pathsep)
+    assert not seen.keys() & set(kept_back)
 
 
 def test_closing_ends_calls_under_way() -> None:
