@@ -177,11 +177,12 @@ class InferenceGroup:
         self._start(index)
         return index
 
-    def remove(self, index: int) -> None:
-        """Ends replica `index` for good."""
+    def remove(self, index: int) -> dict[str, Any]:
+        """Ends replica `index` for good; the options of Ray's that it had, for another."""
         ray.kill(self.replicas.pop(index))
-        del self._ready[index], self._options[index]
+        del self._ready[index]
         self._end_idle_spares()
+        return self._options.pop(index)
 
     def _start(self, index: int) -> Any:
         self.replicas[index] = _create(self.cfg, index, self._options[index], self.log_dir)

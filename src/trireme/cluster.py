@@ -187,11 +187,38 @@ def reserve(
     return group, [{**r, "scheduling_strategy": s} for r, s in zip(resources, strategies, strict=True)]
 
 
-def place_for(resources: Mapping[str, float], ending: ExitStack) -> dict[str, Any]:
-    """As `reserve` for one actor more, which waits until there is a place. `ending` gives it back."""
-    group = placement_group([_bundle(resources) or {"CPU": 0.001}])
-    ending.callback(remove_placement_group, group)
-    return {**resources, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)}
+class PlacesForMore:
+    """Places for actors with these Ray resources, which come and go. `ending` gives back those that are taken then.
+
+    A place that `reserve` made cannot be given back to Ray without all others: it is kept for who comes next."""
+
+    def __init__(self, resources: Mapping[str, float], ending: ExitStack) -> None:
+        self._resources = resources
+        self._groups: list[PlacementGroup] = []
+        self._kept: list[dict[str, Any]] = []
+        ending.callback(self._remove_all)
+
+    def take(self) -> dict[str, Any]:
+        """Ray's options of one actor more, which waits until there is a place."""
+        if self._kept:
+            return self._kept.pop()
+        group = placement_group([_bundle(self._resources) or {"CPU": 0.001}])
+        self._groups.append(group)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        return {**self._resources, "scheduling_strategy": strategy}
+
+    def give_back(self, options: dict[str, Any]) -> None:
+        """Nobody is at the place with these options any more."""
+        group = options["scheduling_strategy"].placement_group
+        if group in self._groups:
+            self._groups.remove(group)
+            remove_placement_group(group)
+        else:
+            self._kept.append(options)
+
+    def _remove_all(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
 
 
 def has_place(options: Mapping[str, Any]) -> bool:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,7 +17,7 @@ from orchestrator.handle import OrchestratorHandle
 from trainer.group import TrainerGroup
 from trainer.schedule import learning_rate_schedule
 from trireme import trace, waits
-from trireme.cluster import Progress, place_for, reserve
+from trireme.cluster import PlacesForMore, Progress, reserve
 from trireme.command import told_roster
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
@@ -49,7 +48,7 @@ class Places:
     trainer_R: list[dict[str, Any]]
     orchestrator: dict[str, Any]
     inference: InferenceGroup
-    for_one_more: Callable[[], dict[str, Any]]
+    for_more: PlacesForMore
 
 
 @contextmanager
@@ -59,11 +58,11 @@ def places(config: Config, plan: Plan, run: RunDir, progress: Progress) -> Itera
         resources = [*plan.trainer_options_R, *plan.inference_options_N, plan.orchestrator_options]
         group, options = reserve(resources, config.timeouts.start_s, progress, ending, plan.trainer_blocks)
         shards, replicas = len(plan.trainer_options_R), len(plan.inference_options_N)
+        for_more = PlacesForMore(plan.added_replica_options, ending)
         inference = InferenceGroup.start(config, options[shards : shards + replicas], run.logs)
         ending.callback(inference.stop)
         nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
-        one_more = partial(place_for, plan.added_replica_options, ending)
-        yield Places(_with_device(config, plan), nodes, options[:shards], options[-1], inference, one_more)
+        yield Places(_with_device(config, plan), nodes, options[:shards], options[-1], inference, for_more)
 
 
 @contextmanager
@@ -72,7 +71,7 @@ def supervised(
 ) -> Iterator[tuple[Places, Supervisor]]:
     """Places for all actors, and who watches them. What happens to them is said, and written to the run directory."""
     with told_roster(run, say) as roster, places(config, plan, run, progress) as found:
-        elastic = Elastic(config, found.inference, ScaleRequests(run.root), found.for_one_more)
+        elastic = Elastic(config, found.inference, ScaleRequests(run.root), found.for_more)
         with Supervisor(config, roster, "trainer and orchestrator", elastic) as supervisor:
             yield found, supervisor
 

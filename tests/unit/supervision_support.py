@@ -64,7 +64,7 @@ class Ref:
 
 
 class Room:
-    """The inference room and the orchestrator: write down what they are told, give references."""
+    """The inference room, places for it, and the orchestrator: write down what they are told, give references."""
 
     def __init__(self, indices: list[int], reserved: list[int]) -> None:
         self.indices, self._reserved, self.next = indices, reserved, len(indices)
@@ -86,8 +86,16 @@ class Room:
         self.told.append(("add", self.next - 1))
         return self.next - 1
 
-    def remove(self, index: int) -> None:
+    def remove(self, index: int) -> dict[str, Any]:
         self.told.append(("remove", index))
+        return self.options(index)
+
+    def take(self) -> dict[str, Any]:
+        self.told.append(("take",))
+        return {}
+
+    def give_back(self, options: dict[str, Any]) -> None:
+        self.told.append(("give back", options["place of"]))
 
     def keep_spares(self) -> None:
         self.told.append(("keep spares",))

@@ -45,7 +45,7 @@ class World:
                 "eval": {"replicas": len(reserved)},
             }
         )
-        self.fleet = Fleet(config, self.room, self.roster, self.watch, self._again, lambda: {})
+        self.fleet = Fleet(config, self.room, self.roster, self.watch, self._again, self.room)
         self.fleet.begin()
 
     def _send(self, part: Part, pids: tuple[int, ...], number: int) -> None:
@@ -282,9 +282,9 @@ class TestScale:
     def test_more_start_and_join(self, world: World) -> None:
         world.serve()
         assert world.fleet.scale(3) == (True, "2 replicas; 1 more to start")
-        assert world.room.told == [("add", 2)]
+        assert world.room.told == [("take",), ("add", 2)]
         world.answer("start", 2)
-        assert world.room.told[1:] == [("join", 2, "client 2", False)]
+        assert world.room.told[2:] == [("join", 2, "client 2", False)]
 
     def test_the_youngest_leave_when_they_are_drained(self, world: World) -> None:
         world.serve()
@@ -292,7 +292,7 @@ class TestScale:
         assert world.room.told == [("drain", 1)]
         assert world.health()["inference_1"] is Health.DRAINING
         world.answer("drain", 1)
-        assert world.room.told[1:] == [("remove", 1), ("keep spares",)]
+        assert world.room.told[1:] == [("remove", 1), ("give back", 1), ("keep spares",)]
         assert world.health() == {"inference_0": Health.HEALTHY}
 
     def test_one_that_dies_while_it_drains_has_no_successor(self, world: World) -> None:
@@ -300,7 +300,7 @@ class TestScale:
         world.look()
         world.fleet.scale(1)
         world.answer("pulse", 1, value=DIED)
-        assert world.room.told == [("drain", 1), ("leave", 1), ("remove", 1), ("keep spares",)]
+        assert world.room.told == [("drain", 1), ("leave", 1), ("remove", 1), ("give back", 1), ("keep spares",)]
         assert not world.waits_for("drain", 1)
 
     def test_one_that_starts_leaves_at_once(self, world: World) -> None:

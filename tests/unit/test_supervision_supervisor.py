@@ -61,7 +61,7 @@ class World:
         (root / LOCK).touch()
         self.supervised_config = cfg
         self.roster, self.room = Roster(time.time), Orchestrator([0], [])
-        elastic = Elastic(cfg, self.room, ScaleRequests(root), lambda: {})
+        elastic = Elastic(cfg, self.room, ScaleRequests(root), self.room)
         self.supervisor = Supervisor(cfg, self.roster, "trainer and orchestrator", elastic)
 
     def _ready(self, refs: dict[Any, str], timeout_s: float) -> dict[Any, Any]:

@@ -59,7 +59,7 @@ class Replicas(Protocol):
 
     def add(self, options: dict[str, Any]) -> int: ...
 
-    def remove(self, index: int) -> None: ...
+    def remove(self, index: int) -> dict[str, Any]: ...
 
     def keep_spares(self) -> None: ...
 
@@ -70,6 +70,14 @@ class Replicas(Protocol):
     def is_reserved(self, index: int) -> bool: ...
 
     def abort_all(self) -> None: ...
+
+
+class Places(Protocol):
+    """Where replicas that are added can be, as Ray's options of the actor."""
+
+    def take(self) -> dict[str, Any]: ...
+
+    def give_back(self, options: dict[str, Any]) -> None: ...
 
 
 class State(Enum):
@@ -97,8 +105,8 @@ def index_of(name: str) -> int | None:
 
 
 class Fleet:
-    """`again(name, failure, died)` is asked before a successor is started, and raises when there must be none. `place`
-    gives Ray's options for one replica more. Not for several threads at once."""
+    """`again(name, failure, died)` is asked before a successor is started, and raises when there must be none. Replicas
+    that are added take their places from `places`; all that leave give theirs back. Not for several threads at once."""
 
     def __init__(
         self,
@@ -107,10 +115,10 @@ class Fleet:
         roster: Roster,
         watch: Watch,
         again: Again,
-        place: Callable[[], dict[str, Any]],
+        places: Places,
     ) -> None:
         self._config, self._replicas, self._roster, self._watch = config, replicas, roster, watch
-        self._again, self._place = again, place
+        self._again, self._places = again, places
         self._states: dict[int, State] = {}
         self._since: dict[int, float] = {}  # when each was started or lost last
         self._successors: set[int] = set()  # those of them that have not served yet
@@ -184,7 +192,7 @@ class Fleet:
         happens now."""
         staying = [index for index in self._states if self._states[index] is not State.DRAINING]
         for _ in range(wanted - len(staying)):
-            index = self._replicas.add(self._place())
+            index = self._replicas.add(self._places.take())
             self._starts(index, self._replicas.ready_ref(index))
         leaving = [index for index in reversed(staying) if not self._replicas.is_reserved(index)]
         for index in leaving[: max(len(staying) - wanted, 0)]:
@@ -249,7 +257,7 @@ class Fleet:
 
     def _take_away(self, index: int) -> None:
         self._watch.drop(name_of(index))
-        self._replicas.remove(index)
+        self._places.give_back(self._replicas.remove(index))
         del self._states[index]
         self._roster.remove(name_of(index))
         self._keep_spares()

@@ -30,7 +30,7 @@ from trireme.cluster import Progress
 from trireme.config import CommonConfig, Config
 from trireme.errors import RoomFailed, TriremeError
 from trireme.signals import RoomLost
-from trireme.supervision.fleet import Fleet, Replicas, Serving, index_of
+from trireme.supervision.fleet import Fleet, Places, Replicas, Serving, index_of
 from trireme.supervision.pulses import EVERY_S
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import Health, Roster
@@ -53,12 +53,12 @@ class Watched(Protocol):
 
 @dataclass(frozen=True)
 class Elastic:
-    """The replicas of a run of rl. `requests`: for more of them or fewer. `place` gives Ray's options for one more."""
+    """The replicas of a run of rl. `requests`: for more of them or fewer. `places` are for those that are added."""
 
     config: Config
     replicas: Replicas
     requests: ScaleRequests
-    place: Callable[[], dict[str, Any]]
+    places: Places
 
 
 class Supervisor:
@@ -72,7 +72,7 @@ class Supervisor:
         engine_s = elastic.config.timeouts.update_s if elastic else math.inf
         self._watch = Watch(roster, config.timeouts.heartbeat_s, engine_s, self._lost)
         self._fleet = (
-            Fleet(elastic.config, elastic.replicas, roster, self._watch, self._again, elastic.place)
+            Fleet(elastic.config, elastic.replicas, roster, self._watch, self._again, elastic.places)
             if elastic
             else None
         )

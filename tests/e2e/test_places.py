@@ -1,0 +1,92 @@
+"""Places of replicas that come and go, in a Ray cluster with GPUs that are only declared. Actors are idle ones."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import ray
+
+from inference import group as group_module
+from inference.group import InferenceGroup
+from trireme.cluster import PlacesForMore, has_place, reserve
+from trireme.config import Config
+from trireme.supervision.fleet import Fleet
+from trireme.supervision.roster import Roster
+from trireme.supervision.watch import Watch
+
+GPUS = 4
+DEADLINE_S = 60.0
+RESOURCES = {"num_cpus": 0.0, "num_gpus": 1.0}
+
+
+class Idle:
+    def start(self) -> None: ...
+
+
+@pytest.fixture
+def _cluster() -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="tr-") as directory:
+        ray.init(
+            address="local",
+            num_cpus=1,
+            num_gpus=GPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=directory,
+        )
+        yield
+        ray.shutdown()
+
+
+def free_gpus(expected: int) -> float:
+    """How many Ray has, once it has so many: it gives back in the background."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (free := ray.available_resources().get("GPU", 0.0)) != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return free
+
+
+def all_are_placed(group: InferenceGroup) -> bool:
+    refs, _ = group.ready_refs()
+    return len(ray.wait(refs, num_returns=len(refs), timeout=DEADLINE_S)[0]) == len(refs)
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(_cfg: Config, _index: int | None, options: dict[str, Any], _log_dir: None) -> Any:
+        return ray.remote(Idle).options(**options).remote()
+
+    monkeypatch.setattr(group_module, "_create", create)
+    config = Config.model_validate(
+        {
+            "model": {"name": "m"},
+            "env": {"id": "sort"},
+            "orchestrator": {"batch_size": 4},
+            "inference": {"sampling": {"max_tokens": 4}, "replicas": 2},
+        }
+    )
+    with ExitStack() as ending:
+        _, options = reserve([RESOURCES] * 2, DEADLINE_S, lambda *_: None, ending)
+        group = InferenceGroup.start(config, options, None)
+        roster = Roster(time.time)
+        watch = Watch(roster, 30.0, 30.0, lambda *_: None)
+        fleet = Fleet(config, group, roster, watch, lambda *_: None, PlacesForMore(RESOURCES, ending))
+        fleet.begin()
+        for _ in range(2):
+            fleet.scale(4)
+            assert all_are_placed(group)
+            assert free_gpus(0) == 0
+            fleet.scale(1)  # one of the two places that the run began with is kept for the next
+            assert free_gpus(GPUS - 2) == GPUS - 2
+        fleet.scale(2)
+        assert all_are_placed(group)
+        assert all(has_place(group.options(index)) for index in group.indices)
+        assert free_gpus(GPUS - 2) == GPUS - 2, "which took it"
+        fleet.scale(3)
+        assert all_are_placed(group)
+    assert free_gpus(GPUS) == GPUS
