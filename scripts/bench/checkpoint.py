@@ -110,6 +110,7 @@ def trainer(model: Path, temp_dir: Path) -> Iterator[TrainerGroup]:
             "orchestrator": {"batch_size": 2},
             "env": {"id": "sort"},
             "inference": {"sampling": {"max_tokens": 8}},
+            "cluster": {"device": "cpu"},
         }
     )
     ray.init(

@@ -57,6 +57,7 @@ def make_shard(directory: Path, tokens: int, compiled: bool) -> Any:
             "orchestrator": {"batch_size": 2},
             "env": {"id": "sort"},
             "inference": {"sampling": {"max_tokens": 8}},
+            "cluster": {"device": "gpu"},
         }
     )
     return Shard(config, 0, 1, TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False), np.copy)

@@ -112,6 +112,7 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int, packing: str
             "orchestrator": {"batch_size": 2},
             "env": {"id": "sort"},
             "inference": {"sampling": {"max_tokens": 8}},
+            "cluster": {"device": "cpu"},
         }
     )
     store = TCPStore("127.0.0.1", port, shards, False, timedelta(seconds=DEADLINE_S))

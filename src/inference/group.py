@@ -21,6 +21,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.errors import RoomFailed, TriremeError
 from trireme.protocols import ReplicaLoad, Sampler
 from trireme.types import SampleRequest, WeightIdentity
+from trireme.visible_gpus import seeing_own_gpus
 from trireme.waits import get_all, get_async, ready
 from trireme.weights import PublishedWeights, UpdateReport
 
@@ -275,4 +276,6 @@ class InferenceGroup:
 
 
 def _create(cfg: Config, index: int | None, options: dict[str, Any], log_dir: Path | None) -> Any:
+    if index is not None:  # a spare is given those of the replica that it succeeds
+        options = seeing_own_gpus(options)
     return ray.remote(Replica).options(max_concurrency=MAX_CALLS, **options).remote(cfg, index, log_dir)

@@ -17,6 +17,7 @@ from trireme.config import Config
 from trireme.errors import TriremeError
 from trireme.protocols import Sampler
 from trireme.types import Minibatch, WeightIdentity
+from trireme.visible_gpus import seeing_own_gpus
 from trireme.weights import PublishedWeights
 
 ANSWER_S = 30.0
@@ -42,7 +43,8 @@ class OrchestratorHandle:
     ) -> OrchestratorHandle:
         """Creates the actor and returns at once; wait for `ready_refs` before any other call. `reserved_factory` makes
         the sampler of the replicas that only evaluate, if there are any."""
-        actor = ray.remote(OrchestratorActor).options(**options).remote(cfg, sampler_factory, reserved_factory, log_dir)
+        created = ray.remote(OrchestratorActor).options(**seeing_own_gpus(options))
+        actor = created.remote(cfg, sampler_factory, reserved_factory, log_dir)
         return cls(cfg, actor, log_dir and log_dir / "orchestrator_0.log")
 
     def ready_refs(self) -> tuple[list[Any], list[str]]:

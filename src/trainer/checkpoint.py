@@ -28,7 +28,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -74,8 +74,9 @@ def make_adam_state(optimizer: torch.optim.AdamW) -> None:
         optimizer.state[parameter] = {"step": torch.tensor(0.0, device=parameter.device), **moments}
 
 
-def random_state() -> dict[str, Tensor]:
-    """The state of this process' random generators: torch's uint8, numpy's and Python's as numbers, float64.
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The state of this process' random generators, that of `device` too if it is a GPU: torch's uint8, numpy's and
+    Python's as numbers, float64.
 
     (Their words have 32 bits, which float64 holds exactly; NaN stands for Python's None.)
     """
@@ -86,7 +87,7 @@ def random_state() -> dict[str, Tensor]:
         "numpy": torch.tensor([*words, position, has_gauss, gauss], dtype=torch.float64),
         "python": torch.tensor([*python_words, np.nan if python_gauss is None else python_gauss], dtype=torch.float64),
     }
-    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
+    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
 
 
 def set_random_state(state: Mapping[str, Tensor]) -> None:
@@ -263,7 +264,8 @@ class Snapshot:
 
     @torch.no_grad()
     def _keep(self, indices: Sequence[int]) -> None:
-        with self._lock, torch.cuda.stream(self._stream):  # of none: nothing
+        # Asked for no stream, torch would still look for a GPU.
+        with self._lock, torch.cuda.stream(self._stream) if self._stream else nullcontext():
             for i in indices:
                 part = self._parts[i]
                 if not self._kept[i] and self._read[i] < part.nbytes:
@@ -295,7 +297,8 @@ class Checkpointer:
 
     `parameters` are the sharded ones by name, `optimizer` has its state already. `reference`: the tensors of the
     reference policy that change, by name. `timeout_s` is for DCP's collectives. `beside_training`: nobody waits for a
-    save. `base`: digest of the weights that the parameters are adapters of; none = they are the whole model.
+    save. `device`: where the state is. `base`: digest of the weights that the parameters are adapters of; none = they
+    are the whole model.
     """
 
     def __init__(
@@ -305,16 +308,18 @@ class Checkpointer:
         reference: Mapping[str, Tensor],
         timeout_s: float,
         beside_training: bool,
+        device: torch.device,
         base: str | None = None,
     ) -> None:
         self._beside_training = beside_training
+        self._device = device
         self._base = base
         self._parameters = dict(sorted(parameters.items()))
         self._steps = [optimizer.state[parameter]["step"] for parameter in self._parameters.values()]
         self._optimizer = optimizer
         self._reference = reference
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._saves: dict[Path, Future[list[FileRecord]]] = {}
         self._newest: Future[list[FileRecord]] | None = None
         self._snapshot: Snapshot | None = None
@@ -381,7 +386,7 @@ class Checkpointer:
 
     def _small_state(self) -> dict[str, Tensor]:
         """Copies of what is copied at once."""
-        generators = {self._random_prefix + kind: tensor for kind, tensor in random_state().items()}
+        generators = {self._random_prefix + kind: tensor for kind, tensor in random_state(self._device).items()}
         base = {"base": torch.tensor(list(bytes.fromhex(self._base)), dtype=torch.uint8)} if self._base else {}
         return {"steps": torch.stack(self._steps).cpu(), **base, **generators}
 

@@ -39,6 +39,7 @@ from trireme.types import (
     WeightIdentity,
     Which,
 )
+from trireme.visible_gpus import seeing_own_gpus
 from trireme.waits import Pending
 from trireme.weights import PublishedWeights
 
@@ -199,7 +200,7 @@ class TrainerGroup:
         """Creates one actor per entry of `options_R` (options of Ray actors) and returns at once; see `ready_refs`."""
         actor = ray.remote(concurrency_groups={"watch": 1, "save": 2})(ShardActor)
         actors_R = [
-            actor.options(**options).remote(config, rank, len(options_R), log_dir, attempt)
+            actor.options(**seeing_own_gpus(options)).remote(config, rank, len(options_R), log_dir, attempt)
             for rank, options in enumerate(options_R)
         ]
         address = actors_R[0].rendezvous.remote()

@@ -25,6 +25,7 @@ from trainer.admission import check_columns, check_provenance, check_tokens, rec
 from trainer.batching import MicroBatch, Packed, Rows, ShardOutput, plan
 from trainer.checkpoint import Checkpointer, make_adam_state
 from trainer.culprits import culprits, is_finite
+from trainer.device import device_of
 from trainer.hugging_face import model_files, tokenizer_files, write_model
 from trainer.logprobs import packed_logprobs, token_logprobs
 from trainer.lora import adapter_files, adapter_units, adapters_off, dropping, exchanged, write_adapter
@@ -58,7 +59,7 @@ class Shard:
         self._config = config
         self._rank = rank
         torch.use_deterministic_algorithms(config.deterministic)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = device_of(config)
         set_seed(config.seed)  # of torch, numpy and Python
         facts = ModelFacts.of(config, required=True)
         assert facts is not None, "required"
@@ -91,6 +92,7 @@ class Shard:
             self._refreshed,
             config.timeouts.checkpoint_s,
             config.checkpoint.async_save,
+            self._device,
             self._adapter.base if self._adapter else None,
         )
         self._companions: dict[str, bytes] = {}

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +23,7 @@ from trireme.config.schema import CommonConfig
 from trireme.memory import GIB, LOGITS_GIB, SHARD_BASE_GIB, ShardMemory
 from trireme.rundir import default_name
 
+AnyConfig = TypeVar("AnyConfig", bound=CommonConfig)
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -275,6 +276,12 @@ class CommonPlan(ABC):
             return "no part that dies is started again: the run fails then"
         often = f"at most {count(options.max_restarts, 'time')} in {options.restart_window_s:,g} s"
         return f"a part that dies is started again, {often}; a shard costs the steps since the newest commit"
+
+
+def with_device(config: AnyConfig, plan: CommonPlan) -> AnyConfig:
+    """The configuration for rooms, with the device that models compute on in place of auto."""
+    device = "gpu" if plan.on_gpus else "cpu"
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
 
 
 def package_versions() -> dict[str, str]:

@@ -19,6 +19,7 @@ from trainer.schedule import learning_rate_schedule
 from trireme import trace, waits
 from trireme.cluster import PlacesForMore, Progress, reserve
 from trireme.command import told_roster
+from trireme.common_plan import with_device
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.metrics import ConsoleSink, Journal, JsonlSink, Reader, Sink, WandbSink
@@ -54,6 +55,7 @@ class Places:
 @contextmanager
 def places(config: Config, plan: Plan, run: RunDir, progress: Progress) -> Iterator[Places]:
     """Places for all actors. The replicas, which take longest to start, begin to; all are stopped at the end."""
+    config = with_device(config, plan)
     with ExitStack() as ending:
         resources = [*plan.trainer_options_R, *plan.inference_options_N, plan.orchestrator_options]
         group, options = reserve(resources, config.timeouts.start_s, progress, ending, plan.trainer_blocks)
@@ -62,7 +64,7 @@ def places(config: Config, plan: Plan, run: RunDir, progress: Progress) -> Itera
         inference = InferenceGroup.start(config, options[shards : shards + replicas], run.logs)
         ending.callback(inference.stop)
         nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
-        yield Places(_with_device(config, plan), nodes, options[:shards], options[-1], inference, for_more)
+        yield Places(config, nodes, options[:shards], options[-1], inference, for_more)
 
 
 @contextmanager
@@ -128,26 +130,18 @@ def evaluation_rooms(
     config: Config, plan: Plan, log_dir: Path, progress: Progress, ending: ExitStack
 ) -> OrchestratorHandle:
     """The orchestrator, with replicas that hold what they loaded. `ending` gets the stops of all."""
+    config = with_device(config, plan)
     _, options = reserve(
         [*plan.inference_options_N, plan.orchestrator_options], config.timeouts.start_s, progress, ending
     )
     inference = InferenceGroup.start(config, options[:-1], log_dir)
     ending.callback(inference.stop)
-    orchestrator = OrchestratorHandle.start(
-        _with_device(config, plan), inference.router_factory(), options[-1], log_dir
-    )
+    orchestrator = OrchestratorHandle.start(config, inference.router_factory(), options[-1], log_dir)
     ending.callback(orchestrator.stop)
     ready = [room.ready_refs() for room in (inference, orchestrator)]
     refs, names = ([item for room in ready for item in room[part]] for part in (0, 1))
     waits.get_all(refs, who=names, timeout_s=config.timeouts.start_s, log=log_dir, on_tick=progress)
     return orchestrator
-
-
-def _with_device(config: Config, plan: Plan) -> Config:
-    """The configuration with the device that models compute on in place of auto."""
-    return config.model_copy(
-        update={"cluster": config.cluster.model_copy(update={"device": "gpu" if plan.on_gpus else "cpu"})}
-    )
 
 
 def learning_rate(config: Config, facts: ModelFacts) -> Callable[[int], float]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from trireme.command import StartProgress, prepare_cluster
-from trireme.common_plan import Resources
+from trireme.common_plan import Resources, with_device
 from trireme.config import Config
 from trireme.config.checks import check, check_installed
 from trireme.config.load import load
@@ -112,7 +112,7 @@ def _opened(config: Config, kind: type[LoopPlan], logs: Path) -> Iterator[tuple[
         resources = ending.enter_context(ray_cluster(config, plan))
         plan = kind.of(config, plan.facts, resources, None)
         plan.check_resources()
-        yield _start(config, plan, logs, ending)
+        yield _start(with_device(config, plan), plan, logs, ending)
 
 
 def _start(config: Config, plan: LoopPlan, logs: Path, ending: ExitStack) -> tuple[TrainerGroup, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trireme.common_plan import CommonPlan, Resources, count, gib, package_versions
-from trireme.config.checks import check_gpu_build, seq_limit
+from trireme.config.checks import check_cpu_build, check_gpu_build, seq_limit
 from trireme.config.problems import Problem
 from trireme.config.schema import Config
 from trireme.environ import cluster_address
@@ -71,11 +71,13 @@ class Plan(CommonPlan):
         return {"num_cpus": self.cpus_per_actor, "num_gpus": 0.0}
 
     def check_resources(self) -> None:
-        """Raises BadInput when the run needs more GPUs than there are, or GPUs with vLLM's CPU build. Too few cores are
-        only a warning."""
+        """Raises BadInput when the run needs more GPUs than there are, or GPUs with vLLM's CPU build, or replicas on
+        CPUs with its CUDA build. Too few cores are only a warning."""
         if self.gpus_needed <= self.resources.gpus:
             if self.on_gpus:
                 check_gpu_build()
+            elif self.inference_options_N:
+                check_cpu_build()
             return
         ways = ["lower --trainer.shards or --inference.replicas", "use a larger cluster", "--cluster.device cpu"]
         if self.models == 2 and self.resources.gpus == 1:

