@@ -142,7 +142,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, examples:
         (directory / "examples.jsonl").write_text("".join(lines))
         given = ["--model.name", str(directory / "untrained"), "--data.train", str(directory / "examples.jsonl")]
         place = ["--run.output-dir", str(directory), "--run.name", "run"]
-        subprocess.run([sys.executable, "-m", "trireme.sft.cli", "@", str(CONFIG), *given, *place, *flags], check=True)
+        subprocess.run([sys.executable, "-m", "trireme.cli.sft", "@", str(CONFIG), *given, *place, *flags], check=True)
         newest = max((directory / "run" / "checkpoints").glob("step_*"))
         model.load_state_dict(AutoModelForCausalLM.from_pretrained(newest / "inference").state_dict())
 

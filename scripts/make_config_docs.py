@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from trireme import errors
 from trireme.config import CommonConfig, Config
 from trireme.config.keys import Key, keys_of
 from trireme.config.sft import SftConfig
+from trireme.core import errors
 
 TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
 

@@ -50,7 +50,7 @@ def train(directory: Path, name: str, case: str, seed: int, steps: int) -> list[
         "run.name": name,
     }
     flags = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "trireme.cli", "@", str(CONFIG), *flags]
+    command = [sys.executable, "-m", "trireme.cli.rl", "@", str(CONFIG), *flags]
     with (directory / f"{name}.log").open("w") as log:
         subprocess.run(
             command, cwd=CONFIG.parents[1], stdout=log, stderr=subprocess.STDOUT, check=True, timeout=DEADLINE_S

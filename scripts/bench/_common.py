@@ -113,7 +113,7 @@ def run_rl(
     with tempfile.TemporaryDirectory(prefix="bench-") as own:
         metrics = (directory or Path(own)) / "run" / "metrics.jsonl"
         place = ["--run.output-dir", str(directory or own), "--run.name", "run"]
-        command = [sys.executable, "-m", "trireme.cli", "@", str(config), *place, *flags]
+        command = [sys.executable, "-m", "trireme.cli.rl", "@", str(config), *place, *flags]
         load_before = os.getloadavg()[0]
         log = Path(own) / "output.txt"
         started_unix, started = time.time(), time.monotonic()

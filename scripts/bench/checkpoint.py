@@ -40,11 +40,11 @@ import numpy as np
 import psutil
 from _common import DEADLINE_S, Result, cpu_by_room, median
 
-from trireme.environ import prepare_local_cluster
+from trireme.process.environ import prepare_local_cluster
 
 if TYPE_CHECKING:
-    from trainer.group import TrainerGroup
-    from trireme.weights import PublishedWeights
+    from trainer.handle import TrainerGroup
+    from trireme.core.weights import PublishedWeights
 
 SHARDS = 2
 TOKENS = 16
@@ -100,9 +100,9 @@ def trainer(model: Path, temp_dir: Path) -> Iterator[TrainerGroup]:
     """Two shards in a Ray cluster of their own, each with its share of the machine's cores."""
     import ray
 
-    from trainer.group import TrainerGroup
-    from trireme import waits
+    from trainer.handle import TrainerGroup
     from trireme.config import Config
+    from trireme.process import waits
 
     config = Config.model_validate(
         {
@@ -133,7 +133,7 @@ class Run:
     """The trainer's part of a run's loop, and its commits."""
 
     def __init__(self, group: TrainerGroup, directory: Path) -> None:
-        from trireme.types import Datum, ModelInput, TokenBatch
+        from trireme.core.types import Datum, ModelInput, TokenBatch
 
         self._group, self._directory = group, directory
         rng = np.random.default_rng(0)
@@ -153,7 +153,7 @@ class Run:
 
     def steps(self, count: int) -> float:
         """Trains; wall seconds."""
-        from trireme.types import AdamParams
+        from trireme.core.types import AdamParams
 
         started = time.monotonic()
         for _ in range(count):

@@ -39,8 +39,8 @@ from checkpoint import make_model
 
 from trainer.publish import CANARY_TOKENS, Packer
 from trireme.config import Config
-from trireme.types import SampleRequest, SamplingParams, WeightIdentity
-from trireme.weights import Canary, PublishedWeights, weights_digest
+from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
+from trireme.core.weights import Canary, PublishedWeights, weights_digest
 
 TARGET = 1.3
 FLAT_MIB = 8.0
@@ -125,7 +125,7 @@ class Steps:
 @contextmanager
 def step_log() -> Iterator[Steps]:
     """Listens to the statistics that come with each step."""
-    from inference.load import LoadLog
+    from inference.engine_stats import LoadLog
 
     steps = Steps()
     record = LoadLog.record
@@ -144,7 +144,7 @@ def step_log() -> Iterator[Steps]:
 
 def replica_that_notes_resumptions(cfg: Config, steps: Steps) -> Any:
     """A replica with `resumed` and `steps_before`: when its engine last went on, and after how many steps."""
-    from inference.replica import Replica
+    from inference.actor import Replica
 
     class Noting(Replica):
         async def resume(self) -> None:
@@ -212,7 +212,7 @@ class Bench:
         return published
 
     async def reload(self, published: PublishedWeights) -> float:
-        from inference.shipment import Shipment, in_memory_files
+        from inference.weight_files import Shipment, in_memory_files
 
         with in_memory_files([bucket.data for bucket in published.buckets]) as paths:
             shipment = pickle.dumps(Shipment(published.identity, published.entries, paths))

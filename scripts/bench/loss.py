@@ -18,7 +18,7 @@ from _common import Result, median
 
 from trainer.batching import Rows
 from trainer.losses import monitors, resolve_loss
-from trireme.types import TokenBatch
+from trireme.core.types import TokenBatch
 
 TOKENS, SHAPES = 32_768, (512, 8)
 TARGET = 1.3

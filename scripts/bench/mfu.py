@@ -3,7 +3,7 @@
     python scripts/bench/mfu.py [--size 0.6b | 4b] [--tokens 16384] [--sequences 8] [--compile] [--profile]
 
 A step is forward, loss (ppo), backward and update of one packed micro-batch. What counts as the model's arithmetic:
-`trainer.utilization`; the target, 40 %, is for 16k tokens. `--profile` also prints where the GPU's time goes.
+`trainer.mfu`; the target, 40 %, is for 16k tokens. `--profile` also prints where the GPU's time goes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def make_shard(directory: Path, tokens: int, compiled: bool) -> Any:
 
 
 def make_batch(tokens: int, sequences: int) -> Any:
-    from trireme.types import TokenBatch
+    from trireme.core.types import TokenBatch
 
     rng, vocabulary = np.random.default_rng(0), int(str(COMMON["vocab_size"]))
     columns = {
@@ -82,7 +82,7 @@ def seconds_of_step(shard: Any, batch: Any) -> tuple[float, float]:
     """Seconds of a step, and how long it would take at the GPU's peak."""
     import torch
 
-    from trireme.types import AdamParams
+    from trireme.core.types import AdamParams
 
     torch.cuda.synchronize()
     started = time.perf_counter()

@@ -41,11 +41,11 @@ from counting import CountingDataset, CountingEnv, make_model
 if TYPE_CHECKING:
     from trireme.config import Config
     from trireme.config.model_facts import ModelFacts
-    from trireme.launch import Rooms
-    from trireme.rundir import RunDir
+    from trireme.core.types import Datum, TokenBatch
+    from trireme.core.weights import PublishedWeights
+    from trireme.launch.rl import Rooms
+    from trireme.run.rundir import RunDir
     from trireme.supervision.supervisor import Supervisor
-    from trireme.types import Datum, TokenBatch
-    from trireme.weights import PublishedWeights
 
 TASK = Task(hidden=256, layers=4, batch_size=32, group_size=8, sequences=32, prompt=64, median=64, sigma=0.5)
 TARGET = 0.93
@@ -70,7 +70,7 @@ class Generation:
         await asyncio.gather(*(self._play() for _ in range(requests)))
 
     async def _play(self) -> None:
-        from trireme.types import SampleRequest
+        from trireme.core.types import SampleRequest
 
         while not self._ended:
             i, env = next(self._envs)
@@ -113,7 +113,7 @@ def groups(config: Config) -> Iterator[tuple[CountingEnv, ...]]:
 
 def batch_of(config: Config, index: int) -> TokenBatch:
     """Batch `index` of the run, as the orchestrator would make it."""
-    from trireme.types import TokenBatch
+    from trireme.core.types import TokenBatch
 
     size = config.orchestrator.batch_size
     envs = chain.from_iterable(islice(groups(config), index * size, (index + 1) * size))
@@ -121,7 +121,7 @@ def batch_of(config: Config, index: int) -> TokenBatch:
 
 
 def datum(env: CountingEnv) -> Datum:
-    from trireme.types import Datum, ModelInput
+    from trireme.core.types import Datum, ModelInput
 
     tokens = [*env.prompt, *range(1, env.length + 1)]
     answered = np.arange(1, len(tokens)) >= len(env.prompt)
@@ -186,8 +186,8 @@ class Bench:
         """The run, to its end: the rows of its metrics."""
         from rich.console import Console
 
-        from trireme.cli import train_and_commit
-        from trireme.config.fixed import fixed_parts
+        from trireme.cli.rl import train_and_commit
+        from trireme.config.resume_compat import fixed_parts
 
         fixed = fixed_parts(self.config, self.facts)
         console = Console(highlight=False)
@@ -198,11 +198,12 @@ class Bench:
 @contextmanager
 def started(config: Config) -> Iterator[Bench]:
     """The rooms of a run, as `rl` starts them."""
-    from trireme import cluster, launch
-    from trireme.config.fixed import fixed_parts
     from trireme.config.model_facts import ModelFacts
-    from trireme.plan import Plan, Resources
-    from trireme.rundir import RunDir
+    from trireme.config.resume_compat import fixed_parts
+    from trireme.launch import rl as launch
+    from trireme.plan.rl import Plan, Resources
+    from trireme.process import ray_cluster as cluster
+    from trireme.run.rundir import RunDir
 
     facts = ModelFacts.of(config, required=True)
     assert facts is not None
@@ -296,7 +297,7 @@ def main() -> None:
         parser.error("--steps, --alone and --batch-size: expected at least 1 of each")
 
     from trireme.config import Config
-    from trireme.environ import prepare_local_cluster
+    from trireme.process.environ import prepare_local_cluster
 
     let_actors_import_counting()
     prepare_local_cluster(1, deterministic=False)

@@ -39,10 +39,10 @@ import psutil
 import uvloop
 from _common import ROOT, Result, median, run_for_json
 
-from trireme.environ import prepare_local_cluster
-from trireme.protocols import ReplicaLoad
-from trireme.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
-from trireme.weights import Canary, PublishedWeights, UpdateReport
+from trireme.core.sampler import ReplicaLoad
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.core.weights import Canary, PublishedWeights, UpdateReport
+from trireme.process.environ import prepare_local_cluster
 
 if TYPE_CHECKING:
     from orchestrator.pipeline import Pipeline
@@ -111,7 +111,7 @@ class ReadyAnswers:
 
 
 class ReadyActor(ReadyAnswers):
-    """The same as an actor, which speaks as `inference.replica.Replica` does: answers that are there go together."""
+    """The same as an actor, which speaks as `inference.actor.Replica` does: answers that are there go together."""
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, SampledSequence]]]:  # type: ignore[override]
         yield [each async for each in super().sample(requests)]
@@ -135,7 +135,7 @@ def make_pipeline(client: Any, groups: int, steps: int, flags: Sequence[str] = (
     from orchestrator.pipeline import Pipeline
     from orchestrator.rollout import rollout_limits
     from trireme.config.load import load
-    from trireme.tokenizer import load_tokenizer
+    from trireme.core.tokenizer import load_tokenizer
 
     sizes = {
         "--orchestrator.batch-size": groups,
@@ -206,8 +206,8 @@ def ray_replica() -> Iterator[Any]:
     prepare_local_cluster(threads=1, deterministic=False)
     import ray
 
-    from inference.group import MAX_CALLS, RayReplica
-    from trireme import waits
+    from inference.handle import MAX_CALLS, RayReplica
+    from trireme.process import waits
 
     cores = set(range(os.cpu_count() or 1))
     pin(cores - {ORCHESTRATOR_CORE} or cores)

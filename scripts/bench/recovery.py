@@ -135,7 +135,7 @@ def _event(line: str) -> dict[str, Any] | None:
 def running(directory: str, config: Path, *flags: str) -> Iterator[Run]:
     """A run in `directory`, which is stopped at the end of the block."""
     place = ["--run.output-dir", directory, "--run.name", "run", "--max-steps", str(MANY)]
-    command = [sys.executable, "-m", "trireme.cli", "@", str(config), *place, *flags]
+    command = [sys.executable, "-m", "trireme.cli.rl", "@", str(config), *place, *flags]
     log = Path(directory) / "output.txt"
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -244,7 +244,7 @@ def start_bare(room: str, config_json: Path, commit: Path | None) -> float:
     if room == "replica":
         os.sched_setaffinity(0, {LOST_CORE})
     from trireme.config import Config
-    from trireme.environ import prepare_local_cluster
+    from trireme.process.environ import prepare_local_cluster
 
     config = Config.model_validate_json(config_json.read_text())
     prepare_local_cluster(threads=1, deterministic=False)
@@ -261,7 +261,7 @@ def start_bare(room: str, config_json: Path, commit: Path | None) -> float:
 
 
 def start_replica(config: Any, log_dir: Path, _commit: Path | None) -> float:
-    from inference.group import InferenceGroup
+    from inference.handle import InferenceGroup
 
     began = time.monotonic()
     group = InferenceGroup.start(config, [{"num_cpus": 1}], log_dir)
@@ -269,7 +269,7 @@ def start_replica(config: Any, log_dir: Path, _commit: Path | None) -> float:
 
 
 def start_shards(config: Any, log_dir: Path, commit: Path | None) -> float:
-    from trainer.group import TrainerGroup
+    from trainer.handle import TrainerGroup
     from trireme.checkpoint.manifest import read_manifest
 
     assert commit is not None
@@ -279,7 +279,7 @@ def start_shards(config: Any, log_dir: Path, commit: Path | None) -> float:
 
 
 def until_ready(group: Any, began: float, then: Callable[[], None]) -> float:
-    from trireme import waits
+    from trireme.process import waits
 
     refs, names = group.ready_refs()
     waits.get_all(refs, who=names, timeout_s=DEADLINE_S)

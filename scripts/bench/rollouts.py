@@ -33,7 +33,7 @@ from pipeline import (
     pin,
 )
 
-from trireme.types import SampledSequence, SampleRequest
+from trireme.core.types import SampledSequence, SampleRequest
 
 TURNS = 3
 CONFIG = ROOT / "configs" / "guess.toml"

@@ -51,7 +51,7 @@ def make_model(directory: Path) -> int:
 
 def make_batch() -> Any:
     """Sequences of unequal length (lognormal), with all that ppo needs."""
-    from trireme.types import TokenBatch
+    from trireme.core.types import TokenBatch
 
     rng = np.random.default_rng(0)
     drawn = rng.lognormal(0.0, 0.6, SEQUENCES)
@@ -103,7 +103,7 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int, packing: str
 
     from trainer.shard import Shard
     from trireme.config import Config
-    from trireme.types import AdamParams
+    from trireme.core.types import AdamParams
 
     config = Config.model_validate(
         {

@@ -17,7 +17,7 @@ import time
 import numpy as np
 from _common import Result, median
 
-from trireme.types import TokenBatch
+from trireme.core.types import TokenBatch
 
 ROLLOUTS, PROMPT, ANSWER = 1024, 1758, 3516
 TARGET_BYTES, TARGET_S = 13.0, 0.1

@@ -21,7 +21,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from trireme.weights import Adapter
+from trireme.core.weights import Adapter
 
 HEAD = "base_model.model.lm_head.lora_{}.weight"
 AT_FIRST = "weight_at_first"

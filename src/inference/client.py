@@ -18,11 +18,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from trireme.protocols import Sampler
-from trireme.stopping import cut
-from trireme.tokenizer import load_tokenizer
-from trireme.types import ModelInput, SampleRequest, SampleResponse, SamplingParams
-from trireme.weights import PublishedWeights, UpdateReport
+from trireme.core.sampler import Sampler
+from trireme.core.stop_strings import cut
+from trireme.core.tokenizer import load_tokenizer
+from trireme.core.types import ModelInput, SampleRequest, SampleResponse, SamplingParams
+from trireme.core.weights import PublishedWeights, UpdateReport
 
 Value = TypeVar("Value")
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from inference.startup import prepare_start
+from inference.engine_startup import prepare_start
 from trireme.config import Config
 from trireme.config.lora import UNEMBED, lora_targets
 from trireme.config.schema import LoraConfig
-from trireme.errors import BadInput, RoomFailed
-from trireme.tokenizer import load_tokenizer
-from trireme.types import SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
+from trireme.core.errors import BadInput, RoomFailed
+from trireme.core.tokenizer import load_tokenizer
+from trireme.core.types import SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -41,7 +41,7 @@ def import_engine() -> bool:
     import vllm.v1.engine.async_llm  # noqa: F401
     from vllm.platforms import current_platform
 
-    import inference.load  # noqa: F401
+    import inference.engine_stats  # noqa: F401
 
     on_cpu: bool = current_platform.is_cpu()
     if on_cpu:
@@ -56,7 +56,7 @@ def start_engine(cfg: Config) -> AsyncLLM:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from inference.load import LoadLog
+    from inference.engine_stats import LoadLog
 
     arguments = AsyncEngineArgs(**engine_args(cfg, on_cpu))
     return AsyncLLM.from_engine_args(arguments, stat_loggers=[LoadLog])

@@ -14,12 +14,12 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from inference.fleet import Asked, Fleet, Member, Moved, ReplicaClient
-from inference.progress import Kept, Outcome, Progress
-from trireme.errors import RoomFailed, TriremeError, WeightsRefused
-from trireme.protocols import ReplicaLoad
-from trireme.types import SampledSequence, SampleRequest, WeightIdentity
-from trireme.weights import PublishedWeights, UpdateReport
+from inference.handover import Kept, Outcome, Progress
+from inference.members import Asked, Fleet, Member, Moved, ReplicaClient
+from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
+from trireme.core.sampler import ReplicaLoad
+from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
+from trireme.core.weights import PublishedWeights, UpdateReport
 
 ROUTES_KEPT = 65536
 PROGRESS_S = 1.0
@@ -27,14 +27,14 @@ HAND_OVER_S = 5.0
 
 
 class Router:
-    """Implements `trireme.protocols.Sampler`.
+    """Implements `trireme.core.sampler.Sampler`.
 
     Requests of equal `route_key` stay on one replica (they share prefixes), even while it takes weights: their turn
     there comes sooner than a prefix is computed elsewhere. Others go to a replica that is not taking weights, if there
     is one, and among those where the fewest are in flight.
 
     A replica that fails is used no more: `acknowledged` leaves it out, `next_failure` tells of it, and what it was
-    asked goes on elsewhere from the tokens that it had (`inference.progress`). With `one_version` it is sampled again
+    asked goes on elsewhere from the tokens that it had (`inference.handover`). With `one_version` it is sampled again
     whole: no sequence may have tokens of two versions. When none is left, requests and updates wait for `patience_s`
     seconds until one joins.
 

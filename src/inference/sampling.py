@@ -11,20 +11,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from inference.engine import give_tokenizer, sampled_sequence, vllm_params
-from inference.progress import NOTHING, Outcome, Progress, made_since
+from inference.handover import NOTHING, Outcome, Progress, made_since
 from inference.wrong import made_wrong
-from trireme import trace
 from trireme.config import Config
-from trireme.errors import RoomFailed, TriremeError
-from trireme.faults import fault_point
-from trireme.types import SampledSequence, SampleRequest, WeightIdentity
+from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
+from trireme.process import trace
+from trireme.process.faults import fault_point
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-    from inference.load import LoadLog
+    from inference.engine_stats import LoadLog
 
 Value = TypeVar("Value")
 HEALTH_TICK_S = 0.5

@@ -24,10 +24,10 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.platforms import current_platform
 
 from inference.adapter import take_adapter
-from inference.shipment import Shipment
-from trireme.errors import WeightsRefused
-from trireme.faults import fault_point
-from trireme.weights import Adapter, TensorEntry, check_received
+from inference.weight_files import Shipment
+from trireme.core.errors import WeightsRefused
+from trireme.core.weights import Adapter, TensorEntry, check_received
+from trireme.process.faults import fault_point
 
 # At every update it warns of each module for which a checkpoint has no tensors: rotary embeddings, a tied output head.
 # That all weights are what they should be is proved by the canary. (A filter: vLLM sets all levels again as it starts.)

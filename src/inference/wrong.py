@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from trireme.types import SampledSequence, WeightIdentity
+from trireme.core.types import SampledSequence, WeightIdentity
 
 LATE_S = 2.0
 BEYOND = 2**20

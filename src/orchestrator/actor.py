@@ -14,17 +14,17 @@ from orchestrator.env import EnvContext, load_dataset
 from orchestrator.metrics import Released
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import rollout_limits
-from orchestrator.snapshot import Snapshot, read_snapshot, write_snapshot
+from orchestrator.state import Snapshot, read_snapshot, write_snapshot
 from orchestrator.workers import close_workers, open_workers
-from trireme import trace
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
-from trireme.faults import fault_point, number_process
-from trireme.logs import redirect
-from trireme.protocols import Pulse, Sampler
-from trireme.tokenizer import load_tokenizer
-from trireme.types import Minibatch, WeightIdentity
-from trireme.weights import PublishedWeights
+from trireme.core.sampler import Pulse, Sampler
+from trireme.core.tokenizer import load_tokenizer
+from trireme.core.types import Minibatch, WeightIdentity
+from trireme.core.weights import PublishedWeights
+from trireme.process import trace
+from trireme.process.faults import fault_point, number_process
+from trireme.process.logs import redirect
 
 COLLECT_AFTER = (200_000, 50)
 """By how many objects there are more before the cycle collector looks at the young ones, and after how many such looks

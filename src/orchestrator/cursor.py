@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from orchestrator.env import EnvGroupBuilder, RLDataset
-from trireme.errors import BadInput
+from trireme.core.errors import BadInput
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: steps of this size, around a circle of 2^64, leave no large gap anywhere."""

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trireme.config.schema import EnvConfig, RendererConfig
-from trireme.errors import BadInput
+from trireme.core.errors import BadInput
+from trireme.core.types import StopReason, WeightIdentity
 from trireme.renderers import Renderer, make_renderer
-from trireme.types import StopReason, WeightIdentity
 
 StopCondition = tuple[int | str, ...]
 """Token ids and strings that end an action. The stop token itself, and the tokens up to the one that completes a string

@@ -49,21 +49,21 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.concurrency import Gate, Kind
+from orchestrator.admission import Gate, Kind
+from orchestrator.advantages import ScoredGroup
 from orchestrator.cursor import Cursor
-from orchestrator.data import ScoredGroup
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
+from orchestrator.group_runner import Played, Player, Rules
 from orchestrator.ledger import Group
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import env_metrics
-from orchestrator.player import Played, Player, Rules
 from orchestrator.rollout import RolloutLimits, Sample
-from trireme import trace
 from trireme.config import Config
-from trireme.errors import ProvenanceError, RoomFailed
-from trireme.faults import fault_point
-from trireme.protocols import Sampler
-from trireme.weights import PublishedWeights
+from trireme.core.errors import ProvenanceError, RoomFailed
+from trireme.core.sampler import Sampler
+from trireme.core.weights import PublishedWeights
+from trireme.process import trace
+from trireme.process.faults import fault_point
 
 PASSED_REWARD = 1.0
 """A rollout passes with this reward or more: full marks."""

@@ -12,13 +12,13 @@ import ray
 from orchestrator.actor import OrchestratorActor
 from orchestrator.metrics import Released
 from orchestrator.pipeline import update_deadline_s
-from trireme import waits
 from trireme.config import Config
-from trireme.errors import TriremeError
-from trireme.protocols import Sampler
-from trireme.types import Minibatch, WeightIdentity
-from trireme.visible_gpus import seeing_own_gpus
-from trireme.weights import PublishedWeights
+from trireme.core.errors import TriremeError
+from trireme.core.sampler import Sampler
+from trireme.core.types import Minibatch, WeightIdentity
+from trireme.core.weights import PublishedWeights
+from trireme.process import waits
+from trireme.process.visible_gpus import seeing_own_gpus
 
 ANSWER_S = 30.0
 """On top of a deadline that the actor keeps itself, so that its own message, which says what is missing, is first."""

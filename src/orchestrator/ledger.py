@@ -75,7 +75,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trireme.errors import ProvenanceError
+from trireme.core.errors import ProvenanceError
 
 StalePolicy = Literal["requeue", "drop", "wait"]
 

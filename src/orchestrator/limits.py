@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.ledger import Tally
 from trireme.config import Config
-from trireme.errors import LimitReached
+from trireme.core.errors import LimitReached
 
 MIN_WINDOW = 32
 """The failure rate is judged over the last batch's worth of rollouts, but never over fewer than this."""

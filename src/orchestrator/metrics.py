@@ -34,8 +34,8 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.data import ScoredGroup, is_constant
-from trireme.weights import UpdateReport
+from orchestrator.advantages import ScoredGroup, is_constant
+from trireme.core.weights import UpdateReport
 
 GOOD_REWARD = 0.5
 """A group of equal rewards counts as all good from here on, as all bad below."""
@@ -46,7 +46,7 @@ ENDINGS = ("requeued", "dropped", "filtered", "failed", "expired_running", "expi
 @dataclass(frozen=True)
 class Released:
     """What a step leaves behind: its row of metrics, of each group it was `trained` on problem, index, requeues and
-    floor, in the order in which they were taken, and the records of some (`orchestrator.records`)."""
+    floor, in the order in which they were taken, and the records of some (`orchestrator.recorder`)."""
 
     metrics: dict[str, float]
     trained: list[dict[str, Any]]

@@ -44,27 +44,27 @@ from functools import partial
 from typing import Any
 
 from orchestrator import leaks
-from orchestrator.concurrency import Backpressure, Kind, Room
+from orchestrator.admission import Backpressure, Kind, Room
+from orchestrator.advantages import ScoredGroup, build_minibatch, group_to_rows, is_constant
 from orchestrator.cursor import Mix
-from orchestrator.data import ScoredGroup, build_minibatch, group_to_rows, is_constant
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
+from orchestrator.group_runner import Player, Rules
 from orchestrator.ledger import Group, Ledger, Taken
 from orchestrator.limits import RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import IdleClock, Released, StepMeter, update_metrics
-from orchestrator.player import Player, Rules
-from orchestrator.records import Decode, Recorder
+from orchestrator.recorder import Decode, Recorder
 from orchestrator.rollout import PromptTooLong, RolloutLimits
-from orchestrator.snapshot import Snapshot
-from trireme import trace
+from orchestrator.state import Snapshot
 from trireme.config import Config
 from trireme.config.schema import EnvConfig
-from trireme.errors import LimitReached, ProvenanceError, RoomFailed
-from trireme.faults import fault_point
-from trireme.protocols import Sampler
-from trireme.types import Minibatch, SampledSequence, SampleRequest, WeightIdentity
-from trireme.weights import PublishedWeights
+from trireme.core.errors import LimitReached, ProvenanceError, RoomFailed
+from trireme.core.sampler import Sampler
+from trireme.core.types import Minibatch, SampledSequence, SampleRequest, WeightIdentity
+from trireme.core.weights import PublishedWeights
+from trireme.process import trace
+from trireme.process.faults import fault_point
 
 LAG_TICK_S = 0.25
 LOAD_TICK_S = 1.0

@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.env import Env, StepResult, StopCondition, Trajectory, Transition
-from trireme import trace
 from trireme.config.schema import Config, SamplingConfig
-from trireme.errors import BadInput
-from trireme.faults import fault_point
-from trireme.stopping import cut
-from trireme.tokenizer import Decode
-from trireme.types import SampledSequence, SampleRequest, VersionSpan
+from trireme.core.errors import BadInput
+from trireme.core.stop_strings import cut
+from trireme.core.tokenizer import Decode
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan
+from trireme.process import trace
+from trireme.process.faults import fault_point
 
 Sample = Callable[[SampleRequest], Awaitable[SampledSequence]]
 NUMBERS = (float, int, Real, np.bool_)

@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from trireme.errors import BadInput
+from trireme.core.errors import BadInput
 
 PACKED = "packed"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)

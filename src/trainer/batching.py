@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trireme.types import TokenBatch
+from trireme.core.types import TokenBatch
 
 MICRO_BATCH_COST = 32
 """What a micro-batch costs beside its tokens (each layer is gathered, and its gradient summed): as much as computing so

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.batching import ShardOutput
 from trainer.losses import LossFn
-from trireme.types import TokenBatch
+from trireme.core.types import TokenBatch
 
 
 def is_finite(loss: Tensor, p: Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from trireme.types import Datum, TokenBatch
+from trireme.core.types import Datum, TokenBatch
 
 if TYPE_CHECKING:
     from torch import Tensor

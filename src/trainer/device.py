@@ -8,14 +8,14 @@ import torch
 
 from trireme.config import CommonConfig
 from trireme.config.checks import INSTALL_GPU
-from trireme.config.problems import Problem
+from trireme.config.refusals import Problem
 
 
 def device_of(config: CommonConfig) -> torch.device:
     """The device of `cluster.device`, in whose place the plan has put one of both if it was auto. Raises BadInput when
     it is a GPU and this process has none that PyTorch can use."""
     device = config.cluster.device
-    assert device != "auto", "see trireme.common_plan.with_device"
+    assert device != "auto", "see trireme.plan.base.with_device"
     if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from trireme.errors import BadInput
+from trireme.core.errors import BadInput
 
 CHUNK_LOGITS = 2**24
 """Logits that are there at once: 64 MiB in float32, or one token's where the vocabulary is larger."""

@@ -25,12 +25,12 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainer.hugging_face import safetensors_header
+from trainer.export import safetensors_header
 from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.config.lora import lora_targets
 from trireme.config.schema import LoraConfig
-from trireme.errors import BadInput
-from trireme.weights import Adapter, TensorEntry
+from trireme.core.errors import BadInput
+from trireme.core.weights import Adapter, TensorEntry
 
 ONLY = "default"
 """peft's name for a model's first adapter, which is part of its parameters' names."""

@@ -30,8 +30,8 @@ from trainer.lora import add_adapters, start_values
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import LoraConfig
-from trireme.errors import BadInput
-from trireme.memory import kept_tokens, stays_whole
+from trireme.core.errors import BadInput
+from trireme.plan.memory import kept_tokens, stays_whole
 
 SHARD, REPLICATE = "shard", "replicate"
 """Dimensions of the mesh."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trireme.weights import Canary, TensorEntry, hash_bytes
+from trireme.core.weights import Canary, TensorEntry, hash_bytes
 
 Put = Callable[[npt.NDArray[np.uint8]], Any]
 """Copies a bucket to where replicas can get it, and returns a reference; the array is reused afterwards."""

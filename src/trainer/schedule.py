@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from trireme.config import CommonConfig
-from trireme.errors import BadInput
+from trireme.core.errors import BadInput
 
 _EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 

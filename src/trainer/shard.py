@@ -1,4 +1,4 @@
-"""One shard of the trainer: the verbs, on torch alone. `trainer.group` puts it into a Ray actor.
+"""One shard of the trainer: the verbs, on torch alone. `trainer.handle` puts it into a Ray actor.
 
 All shards of a process group are called with the same arguments in the same order; each computes the same plan and
 takes its own micro-batches. What a verb refuses (provenance, a bad loss configuration) it refuses on every rank, before
@@ -21,28 +21,28 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
-from trainer.admission import check_columns, check_provenance, check_tokens, recent
+from trainer.batch_checks import check_columns, check_provenance, check_tokens, recent
 from trainer.batching import MicroBatch, Packed, Rows, ShardOutput, plan
-from trainer.checkpoint import Checkpointer, make_adam_state
 from trainer.culprits import culprits, is_finite
 from trainer.device import device_of
-from trainer.hugging_face import model_files, tokenizer_files, write_model
+from trainer.export import model_files, tokenizer_files, write_model
 from trainer.logprobs import packed_logprobs, token_logprobs
 from trainer.lora import adapter_files, adapter_units, adapters_off, dropping, exchanged, write_adapter
 from trainer.losses import Metrics, monitors, resolve_loss
+from trainer.mfu import device_peak, train_flops
 from trainer.model import SHARD, Sharding, accumulating, gathered_units, load_source, shard_model
 from trainer.publish import Packer, Put, compute_canary
-from trainer.utilization import device_peak, train_flops
-from trireme.base_digest import base_digest
+from trainer.state import Checkpointer, make_adam_state
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import ReferenceConfig
-from trireme.errors import BadInput, NonFiniteGradient, TriremeError
-from trireme.faults import fault_point
-from trireme.metrics import reduce_metrics
-from trireme.types import AdamParams, OptimStepResponse, Provenance, TokenBatch, WeightIdentity, Which
-from trireme.weights import Adapter, PublishedWeights, TensorEntry, weights_digest
+from trireme.core.base_digest import base_digest
+from trireme.core.errors import BadInput, NonFiniteGradient, TriremeError
+from trireme.core.types import AdamParams, OptimStepResponse, Provenance, TokenBatch, WeightIdentity, Which
+from trireme.core.weights import Adapter, PublishedWeights, TensorEntry, weights_digest
+from trireme.process.faults import fault_point
+from trireme.run.metrics import reduce_metrics
 
 
 class Shard:

@@ -1,7 +1,7 @@
 """Kills parts of a run from outside at moments that it comes to for certain, and checks all that the run leaves.
 
-A moment is a fault point at which one process freezes (`trireme.faults`); while it does, the victim is found among the
-processes of the run and killed, or stopped, whoever it is; then the frozen one goes on. `scripts/chaos.py` runs all
+A moment is a fault point at which one process freezes (`trireme.process.faults`); while it does, the victim is found
+among the processes of the run and killed, or stopped; then the frozen one continues. `scripts/chaos.py` runs all
 victims at all moments, `test_kills.py` some of them.
 """
 
@@ -32,7 +32,7 @@ from run_support import (
 )
 
 from trireme.checkpoint.store import CheckpointStore
-from trireme.errors import EXIT_OK
+from trireme.core.errors import EXIT_OK
 from trireme.supervision.roster import Health
 from trireme.supervision.status import read_status, room_of
 

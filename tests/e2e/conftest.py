@@ -10,7 +10,7 @@ import pytest
 from resume_support import DETERMINISTIC
 from run_support import Ended, run_rl
 
-from trireme.errors import EXIT_OK
+from trireme.core.errors import EXIT_OK
 
 
 @pytest.fixture(scope="module")

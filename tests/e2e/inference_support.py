@@ -20,14 +20,14 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from inference.group import MAX_CALLS, InferenceGroup, RayReplica
-from inference.replica import Replica
+from inference.actor import Replica
+from inference.handle import MAX_CALLS, InferenceGroup, RayReplica
 from inference.router import Router
 from trireme.config import Config
-from trireme.protocols import Sampler
-from trireme.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
-from trireme.waits import get, get_all
-from trireme.weights import Canary, PublishedWeights, TensorEntry, UpdateReport, hash_bytes, weights_digest
+from trireme.core.sampler import Sampler
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
+from trireme.core.weights import Canary, PublishedWeights, TensorEntry, UpdateReport, hash_bytes, weights_digest
+from trireme.process.waits import get, get_all
 
 VOCAB = 64
 MAX_MODEL_LEN = 1024

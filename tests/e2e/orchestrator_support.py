@@ -11,9 +11,9 @@ import numpy as np
 
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.workers import run_in_worker
-from trireme.protocols import ReplicaLoad
-from trireme.types import SampledSequence, SampleRequest, VersionSpan
-from trireme.weights import PublishedWeights, UpdateReport
+from trireme.core.sampler import ReplicaLoad
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan
+from trireme.core.weights import PublishedWeights, UpdateReport
 
 
 class SeededSampler:

@@ -26,7 +26,7 @@ KILLED_GONE_S = 100.0
 cluster (`publish_error` in `ray._private.process_watcher`), which has ended too; then they end."""
 SHM_S = 3.0
 """What another program is given to map a file that it has made, or to take its name away."""
-RL, SFT = "trireme.cli", "trireme.sft.cli"
+RL, SFT = "trireme.cli.rl", "trireme.cli.sft"
 """The modules behind the commands."""
 
 

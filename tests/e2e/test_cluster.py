@@ -12,7 +12,7 @@ from pathlib import Path
 from cluster_support import Nodes, ask, cluster_of_two, free_port
 from run_support import DEADLINE_S, ROOT, TINY, assert_bound_and_conservation, run_rl
 
-from trireme.errors import EXIT_BAD_INPUT, EXIT_SIGTERM
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_SIGTERM
 from trireme.supervision.status import read_status
 
 CPUS_PER_NODE = 2  # four actors of one CPU each fill both nodes
@@ -32,7 +32,7 @@ def test_a_run_spans_two_nodes_and_a_replica_for_which_there_is_no_room_waits_fo
         said.append(f"{steps() - seen} steps or more meanwhile")
 
     def scale(process: subprocess.Popen[str], nodes: Nodes) -> None:
-        command = [sys.executable, "-m", "trireme.tools.main", "scale", str(tmp_path / "run"), "--replicas", "2"]
+        command = [sys.executable, "-m", "trireme.cli.trireme", "scale", str(tmp_path / "run"), "--replicas", "2"]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as asked:
             timer = threading.Timer(DEADLINE_S, asked.kill)
             timer.start()

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import ray
 
-import inference.group
+import inference.handle
 import orchestrator.handle
-import trainer.group
-from inference.group import InferenceGroup
+import trainer.handle
+from inference.handle import InferenceGroup
 from orchestrator.handle import OrchestratorHandle
-from trainer.group import TrainerGroup
+from trainer.handle import TrainerGroup
 from trireme.config import Config
-from trireme.waits import get_all
+from trireme.process.waits import get_all
 
 ON_CPU, ON_GPU = {"num_cpus": 0, "num_gpus": 0.0}, {"num_cpus": 0, "num_gpus": 1.0}
 HOLDS_ONE = ["0", "1"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from run_support import ROOT, SFT, run_rl
 
-from trireme.errors import EXIT_OK
+from trireme.core.errors import EXIT_OK
 
 ASSET = ROOT / "assets" / "sort-base"
 NUMBERS = random.Random(0)
@@ -39,7 +39,7 @@ def test_the_model_learns_to_answer_without_the_prompt(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("Sort: ")
     (tmp_path / "q.jsonl").write_text("".join(json.dumps({"prompt": f"{number}\n"}) + "\n" for number in QUESTIONS))
     files = ["--prompts", "q.jsonl", "--teacher-prompt", "prompt.txt", "--output", "answers.jsonl"]
-    command = [sys.executable, "-m", "trireme.tools.main", "distill", str(ASSET), *files]
+    command = [sys.executable, "-m", "trireme.cli.trireme", "distill", str(ASSET), *files]
     sampled = subprocess.run(
         [*command, "--temperature", "0.1", "--max-tokens", "10", "--max-model-len", "64"],
         cwd=tmp_path,

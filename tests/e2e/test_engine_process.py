@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from inference.startup import KEPT_KERNELS
+from inference.engine_startup import KEPT_KERNELS
 
 PROBE = """
 import ctypes
@@ -56,7 +56,7 @@ def test_it_would_by_default() -> None:
 
 
 BINDING = """
-from inference.startup import prepare_start
+from inference.engine_startup import prepare_start
 import torch
 import vllm._custom_ops
 {prepare}

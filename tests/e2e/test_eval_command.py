@@ -12,7 +12,7 @@ import pytest
 from scripted_model import make_scripted_model
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "trireme.tools.main", "eval"]
+COMMAND = [sys.executable, "-m", "trireme.cli.trireme", "eval"]
 
 
 def test_the_shipped_model_is_evaluated(tmp_path: Path) -> None:

@@ -32,12 +32,12 @@ from inference_support import (
 from run_support import shm_left_since
 
 from inference.client import SamplingClient
-from trireme.errors import RoomFailed, WeightsRefused
-from trireme.protocols import ReplicaLoad
-from trireme.stopping import tokens_until
-from trireme.tokenizer import load_tokenizer
-from trireme.types import ModelInput, SampleRequest, SamplingParams
-from trireme.waits import get
+from trireme.core.errors import RoomFailed, WeightsRefused
+from trireme.core.sampler import ReplicaLoad
+from trireme.core.stop_strings import tokens_until
+from trireme.core.tokenizer import load_tokenizer
+from trireme.core.types import ModelInput, SampleRequest, SamplingParams
+from trireme.process.waits import get
 
 ROOT = Path(__file__).parents[2]
 KINDS = {

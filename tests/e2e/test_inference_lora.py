@@ -30,15 +30,15 @@ from inference_support import (
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model, get_peft_model_state_dict
 
-from inference.group import InferenceGroup
+from inference.handle import InferenceGroup
 from inference.router import Router
-from trireme.base_digest import base_digest
 from trireme.config.lora import lora_targets
 from trireme.config.schema import LoraConfig
-from trireme.errors import WeightsRefused
-from trireme.types import WeightIdentity
-from trireme.waits import get_all
-from trireme.weights import Adapter, Canary, PublishedWeights, TensorEntry, hash_bytes, weights_digest
+from trireme.core.base_digest import base_digest
+from trireme.core.errors import WeightsRefused
+from trireme.core.types import WeightIdentity
+from trireme.core.weights import Adapter, Canary, PublishedWeights, TensorEntry, hash_bytes, weights_digest
+from trireme.process.waits import get_all
 
 TOLERANCE = 1e-4
 EVERYWHERE = ("llama", False, "recompute_kv", {"rank": 8, "alpha": 16, "train_unembed": True})

@@ -40,7 +40,7 @@ from resume_support import DETERMINISTIC, assert_same_run, rows_of
 from run_support import DEADLINE_S, Ended, run_rl
 
 from trireme.checkpoint.store import CheckpointStore
-from trireme.errors import EXIT_FAILED, EXIT_LIMIT, EXIT_OK
+from trireme.core.errors import EXIT_FAILED, EXIT_LIMIT, EXIT_OK
 
 LOSSES = ["orchestrator.minibatch@2=kill", "trainer.forward_backward[1]@4=kill", "inference.loaded[0]@10=kill"]
 """In the second step; in the fourth, of the attempt that begins again; and in the update after the fifth, the fourth of

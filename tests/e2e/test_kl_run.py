@@ -10,7 +10,7 @@ from poisoned_loss import ALWAYS_FROM, ONCE
 from run_support import ROOT, TINY, Ended, run_rl
 
 from trireme.checkpoint.store import CheckpointStore
-from trireme.errors import EXIT_LIMIT
+from trireme.core.errors import EXIT_LIMIT
 
 REFUSED_IN_A_ROW = 3
 LAST = ALWAYS_FROM + REFUSED_IN_A_ROW - 1

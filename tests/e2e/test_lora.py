@@ -12,8 +12,8 @@ import torch
 from resume_support import comparable, contents
 from run_support import ROOT, TINY, Ended, run_rl
 
-from trireme.base_digest import base_digest
-from trireme.errors import EXIT_OK
+from trireme.core.base_digest import base_digest
+from trireme.core.errors import EXIT_OK
 
 BASE = ROOT / "assets" / "sort-base"
 FLAGS = [

@@ -13,11 +13,11 @@ from orchestrator_support import SeededSampler
 from tokenizers import Tokenizer, models
 
 from orchestrator.handle import OrchestratorHandle
-from trireme import waits
 from trireme.config import Config
-from trireme.errors import BadInput, LimitReached, RoomFailed, StorageFailed
-from trireme.types import WeightIdentity
-from trireme.weights import Canary, PublishedWeights
+from trireme.core.errors import BadInput, LimitReached, RoomFailed, StorageFailed
+from trireme.core.types import WeightIdentity
+from trireme.core.weights import Canary, PublishedWeights
+from trireme.process import waits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

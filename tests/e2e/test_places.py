@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import ray
 
-from inference import group as group_module
-from inference.group import InferenceGroup
-from trireme.cluster import PlacesForMore, has_place, reserve
+from inference import handle as group_module
+from inference.handle import InferenceGroup
 from trireme.config import Config
-from trireme.supervision.fleet import Fleet
+from trireme.process.ray_cluster import PlacesForMore, has_place, reserve
+from trireme.supervision.heartbeats import Watch
+from trireme.supervision.replica_manager import Fleet
 from trireme.supervision.roster import Roster
-from trireme.supervision.watch import Watch
 
 GPUS = 4
 DEADLINE_S = 60.0

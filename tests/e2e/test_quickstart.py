@@ -6,7 +6,7 @@ from statistics import mean
 from resume_support import rows_of, run_and_kill
 from run_support import assert_bound_and_conservation, run_rl
 
-from trireme.errors import EXIT_OK
+from trireme.core.errors import EXIT_OK
 
 
 def test_the_reward_rises_although_the_run_is_killed(tmp_path: Path) -> None:

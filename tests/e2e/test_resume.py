@@ -38,7 +38,7 @@ from run_support import (
 
 from trireme.checkpoint.resume import choose
 from trireme.checkpoint.store import CheckpointStore
-from trireme.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, BadInput
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, BadInput
 
 START_UP = ["trainer.start@1", "inference.start@1", "orchestrator.start@1"]
 STEP = [
@@ -243,7 +243,7 @@ class TestAsynchronous:
         """And answers as well as the model that it came from, or better."""
         model = ended.root / "checkpoints" / f"step_{self.STEPS:06d}" / "inference"
         output = tmp_path / "numbers.json"
-        command = [sys.executable, "-m", "trireme.tools.main", "eval", str(model), "@", str(QUICKSTART)]
+        command = [sys.executable, "-m", "trireme.cli.trireme", "eval", str(model), "@", str(QUICKSTART)]
         flags = ["--eval.samples", "2", "--eval.problems", "16", "--output", str(output)]
         done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -14,13 +14,13 @@ from pathlib import Path
 from run_support import DEADLINE_S, ROOT, TINY, Ended, assert_bound_and_conservation, run_rl
 
 from trireme.checkpoint.store import CheckpointStore
-from trireme.errors import EXIT_BAD_INPUT, EXIT_SIGTERM
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_SIGTERM
 from trireme.tools.timeline import json_lines
 
 
 def scale(run: Path, replicas: int) -> str:
     """What the command says, which must end well."""
-    command = [sys.executable, "-m", "trireme.tools.main", "scale", str(run), "--replicas", str(replicas)]
+    command = [sys.executable, "-m", "trireme.cli.trireme", "scale", str(run), "--replicas", str(replicas)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     return ended.stdout + ended.stderr
 

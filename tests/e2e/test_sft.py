@@ -18,9 +18,9 @@ from run_support import DEADLINE_S, ROOT, SFT, Ended, run_rl
 from trainer_support import VOCAB, make_model
 
 from trireme.checkpoint.store import CheckpointStore
-from trireme.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_SIGTERM
+from trireme.cli.trireme import main as trireme
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_SIGTERM
 from trireme.supervision.status import read_incidents, read_status
-from trireme.tools.main import main as trireme
 
 EXAMPLES, BATCH, EPOCHS = 21, 5, 2
 STEPS = 8  # 2 epochs of 18, in batches of 5: the last step has one example

@@ -17,12 +17,12 @@ from chaos_support import BOUND, CHAOS, end_of, parts_of, started, wait_for
 from inference_support import Room, make_config, prompt_of, random_model, request
 from run_support import assert_bound_and_conservation
 
-from inference import group as group_module
-from inference.group import MAX_CALLS, InferenceGroup
-from inference.replica import Replica, has_ended
-from trireme.errors import EXIT_SIGTERM
-from trireme.supervision.watch import STACKS
-from trireme.waits import get
+from inference import handle as group_module
+from inference.actor import Replica, has_ended
+from inference.handle import MAX_CALLS, InferenceGroup
+from trireme.core.errors import EXIT_SIGTERM
+from trireme.process.waits import get
+from trireme.supervision.heartbeats import STACKS
 
 GPUS = "5,7"
 START_S = 300.0

@@ -15,14 +15,14 @@ from trainer_support import make_batch, make_config, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.batching import plan, scatter_outputs
-from trainer.checkpoint import kinds
-from trainer.group import TrainerGroup
+from trainer.handle import TrainerGroup
 from trainer.shard import Shard
-from trireme import waits
+from trainer.state import kinds
 from trireme.checkpoint.files import checksum_of
-from trireme.errors import BadInput, ProvenanceError, RoomFailed, StorageFailed, TriremeError
-from trireme.types import AdamParams, ForwardBackwardOutput, Provenance, WeightIdentity
-from trireme.weights import check_received
+from trireme.core.errors import BadInput, ProvenanceError, RoomFailed, StorageFailed, TriremeError
+from trireme.core.types import AdamParams, ForwardBackwardOutput, Provenance, WeightIdentity
+from trireme.core.weights import check_received
+from trireme.process import waits
 
 START_S = 120.0
 QWEN, LLAMA = ("qwen3", True), ("llama", False)  # family, tied embeddings

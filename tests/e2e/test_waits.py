@@ -11,9 +11,9 @@ import psutil
 import pytest
 import ray
 
-from trireme import waits
-from trireme.cluster import is_obituary
-from trireme.errors import LimitReached, RoomFailed
+from trireme.core.errors import LimitReached, RoomFailed
+from trireme.process import waits
+from trireme.process.ray_cluster import is_obituary
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -95,7 +95,7 @@ def test_an_actor_whose_making_raises_has_not_died() -> None:
 
 
 def test_ray_would_print_a_page_for_a_process_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as it does, and begins it with these words, `trireme.cluster` keeps it from the console."""
+    """As long as it does, and begins it with these words, `trireme.process.ray_cluster` keeps it from the console."""
     printed: Queue[dict[str, Any]] = Queue()
     monkeypatch.setattr(ray._private.worker, "print_to_stdstream", lambda data, ignore_prefix: printed.put(data))
     room = Room.remote()
@@ -109,6 +109,6 @@ def test_ray_would_print_a_page_for_a_process_that_was_killed(tmp_path: Path, mo
 
 
 def test_services_of_ray_are_in_the_group_of_whoever_starts_them() -> None:
-    """When they are not, `trireme.cluster._in_groups_of_their_own` is not needed any more."""
+    """When they are not, `trireme.process.ray_cluster._in_groups_of_their_own` is not needed any more."""
     services = [child for child in psutil.Process().children() if child.name() in ("gcs_server", "raylet")]
     assert [os.getpgid(service.pid) for service in services] == [os.getpgid(0)] * 2

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from trireme.config import Config
-from trireme.types import Datum, ModelInput, TokenBatch
+from trireme.core.types import Datum, ModelInput, TokenBatch
 
 VOCAB = 50
 CLASSES = {

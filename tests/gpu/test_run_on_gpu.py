@@ -6,7 +6,7 @@ import pytest
 import torch
 from run_support import TINY, run_rl
 
-from trireme.errors import EXIT_OK
+from trireme.core.errors import EXIT_OK
 
 pytestmark = [
     pytest.mark.gpu,

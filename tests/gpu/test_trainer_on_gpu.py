@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trainer.attention import masked_attention, packed_attention
 from trainer.batching import scatter_outputs
 from trainer.shard import Shard
-from trireme.types import AdamParams, TokenBatch
+from trireme.core.types import AdamParams, TokenBatch
 
 pytestmark = [
     pytest.mark.gpu,

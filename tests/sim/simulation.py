@@ -2,7 +2,7 @@
 
     Scenario --simulate--> Pipeline <--Router--> SimReplica (one timer per sequence)
                               |
-                              +--minibatches--> a trainer that sleeps, as `trireme.driver` calls the real one
+                              +--minibatches--> a trainer that sleeps, as `trireme.train.rl_loop` calls the real one
 
 A replica decodes `slots` sequences at once, each at its own speed whatever the others do, and starts the others in the
 order in which they came. An update pauses it: what is in flight is prefilled again and goes on under the new weights.
@@ -31,19 +31,19 @@ import numpy as np
 import numpy.typing as npt
 import virtual_time
 
-from inference.progress import NOTHING, Progress
-from inference.progress import Outcome as SampleOutcome
+from inference.handover import NOTHING, Progress
+from inference.handover import Outcome as SampleOutcome
 from inference.router import Router
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.metrics import Released
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
-from trainer.admission import check_provenance, recent
+from trainer.batch_checks import check_provenance, recent
 from trireme.config import Config
-from trireme.errors import RoomFailed
-from trireme.protocols import ReplicaLoad
-from trireme.types import Minibatch, SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
-from trireme.weights import Canary, PublishedWeights, UpdateReport
+from trireme.core.errors import RoomFailed
+from trireme.core.sampler import ReplicaLoad
+from trireme.core.types import Minibatch, SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
+from trireme.core.weights import Canary, PublishedWeights, UpdateReport
 
 LONGEST = 50
 NO_DEADLINE_S = 1e9
@@ -520,7 +520,7 @@ class Supervision:
 
 
 async def drive(pipeline: Pipeline, outcome: Outcome) -> None:
-    """The loop of `trireme.driver.train`."""
+    """The loop of `trireme.train.rl_loop.train`."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
     await pipeline.update_weights(published(0))
     started, identities = loop.time(), [published(0).identity]

@@ -18,8 +18,8 @@ from virtual_time import Deadlock
 
 from inference.router import Router
 from orchestrator.ledger import Ledger
-from trireme.errors import ProvenanceError, RoomFailed
-from trireme.types import SampledSequence, SampleRequest
+from trireme.core.errors import ProvenanceError, RoomFailed
+from trireme.core.types import SampledSequence, SampleRequest
 
 POLICIES = ["requeue", "drop", "wait"]
 ENDS = ("trained", "in_training", "filtered", "requeued", "dropped", "failed", "active")

@@ -17,12 +17,12 @@ import virtual_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.progress import NOTHING, Outcome, Progress
+from inference.handover import NOTHING, Outcome, Progress
 from inference.router import Router
-from trireme.errors import RoomFailed, TriremeError
-from trireme.protocols import ReplicaLoad
-from trireme.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.weights import Canary, PublishedWeights, UpdateReport
+from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.sampler import ReplicaLoad
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
+from trireme.core.weights import Canary, PublishedWeights, UpdateReport
 
 TOKEN_S = 0.25
 UPDATE_S = 0.5

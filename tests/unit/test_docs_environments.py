@@ -16,12 +16,12 @@ import pytest
 from orchestrator_fakes import FakeSampler, Run, config, whole_run
 from renderer_support import characters
 
-from orchestrator.data import trajectory_to_data
+from orchestrator.advantages import trajectory_to_data
 from orchestrator.env import EnvContext, RLDataset, Trajectory, load_dataset
 from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
 from trireme.config.load import load
 from trireme.config.schema import EnvConfig, SamplingConfig
-from trireme.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "environments.md").read_text()

@@ -22,7 +22,7 @@ def calls(path: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def test_only_waits_waits() -> None:
-    """Every wait across processes has a deadline and a name: the bare calls live in trireme.waits alone."""
+    """Every wait across processes has a deadline and a name: the bare calls live in trireme.process.waits alone."""
     bare = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in SOURCES
@@ -31,7 +31,9 @@ def test_only_waits_waits() -> None:
         if (module, name) in BARE_WAITS
     ]
     assert bare == []
-    assert {(m, n) for m, n, _ in calls(ROOT / "src/trireme/waits.py")} >= BARE_WAITS  # the check sees such calls
+    assert {
+        (m, n) for m, n, _ in calls(ROOT / "src/trireme/process/waits.py")
+    } >= BARE_WAITS  # the check sees such calls
 
 
 @pytest.mark.parametrize("room", ["trainer", "orchestrator", "inference", "trireme"])

@@ -115,8 +115,8 @@ def _loaded(model: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from trireme.core.tokenizer import load_tokenizer
     from trireme.renderers import make_renderer
-    from trireme.tokenizer import load_tokenizer
 
     torch.set_num_threads(1)
     return make_renderer("auto", load_tokenizer(model)), AutoModelForCausalLM.from_pretrained(model).eval()

@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.envs.text import is_held_out
 from orchestrator.workers import run_in_worker
-from trireme.errors import BadInput
+from trireme.core.errors import BadInput
 from trireme.renderers import Message, Renderer
 
 SUPPORTED = "0.4."

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from trireme.errors import StorageFailed
+from trireme.core.errors import StorageFailed
 
 Chunk = bytes | bytearray | memoryview
 Bytes = npt.NDArray[np.uint8]

@@ -17,8 +17,8 @@ from typing import Any
 import xxhash
 
 from trireme.checkpoint.files import FileRecord, checksum_of
-from trireme.errors import CheckpointInvalid
-from trireme.types import WeightIdentity
+from trireme.core.errors import CheckpointInvalid
+from trireme.core.types import WeightIdentity
 
 FORMAT = 3
 MANIFEST = "manifest.json"

@@ -14,9 +14,9 @@ from trireme.checkpoint.files import make_directory
 from trireme.checkpoint.manifest import Manifest, step_of, verify
 from trireme.checkpoint.rows import ROW_FILES, read_rows, write_rows
 from trireme.checkpoint.store import CheckpointStore
-from trireme.config.fixed import REFERENCE_WEIGHTS
-from trireme.config.problems import Problem
-from trireme.errors import CheckpointInvalid
+from trireme.config.refusals import Problem
+from trireme.config.resume_compat import REFERENCE_WEIGHTS
+from trireme.core.errors import CheckpointInvalid
 
 ABSENT = "(absent)"
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from trireme.checkpoint.files import fsync_directory, make_directory, replace_file, storage_errors, write_bytes
 from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest, read_manifest, step_name, step_of, verify
 from trireme.checkpoint.rows import ROW_FILES, Row, cut, read_rows, write_rows
-from trireme.errors import CheckpointInvalid
-from trireme.faults import fault_point
-from trireme.rollouts import ROLLOUTS, recorded_steps
+from trireme.core.errors import CheckpointInvalid
+from trireme.process.faults import fault_point
+from trireme.run.rollout_records import ROLLOUTS, recorded_steps
 
 HEAD = "HEAD"
 KEEP = "KEEP"

@@ -11,7 +11,7 @@ from trireme.config.environments import environment_problems
 from trireme.config.lora import lora_problems, lora_warnings
 from trireme.config.losses import loss_problems
 from trireme.config.model_facts import ModelFacts
-from trireme.config.problems import Problem, refuse
+from trireme.config.refusals import Problem, refuse
 from trireme.config.schema import CommonConfig, Config
 
 AUTO_LEARNING_RATE_FAMILIES = ("qwen", "llama")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from trireme.config.problems import Problem
+from trireme.config.refusals import Problem
 from trireme.config.schema import Config, RendererConfig
 
 

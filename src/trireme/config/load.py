@@ -35,7 +35,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from trireme.config.keys import Key, Keys, Path, keys_of, type_in_words
-from trireme.config.problems import Problem, refuse
+from trireme.config.refusals import Problem, refuse
 from trireme.config.schema import CommonConfig, Config
 
 PREFIX = "TRIREME__"

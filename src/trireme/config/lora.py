@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from trireme.config.model_facts import ModelFacts
-from trireme.config.problems import Problem
+from trireme.config.refusals import Problem
 from trireme.config.schema import CommonConfig, LoraConfig
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

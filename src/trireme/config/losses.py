@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from typing import Any
 
-from trireme.config.problems import Problem, refuse
+from trireme.config.refusals import Problem, refuse
 
 MASKING = {"mask_ratio_low": 0.0, "mask_ratio_high": inf}
 RATIO = {"max_ratio": inf, **MASKING}

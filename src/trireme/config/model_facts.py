@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trireme.config.problems import Problem
+from trireme.config.refusals import Problem
 from trireme.config.schema import CommonConfig
 
 HUB_TIMEOUT_S = 5.0

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from trireme.core.types import AdamParams, LossFnType, LossNormalization, SamplingParams
 from trireme.renderers import RendererName
-from trireme.types import AdamParams, LossFnType, LossNormalization, SamplingParams
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]

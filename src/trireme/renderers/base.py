@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trireme.core.stop_strings import first_of
 from trireme.renderers.history import HistoryRule, without_thinking
 from trireme.renderers.parsing import CALL, CALL_END, THINK, THINK_END, parse_text
 from trireme.renderers.types import Message, ToolCall, ToolSpec, TrainOn
-from trireme.stopping import first_of
 
 MARK = "\ue000message\ue001"
 """Stands where a message's text would be. Private characters, which no text holds and no template strips."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from trireme.errors import BadInput
+from trireme.core.errors import BadInput
 from trireme.renderers.base import MARK, TextRenderer, thinking_block, tool_schema
 from trireme.renderers.history import HistoryRule
 from trireme.renderers.parsing import CALL, THINK, THINK_END

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trireme.errors import BadInput
+from trireme.core.errors import BadInput
 from trireme.renderers.base import TextRenderer, describe_tools, thinking_block, with_tool_calls
 from trireme.renderers.history import TOOL_RESPONSE, TOOL_RESPONSE_END, HistoryRule, last_query
 from trireme.renderers.parsing import THINK, THINK_END

@@ -6,11 +6,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from trireme.errors import BadInput
+from trireme.core.errors import BadInput
+from trireme.core.stop_strings import first_of
 from trireme.renderers.base import TextRenderer, describe_tools, thinking_block, with_tool_calls
 from trireme.renderers.history import HistoryRule
 from trireme.renderers.types import Message, ToolSpec
-from trireme.stopping import first_of
 
 OTHERS = ("User", "System", "Tool")
 

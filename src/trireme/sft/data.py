@@ -17,12 +17,12 @@ import xxhash
 from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.config.checks import seq_limit
 from trireme.config.model_facts import ModelFacts
-from trireme.config.problems import Problem
+from trireme.config.refusals import Problem
 from trireme.config.sft import SftConfig
+from trireme.core.tokenizer import load_tokenizer
+from trireme.core.types import TokenBatch
 from trireme.renderers import Renderer, make_renderer
 from trireme.sft.reading import Example, Rules, files_of, read
-from trireme.tokenizer import load_tokenizer
-from trireme.types import TokenBatch
 
 STATE = "state.json"
 

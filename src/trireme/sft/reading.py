@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trireme.config.problems import Problem, refuse
+from trireme.config.refusals import Problem, refuse
 from trireme.renderers.types import Message, Renderer, TrainOn
 
 Tokens = npt.NDArray[np.int32]

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trireme.config import CommonConfig
-from trireme.errors import RoomFailed
-from trireme.rundir import RunDir
+from trireme.core.errors import RoomFailed
+from trireme.run.rundir import RunDir
 
 if TYPE_CHECKING:
     from trireme.supervision.supervisor import Supervisor  # imports Ray

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict, deque
 
-from trireme.errors import LimitReached, TriremeError
+from trireme.core.errors import LimitReached, TriremeError
 
 NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+")
 COMPARED = 400

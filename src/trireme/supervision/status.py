@@ -27,8 +27,8 @@ from typing import Any
 import psutil
 
 from trireme.checkpoint.rows import read_rows
-from trireme.errors import EXIT_FAILED, EXIT_OK
-from trireme.rundir import LOCK
+from trireme.core.errors import EXIT_FAILED, EXIT_OK
+from trireme.run.rundir import LOCK
 from trireme.supervision.roster import Health, Incident, Part, Roster
 
 STATUS, INCIDENTS, SCALE = "STATUS", "incidents.jsonl", "scale"
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Ended:
-    """How the driver's command ended: its exit code (`trireme.errors`), and one line of why."""
+    """How the driver's command ended: its exit code (`trireme.core.errors`), and one line of why."""
 
     exit_code: int
     why: str

@@ -25,17 +25,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from trireme import waits
-from trireme.cluster import Progress
 from trireme.config import CommonConfig, Config
-from trireme.errors import RoomFailed, TriremeError
-from trireme.signals import RoomLost
-from trireme.supervision.fleet import Fleet, Places, Replicas, Serving, index_of
+from trireme.core.errors import RoomFailed, TriremeError
+from trireme.process import waits
+from trireme.process.ray_cluster import Progress
+from trireme.process.signals import RoomLost
+from trireme.supervision.heartbeats import Watch
 from trireme.supervision.pulses import EVERY_S
+from trireme.supervision.replica_manager import Fleet, Places, Replicas, Serving, index_of
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import Health, Roster
 from trireme.supervision.status import ScaleRequests
-from trireme.supervision.watch import Watch
 
 TICK_S = 0.2
 ROUND_S = 2 * EVERY_S

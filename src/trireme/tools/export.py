@@ -17,8 +17,8 @@ import xxhash
 from trireme.checkpoint.files import FileRecord, storage_errors
 from trireme.checkpoint.manifest import read_manifest, step_of
 from trireme.checkpoint.store import CheckpointStore
-from trireme.config.problems import Problem
-from trireme.errors import CheckpointInvalid
+from trireme.config.refusals import Problem
+from trireme.core.errors import CheckpointInvalid
 from trireme.tools.merge import ADAPTER, merged_files
 
 if TYPE_CHECKING:

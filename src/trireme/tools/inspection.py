@@ -18,8 +18,8 @@ from rich.tree import Tree
 
 from trireme.checkpoint.manifest import Manifest, read_manifest, step_of, verify
 from trireme.checkpoint.store import CheckpointStore, Head
-from trireme.errors import CheckpointInvalid
-from trireme.rundir import resume_command
+from trireme.core.errors import CheckpointInvalid
+from trireme.run.rundir import resume_command
 from trireme.supervision.roster import Incident
 from trireme.supervision.status import INCIDENTS, read_incidents
 from trireme.tools.merge import ADAPTER

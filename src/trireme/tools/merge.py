@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trireme.base_digest import INDEX, base_digest, weight_files
-from trireme.config.problems import Problem
-from trireme.errors import CheckpointInvalid
+from trireme.config.refusals import Problem
+from trireme.core.base_digest import INDEX, base_digest, weight_files
+from trireme.core.errors import CheckpointInvalid
 
 if TYPE_CHECKING:
     from torch import Tensor

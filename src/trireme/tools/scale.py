@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trireme.config.problems import Problem
-from trireme.errors import RoomFailed
-from trireme.rundir import command_of, resume_command
+from trireme.config.refusals import Problem
+from trireme.core.errors import RoomFailed
+from trireme.run.rundir import command_of, resume_command
 from trireme.supervision.roster import Health, Part
 from trireme.supervision.status import asked_scale, driver_of, in_service, read_status, room_of
 

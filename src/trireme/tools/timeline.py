@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trireme.config.problems import Problem
-from trireme.trace import ROOMS
+from trireme.config.refusals import Problem
+from trireme.process.trace import ROOMS
 
 NEWEST_STEPS = 50
 """Shown unless others are asked for: more cannot be told apart on a screen."""

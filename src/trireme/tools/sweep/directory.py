@@ -24,14 +24,14 @@ from trireme.checkpoint.resume import differences
 from trireme.config import CommonConfig, Config
 from trireme.config.keys import keys_of
 from trireme.config.load import load_as
-from trireme.config.problems import Problem
+from trireme.config.refusals import Problem
 from trireme.config.sft import SftConfig
 from trireme.tools.sweep.request import Knob, Request, Run, runs_of
 from trireme.tools.sweep.table import Outcome, Result, as_csv, markdown, plot
 from trireme.tools.timeline import json_lines
 
 SCHEMAS: dict[str, type[CommonConfig]] = {"rl": Config, "sft": SftConfig}
-MODULES = {"rl": "trireme.cli", "sft": "trireme.sft.cli"}
+MODULES = {"rl": "trireme.cli.rl", "sft": "trireme.cli.sft"}
 
 
 @dataclass

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from itertools import product
 from typing import Any
 
-from trireme.config.problems import Problem
+from trireme.config.refusals import Problem
 
 LONGEST_NAME = 120
 USAGE = """usage: trireme sweep {rl,sft} [@ FILE.toml ...] [--key value ...]

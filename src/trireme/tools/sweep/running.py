@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from trireme.checkpoint.files import storage_errors
-from trireme.config.problems import Problem
-from trireme.errors import EXIT_FAILED, EXIT_OK
-from trireme.signals import EXIT_CODES
+from trireme.config.refusals import Problem
+from trireme.core.errors import EXIT_FAILED, EXIT_OK
+from trireme.process.signals import EXIT_CODES
 from trireme.tools.sweep.directory import MODULES, Sweep
 from trireme.tools.sweep.request import USAGE, Run, read_request
 from trireme.tools.sweep.table import Result

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trireme.errors import EXIT_OK
+from trireme.core.errors import EXIT_OK
 from trireme.tools.plot import COLORS, Line, draw_knob, knob_text
 from trireme.tools.sweep.request import Request
 

@@ -15,7 +15,7 @@ from textual.widgets import Footer, OptionList, Static, TabbedContent, TabPane
 from textual.widgets.option_list import Option
 from textual_plotext import PlotextPlot
 
-from trireme.rollouts import read_records
+from trireme.run.rollout_records import read_records
 from trireme.supervision.status import Status
 from trireme.tools.watch import drawing
 from trireme.tools.watch.following import Follower

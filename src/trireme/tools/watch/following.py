@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trireme.rollouts import ROLLOUTS, recorded_steps
+from trireme.run.rollout_records import ROLLOUTS, recorded_steps
 from trireme.supervision.roster import Incident
 from trireme.supervision.status import Status, driver_of, read_incidents, read_status
 

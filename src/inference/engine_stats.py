@@ -1,0 +1,79 @@
+"""What an engine has to do, out of the statistics that its scheduler sends along with every step's tokens.
+
+Asking the engine instead would wait for the step in progress.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+from trireme.core.sampler import ReplicaLoad
+
+
+class LoadLog(PrometheusStatLogger):
+    """Keeps the newest statistics. It only says that it is a Prometheus logger: vLLM would add a real one otherwise,
+    which enters every token of every sequence in histograms that nobody reads."""
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
+        self.running = 0
+        self.kv_used = 0.0
+        self.preemptions = 0
+        self._excused = 0
+        self._heard = 0.0
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        self.listen()
+        if scheduler_stats is not None:
+            self.running = scheduler_stats.num_running_reqs
+            self.kv_used = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            excused = min(iteration_stats.num_preempted_reqs, self._excused)
+            self._excused -= excused
+            self.preemptions += iteration_stats.num_preempted_reqs - excused
+
+    def cache_cleared(self) -> None:
+        """To be called when an update has cleared the KV cache. vLLM counts each running sequence as preempted then,
+        and tells so with its next tokens; that is no want of space."""
+        self._excused, self.running, self.kv_used = self.running, 0, 0.0
+
+    def listen(self) -> None:
+        """The engine has answered; or it has something to do again, and can not have answered before."""
+        self._heard = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine answered."""
+        return time.monotonic() - self._heard
+
+    def load(self, unfinished: int) -> ReplicaLoad:
+        """`unfinished`: all sequences that the engine was given and has not answered."""
+        running = min(self.running, unfinished)
+        return ReplicaLoad(running, unfinished - running, self.kv_used, self.preemptions)
+
+    def log(self) -> None:
+        pass
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        pass
+
+
+def load_log(engine: AsyncLLM) -> LoadLog:
+    """The one that `engine` was started with."""
+    assert engine.logger_manager is not None
+    (log,) = engine.logger_manager.stat_loggers
+    assert isinstance(log, LoadLog)
+    return log

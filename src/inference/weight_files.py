@@ -1,0 +1,44 @@
+"""How one version of the weights goes from a replica's actor into its engine process on the same machine.
+
+The actor pulls the buckets from Ray's object store, copies them into anonymous files in memory and hands over their
+paths. So the engine process needs neither Ray nor a name in /dev/shm, and nothing is left behind however either dies.
+The copy is made while the engine still samples: it costs memory for the moment, not a longer pause.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trireme.core.types import WeightIdentity
+from trireme.core.weights import Adapter, TensorEntry
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """One version as its engine process sees it: the table of tensors, and files that hold the buckets' bytes."""
+
+    identity: WeightIdentity
+    entries: tuple[TensorEntry, ...]
+    paths: tuple[str, ...]
+    adapter: Adapter | None = None
+
+    def open(self) -> list[npt.NDArray[np.uint8]]:
+        """The buckets, mapped: pages are shared with the file until written to, and writes stay private."""
+        return [np.memmap(path, dtype=np.uint8, mode="c") for path in self.paths]
+
+
+@contextmanager
+def in_memory_files(buckets: Sequence[npt.NDArray[np.uint8]]) -> Iterator[tuple[str, ...]]:
+    """Paths of nameless files with the bytes of `buckets`, for other processes of this user; gone at the end."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(os.fdopen(os.memfd_create("weights"), "wb")) for _ in buckets]
+        for file, bucket in zip(files, buckets, strict=True):
+            file.write(bucket.data)
+            file.flush()
+        yield tuple(f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files)

@@ -1,0 +1,104 @@
+"""Rollouts for people and tools to read: of each step its best and its worst group, and some picked at random.
+
+A record is one line of JSON for each group (`rollouts/step_000012.jsonl` in the run directory):
+
+  step, why            the step that trained on it; `best`, `worst` (by mean reward) or `sample`
+  problem, tags        as in the metrics; floor: the lowest version that any replica had when it was dispatched
+  rewards, advantages  of each rollout of the group
+  rollouts             reward, stop_reason, and `turns`:
+      observation, action              token ids, `..._text` the same as text. An observation that only continues what
+                                       was there before has `continues` true, and holds the new tokens alone
+      logprobs                         of the action's tokens, as sampled
+      versions                         [[version, tokens], ...]: which weights sampled how many of them, in their order
+      reward, metrics, logs            of the step that the environment took
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from orchestrator.advantages import AdvantageKind, ScoredGroup, compute_advantages, extends
+from orchestrator.env import Trajectory, Transition
+from orchestrator.state import readable
+from trireme.config import Config
+from trireme.core.tokenizer import Decode as Decode
+
+DIGITS = 6
+
+
+class Recorder:
+    """Writes the records of a run's steps. `decode` turns token ids into text; none: records have no text."""
+
+    def __init__(self, cfg: Config, decode: Decode | None) -> None:
+        self._options, self._seed = cfg.rollouts, cfg.seed
+        self._advantage: AdvantageKind = cfg.orchestrator.advantage
+        self._decode = decode
+
+    def lines(self, step: int, trained_P: Sequence[ScoredGroup]) -> list[str]:
+        """The records of a step that trained on these groups; none when it is not to be recorded."""
+        if not self._options.every or step % self._options.every:
+            return []
+        return [
+            json.dumps(self._record(step, why, scored), default=str) for why, scored in self._picked(step, trained_P)
+        ]
+
+    def _picked(self, step: int, trained_P: Sequence[ScoredGroup]) -> Iterator[tuple[str, ScoredGroup]]:
+        """The same groups whenever it is called with the same ones, so that a step done again is recorded alike."""
+        ordered = sorted(trained_P, key=lambda scored: float(np.mean(scored.rewards_G)))
+        *others, best = ordered
+        yield "best", best
+        if others:
+            worst, *rest = others
+            yield "worst", worst
+            chance = random.Random(f"{self._seed}/{step}")
+            for scored in chance.sample(rest, min(self._options.sample, len(rest))):
+                yield "sample", scored
+
+    def _record(self, step: int, why: str, scored: ScoredGroup) -> dict[str, Any]:
+        return {
+            "step": step,
+            "why": why,
+            "problem": scored.group.problem,
+            "tags": list(scored.tags),
+            "floor": scored.group.floor,
+            "rewards": _rounded(scored.rewards_G),
+            "advantages": _rounded(compute_advantages(scored.rewards_G, self._advantage)),
+            "rollouts": [self._rollout(trajectory) for trajectory in scored.trajectories_G],
+        }
+
+    def _rollout(self, trajectory: Trajectory) -> dict[str, Any]:
+        turns = trajectory.transitions
+        return {
+            "reward": round(float(trajectory.reward), DIGITS),
+            "stop_reason": trajectory.stop_reason,
+            "turns": [self._turn(turn, before) for turn, before in zip(turns, [None, *turns], strict=False)],
+        }
+
+    def _turn(self, turn: Transition, before: Transition | None) -> dict[str, Any]:
+        continues = before is not None and extends(turn, before)
+        known = len(before.observation) + len(before.action) if before is not None and continues else 0
+        observation, action = turn.observation[known:].tolist(), turn.action.tolist()
+        texts = (
+            {"observation_text": self._decode(observation), "action_text": self._decode(action)} if self._decode else {}
+        )
+        return {
+            "continues": continues,
+            "observation": observation,
+            "action": action,
+            **texts,
+            "logprobs": _rounded(turn.logprobs),
+            "versions": [[version, len(list(tokens))] for version, tokens in groupby(turn.versions.tolist())],
+            "reward": round(float(turn.reward), DIGITS),
+            "metrics": {name: float(value) for name, value in turn.metrics.items()},
+            "logs": readable(turn.logs),
+        }
+
+
+def _rounded(values: Sequence[float] | np.ndarray[Any, Any]) -> list[float]:
+    return [round(float(value), DIGITS) for value in values]

@@ -1,0 +1,102 @@
+"""Published weights as a directory in the Hugging Face layout: it opens with `from_pretrained` and with vLLM.
+
+The tensors are written from the very buckets that the replicas got, so that nothing is gathered for it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from trireme.checkpoint.files import FileRecord, storage_errors, write_bytes
+from trireme.core.weights import TensorEntry
+
+FILE_BYTES = 4 * 2**30
+"""Size at which another file of tensors begins."""
+
+INDEX = "model.safetensors.index.json"
+
+
+class Saving(Protocol):
+    def save_pretrained(self, directory: str, /) -> Any: ...
+
+
+def model_files(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, bytes]:
+    """What belongs beside a model's tensors, by file name: configuration with `dtype`, generation configuration.
+
+    Raises StorageFailed (they pass through a temporary directory).
+    """
+    config = deepcopy(model.config)
+    config.dtype = dtype
+    return _files_of(config, *([model.generation_config] if model.generation_config is not None else []))
+
+
+def tokenizer_files(tokenizer: str) -> dict[str, bytes]:
+    """The tokenizer's files: a local directory, or a name on the hub. Raises StorageFailed."""
+    return _files_of(AutoTokenizer.from_pretrained(tokenizer))
+
+
+def _files_of(*parts: Saving) -> dict[str, bytes]:
+    with storage_errors(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as directory:
+        for part in parts:
+            part.save_pretrained(directory)
+        files = sorted(file for file in Path(directory).rglob("*") if file.is_file())
+        return {str(file.relative_to(directory)): file.read_bytes() for file in files}
+
+
+def write_model(
+    path: Path,
+    entries: Sequence[TensorEntry],
+    buckets: Sequence[npt.NDArray[np.uint8]],
+    companions: Mapping[str, bytes],
+    file_bytes: int = FILE_BYTES,
+) -> list[FileRecord]:
+    """Writes the tensors in files of about `file_bytes`, their index, and `companions`. Raises StorageFailed."""
+    records = [write_bytes(path, name, contents) for name, contents in companions.items()]
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate(_parts(entries, file_bytes), start=1):
+        name = f"model-{number:05d}.safetensors"
+        tensors = (buckets[e.bucket][e.offset : e.offset + e.nbytes].data for e in part)
+        records.append(write_bytes(path, name, safetensors_header(part), *tensors))
+        weight_map.update({entry.name: name for entry in part})
+    index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weight_map}
+    return [*records, write_bytes(path, INDEX, json.dumps(index, indent=1).encode())]
+
+
+def _parts(entries: Sequence[TensorEntry], file_bytes: int) -> Iterator[list[TensorEntry]]:
+    """The entries in order, cut so that no part is larger than `file_bytes`, unless it is a single tensor."""
+    part: list[TensorEntry] = []
+    size = 0
+    for entry in entries:
+        if part and size + entry.nbytes > file_bytes:
+            yield part
+            part, size = [], 0
+        part.append(entry)
+        size += entry.nbytes
+    if part:
+        yield part
+
+
+def safetensors_header(entries: Sequence[TensorEntry]) -> bytes:
+    """What precedes the bytes of `entries`, one after the other, in a safetensors file: 8 bytes with the length of a
+    JSON object, little-endian, and the object, padded with spaces to a multiple of 8 bytes.
+
+    Source: https://github.com/safetensors/safetensors#format
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.nbytes
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

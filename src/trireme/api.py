@@ -1,0 +1,139 @@
+"""What a training loop of one's own stands on: a trainer, and a sampler in front of replicas (docs/own-loop.md).
+
+    config = loop_config(["--model.name", "Qwen/Qwen3-0.6B", *sys.argv[1:]])
+    with open_rooms(config, Path("logs")) as (trainer, sampler):
+        sampler.update_weights(trainer.publish_weights(0))
+        ...
+
+The options are those of `rl`. All that concerns models, devices and Ray is done here; what is sampled, what is made of
+it and when weights are published is the loop's own affair. Nothing here may be imported in a process that is to start
+Ray by itself: the environment is prepared first, and Ray imported after it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from trireme.cli.common import StartProgress, prepare_cluster
+from trireme.config import Config
+from trireme.config.checks import check, check_installed
+from trireme.config.load import load
+from trireme.config.model_facts import ModelFacts, with_absolute_paths
+from trireme.plan.base import Resources, with_device
+from trireme.plan.rl import Plan
+from trireme.train.kl_reference import keep_reference, resolve_reference
+
+if TYPE_CHECKING:
+    from inference.client import SamplingClient
+    from trainer.handle import TrainerGroup
+
+UNREAD = Path(__file__).with_name("loop.toml")
+
+
+@dataclass(frozen=True)
+class LoopPlan(Plan):
+    """Shards and replicas, and no orchestrator."""
+
+    @property
+    def actor_names(self) -> list[str]:
+        return super().actor_names[:-1]
+
+
+@dataclass(frozen=True)
+class TrainerPlan(LoopPlan):
+    """Shards alone."""
+
+    @property
+    def models(self) -> int:
+        return self.config.trainer.processes
+
+    @property
+    def actor_names(self) -> list[str]:
+        return super().actor_names[: self.models]
+
+    @property
+    def inference_options_N(self) -> list[dict[str, float]]:
+        return []
+
+
+def loop_config(argv: Sequence[str]) -> Config:
+    """The configuration that `argv` asks for, as on the command line of `rl` (`@ FILE.toml`, `--key value`), and the
+    environment. Prints warnings. Raises BadInput."""
+    config = load(["@", str(UNREAD), *argv]).config
+    facts = ModelFacts.of(config, required=True)
+    assert facts is not None, "required"
+    for warning in check(config, facts):
+        print(f"warning: {warning}", file=sys.stderr)
+    return resolve_reference(with_absolute_paths(config), facts)
+
+
+@contextmanager
+def open_rooms(config: Config, logs: Path) -> Iterator[tuple[TrainerGroup, SamplingClient]]:
+    """A trainer, and a sampler on `inference.replicas` replicas, ready; taken down again at the end. Both start with
+    `model.name`, but replicas sample only once weights were published to them. `logs`: directory of the actors' logs.
+
+    Raises BadInput, RoomFailed.
+    """
+    check_installed()
+    with _opened(config, LoopPlan, logs.absolute()) as (trainer, inference):
+        from inference.client import SamplingClient
+
+        assert inference is not None
+        sampler = SamplingClient(inference.router_factory(), config.tokenizer_name)
+        try:
+            yield trainer, sampler
+        finally:
+            sampler.close()
+
+
+@contextmanager
+def open_trainer(config: Config, logs: Path) -> Iterator[TrainerGroup]:
+    """As `open_rooms`, for a loop that samples nothing."""
+    with _opened(config, TrainerPlan, logs.absolute()) as (trainer, _):
+        yield trainer
+
+
+@contextmanager
+def _opened(config: Config, kind: type[LoopPlan], logs: Path) -> Iterator[tuple[TrainerGroup, Any]]:
+    plan = kind.of(config, ModelFacts.of(config, required=True), Resources.of_this_machine(), None)
+    prepare_cluster(config, plan)
+    from trireme.process.ray_cluster import ray_cluster
+
+    keep_reference(config)
+    with ExitStack() as ending:
+        resources = ending.enter_context(ray_cluster(config, plan))
+        plan = kind.of(config, plan.facts, resources, None)
+        plan.check_resources()
+        yield _start(with_device(config, plan), plan, logs, ending)
+
+
+def _start(config: Config, plan: LoopPlan, logs: Path, ending: ExitStack) -> tuple[TrainerGroup, Any]:
+    """The shards, and the group of replicas if there are any: started side by side. `ending` gets their stops."""
+    from inference.handle import InferenceGroup
+    from trainer.handle import TrainerGroup
+    from trireme.process import waits
+    from trireme.process.ray_cluster import reserve
+
+    progress = StartProgress(Console(highlight=False, soft_wrap=True))
+    logs.mkdir(parents=True, exist_ok=True)
+    deadline, shards = time.monotonic() + config.timeouts.start_s, len(plan.trainer_options_R)
+    resources = [*plan.trainer_options_R, *plan.inference_options_N]
+    _, options = reserve(resources, config.timeouts.start_s, progress, ending, plan.trainer_blocks)
+    inference = InferenceGroup.start(config, options[shards:], logs) if options[shards:] else None
+    if inference:
+        ending.callback(inference.stop)
+    trainer = TrainerGroup.start(config, options[:shards], logs)
+    ending.callback(trainer.stop)
+    refs, names = trainer.ready_refs()
+    for room_refs, room_names in [inference.ready_refs()] if inference else []:
+        refs, names = [*refs, *room_refs], [*names, *room_names]
+    waits.get_all(refs, who=names, timeout_s=max(deadline - time.monotonic(), 1.0), log=logs, on_tick=progress)
+    return trainer, inference

@@ -1,0 +1,1 @@
+"""The commands `rl`, `sft` and `trireme`, from a command line to a run."""

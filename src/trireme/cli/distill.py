@@ -1,0 +1,212 @@
+"""`trireme distill`: what a model answers under a long prompt, as data that teaches it to answer so without.
+
+    trireme distill MODEL --prompts questions.jsonl --teacher-prompt prompt.txt --output answers.jsonl --max-tokens 256
+    sft @ sft.toml --model.name MODEL --data.train answers.jsonl
+
+A line of `--prompts` is `{"messages": [...]}`, of which the teacher's prompt becomes the system message, or
+`{"prompt": "..."}`, plain text before which it is put. Each answer becomes an example of token ids: the question
+without the teacher's prompt, and the tokens that were sampled, which alone count. Text that was sampled is never
+tokenised again. (Prompt distillation: arXiv:2112.00861, section 2.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from trireme.checkpoint.files import replace_file, storage_errors
+from trireme.config.checks import check_installed
+from trireme.config.refusals import Problem
+from trireme.core.errors import EXIT_OK
+from trireme.core.tokenizer import load_tokenizer
+from trireme.renderers import Message, Renderer, make_renderer
+from trireme.sft.reading import Wrong, check_messages
+from trireme.train.kl_reference import weights_of
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+CPU_KV_CACHE_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the teacher is asked, and what the student will be: token ids. `stop` ends an answer, tokens and strings;
+    `closed` is the answer that the student learns."""
+
+    teacher: Sequence[int]
+    student: Sequence[int]
+    stop: tuple[int | str, ...]
+    closed: Callable[[Sequence[int]], list[int]] = list
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command and returns its exit code. Raises BadInput, StorageFailed."""
+    options = _parser().parse_args(words)
+    if options.output.exists():
+        raise Problem(
+            f"--output {options.output}, which exists", "a new file: nothing is overwritten", "choose another"
+        ).error()
+    model = str(weights_of(options.model))
+    tokenizer = load_tokenizer(model)
+    teacher = _text_of(options.teacher_prompt)
+    questions = list(questions_of(options.prompts, teacher, tokenizer, options.renderer))
+    check_installed()
+    llm = start(model, options)
+    if any(isinstance(end, str) for question in questions for end in question.stop):
+        llm.llm_engine.output_processor.tokenizer = tokenizer
+    examples, cut = sample(llm, questions, options)
+    if not examples:
+        raise Problem(
+            f"--max-tokens {options.max_tokens}, at which all {cut} answers were cut",
+            "room for whole answers",
+            "raise it",
+        ).error()
+    with storage_errors(options.output):
+        replace_file(options.output.absolute(), "".join(json.dumps(e) + "\n" for e in examples).encode())
+    left_out = f"; {cut} answers were cut at {options.max_tokens} tokens, and are left out" if cut else ""
+    print(f"{options.output}: {len(examples)} answers to {len(questions)} questions{left_out}")
+    return EXIT_OK
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Problem(message, " ".join(self.format_usage().split()[1:]), f"{self.prog} --help").error()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="trireme distill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="directory, commit of a run, or name on the hub")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL of questions")
+    parser.add_argument(
+        "--teacher-prompt", type=Path, required=True, help="text file: what the student is to do without"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="a new JSONL file of token ids, for sft")
+    parser.add_argument("--max-tokens", type=int, required=True, help="longest answer")
+    parser.add_argument("--samples", type=int, default=1, help="answers to each question (default: 1)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="default: 1")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--renderer", default="auto", help="as renderer.name of sft, which must have the same")
+    parser.add_argument("--max-model-len", type=int, help="context of the engine (default: the model's)")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of a GPU (default: 0.9)")
+    return parser
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Problem(f"{file}: {error}", "a text file", "correct the path").error() from None
+
+
+def questions_of(file: Path, teacher: str, tokenizer: Any, renderer_name: str) -> Iterator[Question]:
+    """The questions of a file. Raises BadInput, which names the line, for one that is none."""
+    renderer: Renderer | None = None
+    for number, line in enumerate(_text_of(file).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            match json.loads(line):
+                case {"messages": messages}:
+                    renderer = renderer or make_renderer(renderer_name, tokenizer)
+                    check_messages(messages)
+                    yield _of_messages(messages, teacher, renderer)
+                case {"prompt": str(prompt)}:
+                    yield _of_text(prompt, teacher, tokenizer)
+                case _:
+                    raise Wrong("neither messages nor a prompt", 'an object with "messages" or "prompt"')
+        except ValueError as error:
+            raise Problem(
+                f"{file}:{number}: no JSON ({error})", "one JSON object a line", "correct it"
+            ).error() from None
+        except Wrong as wrong:
+            given, expected, do = wrong.args
+            raise Problem(f"{file}:{number}: {given}", expected, do).error() from None
+
+
+def _of_messages(messages: Sequence[Message], teacher: str, renderer: Renderer) -> Question:
+    own = [message["content"] for message in messages[:1] if message["role"] == "system"]
+    system = Message(role="system", content="\n\n".join([teacher, *own]))
+    asked = [system, *messages[len(own) :]]
+    teachers, students = (renderer.generation_prompt(given) for given in (asked, messages))
+    return Question(teachers, students, renderer.stop_condition(), renderer.closed)
+
+
+def _of_text(prompt: str, teacher: str, tokenizer: Any) -> Question:
+    if tokenizer.eos_token_id is None:
+        raise Wrong("a tokenizer without an end of sequence, which would end an answer", "one with it", "use messages")
+    asked, plain = (list(tokenizer(text)["input_ids"]) for text in (teacher + prompt, prompt))
+    return Question(asked, plain, (tokenizer.eos_token_id,))
+
+
+def start(model: str, options: argparse.Namespace) -> LLM:
+    """vLLM with the model, in this process where it computes on CPUs."""
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        from inference.engine import CPU_ENVIRONMENT
+
+        os.environ.update(CPU_ENVIRONMENT)
+    from vllm import LLM
+
+    # As a replica's: see inference.engine.
+    device = {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "enable_chunked_prefill": False, "enforce_eager": True}
+    return LLM(
+        model=model,
+        dtype="float32" if on_cpu else "bfloat16",
+        max_model_len=options.max_model_len,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        seed=options.seed,
+        **(device if on_cpu else {"gpu_memory_utilization": options.gpu_memory_utilization}),
+    )
+
+
+def sample(
+    llm: LLM, questions: Sequence[Question], options: argparse.Namespace
+) -> tuple[list[dict[str, list[int]]], int]:
+    """`samples` answers to each question, as examples of the student; and how many were cut, and left out."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    asked = [question for question in questions for _ in range(options.samples)]
+    params = [
+        SamplingParams(
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            seed=options.seed + number,
+            stop_token_ids=[end for end in question.stop if not isinstance(end, str)],
+            stop=(strings := [end for end in question.stop if isinstance(end, str)]),
+            include_stop_str_in_output=True,
+            detokenize=bool(strings),
+            skip_special_tokens=False,
+        )
+        for number, question in enumerate(asked)
+    ]
+    prompts = [TokensPrompt(prompt_token_ids=list(question.teacher)) for question in asked]
+    outputs = llm.generate(prompts, params)
+    examples, cut = [], 0
+    for question, output in zip(asked, outputs, strict=True):
+        answer = output.outputs[0]
+        if answer.finish_reason == "length":
+            cut += 1
+            continue
+        examples.append(example(question, list(answer.token_ids)))
+    return examples, cut
+
+
+def example(question: Question, answer: Sequence[int]) -> dict[str, list[int]]:
+    """A line of the file: the student's prompt and the answer, which alone counts."""
+    closed = question.closed(answer)
+    return {
+        "tokens": [*question.student, *closed],
+        "weights": [0] * len(question.student) + [1] * len(closed),
+    }

@@ -1,0 +1,190 @@
+"""`trireme eval CHECKPOINT`: how good a model is, by the evaluations that a run makes, without training anything.
+
+    trireme eval outputs/sort --step 100 --eval.samples 4       a commit of a run, by the configuration of that run
+    trireme eval some/model @ env.toml --inference.replicas 2   any Hugging Face model; the rest as for `rl`
+
+Replicas load the weights from the directory themselves, so no trainer starts and no weights travel; a commit's files
+have been verified against its manifest before. Of a commit of LoRA adapters they load what `trireme export --merge`
+writes, which lies among the run's exports for as long as the evaluation takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from trireme.checkpoint.manifest import MANIFEST, read_manifest, step_of, verify
+from trireme.checkpoint.store import HEAD, CheckpointStore
+from trireme.cli.common import StartProgress, prepare_cluster
+from trireme.config import Config
+from trireme.config.checks import check, check_installed
+from trireme.config.load import load
+from trireme.config.model_facts import ModelFacts, with_absolute_paths
+from trireme.config.refusals import Problem
+from trireme.config.schema import LoraConfig
+from trireme.core.errors import CheckpointInvalid
+from trireme.core.types import WeightIdentity
+from trireme.plan.rl import Plan, Resources
+from trireme.process import signals
+from trireme.tools.export import chosen_commit, export
+from trireme.tools.merge import BASE
+
+AS_LOADED = "as-loaded"
+"""In the place of a digest: nobody published these weights."""
+UNUSED = {"orchestrator.batch-size": "1", "trainer.learning-rate": "1e-6"}
+"""What `rl` requires, or may not find out for every model, and no evaluation reads."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Whose weights are evaluated: `model` is a Hugging Face directory, or a name on the hub; `run` the run that a
+    commit belongs to, whose configuration is taken; `base` the model that the adapters in `model` belong to."""
+
+    model: str
+    identity: WeightIdentity
+    run: Path | None
+    base: str | None = None
+
+    @classmethod
+    def of(cls, given: str, step: int | None) -> Subject:
+        """What `given` names: a run (of which `step`, or the newest commit that verifies), a commit, a model. Raises
+        BadInput."""
+        path = Path(given).expanduser().absolute()
+        if (path / HEAD).exists():
+            return cls._of_commit(chosen_commit(CheckpointStore(path), step))
+        if step is not None:
+            raise Problem(f"--step {step} for {given}", "the directory of a run before it", "leave --step out").error()
+        for commit in (path, path.parent):
+            if (commit / MANIFEST).exists():
+                return cls._of_commit(commit)
+        return cls(str(path) if path.is_dir() else given, WeightIdentity(1, 0, AS_LOADED), None)
+
+    @classmethod
+    def _of_commit(cls, commit: Path) -> Subject:
+        try:
+            verify(commit)
+        except CheckpointInvalid as error:
+            raise Problem(
+                f"the commit {commit}: {error}", "one that verifies", "choose another --step"
+            ).error() from None
+        model = commit / "inference"
+        base = json.loads((model / BASE).read_text())["name"] if (model / BASE).exists() else None
+        run = next((place for place in commit.parents if (place / "config.json").exists()), commit.parents[1])
+        return cls(str(model), read_manifest(commit).identities[-1], run, base)
+
+    def whole(self, console: Console, ending: ExitStack) -> str:
+        """A directory, or name, of the whole model. What is made for it goes with `ending`. Raises BadInput when the
+        base is not what it was, StorageFailed."""
+        if self.base is None or self.run is None:
+            return self.model
+        commit = Path(self.model).parent
+        out = self.run / "exports" / f"{commit.name}-evaluated-{secrets.token_hex(4)}"
+        console.print(f"merging the adapters of {commit.name} into {self.base}")
+        ending.callback(shutil.rmtree, out, ignore_errors=True)
+        export(commit.parents[1], step_of(commit.name), None, out, lambda _: None, merge=True)
+        return str(out)
+
+
+class EvaluationPlan(Plan):
+    """Of an evaluation: replicas and the orchestrator, no shards."""
+
+    @property
+    def models(self) -> int:
+        return self.config.inference.replicas
+
+    @property
+    def shares_gpu(self) -> bool:
+        return False
+
+    @property
+    def actor_names(self) -> list[str]:
+        return super().actor_names[self.config.trainer.processes :]
+
+
+def evaluate(argv: Sequence[str], console: Console) -> None:
+    """The command, with what follows its name."""
+    options, given = _parser().parse_known_args(argv)
+    subject = Subject.of(options.checkpoint, options.step)
+    config = _config(subject, given)
+    facts = ModelFacts.of(config, required=True)
+    plan = EvaluationPlan.of(config, facts, Resources.of_this_machine(), None, check(config, facts))
+    check_installed()
+    for warning in plan.notes:
+        console.print(f"warning: {warning}", style="yellow")
+    with ExitStack() as ending:
+        model = config.model.model_copy(update={"name": subject.whole(console, ending)})
+        config = with_absolute_paths(config.model_copy(update={"model": model}))
+        row = _measure(config, plan, subject.identity, console)
+    console.print(table(row))
+    if options.output:
+        options.output.write_text(json.dumps({"model": subject.model, "identity": str(subject.identity), **row}) + "\n")
+        console.print(f"{options.output}: the same numbers as JSON")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trireme eval",
+        description="Evaluates a model. All keys of `rl` may follow: @ files and --flags, above all eval.*",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, a commit, or a Hugging Face model; first")
+    parser.add_argument("--step", type=int, help="which commit of a run (default: the newest that verifies)")
+    parser.add_argument("--output", type=Path, help="a JSON file for the numbers")
+    return parser
+
+
+def _config(subject: Subject, given: Sequence[str]) -> Config:
+    files = ["@", str(subject.run / "config.json")] if subject.run else []
+    own = {"model.name": subject.base or subject.model, **UNUSED, "eval.every": "1", "eval.replicas": "0"}
+    own |= _start_of(subject.run) if subject.run else {}
+    config = load([*files, *given, *(part for key, value in own.items() for part in (f"--{key}", value))]).config
+    trainer = config.trainer.model_copy(update={"lora": LoraConfig()})  # what is merged is a whole model
+    return config.model_copy(update={"trainer": trainer})
+
+
+def _start_of(run: Path) -> dict[str, str]:
+    """What environments of the run know as its start."""
+    model = json.loads((run / "config.json").read_text()).get("model", {})
+    start = model.get("start") or model.get("name")
+    return {"model.start": start} if start else {}
+
+
+def _measure(config: Config, plan: EvaluationPlan, identity: WeightIdentity, console: Console) -> Mapping[str, float]:
+    """The row of `orchestrator.evaluation`. Logs stay where something fails: what fails names them."""
+    prepare_cluster(config, plan)
+    from trireme.launch import rl as launch
+    from trireme.process import ray_cluster as cluster
+
+    started, logs = time.monotonic(), Path(tempfile.mkdtemp(prefix="trireme-eval-"))
+    with cluster.ray_cluster(config, plan) as resources:
+        signals.arm()
+        plan = EvaluationPlan.of(config, plan.facts, resources, None, plan.notes)
+        plan.check_resources()
+        with ExitStack() as ending:
+            orchestrator = launch.evaluation_rooms(config, plan, logs, StartProgress(console), ending)
+            console.print(f"rooms ready after {time.monotonic() - started:.1f} s")
+            row = orchestrator.evaluate(identity)
+    shutil.rmtree(logs)
+    return row
+
+
+def table(row: Mapping[str, float]) -> Table:
+    """Means with their 95 % intervals, and counts, of each environment."""
+    shown = Table("environment", "what", "value", box=None)
+    for name, value in row.items():
+        if not name.startswith("eval/") or name.endswith(("/ci95", "/version")):
+            continue
+        _, env, what = name.split("/", 2)
+        interval = f" +- {row[f'{name}/ci95']:.4f}" if f"{name}/ci95" in row else ""
+        shown.add_row(env, what, f"{value:.4f}{interval}" if interval else f"{value:g}")
+    return shown

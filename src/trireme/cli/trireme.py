@@ -1,0 +1,221 @@
+"""The command `trireme`: `trireme inspect RUN`, `trireme watch RUN`, and all others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.filesize import decimal
+
+from trireme.config.refusals import Problem
+from trireme.core.errors import EXIT_INTERRUPTED, EXIT_OK, TriremeError
+from trireme.core.tokenizer import load_tokenizer
+from trireme.tools.export import DTYPES, export
+from trireme.tools.inspection import inspect, render, to_json
+from trireme.tools.report import page
+from trireme.tools.scale import scale
+from trireme.tools.sweep.running import main as sweep
+from trireme.tools.timeline import Timeline, files_of, join_files, timeline, traces
+from trireme.tools.watch.following import Follower, tokenizer_of
+from trireme.tools.watch.plain import follow
+
+MARKS = ("config.json", "HEAD", "checkpoints")
+"""A run directory holds one of these."""
+
+PIPE_WIDTH = 200
+"""Columns where there is no terminal: nothing is cut that a program, or a file, could hold."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command (of `sys.argv` when none is given) and returns its exit code (`trireme.core.errors`)."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given[:1] == ["eval"]:
+        return _evaluate(given[1:])
+    try:
+        if given[:1] == ["sweep"]:
+            return sweep(given[1:])  # takes all keys of `rl` or `sft`
+        if given[:1] == ["distill"]:
+            return _distill(given[1:])
+        options = _parser().parse_args(given)
+        options.command(options)
+    except TriremeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return EXIT_OK
+
+
+def _distill(given: list[str]) -> int:
+    from trireme.cli.distill import main as distill  # vLLM's environment is set before it is imported
+
+    return distill(given)
+
+
+def _evaluate(given: list[str]) -> int:
+    from trireme.cli.common import run_command  # the only command here that starts rooms, and takes all keys of `rl`
+    from trireme.cli.eval import evaluate
+
+    return run_command(evaluate, given)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses as every command of this project does."""
+
+    def error(self, message: str) -> NoReturn:
+        usage = " ".join(self.format_usage().removeprefix("usage:").split())
+        raise Problem(message, usage, f"{self.prog} --help").error()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="trireme", description="Looks at runs, and takes models out of them.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    looking = commands.add_parser("inspect", help="commits and lineages of a run, what they hold, whether they verify")
+    looking.add_argument("--json", action="store_true", help="for programs")
+    looking.add_argument("--quick", action="store_true", help="only whether files are there with their sizes")
+    looking.set_defaults(command=_inspect)
+
+    taking = commands.add_parser("export", help="the model of a commit, in Hugging Face layout, or an adapter")
+    taking.add_argument("--step", type=int, help="of which commit (default: the newest that verifies)")
+    taking.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were saved)")
+    taking.add_argument("--out", type=Path, help="a new or empty directory (default: RUN/exports/<step>-<dtype>)")
+    taking.add_argument("--merge", action="store_true", help="a whole model, where the run trained LoRA adapters")
+    taking.set_defaults(command=_export)
+
+    reporting = commands.add_parser("report", help="curves, ages, and who did what when, as one HTML page")
+    reporting.add_argument("--output", type=Path, help="where to (default: RUN/report.html)")
+    reporting.add_argument(
+        "--steps", type=_steps, metavar="FIRST:LAST", help="to show the timeline of (default: newest)"
+    )
+    reporting.add_argument(
+        "--trace", type=Path, help="also write that attempt's trace as one file, for ui.perfetto.dev"
+    )
+    reporting.set_defaults(command=_report)
+
+    watching = commands.add_parser("watch", help="a live or a finished run: curves, health, logs, rollouts")
+    watching.add_argument("--plain", action="store_true", help="a line for each step, as where there is no terminal")
+    watching.set_defaults(command=_watch)
+
+    scaling = commands.add_parser("scale", help="more or fewer replicas in a run that is under way")
+    scaling.add_argument("--replicas", type=int, required=True, metavar="N", help="all of them, as inference.replicas")
+    scaling.add_argument("--no-wait", action="store_true", help="return once the driver has accepted it")
+    scaling.set_defaults(command=_scale)
+
+    commands.add_parser("eval", help="how good a model is, by the evaluations of a run", add_help=False)
+
+    commands.add_parser("distill", help="answers under a long prompt, as data for sft without it", add_help=False)
+    commands.add_parser("sweep", help="a run for each point of a grid; table and plot of a metric", add_help=False)
+
+    for command in (looking, taking, reporting, watching, scaling):
+        command.add_argument("run", metavar="RUN", type=Path, help="directory of the run")
+    return parser
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    root = _run_directory(options.run)
+    with Console(stderr=True).status("reading commits") as status:
+        report = inspect(root, lambda commit: status.update(f"reading {commit}"), options.quick)
+    if options.json:
+        print(json.dumps(to_json(report), indent=1))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    for part in render(report):
+        console.print(part, soft_wrap=isinstance(part, str), markup=False)
+
+
+def _export(options: argparse.Namespace) -> None:
+    root = _run_directory(options.run)
+    with Console(stderr=True).status("choosing a commit") as status:
+        written = export(
+            root,
+            options.step,
+            options.dtype,
+            options.out,
+            lambda file: status.update(f"reading {file}"),
+            merge=options.merge,
+        )
+    print(f"{written.commit} is now {written.out}: {written.files} files, weights in {written.dtype}")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
+        raise Problem(f"--steps {text}", "the first and the last step to show", "for example --steps 100:120").error()
+    return int(first), int(last)
+
+
+def _report(options: argparse.Namespace) -> None:
+    root = _run_directory(options.run)
+    output = options.output or root / "report.html"
+    with Console(stderr=True).status("reading") as status:
+        shown = timeline(root, options.steps, lambda file: status.update(f"reading {file.name}"))
+        with _writable(output):
+            output.write_text(page(root, shown, datetime.now(UTC)))
+    print(f"{output}: a page for any browser ({decimal(output.stat().st_size)})")
+    if options.trace:
+        _write_trace(root, shown, options.trace)
+
+
+def _write_trace(root: Path, shown: Timeline | None, out: Path) -> None:
+    if shown is None:
+        raise Problem(
+            f"--trace for {root}, which has no trace",
+            "a run with trace/attempt_N/",
+            "leave --trace out; the next run has a trace unless trace.max_mb is 0",
+        ).error()
+    with _writable(out):
+        own, older = files_of(traces(root), shown.attempt)
+        join_files([*own, *older], out)
+    print(f"{out}: the trace of attempt {shown.attempt}, for ui.perfetto.dev ({decimal(out.stat().st_size)})")
+
+
+def _watch(options: argparse.Namespace) -> None:
+    root = _run_directory(options.run)
+    follower = Follower(root)
+    if options.plain or not sys.stdout.isatty():
+        follow(follower, partial(print, flush=True))
+        return
+    from trireme.tools.watch.app import Watch  # a screen is what only this command pays for
+
+    tokenizer = tokenizer_of(follower.config)
+    Watch(follower, partial(load_tokenizer, tokenizer) if tokenizer else None).run()
+
+
+def _scale(options: argparse.Namespace) -> None:
+    scale(_run_directory(options.run), options.replicas, not options.no_wait, partial(print, flush=True))
+
+
+@contextmanager
+def _writable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Problem(
+            f"{file}: {error.strerror}", "a file that can be written", "choose another with --output or --trace"
+        ).error() from None
+
+
+def _run_directory(given: Path) -> Path:
+    root = given.expanduser().absolute()
+    if not any((root / mark).exists() for mark in MARKS):
+        raise Problem(
+            f"{given}, which holds none of {', '.join(MARKS)}" if root.is_dir() else f"{given}, which is no directory",
+            "the directory of a run, as `rl` makes it: run.output_dir/run.name",
+            f"ls {given.parent}",
+        ).error()
+    return root
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Which weights a LoRA adapter was trained on: a digest of what is in a model's safetensors files.
+
+Adapters mean nothing without their base, and only adapters travel. So trainer and replicas each compute the digest from
+the files that they load; it is part of the digest of everything that is published, and of every commit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trireme.config.model_facts import looks_like_path
+from trireme.config.refusals import Problem
+from trireme.core.weights import TensorEntry, hash_bytes, weights_digest
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def base_digest(name: str) -> str:
+    """Digest (32 hex digits) of the names, dtypes, shapes and contents of the tensors as they are stored, however they
+    are split into files. `name`: a local directory or a model on the hub, from which nothing is fetched that is here.
+
+    Raises BadInput for a model without safetensors files.
+    """
+    return weights_digest([entry for file in weight_files(name) for entry in tensor_entries(file)])
+
+
+def weight_files(name: str) -> list[Path]:
+    """The files that hold a model's weights. Raises BadInput when there are none in the safetensors format."""
+    index = _find(name, INDEX)
+    if index is None:
+        single = _find(name, SINGLE)
+        if single is None:
+            raise Problem(
+                f"model.name = {name}, which has neither {SINGLE} nor {INDEX}",
+                "a model whose weights are in the safetensors format: adapters name their base by its digest",
+                "save it again with save_pretrained, or train all its weights (leave --trainer.lora.rank out)",
+            ).error()
+        return [single]
+    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    found = [(file, _find(name, file)) for file in names]
+    missing = [file for file, path in found if path is None]
+    if missing:
+        raise Problem(
+            f"model.name = {name}, which lacks {', '.join(missing)}",
+            f"all files that its {INDEX} names",
+            "fetch the model again",
+        ).error()
+    return [path for _, path in found if path is not None]
+
+
+def tensor_entries(file: Path) -> Iterator[TensorEntry]:
+    """The tensors of a safetensors file, with their places behind its header."""
+    data = np.memmap(file, dtype=np.uint8, mode="r")
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header: dict[str, Any] = json.loads(data[8:begin].tobytes())
+    for name, about in header.items():
+        if name != "__metadata__":
+            start, end = about["data_offsets"]
+            contents = data[begin + start : begin + end]
+            shape = tuple(about["shape"])
+            yield TensorEntry(name, about["dtype"], shape, 0, begin + start, end - start, hash_bytes(contents))
+
+
+def _find(name: str, file: str) -> Path | None:
+    if looks_like_path(name):
+        path = Path(name).expanduser() / file
+        return path if path.is_file() else None
+    import huggingface_hub as hub
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    cached = hub.try_to_load_from_cache(name, file)
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        return Path(hub.hf_hub_download(name, file))
+    except (EntryNotFoundError, LocalEntryNotFoundError):
+        return None

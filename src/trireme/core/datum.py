@@ -1,0 +1,215 @@
+"""What a person gives the trainer: tokens, and columns of numbers beside them. `trireme.core.types` hands these on.
+
+Field names are Tinker's. Lists, numpy arrays and torch tensors are accepted; what is stored are numpy columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TensorDtype = Literal["float32", "int64", "int32"]
+NUMPY_DTYPES: dict[TensorDtype, np.dtype[Any]] = {
+    "float32": np.dtype("f4"),
+    "int64": np.dtype("i8"),
+    "int32": np.dtype("i4"),
+}
+ColumnLike: TypeAlias = Union["TensorData", npt.ArrayLike, "Tensor"]
+
+LOSS_FN_INPUT_DTYPES: dict[str, TensorDtype] = {
+    "target_tokens": "int32",
+    "mask": "float32",
+    "logprobs": "float32",
+    "advantages": "float32",
+    "weights": "float32",
+    "clip_low_threshold": "float32",
+    "clip_high_threshold": "float32",
+    "versions": "int32",
+}
+"""Per-token columns that a datum may carry. `versions` is the version that sampled the token, -1 where none did."""
+
+
+class TensorData:
+    """Numbers: `data` is a numpy array of `dtype` (by default float32, or int64 for whole numbers) and `shape`.
+
+    >>> TensorData([0.5, 1]).dtype, TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2]).tolist()
+    ('float32', [[1, 2], [3, 4]])
+    """
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: ColumnLike, dtype: TensorDtype | None = None, shape: Sequence[int] | None = None) -> None:
+        array = _as_array(data)
+        wanted = NUMPY_DTYPES[dtype or ("float32" if array.dtype.kind == "f" else "int64")]
+        if array.dtype != wanted:
+            array = array.astype(wanted)
+        self.data: npt.NDArray[Any] = array if shape is None else array.reshape(shape)
+
+    @classmethod
+    def from_numpy(cls, array: npt.NDArray[Any]) -> TensorData:
+        return cls(array)
+
+    @classmethod
+    def from_torch(cls, tensor: Tensor) -> TensorData:
+        return cls(tensor)
+
+    @property
+    def dtype(self) -> str:
+        return self.data.dtype.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    def to_numpy(self) -> npt.NDArray[Any]:
+        """The column itself, not a copy."""
+        return self.data
+
+    def to_torch(self) -> Tensor:
+        """A tensor on the CPU with a copy of the numbers."""
+        import torch
+
+        return torch.tensor(self.data)
+
+    def tolist(self) -> list[Any]:
+        values: list[Any] = self.data.tolist()
+        return values
+
+    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.array(self.data, dtype=dtype, copy=copy)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __repr__(self) -> str:
+        return f"TensorData({self.data!r})"
+
+
+def _as_array(values: ColumnLike) -> npt.NDArray[Any]:
+    if isinstance(values, TensorData):
+        return values.data
+    if hasattr(values, "detach"):  # a tensor, wherever it is; numpy has no bfloat16
+        tensor: Tensor = values.detach().cpu()
+        values = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    return np.asarray(values)
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedTextChunk:
+    """Some tokens of a `ModelInput`."""
+
+    tokens: Sequence[int] | npt.NDArray[np.int32]
+    type: Literal["encoded_text"] = "encoded_text"
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class ModelInput:
+    """The tokens that a model reads: int32 [T]. Given as they are, or as `chunks` one after the other.
+
+    Raises ValueError for chunks of images: trainer and samplers read tokens only.
+
+    >>> ModelInput.from_ints([1, 2]).append_int(3).to_ints()
+    [1, 2, 3]
+    """
+
+    tokens: npt.NDArray[np.int32]
+
+    def __init__(self, tokens: ColumnLike = (), *, chunks: Iterable[EncodedTextChunk] = ()) -> None:
+        whole = _as_array(tokens)
+        if chunks:
+            whole = np.concatenate([whole, *(_as_array(_text(chunk).tokens) for chunk in chunks)])
+        object.__setattr__(self, "tokens", whole.astype(np.int32, copy=False))
+
+    @classmethod
+    def from_ints(cls, tokens: Sequence[int]) -> ModelInput:
+        return cls(tokens)
+
+    @classmethod
+    def empty(cls) -> ModelInput:
+        return cls()
+
+    def to_ints(self) -> list[int]:
+        return [int(t) for t in self.tokens]
+
+    def append(self, chunk: EncodedTextChunk) -> ModelInput:
+        """A new input with the chunk behind it."""
+        return ModelInput(self.tokens, chunks=[chunk])
+
+    def append_int(self, token: int) -> ModelInput:
+        """A new input with the token behind it."""
+        return self.append(EncodedTextChunk([token]))
+
+    @property
+    def chunks(self) -> list[EncodedTextChunk]:
+        """All tokens as one chunk."""
+        return [EncodedTextChunk(self.tokens)]
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+def _text(chunk: EncodedTextChunk) -> EncodedTextChunk:
+    kind = getattr(chunk, "type", type(chunk).__name__)
+    if kind != "encoded_text":
+        raise ValueError(
+            f"a ModelInput with a chunk of type {kind!r}; expected chunks of type 'encoded_text': images are not "
+            "supported, trainer and samplers read tokens only"
+        )
+    return chunk
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Datum:
+    """One training sequence: `model_input` [T] and per-token `loss_fn_inputs`, each [T], aligned with the *targets*.
+
+    Which columns a loss needs: `trainer.losses`. They get the dtypes of `LOSS_FN_INPUT_DTYPES`. `temperature` is the
+    one the tokens were sampled at; the trainer divides logits by it. Raises ValueError for an unknown column, one whose
+    length is not T, and a temperature that is not positive.
+
+    >>> Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "mask": [0, 1]}).loss_fn_inputs["mask"].tolist()
+    [0.0, 1.0]
+    """
+
+    model_input: ModelInput
+    loss_fn_inputs: Mapping[str, TensorData]
+    temperature: float = 1.0
+
+    def __init__(
+        self, model_input: ModelInput, loss_fn_inputs: Mapping[str, ColumnLike], temperature: float = 1.0
+    ) -> None:
+        if not temperature > 0:
+            raise ValueError(
+                f"a datum with temperature {temperature:g}; expected the positive one that its tokens were sampled at: "
+                "the trainer divides logits by it, and a greedy choice (0) has no probability to train on"
+            )
+        length = len(model_input.tokens)
+        columns = {name: _column(name, values, length) for name, values in loss_fn_inputs.items()}
+        object.__setattr__(self, "model_input", model_input)
+        object.__setattr__(self, "loss_fn_inputs", columns)
+        object.__setattr__(self, "temperature", temperature)
+
+
+def _column(name: str, values: ColumnLike, length: int) -> TensorData:
+    if name not in LOSS_FN_INPUT_DTYPES:
+        raise ValueError(f"unknown loss_fn_inputs column {name!r}; known: {', '.join(LOSS_FN_INPUT_DTYPES)}")
+    dtype = LOSS_FN_INPUT_DTYPES[name]
+    if type(values) is np.ndarray and values.dtype == NUMPY_DTYPES[dtype]:  # most are, and they are many
+        column = object.__new__(TensorData)
+        column.data = values
+    else:
+        column = TensorData(values, dtype)
+    if column.data.shape != (length,):
+        raise ValueError(f"column {name!r} has shape {column.shape}, expected ({length},) like model_input")
+    return column

@@ -1,0 +1,1 @@
+"""Starts the rooms of a run in their places. The only package that imports all rooms."""

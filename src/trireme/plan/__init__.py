@@ -1,0 +1,1 @@
+"""What a run will occupy and do, worked out before anything starts."""

@@ -1,0 +1,1 @@
+"""What every process does: waits, signals, faults, trace, logs, Ray."""

@@ -1,0 +1,143 @@
+"""The one place where a process waits for another. Every wait has a deadline, and its error names who was waited for.
+
+A lint (tests/unit/test_laws.py) forbids the bare `ray.get` and `ray.wait` elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+
+from trireme.core.errors import RoomFailed, TriremeError
+
+TICK_S = 1.0
+COLOURS = re.compile(r"\x1b\[\d+m")
+
+
+def failure(error: BaseException, who: str, log: Path | None) -> TriremeError:
+    """The error that a person reads, from what Ray raised while `who` was called."""
+    where = f"; its log: {log}" if log else ""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if type(cause) is RoomFailed and log and "its log:" not in str(cause):
+            return RoomFailed(f"{cause}{where}")
+        if isinstance(cause, TriremeError):
+            return cause
+        return RoomFailed(f"{who} raised {type(cause).__name__}: {cause}{where}\n{COLOURS.sub('', str(error))}")
+    if isinstance(error, RayActorError):
+        return RoomFailed(f"{who} died: {_cause_of_death(error)}{where}")
+    return RoomFailed(f"{who}: {type(error).__name__}: {error}{where}")
+
+
+def _cause_of_death(error: RayActorError) -> str:
+    """What Ray knows of it, without its advice: that is about Ray's own commands."""
+    said = " ".join(COLOURS.sub("", str(error)).split())
+    pid, detail = re.search(r"pid: (\d+)", said), re.search(r"exit detail: (.*?)(?: Some common causes|$)", said)
+    if pid and "connection error code 2" in said:  # all that is known of a process that was killed
+        return f"process {pid[1]} was killed or crashed, or ran out of memory"
+    return f"process {pid[1]}: {detail[1]}" if pid and detail else said[:600]
+
+
+def _overdue(who: str, timeout_s: float, log: Path | None) -> RoomFailed:
+    return RoomFailed(f"waited {timeout_s:.0f} s for {who} and got no answer" + (f"; its log: {log}" if log else ""))
+
+
+def get_all(
+    refs: Sequence[Any],
+    *,
+    who: Sequence[str],
+    timeout_s: float,
+    log: Path | None = None,
+    on_tick: Callable[[list[str], float], None] | None = None,
+) -> list[Any]:
+    """The values of `refs`, of which `who` names the owners. Raises as soon as one of them fails, without waiting for
+    the others (which may hang in a collective for ever), or when `timeout_s` seconds have passed. `on_tick` is called
+    about once a second with the names still waited for and the seconds waited."""
+    started = time.monotonic()
+    owner = dict(zip(refs, who, strict=True))
+    values: dict[Any, Any] = {}
+    pending = list(refs)
+    while pending:
+        waited = time.monotonic() - started
+        if waited > timeout_s:
+            raise _overdue(", ".join(owner[ref] for ref in pending), timeout_s, log)
+        ready, pending = ray.wait(pending, num_returns=1, timeout=min(TICK_S, timeout_s))
+        for ref in ready:
+            try:
+                values[ref] = ray.get(ref)
+            except RayError as error:
+                raise failure(error, owner[ref], log) from error
+        if on_tick and not ready:
+            on_tick([owner[ref] for ref in pending], time.monotonic() - started)
+    return [values[ref] for ref in refs]
+
+
+def ready(refs: Mapping[Any, str], timeout_s: float) -> dict[Any, Any]:
+    """Of references with the names of their owners, those that are there, after at most `timeout_s` seconds if none is
+    at once: each with its value, or with the TriremeError that it failed with."""
+    if not refs:
+        time.sleep(timeout_s)
+        return {}
+    if not ray.wait(list(refs), num_returns=1, timeout=timeout_s)[0]:
+        return {}
+    there, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+    return {ref: _outcome(ref, refs[ref]) for ref in there}
+
+
+def _outcome(ref: Any, who: str) -> Any:
+    try:
+        return ray.get(ref)
+    except RayError as error:
+        found = failure(error, who, None)
+        found.__cause__ = error
+        return found
+
+
+def died(error: BaseException) -> bool:
+    """Whether what `error` tells of is the end of a process, not something that its code raised."""
+    cause = error.__cause__
+    raised = isinstance(cause, RayTaskError) or (isinstance(cause, RayActorError) and cause.actor_init_failed)
+    return isinstance(cause, RayError) and not raised
+
+
+def unreached(error: BaseException) -> bool:
+    """Whether a call did not come to its actor, of which Ray does not know yet whether it lives: of one on a node that
+    is lost, until Ray has given up the node. A successor started before that would be placed there."""
+    return isinstance(error.__cause__, ActorUnavailableError)
+
+
+def get(ref: Any, *, who: str, timeout_s: float, log: Path | None = None) -> Any:
+    """The value of one reference; as `get_all`."""
+    return get_all([ref], who=[who], timeout_s=timeout_s, log=log)[0]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Work that goes on in other processes. `refs` resolve to lists, `who` names their owners."""
+
+    refs: Sequence[Any]
+    who: Sequence[str]
+    log: Path | None = None
+
+    def wait(self, timeout_s: float) -> list[Any]:
+        """What all of them return, in one list. Raises as `get_all`."""
+        parts = get_all(self.refs, who=self.who, timeout_s=timeout_s, log=self.log)
+        return [item for part in parts for item in part]
+
+
+async def get_async(awaitable: Awaitable[Any], *, who: str, timeout_s: float, log: Path | None = None) -> Any:
+    """As `get`, inside an event loop."""
+    try:
+        return await asyncio.wait_for(awaitable, timeout_s)
+    except TimeoutError:
+        raise _overdue(who, timeout_s, log) from None
+    except RayError as error:
+        raise failure(error, who, log) from error

@@ -1,0 +1,219 @@
+"""Metrics: how the parts of a step become one row, and where rows go. `metrics.jsonl` is the source for all readers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import mean
+from typing import Any, Protocol, TextIO
+
+from trireme.config import CommonConfig
+from trireme.process import trace
+from trireme.run.rollout_records import TABLE_COLUMNS, table_rows
+from trireme.supervision.roster import Incident, Roster
+
+TOO_EASY = 0.8
+"""Above this share of problems that the start solves always, there is little left to learn."""
+LONGEST_TITLE = 63
+"""Of a W&B alert, in characters."""
+_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min, "mean": mean}
+
+
+def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Reduces the metrics of several shards or minibatches, each name by the reduction that it ends in.
+
+    >>> reduce_metrics([{"loss:sum": 1.0, "ratio:max": 2.0}, {"loss:sum": 3.0, "ratio:max": 1.5}])
+    {'loss:sum': 4.0, 'ratio:max': 2.0}
+
+    Raises KeyError for a name without a known reduction.
+    """
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: float(_REDUCTIONS[name.rpartition(":")[2]]([part[name] for part in parts if name in part]))
+        for name in names
+    }
+
+
+class Clock:
+    """Seconds spent in the named parts of a step, each also a span of the trace."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str, **args: Any) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            with trace.span(name, **args):
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def timed(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
+        """Yields from `items`; the time spent waiting for each counts as `name`."""
+        end = object()
+        while True:
+            with self(name):
+                item = next(items, end)
+            if item is end:
+                return
+            yield item
+
+
+class Sink(Protocol):
+    """A reader of rows."""
+
+    def write(self, row: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Reader(Protocol):
+    """A reader of records of rollouts, one line of JSON for each group."""
+
+    def write_rollouts(self, step: int, records: Sequence[str]) -> None: ...
+
+
+class Journal:
+    """What a run writes about each step: a row for every sink, in `trained.jsonl` which groups it trained on, and the
+    records of some rollouts for every reader."""
+
+    def __init__(self, sinks: Sequence[Sink], witness: Sink, readers: Sequence[Reader]) -> None:
+        self._sinks, self._witness, self._readers = sinks, witness, readers
+
+    def write(self, row: Mapping[str, Any], trained: Sequence[Mapping[str, Any]], records: Sequence[str]) -> None:
+        """`row` has the step's metrics, `trained` an entry for each group (problem, index, requeues, floor)."""
+        self._witness.write({"step": row["step"], "attempt": row["attempt"], "groups": list(trained)})
+        for reader in self._readers:
+            reader.write_rollouts(row["step"], records)
+        for sink in self._sinks:
+            sink.write(row)
+
+
+class JsonlSink:
+    """One JSON object per line; a whole line is with the operating system before `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def evaluation_text(row: Mapping[str, Any]) -> list[str]:
+    """Lines about the evaluation that a row holds, with a warning where the problems do not suit the start; none for
+    other rows."""
+    places = [name.removesuffix("version") for name in row if name.startswith("eval/") and name.endswith("/version")]
+    return [line for place in places for line in _evaluation_lines(row, place)]
+
+
+def _evaluation_lines(row: Mapping[str, Any], place: str) -> Iterator[str]:
+    version, n, failed = (int(row[place + name]) for name in ("version", "n", "failed"))
+    means = [name for name in row if name.startswith((f"{place}avg@", f"{place}pass@")) and not name.endswith("/ci95")]
+    said = [f"{name.removeprefix(place)} {row[name]:.3f} +- {row.get(f'{name}/ci95', 0.0):.3f}" for name in means]
+    if failed:
+        said.append(f"{failed} rollouts failed ({failed / (n + failed):.0%}) and count nowhere")
+    yield f"  evaluation of version {version} on {place.split('/', 1)[1][:-1]}: {', '.join(said)}"
+    all_bad, all_good = (row.get(f"{place}by_group/frac_all_{kind}", 0.0) for kind in ("bad", "good"))
+    if version == 0 and (all_bad == 1 or all_good > TOO_EASY):
+        yield (
+            f"  warning: of these problems {all_bad:.0%} are never solved at the start, and {all_good:.0%} always. "
+            "Little can be learnt where all rollouts of a problem are alike: choose problems that are solved sometimes"
+        )
+
+
+class ConsoleSink:
+    """A line per step, and one per evaluation."""
+
+    def __init__(self, max_steps: int, out: TextIO) -> None:
+        self._max_steps = max_steps
+        self._out = out
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        print(
+            f"step {row['step'] + 1:>{len(str(self._max_steps))}}/{self._max_steps}"
+            f"  reward {row['reward/total']:.3f}"
+            f"  age {row['off_policy/mean']:.2f} (max {row['off_policy/max']:.0f})"
+            f"  kl {row['optim/kl_sample_train_v2']:.1e}"
+            f"  {row['perf/tokens_per_s']:>6.0f} tokens/s"
+            f"  {row['time/step']:.2f} s = wait {row['time/wait_for_batch']:.2f}"
+            f" + train {row['time/forward_backward'] + row['time/optim']:.2f}"
+            f" + publish {row['time/publish']:.2f} + update {row['time/update_replicas']:.2f}",
+            *evaluation_text(row),
+            sep="\n",
+            file=self._out,
+            flush=True,
+        )
+
+    def close(self) -> None:
+        self._out.flush()
+
+
+class WandbSink:
+    """Weights & Biases, on an explicit `step` axis. Offline mode needs no account.
+
+    `run_id` is the same in every attempt, so a resume goes on in the same W&B run. (Offline each attempt writes a
+    directory of its own; `wandb sync` joins them, again by the id.) W&B's history cannot be rewritten: steps that are
+    done again appear twice there, metrics.jsonl is exact.
+    """
+
+    def __init__(self, config: CommonConfig, run_id: str, run_name: str, directory: Path) -> None:
+        import wandb
+
+        options = config.wandb
+        self._run = wandb.init(
+            project=options.project,
+            name=options.name or run_name,
+            entity=options.entity,
+            tags=options.tags,
+            mode=options.mode,
+            id=run_id,
+            resume="allow",
+            dir=str(directory),
+            config=config.model_dump(mode="json"),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._run.log(dict(row))
+
+    def write_rollouts(self, step: int, records: Sequence[str]) -> None:
+        """A table with a row for each rollout."""
+        import wandb
+
+        if records:
+            rows = table_rows([json.loads(line) for line in records])
+            self._run.log({"step": step, "rollouts": wandb.Table(columns=TABLE_COLUMNS, data=rows)}, commit=False)
+
+    def alert(self, _roster: Roster, incident: Incident | None) -> None:
+        """A listener of the roster: an alert for each incident. (W&B drops one of the same title within a minute.)"""
+        if incident:
+            said = f"{incident.part}: {incident.what}"
+            self._run.alert(said[:LONGEST_TITLE], f"{said}\n\nat step {incident.step}", level="WARN")
+
+    def close(self) -> None:
+        """Ends the run, and W&B's own process: else it would be killed with the cluster, and W&B complain of it."""
+        import wandb
+
+        self._run.finish()
+        wandb.teardown()
+
+
+@contextmanager
+def wandb_run(config: CommonConfig, run_id: str, root: Path, roster: Roster) -> Iterator[WandbSink | None]:
+    """Weights & Biases for all attempts of the command whose run lies in `root`, where it is asked for: rows, rollouts,
+    and an alert for each incident."""
+    if not config.wandb.project:
+        yield None
+        return
+    with ExitStack() as ending:
+        wandb = WandbSink(config, run_id, root.name, root)
+        ending.callback(wandb.close)
+        ending.callback(roster.listen(wandb.alert))
+        yield wandb

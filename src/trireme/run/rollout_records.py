@@ -1,0 +1,69 @@
+"""Records of rollouts in a run directory: `rollouts/step_000012.jsonl`, one group a line (`orchestrator.recorder`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROLLOUTS = "rollouts"
+FILE = re.compile(r"step_(\d{6,})\.jsonl")
+
+
+class RolloutFiles:
+    """Writes one file for each step that is recorded."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def write_rollouts(self, step: int, records: Sequence[str]) -> None:
+        """A reader sees the whole file, or none. Raises OSError."""
+        if not records:
+            return
+        self._directory.mkdir(exist_ok=True)
+        file = self._directory / f"step_{step:06d}.jsonl"
+        unfinished = file.with_suffix(".new")
+        unfinished.write_text("".join(f"{line}\n" for line in records), encoding="utf-8")
+        unfinished.rename(file)
+
+
+def recorded_steps(directory: Path) -> dict[int, Path]:
+    """The files of a directory of records, by step, in order."""
+    names = {file: FILE.fullmatch(file.name) for file in directory.glob("*.jsonl")}
+    return dict(sorted((int(match[1]), file) for file, match in names.items() if match))
+
+
+def read_records(file: Path) -> list[Mapping[str, Any]]:
+    """The groups that a file tells of."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def table_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """One row for each rollout, as TABLE_COLUMNS says."""
+    return [
+        [
+            group["step"],
+            group["why"],
+            group["problem"],
+            rollout["turns"][0].get("observation_text", ""),
+            "".join(text for turn in rollout["turns"] for text in _texts(turn))[len(_first(rollout)) :],
+            reward,
+            rollout["stop_reason"],
+            " ".join(str(version) for turn in rollout["turns"] for version, _ in turn["versions"]),
+        ]
+        for group in groups
+        for rollout, reward in zip(group["rollouts"], group["rewards"], strict=True)
+    ]
+
+
+TABLE_COLUMNS = ["step", "why", "problem", "prompt", "conversation", "reward", "stop_reason", "versions"]
+
+
+def _first(rollout: Mapping[str, Any]) -> str:
+    return str(rollout["turns"][0].get("observation_text", ""))
+
+
+def _texts(turn: Mapping[str, Any]) -> tuple[str, str]:
+    return turn.get("observation_text", ""), turn.get("action_text", "")

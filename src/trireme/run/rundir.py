@@ -1,0 +1,379 @@
+"""The directory of one run: where everything it writes goes, who may write there, and where an attempt starts."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from trireme.checkpoint.files import replace_file
+from trireme.checkpoint.manifest import CommitRef, Manifest
+from trireme.checkpoint.resume import Chosen, check_fixed, choose, fork
+from trireme.checkpoint.rows import ROW_FILES
+from trireme.checkpoint.store import HEAD, CheckpointStore, Head
+from trireme.config.refusals import Problem
+from trireme.config.schema import CommonConfig
+from trireme.core.errors import CheckpointInvalid
+from trireme.run.rollout_records import ROLLOUTS
+
+LOCK = "driver.lock"
+MARKS = ("config.json", "metrics.jsonl")
+"""Files of which a directory must hold one to be taken for a run directory."""
+BEFORE_MARKS = (LOCK, *(f"{mark}.new" for mark in MARKS))
+"""What a start that was killed before it left a mark may have left."""
+
+
+def default_name(config: CommonConfig, suffix: str) -> str:
+    """Name of a run that was given none."""
+    return f"{config.label}-{Path(config.model.name).name}-{suffix}"
+
+
+def command_of(root: Path) -> str:
+    """The command whose run lies in `root`, by its config.json: only that of `sft` says what data it is trained on."""
+    return "sft" if "data" in json.loads((root / "config.json").read_bytes()) else "rl"
+
+
+def resume_command(root: Path) -> str:
+    """The command that goes on with the run in `root`."""
+    place = ["--run.output-dir", str(root.parent), "--run.name", root.name]
+    return shlex.join(["uv", "run", command_of(root), "@", str(root / "config.json"), *place, "--resume"])
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an attempt starts: at `step`, from `commit` with `manifest` (None: from the beginning). `attempt` is one
+    more than ever before in this run directory. `notes`: what a person should know."""
+
+    step: int
+    commit: Path | None
+    manifest: Manifest | None
+    attempt: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A run directory that this process holds the lock of."""
+
+    root: Path
+    lock: IO[str]
+    start: Start
+
+    @classmethod
+    def open(cls, config: CommonConfig, fixed: Mapping[str, Any]) -> RunDir:
+        """Locks the directory of a new run, of one that is resumed, or of a fork, as `config.resume` says; finds the
+        commit to start from, all of whose files verify; writes HEAD (it claims the attempt), config.json and code.diff.
+
+        `fixed`: nested dict of JSON values that must be what they were at the commit, unless forced. Nothing that an
+        earlier attempt left changes before `checkout`. Leaving the `with` block gives the lock back.
+
+        Raises BadInput for a directory in use by another run or driver, one that is no run directory, one that cannot
+        be written, nothing to resume, and a commit that does not verify or fit; StorageFailed, CheckpointInvalid when
+        the commit of a fork cannot be made.
+        """
+        source = _source(config, fixed)
+        root, found = _root(config)
+        with ExitStack() as ending, _writable(root):
+            root.mkdir(parents=True, exist_ok=True)
+            _refuse_foreign(root, config.clean)
+            lock = ending.enter_context(_locked(root))
+            start = _start(config, root, fixed, source)
+            run = cls(root, lock, replace(start, notes=(*found, *start.notes)))
+            run._record_inputs()
+            ending.pop_all()
+        return run
+
+    def next_attempt(self, config: CommonConfig, fixed: Mapping[str, Any]) -> RunDir:
+        """The same run once more, from its newest commit, after an attempt that failed. Raises as `open`."""
+        head = _begun(self.store)
+        assert head is not None  # `open` wrote it
+        with _writable(self.root):
+            run = replace(self, start=_go_on(config, self.store, head, fixed, choose(self.store, None)))
+            run._record_inputs()
+        return run
+
+    def checkout(self) -> list[str]:
+        """Parks what came after the commit that this attempt starts from; to be called when all rooms have loaded it,
+        before metrics are written or their files opened. Returns what was done, for people. Raises StorageFailed."""
+        return self.store.checkout(self.start.step)
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.close()
+
+    @property
+    def store(self) -> CheckpointStore:
+        return CheckpointStore(self.root)
+
+    @property
+    def config_json(self) -> Path:
+        return self.root / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def trained(self) -> Path:
+        """The witness of the order of the data: which groups each step trained on."""
+        return self.root / "trained.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """Directory of the records of rollouts."""
+        return self.root / ROLLOUTS
+
+    @property
+    def row_files(self) -> list[Path]:
+        """The files that have a row for each step."""
+        return [self.root / name for name in ROW_FILES]
+
+    @property
+    def logs(self) -> Path:
+        """Directory of this attempt's log files."""
+        return self.root / "logs" / f"attempt_{self.start.attempt}"
+
+    @property
+    def run_id(self) -> str:
+        """8 hex digits that no attempt changes."""
+        return self._head.run_id
+
+    @property
+    def lineage(self) -> str:
+        """The lineage that is under way: 8 hex digits, another one after going back."""
+        return self._head.lineage
+
+    @property
+    def _head(self) -> Head:
+        head = self.store.head()
+        assert head is not None  # `open` wrote it
+        return head
+
+    def _record_inputs(self) -> None:
+        """What this attempt runs: code.diff, and copies of it and config.json beside the attempt's logs."""
+        code_diff = self.root / "code.diff"
+        _write_code_diff(code_diff)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for file in (self.config_json, code_diff):
+            if file.exists():
+                shutil.copyfile(file, self.logs / file.name)
+
+
+def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> Chosen | None:
+    """The commit that a fork starts from, checked; None when none is wanted."""
+    if config.resume.dir is None:
+        return None
+    store = CheckpointStore(Path(config.resume.dir).expanduser().absolute())
+    chosen = choose(store, config.resume.step)
+    if chosen is None:
+        raise Problem(
+            f"--resume.dir {store.root}, which holds no commit",
+            "the directory of a run with a commit in its checkpoints/",
+            "give another directory; `trireme inspect` lists what a run holds",
+        ).error()
+    return replace(chosen, notes=(*chosen.notes, *check_fixed(chosen, fixed, config.resume.force)))
+
+
+def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
+    """The directory that `config` names, and how it was found if it does not say so itself. Raises BadInput."""
+    output_dir = Path(config.run.output_dir).expanduser().absolute()
+    name = config.run.name
+    if name is None and config.resume.wanted and config.resume.dir is None:
+        root = _latest_run(output_dir, default_name(config, ""))
+        return root, (f"--resume without --run.name: the newest run is {root}",)
+    name = name or default_name(config, secrets.token_hex(4))
+    if name == ".." or name != Path(name).name:
+        raise Problem(
+            f"run.name = {name!r}",
+            "the name of a directory, without slashes",
+            "choose another --run.name; where it lies is said by --run.output-dir",
+        ).error()
+    return output_dir / name, ()
+
+
+def _latest_run(output_dir: Path, prefix: str) -> Path:
+    """The run directory that was started last among those with a default name. (Only here does the clock matter:
+    nothing else orders different runs.)"""
+    found = [
+        file
+        for file in output_dir.glob(f"*/{MARKS[0]}")
+        if re.fullmatch(re.escape(prefix) + "[0-9a-f]{8}", file.parent.name)
+    ]
+    if not found:
+        raise Problem(
+            f"--resume without --run.name, and no run {prefix}<8 hex digits> in {output_dir}",
+            "a run of this environment and model to go on with",
+            "say which with --run.name and --run.output-dir, or start a new one without --resume",
+        ).error()
+    return max(found, key=lambda file: file.stat().st_mtime_ns).parent
+
+
+def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: Chosen | None) -> Start:
+    """Where the attempt starts, which it claims. Raises BadInput, OSError."""
+    store = CheckpointStore(root)
+    if source:
+        return _fork(config, store, source)
+    if not config.resume.wanted:
+        _clear(root, config.clean)
+        return _begin(config, store, ())
+    head = _begun(store)
+    chosen = choose(store, config.resume.step)
+    if head is None:
+        return _begin(config, store, (f"{root} holds nothing to resume: a new run",))
+    return _go_on(config, store, head, fixed, chosen)
+
+
+def _go_on(
+    config: CommonConfig, store: CheckpointStore, head: Head, fixed: Mapping[str, Any], chosen: Chosen | None
+) -> Start:
+    """The attempt after that of `head`, from a commit or from the beginning."""
+    head = replace(head, attempt=head.attempt + 1)
+    notes = check_fixed(chosen, fixed, config.resume.force) if chosen else ()
+    _claim(config, store, head)
+    if chosen is None:
+        return Start(0, None, None, head.attempt, (f"{store.root} holds no commit yet: it starts again at step 0",))
+    going_on = f"going on from {chosen.commit}, attempt {head.attempt}"
+    return Start(chosen.manifest.step, chosen.commit, chosen.manifest, head.attempt, (*chosen.notes, *notes, going_on))
+
+
+def _begin(config: CommonConfig, store: CheckpointStore, notes: tuple[str, ...]) -> Start:
+    head = Head.new()
+    _claim(config, store, head)
+    return Start(0, None, None, head.attempt, notes)
+
+
+def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> None:
+    """HEAD is written last: a directory without it holds no run that began, or an interrupted fork (`_begun`)."""
+    replace_file(store.root / "config.json", _rerunnable(config).encode())
+    store.write_head(head)
+
+
+def _begun(store: CheckpointStore) -> Head | None:
+    """HEAD; None in a directory where no run has begun. Raises BadInput when it is damaged, or missing although
+    there is something to resume (an interrupted fork has rows before it has a HEAD)."""
+    try:
+        head = store.head()
+    except CheckpointInvalid as error:
+        raise _headless(store, str(error)).error() from None
+    if head is None and (store.commits() or (store.root / "metrics.jsonl").exists()):
+        raise _headless(store, f"{store.root / HEAD} is missing").error()
+    return head
+
+
+def _headless(store: CheckpointStore, what: str) -> Problem:
+    return Problem(
+        f"a run to resume, of which {what}",
+        "the HEAD of a run; where a fork was interrupted there is none yet",
+        f"repeat the fork with its --resume.dir, or fork this run: --resume.dir {store.root} with another --run.name",
+    )
+
+
+def _fork(config: CommonConfig, store: CheckpointStore, source: Chosen) -> Start:
+    """A new run that starts from another one's commit; what an interrupted fork of the same commit left is taken."""
+    step, attempt = source.manifest.step, source.manifest.attempt + 1
+    others = [commit for commit in store.commits() if commit != store.commit(step)]
+    if others or (store.root / HEAD).exists():
+        raise _in_use(store.root, _contents(store.root), "go on with it by --resume, without --resume.dir").error()
+    forked, note = fork(source, store, attempt)
+    _claim(config, store, Head.new(attempt, CommitRef(forked.manifest.lineage, step)))
+    return Start(step, forked.commit, forked.manifest, attempt, (*source.notes, note))
+
+
+def _clear(root: Path, clean: bool) -> None:
+    contents = _contents(root)
+    if contents and not clean:
+        raise _in_use(root, contents, "go on with it by --resume, or empty it with --clean").error()
+    for entry in sorted(contents, key=lambda entry: entry.name in MARKS):  # marks last: it can be done again
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+@contextmanager
+def _writable(root: Path) -> Iterator[None]:
+    """Turns an OSError of the block into BadInput."""
+    try:
+        yield
+    except OSError as error:
+        raise Problem(
+            f"the run directory {root}: {error.strerror or error}",
+            "a directory that can be made and written",
+            "choose another --run.output-dir, make room, or correct its permissions",
+        ).error() from None
+
+
+def _contents(root: Path) -> list[Path]:
+    return [entry for entry in root.iterdir() if entry.name not in BEFORE_MARKS]
+
+
+def _in_use(root: Path, contents: list[Path], other_way: str) -> Problem:
+    return Problem(
+        f"the run directory {root}, which is in use ({len(contents)} entries)",
+        "a new or an empty directory",
+        f"choose another --run.name (without one a new name is made), or {other_way}",
+    )
+
+
+def _refuse_foreign(root: Path, clean: bool) -> None:
+    """Refuses a directory that holds something but is no run directory, before a lock file is put into it."""
+    contents = _contents(root)
+    if not contents or any((root / mark).exists() for mark in MARKS):
+        return
+    if not clean:
+        raise _in_use(root, contents, "another --run.output-dir").error()
+    raise Problem(
+        f"--clean for {root}, which holds neither {' nor '.join(MARKS)}",
+        "a run directory: nothing else is ever emptied",
+        "choose another --run.name or --run.output-dir, or empty the directory yourself",
+    ).error()
+
+
+def _locked(root: Path) -> IO[str]:
+    """The open lock file; the lock ends with this process, however it ends."""
+    lock = (root / LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        lock.close()
+        raise Problem(
+            f"the run directory {root}, whose driver ({holder}) is running",
+            "a directory that no living driver holds",
+            "wait for that run or stop it, or choose another --run.name",
+        ).error() from None
+    lock.truncate(0)
+    # The last word makes each driver's text another one: in a container every driver may have the same number.
+    lock.write(f"pid {os.getpid()} on {os.uname().nodename}, start {secrets.token_hex(4)}\n")
+    lock.flush()
+    return lock
+
+
+def _rerunnable(config: CommonConfig) -> str:
+    """The resolved configuration, without what one start only asked for: running it again must not empty anything."""
+    return json.dumps(config.model_dump(mode="json", exclude={"clean", "resume"}), indent=2) + "\n"
+
+
+def _write_code_diff(file: Path) -> None:
+    """What differs from the last commit, headed by that commit; no file outside a git checkout."""
+    file.unlink(missing_ok=True)
+    git = shutil.which("git")
+    if git is None:
+        return
+    head = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    diff = subprocess.run([git, "diff", "HEAD"], capture_output=True)
+    if head.returncode == 0 and diff.returncode == 0:
+        file.write_bytes(f"commit {head.stdout.strip()}\n".encode() + diff.stdout)

@@ -1,0 +1,84 @@
+"""Where the weights of the KL reference come from, and that they stay there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trireme.checkpoint.manifest import MANIFEST
+from trireme.checkpoint.store import KEEP
+from trireme.config import Config
+from trireme.config.model_facts import ModelFacts, looks_like_path
+from trireme.config.refusals import Problem
+from trireme.config.resume_compat import IRRELEVANT
+
+INFERENCE = "inference"
+
+
+def resolve_reference(config: Config, facts: ModelFacts) -> Config:
+    """The configuration with the reference's local directories as absolute paths, and a commit as the directory of the
+    weights in it. Raises BadInput unless the reference exists and reads the same vocabulary as the model."""
+    reference = config.trainer.kl.reference
+    if reference.base_model is None:
+        return config
+    names = {
+        "base_model": reference.base_model,
+        "load_checkpoint_path": reference.load_checkpoint_path and str(weights_of(reference.load_checkpoint_path)),
+    }
+    for key, name in names.items():
+        if name is not None:
+            _check(f"trainer.kl.reference.{key}", name, config, facts)
+    local = {key: str(Path(n).expanduser().absolute()) for key, n in names.items() if n and looks_like_path(n)}
+    kl = config.trainer.kl.model_copy(update={"reference": reference.model_copy(update={**names, **local})})
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"kl": kl})})
+
+
+def weights_of(path: str) -> Path:
+    """The Hugging Face directory of a commit, or `path` itself."""
+    given = Path(path).expanduser()
+    return given / INFERENCE if (given / MANIFEST).exists() else given
+
+
+def keep_reference(config: Config) -> None:
+    """Marks the commit that the reference's weights are part of, if they are: pruning passes it over. Raises BadInput
+    when it cannot be marked."""
+    path = config.trainer.kl.reference.load_checkpoint_path
+    if path is None or not (Path(path).parent / MANIFEST).exists():
+        return
+    try:
+        (Path(path).parent / KEEP).touch()
+    except OSError as error:
+        raise Problem(
+            f"trainer.kl.reference.load_checkpoint_path in {Path(path).parent}, where no file can be made ({error})",
+            f"a commit that can be marked with a file {KEEP}, so that its run does not prune it",
+            f"give a copy of its directory {INFERENCE}/",
+        ).error() from None
+
+
+def _check(key: str, name: str, config: Config, facts: ModelFacts) -> None:
+    model = config.model_copy(update={"model": config.model.model_copy(update={"name": name})})
+    try:
+        found = ModelFacts.of(model, required=True)
+    except Exception as error:
+        error.add_note(f"This is what {key} names.")
+        raise
+    assert found is not None, "required"
+    if found.vocab_size != facts.vocab_size:
+        raise Problem(
+            f"{key} = {name} with a vocabulary of {found.vocab_size} tokens",
+            f"the {facts.vocab_size} tokens of {facts.name}: both look at the same tokens",
+            "choose a reference of the same family",
+        ).error()
+    other = sorted(name for name, _ in _computed(found) ^ _computed(facts))
+    if other and config.trainer.kl.reference.update_every:
+        every = config.trainer.kl.reference.update_every
+        raise Problem(
+            f"trainer.kl.reference.update_every = {every} with {key} = {name}, whose config.json differs"
+            f" from that of {facts.name} in {', '.join(dict.fromkeys(other))}",
+            "a reference of the model's own architecture: it will hold the model's weights",
+            f"take {config.model.name}, or leave update_every out",
+        ).error()
+
+
+def _computed(facts: ModelFacts) -> set[tuple[str, str]]:
+    """What a model's config.json says of what it computes."""
+    return {(name, repr(value)) for name, value in facts.described.items() if name not in IRRELEVANT}

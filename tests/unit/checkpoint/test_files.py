@@ -1,0 +1,291 @@
+"""Files of a checkpoint: hashed as they are written, on the disk when the record is returned, errors that help."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from checkpoint_support import Crash, crash_at, crashes
+
+from trireme.checkpoint.files import (
+    BLOCK_BYTES,
+    HUGE_PAGE,
+    READ_BYTES,
+    FileRecord,
+    HashingWriter,
+    checksum_of,
+    replace_file,
+    storage_errors,
+    write_bytes,
+)
+from trireme.core.errors import EXIT_FAILED, StorageFailed
+
+pytestmark = pytest.mark.usefixtures("instant_disk")
+
+
+def test_a_record_says_what_was_written(tmp_path: Path) -> None:
+    array = np.arange(6, dtype=np.int64)
+    record = write_bytes(tmp_path / "step" / "trainer", "a.bin", b"abc", array.data, b"")
+    contents = b"abc" + array.tobytes()
+    assert (tmp_path / "step" / "trainer" / "a.bin").read_bytes() == contents
+    assert record == FileRecord("trainer/a.bin", 51, xxhash.xxh3_128_hexdigest(contents))
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    assert write_bytes(tmp_path / "d", "e").size == 0
+    assert checksum_of(tmp_path / "d" / "e") == xxhash.xxh3_128_hexdigest(b"")
+
+
+def test_a_subdirectory_is_part_of_the_name(tmp_path: Path) -> None:
+    assert write_bytes(tmp_path / "trainer", "deep/a.bin", b"x").path == "trainer/deep/a.bin"
+
+
+def test_the_checksum_of_a_file_of_many_reads(tmp_path: Path) -> None:
+    contents = np.random.default_rng(0).bytes(READ_BYTES + 12345)
+    record = write_bytes(tmp_path / "d", "large", contents[:100], contents[100:])
+    assert checksum_of(tmp_path / "d" / "large") == record.checksum == xxhash.xxh3_128_hexdigest(contents)
+
+
+def test_an_array_of_two_dimensions_counts_in_bytes(tmp_path: Path) -> None:
+    with HashingWriter(tmp_path / "f") as writer:
+        assert writer.write(np.zeros((2, 3), dtype=np.float32).data) == 24
+        assert writer.tell() == 24
+
+
+def test_a_short_write_of_the_system_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = HashingWriter(tmp_path / "f")
+    real = writer._file
+
+    class Hesitant:
+        closed = False
+        fileno = staticmethod(real.fileno)
+        close = staticmethod(real.close)
+
+        def write(self, chunk: memoryview) -> int:
+            return real.write(chunk[:2])
+
+    monkeypatch.setattr(writer, "_file", Hesitant())
+    writer.write(b"abcde")
+    writer.close()
+    assert (tmp_path / "f").read_bytes() == b"abcde"
+
+
+class Watched(io.FileIO):
+    """A file that notes of each write how many bytes it had, and whether it went past the page cache.
+
+    `refused_from`: the number of the first write that is refused if it does, as some file systems do.
+    """
+
+    def __init__(self, file: Path, refused_from: int | None = None) -> None:
+        super().__init__(file, "wb")
+        self.writes: list[tuple[int, bool]] = []
+        self.refused_from = refused_from
+
+    def write(self, chunk: Any) -> int:
+        direct = bool(fcntl.fcntl(self.fileno(), fcntl.F_GETFL) & os.O_DIRECT)
+        if direct and self.refused_from is not None and len(self.writes) >= self.refused_from:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self.writes.append((len(chunk), direct))
+        return super().write(chunk)
+
+
+def memory_flags(address: int) -> list[str]:
+    """What the kernel has been told of the mapping that `address` is in (`VmFlags` of proc_pid_smaps(5))."""
+    within = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            start, end = (int(each, 16) for each in line.split()[0].split("-"))
+            within = start <= address < end
+        elif within and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"nothing is mapped at {address:x}")
+
+
+class TestDirect:
+    """Which blocks pass by the page cache; what is in the file does not depend on it."""
+
+    CONTENTS = np.random.default_rng(1).bytes(3 * BLOCK_BYTES + 1000)
+
+    def write(self, file: Path, monkeypatch: pytest.MonkeyPatch, **options: int) -> list[tuple[int, bool]]:
+        with HashingWriter(file) as writer:
+            watched = Watched(file, **options)
+            monkeypatch.setattr(writer, "_file", watched)
+            for start, end in ((0, 7), (7, 2 * BLOCK_BYTES - 1), (2 * BLOCK_BYTES - 1, len(self.CONTENTS))):
+                writer.write(self.CONTENTS[start:end])
+        assert file.read_bytes() == self.CONTENTS
+        assert writer.record("f") == FileRecord("f", len(self.CONTENTS), xxhash.xxh3_128_hexdigest(self.CONTENTS))
+        return watched.writes
+
+    def test_full_blocks_do_and_the_rest_does_not(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the file system can: some tmpfs cannot, and there none do."""
+        direct = True
+        try:
+            os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+        except OSError:
+            direct = False
+        writes = self.write(tmp_path / "f", monkeypatch)
+        assert writes == [(BLOCK_BYTES, direct)] * 3 + [(1000, False)]
+
+    @pytest.mark.parametrize("large", [False, True])
+    def test_the_block_of_a_large_file_is_one_piece_of_memory(self, tmp_path: Path, large: bool) -> None:
+        """As far as can be asked for: whether there is a huge page to be had is the system's to say."""
+        with HashingWriter(tmp_path / "f", large=large) as writer:
+            address = np.frombuffer(writer._block, np.uint8).ctypes.data
+            assert ("hg" in memory_flags(address)) is large
+            assert address % (HUGE_PAGE if large else mmap.PAGESIZE) == 0
+            writer.write(self.CONTENTS)
+        assert (tmp_path / "f").read_bytes() == self.CONTENTS
+
+    def test_a_kernel_without_huge_pages(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Memory(mmap.mmap):
+            def madvise(self, *_: int) -> None:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        monkeypatch.setattr(mmap, "mmap", Memory)
+        assert write_bytes(tmp_path / "d", "f", self.CONTENTS).size == len(self.CONTENTS)
+        assert (tmp_path / "d" / "f").read_bytes() == self.CONTENTS
+
+    def test_none_where_it_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        real, refused = fcntl.fcntl, []
+
+        def refuse(file: int, command: int, argument: int = 0) -> int:
+            if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+                refused.append(file)
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return real(file, command, argument)
+
+        monkeypatch.setattr(fcntl, "fcntl", refuse)
+        assert self.write(tmp_path / "f", monkeypatch) == [(BLOCK_BYTES, False)] * 3 + [(1000, False)]
+        assert len(refused) == 1, "asked once, not for every block"
+
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_none_from_the_first_that_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        writes = self.write(tmp_path / "f", monkeypatch, refused_from=number)
+        assert [size for size, _ in writes] == [BLOCK_BYTES] * 3 + [1000]
+        assert not any(direct for _, direct in writes[number:])
+
+    def test_other_refusals_are_errors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also EINVAL, when it has another cause."""
+
+        class Broken(io.FileIO):
+            def write(self, chunk: Any) -> int:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        writer = HashingWriter(tmp_path / "f")
+        monkeypatch.setattr(writer, "_file", Broken(tmp_path / "f", "wb"))
+        with pytest.raises(OSError, match="Invalid argument"):
+            writer.write(bytes(BLOCK_BYTES))
+
+
+def test_closed_means_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forced: list[int] = []
+    monkeypatch.setattr(os, "fsync", forced.append)
+    with HashingWriter(tmp_path / "f") as writer:
+        number = writer.fileno()
+        assert forced == []
+    writer.close()
+    assert forced == [number]
+
+
+def test_what_fails_is_not_forced_onto_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forced: list[int] = []
+    monkeypatch.setattr(os, "fsync", forced.append)
+    with pytest.raises(Crash), HashingWriter(tmp_path / "f") as writer:
+        raise Crash
+    assert forced == []
+    assert writer._file.closed
+
+
+class TestErrors:
+    def test_no_space(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By the error that the system gives; the end-to-end tests fill a real file system."""
+
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(HashingWriter, "write", full)
+        with pytest.raises(StorageFailed) as failed:
+            write_bytes(tmp_path / "trainer", "a.bin", b"x")
+        assert failed.value.exit_code == EXIT_FAILED
+        for part in (str(tmp_path / "trainer" / "a.bin"), "No space left on device", "MiB free", "make room"):
+            assert part in str(failed.value)
+
+    def test_no_space_in_the_middle_of_what_torch_saves(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """torch.save hides the first error behind one of its own, that the file is not as long as it should be."""
+        import torch
+
+        class Nearly(io.FileIO):
+            def write(self, chunk: memoryview) -> int:  # type: ignore[override]
+                if self.tell() + len(chunk) > BLOCK_BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return super().write(chunk)
+
+        def save(file: Path) -> None:
+            with storage_errors(file), HashingWriter(file) as writer:
+                monkeypatch.setattr(writer, "_file", Nearly(file, "wb"))
+                torch.save(torch.zeros(BLOCK_BYTES), writer)
+
+        with pytest.raises(StorageFailed, match="No space left on device"):
+            save(tmp_path / "weights")
+
+    def test_no_space_when_forced_onto_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(_: int) -> None:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(StorageFailed, match="quota exceeded"):
+            write_bytes(tmp_path, "a.bin", b"x")
+
+    def test_a_directory_that_cannot_be_written(self, tmp_path: Path) -> None:
+        """A file in its place: tests may run as root, whom permissions do not stop."""
+        (tmp_path / "file").write_text("")
+        with pytest.raises(StorageFailed, match=r"a\.bin"):
+            write_bytes(tmp_path / "file" / "trainer", "a.bin", b"x")
+
+    def test_read_only(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(os, "mkdir", refuse)
+        with pytest.raises(StorageFailed, match="Read-only file system"):
+            write_bytes(tmp_path / "trainer", "a.bin", b"x")
+
+    def test_other_errors_pass(self, tmp_path: Path) -> None:
+        with pytest.raises(KeyError), storage_errors(tmp_path):
+            raise KeyError("x")
+
+
+def test_replacing_a_file_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
+    file = tmp_path / "HEAD"
+    change = 1
+    replace_file(file, b"old contents")
+    while crashes(change, lambda: replace_file(file, b"the new contents")):
+        assert file.read_bytes() in (b"old contents", b"the new contents")
+        change += 1
+    assert change > 3
+    assert file.read_bytes() == b"the new contents"
+
+
+def test_a_reader_of_a_replaced_file_keeps_the_old_one(tmp_path: Path) -> None:
+    file = tmp_path / "HEAD"
+    replace_file(file, b"old contents")
+    with file.open("rb", buffering=0) as reader:
+        replace_file(file, b"new")
+        assert reader.read() == b"old contents"
+    assert os.listdir(tmp_path) == ["HEAD"]
+
+
+def test_the_crashes_of_these_tests_do_happen(tmp_path: Path) -> None:
+    with pytest.raises(Crash), crash_at(1):
+        write_bytes(tmp_path, "f", b"abcdef")
+    assert (tmp_path / "f").read_bytes() == b"abc"

@@ -1,0 +1,162 @@
+"""The manifest is the commit: any difference between what it names and what is there is seen, and so is one in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checkpoint_support import PARTS, commit, flip, manifest, truncate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trireme.checkpoint.files import FileRecord
+from trireme.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    CommitRef,
+    Manifest,
+    read_manifest,
+    step_name,
+    step_of,
+    verify,
+)
+from trireme.checkpoint.store import CheckpointStore
+from trireme.core.errors import CheckpointInvalid
+from trireme.core.types import WeightIdentity
+
+pytestmark = pytest.mark.usefixtures("instant_disk")
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    return commit(CheckpointStore(tmp_path), 20)
+
+
+def invalid(directory: Path, contents: bool = True) -> str:
+    with pytest.raises(CheckpointInvalid) as error:
+        verify(directory, contents)
+    return str(error.value)
+
+
+texts = st.text(max_size=8)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    step=st.integers(0, 10**7),
+    parent=st.none() | st.builds(CommitRef, texts, st.integers(0)),
+    fixed=st.dictionaries(texts, json_values, max_size=3),
+    files=st.lists(st.builds(FileRecord, texts, st.integers(0), texts), max_size=3).map(tuple),
+)
+def test_round_trip(step: int, parent: CommitRef | None, fixed: dict[str, object], files: tuple[FileRecord]) -> None:
+    written = replace(manifest(step), parent=parent, fixed=fixed, files=files)
+    assert Manifest.from_json(written.to_json()) == written
+
+
+def test_what_it_says(made: Path) -> None:
+    read = verify(made)
+    assert (read.step, read.identity) == (20, WeightIdentity(1, 20, f"{20:032x}"))
+    assert [record.path for record in read.files] == list(PARTS)
+    assert read.size == sum((made / part).stat().st_size for part in PARTS)
+    assert json.loads((made / MANIFEST).read_text())["format"] == FORMAT == 3
+
+
+def test_a_value_that_json_does_not_have_is_no_manifest() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        replace(manifest(1), fixed={"x": float("nan")}).to_json()
+
+
+@pytest.mark.parametrize("part", PARTS)
+class TestFiles:
+    def test_missing(self, made: Path, part: str) -> None:
+        (made / part).unlink()
+        assert invalid(made, contents=False) == f"{part} is missing"
+
+    def test_truncated(self, made: Path, part: str) -> None:
+        size = (made / part).stat().st_size
+        truncate(made / part)
+        assert invalid(made, contents=False) == f"{part} has {size - 1} bytes, it was written with {size}"
+
+    def test_a_flipped_bit(self, made: Path, part: str) -> None:
+        flip(made / part)
+        verify(made, contents=False)
+        assert invalid(made).startswith(f"the contents of {part} were altered")
+
+    def test_unreadable(self, made: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(file: Path, *_: object, **__: object) -> None:
+            raise OSError(5, os.strerror(5))
+
+        read_manifest(made)
+        monkeypatch.setattr("trireme.checkpoint.manifest.checksum_of", broken)
+        assert "cannot be read (Input/output error)" in invalid(made)
+
+    def test_a_file_in_place_of_its_room(self, made: Path, part: str) -> None:
+        shutil.rmtree((made / part).parent)
+        (made / part).parent.write_text("")
+        assert invalid(made) == f"{part} cannot be read (Not a directory)"
+
+
+class TestTheManifestItself:
+    def test_missing_is_an_orphan(self, made: Path) -> None:
+        (made / MANIFEST).unlink()
+        assert invalid(made) == f"{MANIFEST} is missing: the commit was never completed"
+
+    def test_unreadable(self, made: Path) -> None:
+        (made / MANIFEST).unlink()
+        (made / MANIFEST).mkdir()
+        assert f"{MANIFEST} cannot be read" in invalid(made)
+
+    def test_every_truncation_is_seen(self, made: Path) -> None:
+        text = (made / MANIFEST).read_text()
+        for length in range(len(text)):
+            with pytest.raises(CheckpointInvalid):
+                Manifest.from_json(text[:length])
+
+    def test_every_flipped_bit_is_seen(self) -> None:
+        contents = manifest(20).to_json().encode()
+        for position in range(8 * len(contents)):
+            flipped = bytearray(contents)
+            flipped[position // 8] ^= 1 << position % 8
+            with pytest.raises((CheckpointInvalid, UnicodeDecodeError)):
+                Manifest.from_json(flipped.decode())
+
+    @pytest.mark.parametrize("bit", [0, 7])  # 7: no longer text
+    def test_a_flipped_bit_in_the_file(self, made: Path, bit: int) -> None:
+        flip(made / MANIFEST, bit=bit)
+        assert invalid(made, contents=False).startswith(MANIFEST)
+
+    @pytest.mark.parametrize("text", ["null", "[]", "3", "{}", '{"format": 3}', '{"format": 3, "checksum": ""}', ""])
+    def test_other_json_is_no_manifest(self, text: str) -> None:
+        with pytest.raises(CheckpointInvalid, match="torn or was altered"):
+            Manifest.from_json(text)
+
+    def test_another_format_version(self, made: Path) -> None:
+        values = json.loads((made / MANIFEST).read_text())
+        (made / MANIFEST).write_text(json.dumps({"format": 1, "other": values["step"]}))
+        assert invalid(made) == f"{MANIFEST} has format version 1, but this program reads 3"
+
+    def test_in_the_directory_of_another_step(self, made: Path) -> None:
+        assert "step 20, in a directory named step_000040" in invalid(made.rename(made.with_name(step_name(40))))
+
+    def test_in_a_directory_of_another_name(self, made: Path) -> None:
+        assert verify(made.rename(made.with_name("best"))).step == 20
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**8))
+def test_names_of_commits(step: int) -> None:
+    assert step_of(step_name(step)) == step
+
+
+@pytest.mark.parametrize("name", ["step_20", "step_000020.partial-1", "step_000020.removed", "xstep_000020", "step_"])
+def test_other_names(name: str) -> None:
+    assert step_of(name) is None

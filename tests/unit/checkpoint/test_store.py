@@ -1,0 +1,628 @@
+"""Drafts, publication, retention and the way back; and that no crash in one of them loses a commit or a row."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_support import (
+    PARTS,
+    append_rows,
+    commit,
+    crashes,
+    fill,
+    flip,
+    manifest,
+    names,
+    read_json_lines,
+    snapshot,
+    steps,
+    truncate,
+)
+
+from trireme.checkpoint.files import HashingWriter
+from trireme.checkpoint.manifest import MANIFEST, CommitRef, verify
+from trireme.checkpoint.rows import ROW_FILES
+from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore, Head
+from trireme.core.errors import CheckpointInvalid, StorageFailed
+from trireme.process import faults
+from trireme.process.faults import InjectedFault
+from trireme.run.rollout_records import ROLLOUTS, RolloutFiles, recorded_steps
+
+pytestmark = pytest.mark.usefixtures("instant_disk")
+
+FIRST = Head("cafecafe", "aaaaaaaa", 1, None)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    made = CheckpointStore(tmp_path / "run")
+    made.root.mkdir()
+    made.write_head(FIRST)
+    return made
+
+
+@pytest.fixture
+def arm(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def armed(point: str) -> None:
+        monkeypatch.setattr(faults, "_passed", Counter())
+        monkeypatch.setenv("TRIREME_FAULTS", f"{point}=raise")
+
+    return armed
+
+
+def rows(first: int, last: int, attempt: int = 1) -> list[dict[str, Any]]:
+    return [{"step": step, "attempt": attempt} for step in range(first, last)]
+
+
+def write_rows(store: CheckpointStore, first: int, last: int, attempt: int = 1) -> None:
+    for name in ROW_FILES:
+        append_rows(store.root / name, rows(first, last, attempt))
+
+
+def a_run(store: CheckpointStore) -> None:
+    """Commits at 2, 4, 6 and 8, of which nothing was pruned, and rows up to 9."""
+    for step in (2, 4, 6, 8):
+        commit(store, step)
+    write_rows(store, 0, 9)
+
+
+def commit_rows(store: CheckpointStore) -> list[str]:
+    return [row["name"] for row in read_json_lines(store.rows)]
+
+
+class TestHead:
+    def test_round_trip(self, store: CheckpointStore) -> None:
+        head = replace(FIRST, attempt=3, base=CommitRef("bbbbbbbb", 20))
+        store.write_head(head)
+        assert store.head() == head
+
+    def test_none_yet(self, tmp_path: Path) -> None:
+        assert CheckpointStore(tmp_path).head() is None
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"run_id": "x"}', '{"base": 3}', "null"])
+    def test_damaged(self, store: CheckpointStore, text: str) -> None:
+        (store.root / HEAD).write_text(text)
+        with pytest.raises(CheckpointInvalid, match="is damaged"):
+            store.head()
+
+    def test_new_ones_differ(self) -> None:
+        one, other = Head.new(), Head.new()
+        assert re.fullmatch(r"[0-9a-f]{8}", one.run_id)
+        assert re.fullmatch(r"[0-9a-f]{8}", one.lineage)
+        assert (one.run_id, one.lineage) != (other.run_id, other.lineage)
+        assert (one.attempt, one.base) == (1, None)
+
+
+class TestPublish:
+    def test_a_draft_is_no_commit(self, store: CheckpointStore) -> None:
+        draft = store.draft(20, 3)
+        assert draft.name == "step_000020.partial-3"
+        assert names(store) == []
+        assert store.partial() == [draft]
+
+    def test_published(self, store: CheckpointStore) -> None:
+        published = commit(store, 20)
+        assert published == store.commit(20)
+        assert verify(published).lineage == "aaaaaaaa"
+        assert names(store) == ["step_000020"]
+        assert store.partial() == []
+        assert read_json_lines(store.rows) == [
+            {
+                "name": "step_000020",
+                "step": 20,
+                "lineage": "aaaaaaaa",
+                "path": "checkpoints/step_000020",
+                "identity": f"1:20:{20:032x}",
+            }
+        ]
+
+    def test_in_order_of_step(self, store: CheckpointStore) -> None:
+        for step in (1_000_000, 20, 999_999):
+            commit(store, step)
+        assert steps(store) == [20, 999_999, 1_000_000]
+
+    @pytest.mark.parametrize("part", PARTS)
+    @pytest.mark.parametrize("damage", [Path.unlink, truncate])
+    def test_what_is_incomplete_is_not_published(
+        self, store: CheckpointStore, part: str, damage: Callable[[Path], None]
+    ) -> None:
+        draft = store.draft(20, 1)
+        filled = fill(draft, manifest(20))
+        damage(draft / part)
+        with pytest.raises(CheckpointInvalid, match=part):
+            store.publish(draft, filled)
+        assert names(store) == []
+
+    def test_altered_contents_are_not_published_if_they_are_read(self, store: CheckpointStore) -> None:
+        draft = store.draft(20, 1)
+        filled = fill(draft, manifest(20))
+        flip(draft / PARTS[0])
+        with pytest.raises(CheckpointInvalid, match="were altered"):
+            store.publish(draft, filled, contents=True)
+        assert names(store) == []
+
+    def test_a_commit_is_never_overwritten(self, store: CheckpointStore) -> None:
+        before = snapshot(commit(store, 20))
+        draft = store.draft(20, 2)
+        filled = fill(draft, manifest(20, attempt=2))
+        with pytest.raises(StorageFailed, match="Directory not empty"):
+            store.publish(draft, filled)
+        assert snapshot(store.commit(20)) == before
+
+    def test_one_draft_per_attempt(self, store: CheckpointStore) -> None:
+        store.draft(20, 1)
+        with pytest.raises(StorageFailed, match=r"step_000020\.partial-1"):
+            store.draft(20, 1)
+
+    def test_no_space_for_the_manifest(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        commit(store, 20)
+        draft = store.draft(40, 1)
+        filled = fill(draft, manifest(40))
+
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(HashingWriter, "write", full)
+            with pytest.raises(StorageFailed, match=r"manifest\.json.*MiB free"):
+                store.publish(draft, filled)
+        store.discard(draft)
+        assert store.partial() == []
+        assert store.newest().commit == store.commit(20)
+
+    def test_checkpoints_is_a_file(self, store: CheckpointStore) -> None:
+        store.checkpoints.write_text("")
+        with pytest.raises(StorageFailed, match=r"Not a directory|File exists"):
+            store.draft(20, 1)
+
+    def test_discarding_what_is_gone_does_nothing(self, store: CheckpointStore) -> None:
+        draft = store.draft(20, 1)
+        store.discard(draft)
+        store.discard(draft)
+        store.draft(20, 1)
+
+    def test_names_are_on_the_disk_before_it_is_a_commit(
+        self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The manifest and every directory of the draft before the rename, the new name after it. (Writers force what
+        they write.)"""
+        draft = store.draft(20, 1)
+        filled = fill(draft, manifest(20))
+        forced: list[str] = []
+        fsync, rename = os.fsync, os.rename
+
+        def noted(number: int) -> None:
+            forced.append(os.readlink(f"/proc/self/fd/{number}"))
+            fsync(number)
+
+        def renamed(source: Path, target: Path) -> None:
+            forced.append("renamed")
+            rename(source, target)
+
+        monkeypatch.setattr(os, "fsync", noted)
+        monkeypatch.setattr(os, "rename", renamed)
+        store.publish(draft, filled)
+        before, after = forced[: forced.index("renamed")], forced[forced.index("renamed") :]
+        assert {str(draft / name) for name in ("", "trainer", "orchestrator", "inference", MANIFEST)} <= set(before)
+        assert str(store.checkpoints) in after
+
+
+class TestNewest:
+    def test_of_none(self, store: CheckpointStore) -> None:
+        assert store.newest().commit is None
+
+    @pytest.mark.parametrize("file", [*PARTS, MANIFEST])
+    @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
+    def test_a_damaged_one_is_passed_over(
+        self, store: CheckpointStore, file: str, damage: Callable[[Path], None]
+    ) -> None:
+        commit(store, 20)
+        newest = commit(store, 40)
+        assert store.newest().commit == newest
+        damage(newest / file)
+        found = store.newest()
+        assert found.commit == store.commit(20)
+        assert found.manifest is not None
+        assert found.manifest.step == 20
+        (passed_over,) = found.passed_over
+        assert passed_over.commit == newest
+        assert file in passed_over.reason
+        assert str(passed_over).startswith(f"passed over {newest}: ")
+
+    def test_an_orphan_half_is_passed_over(self, store: CheckpointStore) -> None:
+        commit(store, 20)
+        (store.commit(40) / "trainer").mkdir(parents=True)
+        (store.commit(40) / PARTS[0]).write_text("x")
+        found = store.newest()
+        assert found.commit == store.commit(20)
+        assert "never completed" in found.passed_over[0].reason
+
+    def test_another_format_is_passed_over(self, store: CheckpointStore) -> None:
+        commit(store, 20)
+        values = json.loads((commit(store, 40) / MANIFEST).read_text())
+        (store.commit(40) / MANIFEST).write_text(json.dumps({**values, "format": 1}))
+        assert "format version 1" in store.newest().passed_over[0].reason
+
+    def test_the_clock_does_not_matter(self, store: CheckpointStore) -> None:
+        """Set back between two commits: the later one looks older by every time that its files have."""
+        for step, time in ((20, 2_000_000_000), (40, 1_000_000_000)):
+            for path in (made := commit(store, step), *made.rglob("*")):
+                os.utime(path, (time, time))
+        assert store.newest().commit == store.commit(40)
+        store.prune(1, None)
+        assert steps(store) == [40]
+
+
+class TestPrune:
+    def pruned(self, store: CheckpointStore, keep_last: int, keep_every: int | None = None) -> list[int]:
+        before = steps(store)
+        gone = store.prune(keep_last, keep_every)
+        assert [int(name[5:]) for name in gone] == [step for step in before if step not in steps(store)]
+        assert store.partial() == []
+        return steps(store)
+
+    def test_the_newest_are_kept(self, store: CheckpointStore) -> None:
+        a_run(store)
+        assert self.pruned(store, 3) == [4, 6, 8]
+        assert self.pruned(store, 3) == [4, 6, 8]
+        assert self.pruned(store, 1) == [8]
+        assert commit_rows(store) == ["step_000002", "step_000004", "step_000006", "step_000008"]  # they were made
+
+    def test_every_so_often_for_good(self, store: CheckpointStore) -> None:
+        a_run(store)
+        assert self.pruned(store, 1, 4) == [4, 8]
+
+    def test_what_something_else_refers_to(self, store: CheckpointStore) -> None:
+        a_run(store)
+        (store.commit(2) / KEEP).touch()
+        assert self.pruned(store, 1) == [2, 8]
+
+    @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
+    def test_the_newest_that_verifies(self, store: CheckpointStore, damage: Callable[[Path], None]) -> None:
+        a_run(store)
+        for step in (6, 8):
+            damage(store.commit(step) / PARTS[0])
+        assert 4 in self.pruned(store, 1)
+        assert store.newest().commit == store.commit(4)
+
+    def test_damaged_ones_neither_count_nor_go(self, store: CheckpointStore) -> None:
+        a_run(store)
+        (store.commit(6) / MANIFEST).unlink()
+        truncate(store.commit(2) / PARTS[0])
+        assert self.pruned(store, 2) == [2, 4, 6, 8]
+        assert self.pruned(store, 1) == [2, 6, 8]
+
+    def test_nothing_goes_when_none_verifies(self, store: CheckpointStore) -> None:
+        a_run(store)
+        for each in store.commits():
+            flip(each / PARTS[1])
+        assert self.pruned(store, 1) == [2, 4, 6, 8]
+
+    def test_a_draft_is_left_alone(self, store: CheckpointStore) -> None:
+        a_run(store)
+        draft = store.draft(10, 1)
+        store.prune(1, None)
+        assert store.partial() == [draft]
+
+    def test_it_fails(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        a_run(store)
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(os, "rename", refuse)
+        with pytest.raises(StorageFailed, match=r"step_000002.*Read-only"):
+            store.prune(1, None)
+
+
+class TestCheckout:
+    def test_of_a_new_run(self, store: CheckpointStore) -> None:
+        assert store.checkout(0) == []
+        assert store.head() == FIRST
+
+    def test_at_the_end_nothing_changes(self, store: CheckpointStore) -> None:
+        a_run(store)
+        commit(store, 9)
+        before = snapshot(store.root)
+        assert store.checkout(9) == []
+        assert snapshot(store.root) == before
+
+    def test_back_to_an_earlier_step(self, store: CheckpointStore) -> None:
+        a_run(store)
+        before = snapshot(store.root)
+        done = store.checkout(4)
+        head = store.head()
+        assert head is not None
+        assert steps(store) == [2, 4]
+        branch = store.branch("aaaaaaaa")
+        assert sorted(path.name for path in (branch / "checkpoints").iterdir()) == ["step_000006", "step_000008"]
+        for name in ROW_FILES:
+            assert read_json_lines(store.root / name) == rows(0, 4)
+            assert read_json_lines(branch / name) == rows(4, 9)
+        assert commit_rows(store) == ["step_000002", "step_000004"]
+        assert [row["name"] for row in read_json_lines(branch / store.rows.name)] == ["step_000006", "step_000008"]
+        assert head.base == CommitRef("aaaaaaaa", 4)
+        assert head.lineage != "aaaaaaaa"
+        assert (head.run_id, head.attempt) == ("cafecafe", 1)
+        assert store.lineages() == [FIRST, head]
+        assert len(done) == 4
+        for path in (branch / "checkpoints").iterdir():  # parked as they were
+            was = {name: text for name, text in before.items() if path.name in name}
+            assert list(snapshot(path).values()) == list(was.values())
+
+    def test_records_of_rollouts_move_with_their_steps(self, store: CheckpointStore) -> None:
+        a_run(store)
+        records = RolloutFiles(store.root / ROLLOUTS)
+        for step in range(9):
+            records.write_rollouts(step, [f"of step {step}"])
+        store.checkout(4)
+        assert list(recorded_steps(store.root / ROLLOUTS)) == [0, 1, 2, 3]
+        moved = recorded_steps(store.branch("aaaaaaaa") / ROLLOUTS)
+        assert {step: file.read_text() for step, file in moved.items()} == {s: f"of step {s}\n" for s in range(4, 9)}
+
+    def test_rows_alone_make_a_lineage(self, store: CheckpointStore) -> None:
+        a_run(store)
+        store.checkout(8)
+        head = store.head()
+        assert head is not None
+        assert head.base == CommitRef("aaaaaaaa", 8)
+        assert head.lineage != "aaaaaaaa"
+        assert read_json_lines(store.branch("aaaaaaaa") / "metrics.jsonl") == rows(8, 9)
+        assert steps(store) == [2, 4, 6, 8]
+
+    def test_to_the_beginning(self, store: CheckpointStore) -> None:
+        write_rows(store, 0, 2)
+        store.checkout(0)
+        head = store.head()
+        assert head is not None
+        assert head.base is None
+        assert head.lineage != "aaaaaaaa"
+        assert (store.root / "metrics.jsonl").read_text() == ""
+        assert read_json_lines(store.branch("aaaaaaaa") / "metrics.jsonl") == rows(0, 2)
+
+    def test_again_and_again(self, store: CheckpointStore) -> None:
+        """The same step is superseded twice: each time under the lineage that was left."""
+        a_run(store)
+        store.checkout(4)
+        second = store.head()
+        assert second is not None
+        commit(store, 6, attempt=2)
+        write_rows(store, 4, 7, attempt=2)
+        store.checkout(2)
+        third = store.head()
+        assert third is not None
+        assert third.base == CommitRef("aaaaaaaa", 2)
+        parked = store.branch(second.lineage)
+        assert sorted(path.name for path in (parked / "checkpoints").iterdir()) == ["step_000004", "step_000006"]
+        assert verify(parked / "checkpoints" / "step_000006").lineage == second.lineage
+        assert read_json_lines(parked / "metrics.jsonl") == [*rows(2, 4), *rows(4, 7, attempt=2)]
+        assert sorted(head.lineage for head in store.lineages()[:-1]) == sorted(["aaaaaaaa", second.lineage])
+        assert {head.lineage: head.base for head in store.lineages()}[second.lineage] == CommitRef("aaaaaaaa", 4)
+
+    @pytest.mark.parametrize("damage", [truncate, Path.unlink])
+    def test_damaged_ones_are_parked_at_any_step(self, store: CheckpointStore, damage: Callable[[Path], None]) -> None:
+        a_run(store)
+        damage(store.commit(2) / PARTS[2])
+        store.checkout(8)
+        assert steps(store) == [4, 6, 8]
+        assert (store.branch("aaaaaaaa") / "checkpoints" / "step_000002").is_dir()
+        assert commit_rows(store) == ["step_000004", "step_000006", "step_000008"]
+
+    def test_leftovers_go(self, store: CheckpointStore) -> None:
+        commit(store, 2)
+        store.draft(4, 1)
+        fill(store.draft(6, 1), manifest(6))
+        (store.checkpoints / "step_000001.removed").mkdir()
+        (store.checkpoints / "notes.txt").write_text("mine")
+        (store.checkpoints / "mine").mkdir()
+        store.checkout(2)
+        assert sorted(path.name for path in store.checkpoints.iterdir()) == ["mine", "notes.txt", "step_000002"]
+
+    def test_a_torn_row_goes(self, store: CheckpointStore) -> None:
+        commit(store, 3)
+        write_rows(store, 0, 3)
+        with (store.root / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "rew')
+        assert store.checkout(3) == ["1 torn lines of metrics.jsonl were dropped"]
+        assert read_json_lines(store.root / "metrics.jsonl") == rows(0, 3)
+        assert store.head() == FIRST
+
+    def test_a_row_without_its_end_of_line_is_a_row(self, store: CheckpointStore) -> None:
+        commit(store, 2)
+        write_rows(store, 0, 3)
+        file = store.root / "metrics.jsonl"
+        file.write_text(file.read_text().rstrip("\n"))
+        store.checkout(2)
+        assert read_json_lines(store.branch("aaaaaaaa") / "metrics.jsonl") == rows(2, 3)
+
+    def test_zeros_after_a_power_failure(self, store: CheckpointStore) -> None:
+        commit(store, 2)
+        write_rows(store, 0, 2)
+        with (store.root / "trained.jsonl").open("ab") as file:
+            file.write(bytes(512))
+        store.checkout(2)
+        assert read_json_lines(store.root / "trained.jsonl") == rows(0, 2)
+
+    def test_commits_without_a_row_get_one(self, store: CheckpointStore) -> None:
+        a_run(store)
+        lines = store.rows.read_text().splitlines(keepends=True)
+        store.rows.write_text("".join(lines[:2]) + lines[3][:20])
+        store.checkout(8)
+        assert commit_rows(store) == ["step_000002", "step_000004", "step_000006", "step_000008"]
+
+    def test_without_a_head(self, store: CheckpointStore) -> None:
+        (store.root / HEAD).unlink()
+        with pytest.raises(CheckpointInvalid, match="HEAD is missing"):
+            store.checkout(0)
+
+    def test_what_is_parked_is_never_overwritten(self, store: CheckpointStore) -> None:
+        a_run(store)
+        there = store.branch("aaaaaaaa") / "checkpoints" / "step_000008"
+        shutil.copytree(store.commit(6), there)
+        before = snapshot(there)
+        with pytest.raises(StorageFailed, match="Directory not empty"):
+            store.checkout(4)
+        assert snapshot(there) == before
+        assert store.newest().commit == store.commit(8)
+
+    def test_no_space(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        a_run(store)
+
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(HashingWriter, "write", full)
+            with pytest.raises(StorageFailed, match="No space left"):
+                store.checkout(4)
+        store.checkout(4)
+        assert_checked_out(store, 4)
+
+
+def everything(root: Path) -> tuple[list[str], list[str]]:
+    """Commits (name and lineage) and rows of metrics and trained, wherever they lie; sorted, with repetitions."""
+    manifests = [verify(path.parent) for path in root.rglob(MANIFEST) if ".removed" not in str(path)]
+    commits = sorted(f"{each.step} {each.lineage}" for each in manifests)
+    lines = [
+        f"{name} {line}" for name in ROW_FILES for file in root.rglob(name) for line in file.read_text().splitlines()
+    ]
+    return commits, sorted(lines)
+
+
+def assert_checked_out(store: CheckpointStore, step: int) -> None:
+    """What follows of the rules for `a_run`, whatever happened on the way."""
+    assert steps(store) == list(range(2, step + 1, 2))
+    assert store.partial() == []
+    assert [row["step"] for row in read_json_lines(store.root / "metrics.jsonl")] == list(range(step))
+    assert [row["step"] for row in read_json_lines(store.root / "trained.jsonl")] == list(range(step))
+    assert commit_rows(store) == names(store)
+    head = store.head()
+    assert head is not None
+    assert not store.branch(head.lineage).exists()
+    assert head.base == CommitRef("aaaaaaaa", step)
+
+
+class TestCrashes:
+    """At every single change of the file system, and at the named points."""
+
+    def test_in_a_checkout(self, store: CheckpointStore) -> None:
+        """Done again with the same step or another one, it ends as if nothing had happened."""
+        a_run(store)
+        before = everything(store.root)
+        for change in itertools.count(1):
+            copy = CheckpointStore(store.root.parent / "copy")
+            shutil.copytree(store.root, copy.root)
+            crashed = crashes(change, lambda: copy.checkout(4))  # noqa: B023
+            newest = copy.newest()
+            assert newest.manifest is not None
+            assert newest.manifest.step >= 4
+            assert not newest.passed_over
+            step = 4 if change % 2 else newest.manifest.step  # another step: the user asks for the newest
+            copy.checkout(step)
+            assert_checked_out(copy, step)
+            assert everything(copy.root) == before
+            shutil.rmtree(copy.root)
+            if not crashed:
+                break
+        assert change > 30
+
+    def test_in_a_commit(self, store: CheckpointStore) -> None:
+        """It is there whole or not at all; the one before stays; afterwards it can be made again."""
+        commit(store, 2)
+        write_rows(store, 0, 4)
+        for change in itertools.count(1):
+            copy = CheckpointStore(store.root.parent / "copy")
+            shutil.copytree(store.root, copy.root)
+            crashed = crashes(change, lambda: commit(copy, 4))  # noqa: B023
+            found = copy.newest()
+            assert found.manifest is not None
+            assert not found.passed_over
+            copy.checkout(found.manifest.step)
+            if found.manifest.step == 2:
+                assert_checked_out(copy, 2)
+                commit(copy, 4, attempt=2)
+            assert steps(copy) == [2, 4]
+            assert commit_rows(copy) == names(copy)
+            shutil.rmtree(copy.root)
+            if not crashed:
+                break
+        assert change > 15
+
+    def test_while_pruning(self, store: CheckpointStore) -> None:
+        a_run(store)
+        for change in itertools.count(1):
+            copy = CheckpointStore(store.root.parent / "copy")
+            shutil.copytree(store.root, copy.root)
+            crashed = crashes(change, lambda: copy.prune(2, None))  # noqa: B023
+            assert {6, 8} <= set(steps(copy)) <= {2, 4, 6, 8}
+            assert not copy.newest().passed_over
+            copy.checkout(8)
+            copy.prune(2, None)
+            assert steps(copy) == [6, 8]
+            assert copy.partial() == []
+            assert all(verify(each) for each in copy.commits())
+            shutil.rmtree(copy.root)
+            if not crashed:
+                break
+        assert change > 10
+
+    @pytest.mark.parametrize("point", ["commit.draft", "commit.manifest"])
+    def test_at_a_point_before_the_commit(self, store: CheckpointStore, point: str, arm: Callable[[str], None]) -> None:
+        commit(store, 2)
+        arm(point)
+        with pytest.raises(InjectedFault, match=point):
+            commit(store, 4)
+        assert steps(store) == [2]
+        assert len(store.partial()) == 1
+        assert (store.partial()[0] / MANIFEST).exists() == (point == "commit.manifest")
+        store.checkout(2)
+        assert store.partial() == []
+
+    def test_between_rename_and_row(self, store: CheckpointStore, arm: Callable[[str], None]) -> None:
+        commit(store, 2)
+        arm("commit.renamed")
+        with pytest.raises(InjectedFault):
+            commit(store, 4)
+        assert steps(store) == [2, 4]
+        assert commit_rows(store) == ["step_000002"]
+        store.checkout(4)
+        assert commit_rows(store) == ["step_000002", "step_000004"]
+        assert store.head() == FIRST
+
+    def test_in_the_middle_of_pruning(self, store: CheckpointStore, arm: Callable[[str], None]) -> None:
+        a_run(store)
+        arm("commit.prune@2")
+        with pytest.raises(InjectedFault):
+            store.prune(1, None)
+        assert steps(store) == [6, 8]
+        (left,) = store.partial()
+        assert left.name == "step_000004.removed"
+        assert not (left / MANIFEST).exists()
+        assert (left / PARTS[0]).exists()
+        store.checkout(8)
+        assert store.partial() == []
+
+    @pytest.mark.parametrize("point", ["checkout.parked", "checkout.rows"])
+    def test_on_the_way_back(self, store: CheckpointStore, point: str, arm: Callable[[str], None]) -> None:
+        a_run(store)
+        before = everything(store.root)
+        arm(point)
+        with pytest.raises(InjectedFault):
+            store.checkout(4)
+        assert steps(store) == [2, 4]
+        assert len(read_json_lines(store.root / "metrics.jsonl")) == (9 if point == "checkout.parked" else 4)
+        assert store.head() == FIRST
+        store.checkout(4)
+        assert_checked_out(store, 4)
+        assert everything(store.root) == before

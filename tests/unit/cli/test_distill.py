@@ -1,0 +1,106 @@
+"""Prompt distillation: what teacher and student are asked, and what an answer becomes. (The model that answers, and the
+training after it, are in tests/e2e/test_distill_command.py.)"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trireme.cli.distill import Question, example, main, questions_of, sample
+from trireme.core.errors import BadInput
+from trireme.core.tokenizer import load_tokenizer
+
+ASSET = str(Path(__file__).parents[3] / "assets" / "sort-base")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(ASSET)
+
+
+def asked(tmp_path: Path, tokenizer: Any, *lines: Any, teacher: str = "Sort: ") -> list[Question]:
+    file = tmp_path / "q.jsonl"
+    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return list(questions_of(file, teacher, tokenizer, "role_colon"))
+
+
+def test_plain_text_stands_behind_the_teachers_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    (question,) = asked(tmp_path, tokenizer, {"prompt": "312\n"}, "")
+    assert tokenizer.decode(question.teacher) == "Sort: 312\n"
+    assert tokenizer.decode(question.student) == "312\n"
+    assert question.stop == (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize("own", [[], [{"role": "system", "content": "Be brief."}]])
+def test_of_a_conversation_it_is_the_system_message(own: list[Any], tmp_path: Path, tokenizer: Any) -> None:
+    line = {"messages": [*own, {"role": "user", "content": "312"}]}
+    (question,) = asked(tmp_path, tokenizer, line, teacher="Sort what you get.")
+    teacher, student = tokenizer.decode(question.teacher), tokenizer.decode(question.student)
+    assert "Sort what you get." in teacher
+    assert "Sort" not in student
+    assert ("Be brief." in teacher) == ("Be brief." in student) == bool(own)
+    assert teacher.endswith(student[-20:])  # the question is the same
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "no JSON"),
+        ({"text": "x"}, '"messages" or "prompt"'),
+        ({"prompt": 3}, '"messages" or "prompt"'),
+        ({"messages": []}, "at least one"),
+        ({"messages": [{"role": "human", "content": "x"}]}, "role 'human'"),
+    ],
+)
+def test_what_is_no_question_is_named_by_its_line(line: Any, said: str, tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(BadInput) as refused:
+        asked(tmp_path, tokenizer, {"prompt": "1\n"}, line)
+    assert f"{tmp_path}/q.jsonl:2: " in str(refused.value)
+    assert said in str(refused.value)
+
+
+def test_an_answer_is_the_students_question_and_the_sampled_tokens() -> None:
+    made = example(Question(teacher=[1, 2, 3, 4], student=[3, 4], stop=(9,)), [7, 8, 9])
+    assert made == {"tokens": [3, 4, 7, 8, 9], "weights": [0, 0, 1, 1, 1]}
+
+
+def test_a_teacher_that_goes_on_for_the_user_is_stopped_and_the_student_learns_to_end(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    (question,) = asked(tmp_path, tokenizer, {"messages": [{"role": "user", "content": "312"}]})
+    assert question.stop == (1, "\n\nUser:", "\n\nSystem:", "\n\nTool:")
+    made = example(question, tokenizer.encode(" 123\n\nUser:"))
+    assert tokenizer.decode(made["tokens"]) == "User: 312\n\nAssistant: 123<eos>"
+    assert sum(made["weights"]) == len(" 123") + 1
+
+
+def test_answers_that_were_cut_are_left_out_and_each_sample_has_a_seed_of_its_own() -> None:
+    seen: list[Any] = []
+
+    def generate(prompts: list[Any], params: list[Any]) -> list[Any]:
+        seen.extend(params)
+        reasons = ["stop", "length", "stop", "stop"]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(5,), finish_reason=r)]) for r in reasons]
+
+    options = argparse.Namespace(samples=2, max_tokens=3, temperature=0.5, seed=10)
+    questions = [Question([1, 2], [2], (9,)), Question([1, 3], [3], (9, "ab"))]
+    llm: Any = SimpleNamespace(generate=generate)
+    examples, cut = sample(llm, questions, options)
+    assert cut == 1
+    assert [each["tokens"] for each in examples] == [[2, 5], [3, 5], [3, 5]]
+    assert [params.seed for params in seen] == [10, 11, 12, 13]
+    assert [(params.stop_token_ids, params.stop) for params in seen[1:3]] == [([9], []), ([9], ["ab"])]
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    words = ["m", "--prompts", "q", "--teacher-prompt", "t", "--max-tokens", "3", "--output", str(tmp_path / "out")]
+    with pytest.raises(BadInput, match="which exists"):
+        main(words)
+    with pytest.raises(BadInput, match="--prompts"):
+        main(["m"])

@@ -1,0 +1,83 @@
+"""Bad input: the command ends with exit code 2 and says what was given, expected and to do, before Ray is touched."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trireme.cli.rl import main
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs where the quickstart's paths lead, and gives environment and signal handlers back."""
+    monkeypatch.chdir(ROOT)
+    environ = dict(os.environ)
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    os.environ.clear()
+    os.environ.update(environ)
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def no_cluster() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is None or not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--trainer.sharts", "2"], "did you mean `--trainer.shards`"),
+        (["--trainer.shards", "two"], "two"),
+        (["--orchestrator.batch-size", "15", "--trainer.num-substeps", "4"], "16"),
+        (["--orchestrator.group-size", "1"], "group_size"),
+        (["--model.name", "./no/such/model"], "./no/such/model"),
+        (["--cluster.device", "gpu", "--trainer.shards", "64"], "GPU"),
+        (["--model.max-seq-len", "100000"], "256"),
+        (["--inference.engine-args.seed", "3"], "seed"),
+        (["--trainer.loss-fn-config.clip", "3"], "clip_low_threshold"),
+    ],
+)
+def test_is_refused(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["@", "configs/quickstart.toml", "--run.output-dir", str(tmp_path), *flags]) == EXIT_BAD_INPUT
+    assert said in capsys.readouterr().err
+    assert no_cluster()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "metrics.jsonl").write_text("{}\n")
+    flags = ["@", "configs/quickstart.toml", "--run.output-dir", str(tmp_path), "--run.name", "mine"]
+    assert main(flags) == EXIT_BAD_INPUT
+    told = capsys.readouterr().err
+    assert "--run.name" in told
+    assert "--clean" in told
+    assert no_cluster()
+
+
+def test_a_missing_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
+    assert main(["@", "configs/quickstart.toml"]) == EXIT_BAD_INPUT
+    assert "no vLLM" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["quickstart", "qwen3-0.6b-1gpu", "qwen3-0.6b-8gpu"])
+def test_every_config_passes_a_dry_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["@", f"configs/{name}.toml", "--dry-run"]) == EXIT_OK
+    out = capsys.readouterr().out
+    assert '"max_steps"' in out
+    assert "staleness" in out
+    assert no_cluster()

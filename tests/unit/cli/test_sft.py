@@ -1,0 +1,150 @@
+"""The command `sft` until anything starts: its configurations, the dry run, and bad input with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from model_support import FACTS
+
+from trireme.cli.sft import fixed_parts, main
+from trireme.config.load import load_as
+from trireme.config.sft import SftConfig
+from trireme.config.sft_checks import check
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+from trireme.plan.base import Resources
+from trireme.plan.sft import SftPlan
+from trireme.run.rundir import command_of, resume_command
+from trireme.sft.data import Cursor, Data, Examples
+from trireme.sft.reading import Example
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "configs").glob("sft-*.toml"))
+TWO_GPUS = Resources(nodes=1, cpus=8, gpus=2, memory_bytes=2**34, source="this machine")
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs where the configurations' paths lead, and gives environment and signal handlers back."""
+    monkeypatch.chdir(ROOT)
+    environ = dict(os.environ)
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    os.environ.clear()
+    os.environ.update(environ)
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """Of a run on five examples."""
+    lines = [json.dumps({"tokens": [5, 6, 7 + n], "weights": [0, 1, 1]}) + "\n" for n in range(5)]
+    (tmp_path / "d.jsonl").write_text("".join(lines))
+    given = ["--model.name", "./assets/sort-base", "--data.train", str(tmp_path / "d.jsonl"), "--data.batch-size", "2"]
+    return [*given, "--run.output-dir", str(tmp_path / "out"), "--cluster.device", "cpu"]
+
+
+def no_cluster() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is None or not ray.is_initialized()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_each_config_is_read_checked_and_planned(path: Path) -> None:
+    config = load_as(SftConfig, ["@", str(path)], {}).config
+    check(config, FACTS.__class__.of(config, required=True))
+    assert SftPlan.of(config, FACTS, TWO_GPUS, None).rows()
+
+
+def test_a_dry_run_says_how_long_it_takes(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--data.test-examples", "1", "--eval.every", "1", "--data.epochs", "3"]
+    assert main([*flags, *more, "--dry-run"]) == EXIT_OK
+    out = " ".join(capsys.readouterr().out.split())
+    assert "4 examples of 12 tokens (the longest 3), 8 of which are trained on" in out
+    assert "6 of 2 examples: 3 epochs" in out
+    assert "1 examples of 3 tokens" in out
+    assert '"batch_size": 2' in out
+    assert not (tmp_path / "out").exists()
+    assert no_cluster()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--data.trane", "x"], "did you mean `--data.train`"),
+        (["--orchestrator.batch-size", "2"], "`sft --help` lists all keys"),
+        (["--trainer.kl.coef", "0.1"], "a known key"),
+        (["--data.train", "none.jsonl"], "none.jsonl, which is no file"),
+        (["--data.train-on", "everything"], "all_assistant_messages"),
+        (["--model.max-seq-len", "2"], "at most 2"),
+        (["--model.name", "./no/such/model"], "./no/such/model"),
+        (["--data.test-examples", "5", "--eval.every", "1"], "some that are trained on"),
+        (["--cluster.device", "gpu", "--trainer.shards", "64"], "which need 64 GPUs"),
+    ],
+)
+def test_is_refused(more: list[str], said: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*flags, *more]) == EXIT_BAD_INPUT
+    told = capsys.readouterr().err
+    assert said in told
+    assert no_cluster()
+
+
+def test_a_broken_line_is_refused_before_anything_is_made(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "d.jsonl").open("a") as file:
+        file.write('{"messages": [{"role": "narrator", "content": "x"}]}\n')
+    assert main(flags) == EXIT_BAD_INPUT
+    assert f"{tmp_path}/d.jsonl:6: message 1 with role 'narrator'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_lists_its_own_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert "usage: sft " in out
+    assert "--data.too-long" in out
+    assert "--orchestrator" not in out
+
+
+def test_the_command_that_goes_on_is_that_of_the_run(tmp_path: Path) -> None:
+    for kind, keys in (("sft", {"data": {}}), ("rl", {"orchestrator": {}})):
+        (tmp_path / "config.json").write_text(json.dumps(keys))
+        assert command_of(tmp_path) == kind
+        assert resume_command(tmp_path).startswith(f"uv run {kind} @")
+
+
+def test_what_may_change_between_commit_and_resume(flags: list[str]) -> None:
+    def fixed(*more: str, seed: int = 0) -> dict[str, object]:
+        config = load_as(SftConfig, [*flags, *more], {}).config
+        facts = FACTS.__class__.of(config, required=True)
+        assert facts is not None
+        import numpy as np
+
+        examples = Examples.of([Example(np.arange(3, dtype=np.int32), np.ones(3, np.float32), "f:1")])
+        return fixed_parts(config, facts, Data(examples, None, Cursor(1, seed, True)))
+
+    may = (
+        ["--trainer.shards", "3"],
+        ["--data.batch-size", "7"],
+        ["--trainer.learning-rate", "0.1"],
+        ["--max-steps", "9"],
+    )
+    assert all(fixed(*more) == fixed() for more in may)
+    assert fixed("--trainer.loss-normalization", "sum") != fixed()
+    assert fixed(seed=1) != fixed()
+
+
+def test_the_plan_on_gpus() -> None:
+    given = {"model": {"name": "m"}, "data": {"train": "d", "batch_size": 2}, "trainer": {"shards": 2, "replicate": 2}}
+    plan = SftPlan.of(SftConfig.model_validate(given), FACTS, TWO_GPUS, None)
+    assert plan.gpus_needed == 4
+    assert any("needs 4 GPUs" in text for text in plan.warnings)
+    assert [options["num_gpus"] for options in plan.trainer_options_R] == [1.0] * 4

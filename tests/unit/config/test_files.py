@@ -1,0 +1,50 @@
+"""The configurations that ship with the repository, and the page that is generated from the schema."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from trireme.config import CommonConfig, Config
+from trireme.config.checks import check
+from trireme.config.keys import keys_of
+from trireme.config.load import load
+from trireme.config.sft import SftConfig
+from trireme.plan.rl import Plan, Resources
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if not path.stem.startswith("sft"))
+COMMANDS: list[type[CommonConfig]] = [Config, SftConfig]
+NO_GPU = Resources(nodes=1, cpus=2, gpus=0, memory_bytes=2**34, source="this machine")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_each_config_is_read_checked_and_planned(path: Path) -> None:
+    config = load(["@", str(path)], {}).config
+    assert check(config, None) == []
+    assert Plan.of(config, None, NO_GPU, None).rows()
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("quickstart", 0), ("qwen3-0.6b-1gpu", 1), ("qwen3-0.6b-8gpu", 8)])
+def test_gpus_that_a_config_needs(name: str, gpus: int) -> None:
+    config = load(["@", str(ROOT / "configs" / f"{name}.toml")], {}).config
+    assert Plan.of(config, None, NO_GPU, None).gpus_needed == gpus
+
+
+def test_the_page_is_what_the_schema_says() -> None:
+    """On failure: python scripts/make_config_docs.py"""
+    spec = importlib.util.spec_from_file_location("make_config_docs", ROOT / "scripts" / "make_config_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.TARGET.read_text() == script.render()
+    for schema in COMMANDS:
+        assert all(f"`{key.dotted}`" in script.render() for key in keys_of(schema).options.values())
+
+
+@pytest.mark.parametrize("schema", COMMANDS)
+def test_every_key_says_what_it_means(schema: type[CommonConfig]) -> None:
+    assert [key.dotted for key in keys_of(schema).options.values() if not key.description.endswith(".")] == []

@@ -1,0 +1,472 @@
+"""Reading the configuration: the order of places, every form of writing a value, and what each refusal says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trireme.config import Config
+from trireme.config.keys import keys_of
+from trireme.config.load import help_text, load
+from trireme.core.errors import EXIT_BAD_INPUT, BadInput
+
+Toml = Callable[..., str]
+REQUIRED = [
+    *("--model.name", "m", "--env.id", "sort"),
+    *("--orchestrator.batch-size", "16", "--inference.sampling.max-tokens", "10"),
+]
+
+
+def config(*flags: str, **environ: str) -> Config:
+    return load([*REQUIRED, *flags], environ).config
+
+
+def refusal(*argv: str, **environ: str) -> str:
+    """The text of the refusal, whose three parts must be there."""
+    with pytest.raises(BadInput) as refused:
+        load(list(argv), environ)
+    assert refused.value.exit_code == EXIT_BAD_INPUT
+    text = str(refused.value)
+    for part in ("given: ", "expected: ", "to do: "):
+        assert part in text
+    return text
+
+
+@pytest.fixture
+def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toml:
+    """Writes a file into the working directory of the test; returns its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "f.toml") -> str:
+        (tmp_path / name).write_text(text)
+        return name
+
+    return write
+
+
+class TestOrder:
+    def test_default(self) -> None:
+        assert config().trainer.shards == 1
+
+    def test_file_beats_default(self, toml: Toml) -> None:
+        assert config("@", toml("[trainer]\nshards = 2")).trainer.shards == 2
+
+    def test_later_file_beats_earlier(self, toml: Toml) -> None:
+        first = toml("[trainer]\nshards = 2\nwarmup_steps = 7", "a.toml")
+        second = toml("[trainer]\nshards = 3", "b.toml")
+        got = config("@", first, "@", second).trainer
+        assert (got.shards, got.warmup_steps) == (3, 7)
+        assert config("@", second, "@", first).trainer.shards == 2
+
+    def test_environment_beats_file(self, toml: Toml) -> None:
+        file = toml("[trainer]\nshards = 2")
+        assert config("@", file, TRIREME__TRAINER__SHARDS="3").trainer.shards == 3
+
+    def test_flag_beats_environment_wherever_it_stands(self, toml: Toml) -> None:
+        file = toml("[trainer]\nshards = 2")
+        assert config("--trainer.shards", "4", "@", file, TRIREME__TRAINER__SHARDS="3").trainer.shards == 4
+
+    def test_other_variables_are_left_alone(self) -> None:
+        assert config(TRIREME="x", HOME="/root", TRAINER__SHARDS="3").trainer.shards == 1
+
+    def test_the_process_environment_is_the_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TRIREME__TRAINER__SHARDS", "5")
+        assert load(REQUIRED).config.trainer.shards == 5
+
+
+class TestForms:
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["--orchestrator.max-steps-off-policy", "3"],
+            ["--orchestrator.max-steps-off-policy=3"],
+            ["--orchestrator.max_steps_off_policy", "3"],
+        ],
+    )
+    def test_flag(self, words: list[str]) -> None:
+        assert config(*words).orchestrator.max_steps_off_policy == 3
+
+    @pytest.mark.parametrize("form", [["@", "{}"], ["@{}"]])
+    def test_file_at_the_root(self, toml: Toml, form: list[str]) -> None:
+        file = toml("[trainer]\nshards = 2")
+        assert config(*[word.format(file) for word in form]).trainer.shards == 2
+
+    def test_files_at_their_sections(self, toml: Toml) -> None:
+        got = config(
+            *("--trainer", "@", toml("shards = 2\noptim.beta2 = 0.5", "t.toml")),
+            *("--orchestrator", "@" + toml("group_size = 4", "o.toml")),
+            "--inference=@" + toml("[sampling]\ntemperature = 0.5", "i.toml"),
+            *("--inference.sampling", "@", toml("top_k = 5", "s.toml")),
+        )
+        assert (got.trainer.shards, got.trainer.optim.beta2, got.orchestrator.group_size) == (2, 0.5, 4)
+        assert (got.inference.sampling.temperature, got.inference.sampling.top_k) == (0.5, 5)
+
+    def test_json_file(self, toml: Toml) -> None:
+        file = toml(json.dumps(config("--trainer.shards", "2").model_dump(mode="json")), "config.json")
+        assert load(["@", file], {}).config.trainer.shards == 2
+
+    @pytest.mark.parametrize(
+        ("words", "clean"),
+        [
+            (["--clean"], True),
+            (["--clean", "false"], False),
+            (["--clean=true"], True),
+            (["--clean", "--seed", "1"], True),
+        ],
+    )
+    def test_switch(self, words: list[str], clean: bool) -> None:
+        assert config(*words).clean is clean
+
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("5", 5),
+            ("0.5", 0.5),
+            ("true", True),
+            ("hard", "hard"),
+            ("[1, 2]", [1, 2]),
+            ('"5"', "5"),
+            ("{a = 1}", {"a": 1}),
+        ],
+    )
+    def test_entry_of_a_free_form_table(self, text: str, value: object) -> None:
+        assert config("--env.args.my-length", text).env[0].args == {"my_length": value}
+        assert config(TRIREME__ENV__ARGS__MY_LENGTH=text).env[0].args == {"my_length": value}
+
+    @pytest.mark.parametrize("text", ['{"a": 1, "b": {"c": 2}}', "{a = 1, b.c = 2}"])
+    def test_free_form_table_as_a_literal(self, text: str) -> None:
+        assert config("--env.args", text).env[0].args == {"a": 1, "b": {"c": 2}}
+
+    def test_entries_of_several_places_add_up(self, toml: Toml) -> None:
+        file = toml("[env.args]\na = 1\nb = 1\nempty = {}")
+        got = config("@", file, "--env.args.b", "3", TRIREME__ENV__ARGS__B="2", TRIREME__ENV__ARGS__C="2")
+        assert got.env[0].args == {"a": 1, "b": 3, "c": 2, "empty": {}}
+
+    def test_a_value_replaces_a_table_and_the_other_way_round(self, toml: Toml) -> None:
+        file = toml("[env.args]\na.x = 1\nb = 1")
+        assert config("@", file, "--env.args.a", "2", "--env.args.b.y", "3").env[0].args == {"a": 2, "b": {"y": 3}}
+
+    def test_list(self) -> None:
+        assert config("--wandb.tags", '["a", "b"]').wandb.tags == ["a", "b"]
+
+    def test_none(self) -> None:
+        assert config("--wandb.project", "none", TRIREME__WANDB__PROJECT="x").wandb.project is None
+        assert config("--env.id", "none").env[0].id == "none"  # may not be none, so it is a name
+
+    def test_numbers(self) -> None:
+        got = config("--trainer.learning-rate", "2e-4", "--inference.sampling.top-k", "-1", "--run.name", "7")
+        assert (got.trainer.learning_rate, got.inference.sampling.top_k, got.run.name) == (2e-4, -1, "7")
+
+    def test_last_of_one_spelling_wins(self) -> None:
+        assert config("--seed", "1", "--seed", "2").seed == 2
+
+    def test_dry_run(self) -> None:
+        assert load([*REQUIRED, "--dry-run"], {}).dry_run
+        assert not load(REQUIRED, {}).dry_run
+
+
+class TestAliases:
+    @pytest.mark.parametrize(
+        ("alias", "path"),
+        [("trainer-gpus", ("trainer", "shards")), ("inference-gpus", ("inference", "replicas"))],
+    )
+    def test_short_flag(self, alias: str, path: tuple[str, str]) -> None:
+        for spelling in (alias, alias.replace("-", "_")):
+            assert getattr(getattr(config(f"--{spelling}", "3"), path[0]), path[1]) == 3
+
+    def test_flags_environment_and_files(self, toml: Toml) -> None:
+        flags = [*REQUIRED[:4], *REQUIRED[6:], "--orchestrator.groups-per-batch", "4"]
+        got = load(flags, {"TRIREME__ORCHESTRATOR__ROLLOUTS_PER_EXAMPLE": "5"}).config.orchestrator
+        assert (got.batch_size, got.group_size) == (4, 5)
+        assert config("@", toml("[orchestrator]\nrollouts_per_example = 6")).orchestrator.group_size == 6
+
+    def test_a_later_place_overrides_another_spelling(self) -> None:
+        got = config("--orchestrator.group-size", "3", TRIREME__ORCHESTRATOR__ROLLOUTS_PER_EXAMPLE="5")
+        assert got.orchestrator.group_size == 3
+
+    def test_spellings_that_agree(self) -> None:
+        assert config("--trainer-gpus", "2", "--trainer.shards", "2").trainer.shards == 2
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["--trainer-gpus", "2", "--trainer.shards", "3"],
+            ["--orchestrator.group-size", "2", "--orchestrator.rollouts-per-example", "3"],
+        ],
+    )
+    def test_spellings_that_disagree(self, words: list[str]) -> None:
+        text = refusal(*REQUIRED, *words)
+        assert words[0][2:].replace("-size", "_size") in text
+        assert words[2] in text
+        assert "leave one of them out" in text
+
+    def test_spellings_that_disagree_in_a_file(self, toml: Toml) -> None:
+        file = toml("[orchestrator]\nbatch_size = 2\ngroups_per_batch = 3")
+        text = refusal("@", file, "--model.name", "m", "--env.id", "sort", "--inference.sampling.max-tokens", "1")
+        assert "orchestrator.groups_per_batch = 3 (file f.toml)" in text
+
+
+SORT_AND_GUESS = """
+[[env]]
+id = "sort"
+args = { max_digits = 5 }
+
+[[env]]
+id = "guess"
+weight = 2.0
+group_size = 4
+"""
+WITHOUT_ENV = [
+    *("--model.name", "m", "--orchestrator.batch-size", "16"),
+    *("--inference.sampling.max-tokens", "10"),
+]
+
+
+class TestSeveralEnvironments:
+    def test_a_list_of_tables(self, toml: Toml) -> None:
+        got = load([*WITHOUT_ENV, "@", toml(SORT_AND_GUESS)], {}).config
+        assert [(env.id, env.weight, env.group_size) for env in got.env] == [("sort", 1.0, None), ("guess", 2.0, 4)]
+        assert got.env[0].args == {"max_digits": 5}
+        assert [got.group_size(env) for env in got.env] == [8, 4]
+        assert got.label == "sort+guess"
+
+    def test_one_table_is_a_list_of_one(self, toml: Toml) -> None:
+        assert [env.id for env in load([*WITHOUT_ENV, "@", toml('[env]\nid = "sort"')], {}).config.env] == ["sort"]
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["--env", '[{"id": "sort"}, {"id": "guess", "weight": 2.0}]'],
+            ["--env", "[{id = 'sort'}, {id = 'guess', weight = 2.0}]"],
+            ["--env.0.id", "sort", "--env.1.id", "guess", "--env.1.weight", "2"],
+        ],
+    )
+    def test_flags(self, words: list[str]) -> None:
+        got = load([*WITHOUT_ENV, *words], {}).config
+        assert [(env.id, env.weight) for env in got.env] == [("sort", 1.0), ("guess", 2.0)]
+
+    def test_a_flag_adds_one_to_a_files_only_table(self, toml: Toml) -> None:
+        got = load([*WITHOUT_ENV, "@", toml('[env]\nid = "sort"'), "--env.1.id", "guess"], {}).config
+        assert [env.id for env in got.env] == ["sort", "guess"]
+
+    def test_environment_variables(self) -> None:
+        environ = {
+            "TRIREME__ENV__0__ID": "sort",
+            "TRIREME__ENV__1__ID": "guess",
+            "TRIREME__ENV__1__ARGS__MAX_TURNS": "3",
+        }
+        got = load(WITHOUT_ENV, environ).config
+        assert [env.id for env in got.env] == ["sort", "guess"]
+        assert got.env[1].args == {"max_turns": 3}
+
+    def test_a_later_place_changes_one_entry(self, toml: Toml) -> None:
+        flags = ["--env.1.weight", "5", "--env.0.args.min-digits", "4"]
+        got = load([*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), *flags], {}).config
+        assert [env.weight for env in got.env] == [1.0, 5.0]
+        assert got.env[0].args == {"max_digits": 5, "min_digits": 4}
+        assert got.env[1].group_size == 4
+
+    def test_a_later_list_replaces_an_earlier_one(self, toml: Toml) -> None:
+        first, second = toml(SORT_AND_GUESS), toml('[[env]]\nid = "reverse"', "g.toml")
+        got = load([*WITHOUT_ENV, "@", first, "@", second], {}).config
+        assert [(env.id, env.args) for env in got.env] == [("reverse", {})]
+        assert len(load([*WITHOUT_ENV, "@", second, "@", first], {}).config.env) == 2
+
+    def test_a_file_for_one_entry(self, toml: Toml) -> None:
+        first, second = toml(SORT_AND_GUESS), toml('id = "arithmetic"', "g.toml")
+        got = load([*WITHOUT_ENV, "@", first, "--env.1", "@", second], {}).config
+        assert [(env.id, env.weight) for env in got.env] == [("sort", 1.0), ("arithmetic", 2.0)]
+
+    def test_an_entry_without_an_id_is_refused(self, toml: Toml) -> None:
+        text = refusal(*WITHOUT_ENV, "@", toml('[[env]]\nid = "sort"\n[[env]]\nweight = 2.0'))
+        assert "no value for `env.1.id`" in text
+        assert "no value for `env.1.id`" in refusal(*WITHOUT_ENV, "--env.0.id", "a", "--env.2.id", "b")
+        assert "no value for `env.id`" in refusal(*WITHOUT_ENV, "--env", "[]")
+
+    @pytest.mark.parametrize(
+        ("flag", "meant"), [("--env.1.wieght", "--env.1.weight"), ("--env.1.groupsize", "--env.1.group-size")]
+    )
+    def test_an_unknown_key_of_an_entry(self, toml: Toml, flag: str, meant: str) -> None:
+        text = refusal(*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), flag, "4")
+        assert f"did you mean `{meant}`?" in text
+
+    def test_a_wrong_value_in_an_entry(self, toml: Toml) -> None:
+        text = refusal(*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), "--env.1.weight", "0")
+        assert "env.1.weight = 0 (flag --env.1.weight)" in text
+        assert "takes: number > 0" in text
+
+    def test_a_flag_without_a_number_is_refused_where_there_are_several(self, toml: Toml) -> None:
+        text = refusal(*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), "--env.args.max-digits", "4")
+        assert "because there are several in `env`" in text
+        assert "`env.0.args.max_digits`" in text
+
+    def test_evaluations_on_several(self, toml: Toml) -> None:
+        file = toml(SORT_AND_GUESS)
+        assert [env.label for env in load([*WITHOUT_ENV, "@", file], {}).config.eval_envs] == ["sort", "guess"]
+        given = '[{name = "guess", args = {max_turns = 2}}, {id = "reverse"}]'
+        got = load([*WITHOUT_ENV, "@", file, "--eval.env", given], {}).config
+        assert [(env.id, env.label, env.args) for env in got.eval_envs] == [
+            ("guess", "guess", {"max_turns": 2}),
+            ("reverse", "reverse", {}),
+        ]
+
+    def test_what_is_resolved_can_be_given_again(self, toml: Toml) -> None:
+        got = load([*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), "--eval.env.name", "guess"], {}).config
+        assert load(["@", toml(got.model_dump_json(), "c.json")], {}).config == got
+
+
+class TestUnknownKeys:
+    @pytest.mark.parametrize(
+        ("flag", "meant"),
+        [
+            ("--trainer.sharts", "--trainer.shards"),
+            ("--trianer.shards", "--trainer.shards"),
+            ("--trainer.gpus", "--trainer.shards"),
+            ("--batch-size", "--orchestrator.batch-size"),
+            ("--learning-rate", "--trainer.learning-rate"),
+            ("--orchestrator.max-step-off-policy", "--orchestrator.max-steps-off-policy"),
+            ("--sampling.temperature", "--inference.sampling.temperature"),
+            ("--trainer.optim.beta", "--trainer.optim.beta1"),
+            ("--max_step", "--max-steps"),
+        ],
+    )
+    def test_flag(self, flag: str, meant: str) -> None:
+        text = refusal(*REQUIRED, flag, "4")
+        assert f"`{flag} 4`" in text
+        assert f"did you mean `{meant}`?" in text
+
+    def test_file(self, toml: Toml) -> None:
+        text = refusal(*REQUIRED, "@", toml("[trainer]\nsharts = 4"))
+        assert "`trainer.sharts` (file f.toml)" in text
+        assert "did you mean `trainer.shards`?" in text
+
+    def test_file_at_a_section(self, toml: Toml) -> None:
+        text = refusal(*REQUIRED, "--trainer", "@", toml("[trainer]\nshards = 4"))
+        assert "`trainer.trainer.shards` (file f.toml)" in text
+
+    def test_environment(self) -> None:
+        text = refusal(*REQUIRED, TRIREME__TRAINER__SHARTS="4")
+        assert "TRIREME__TRAINER__SHARTS" in text
+        assert "did you mean `TRIREME__TRAINER__SHARDS`?" in text
+
+    def test_nothing_like_it(self) -> None:
+        text = refusal(*REQUIRED, "--qqq.zzz", "4")
+        assert "did you mean" not in text
+        assert "--help" in text
+
+    def test_below_a_plain_value(self) -> None:
+        assert "known key" in refusal(*REQUIRED, "--trainer.shards.x", "4")
+
+
+class TestWrongValues:
+    @pytest.mark.parametrize(
+        ("flag", "value", "expected"),
+        [
+            ("--trainer.shards", "two", "integer > 0"),
+            ("--trainer.shards", "0", "integer > 0"),
+            ("--orchestrator.max-steps-off-policy", "-1", "integer >= 0"),
+            ("--trainer.learning-rate", "fast", 'number > 0 or "auto"'),
+            ("--orchestrator.min-viable-group", "2", "number >= 0 and <= 1"),
+            ("--inference.sampling.temperature", "0", "number > 0"),
+            ("--trainer.schedule", "step", 'one of "constant", "linear", "cosine"'),
+            ("--wandb.tags", "a", "list of string"),
+            ("--env.args", "5", "table"),
+            ("--trainer.loss-fn-config.clip-low-threshold", "low", "number"),
+        ],
+    )
+    def test_flag(self, flag: str, value: str, expected: str) -> None:
+        text = refusal(*REQUIRED, flag, value)
+        assert f"= {value} (flag {flag})" in text
+        assert f"takes: {expected}" in text
+
+    @pytest.mark.parametrize("value", ['"2"', "true", "2.5", "[1]"])
+    def test_file(self, toml: Toml, value: str) -> None:
+        text = refusal(*REQUIRED, "@", toml(f"[trainer]\nshards = {value}"))
+        assert f"trainer.shards = {value} (file f.toml)" in text
+        assert "integer > 0" in text
+
+    def test_environment(self) -> None:
+        assert "environment variable TRIREME__SEED" in refusal(*REQUIRED, TRIREME__SEED="x")
+
+    def test_section_given_a_value(self, toml: Toml) -> None:
+        text = refusal(*REQUIRED, "@", toml("trainer = 5"))
+        assert "trainer = 5 (file f.toml)" in text
+        assert "table of keys" in text
+
+
+class TestBrokenInput:
+    def test_missing_file(self, toml: Toml, tmp_path: Path) -> None:
+        text = refusal("@", "nowhere.toml")
+        assert "nowhere.toml" in text
+        assert "correct the path" in text
+
+    def test_toml_syntax(self, toml: Toml) -> None:
+        text = refusal(*REQUIRED, "@", toml("seed = 1\n[trainer\n"))
+        assert "f.toml" in text
+        assert "line 2" in text
+
+    def test_json_syntax(self, toml: Toml) -> None:
+        assert "line 1" in refusal(*REQUIRED, "@", toml("{", "c.json"))
+
+    def test_json_without_a_table(self, toml: Toml) -> None:
+        assert "table of keys" in refusal(*REQUIRED, "@", toml("[1]", "c.json"))
+
+    @pytest.mark.parametrize("behind", [[], ["--clean"], ["@", "f.toml"]])
+    def test_flag_without_a_value(self, toml: Toml, behind: list[str]) -> None:
+        toml("")
+        text = refusal(*REQUIRED, "--trainer.shards", *behind)
+        assert "`--trainer.shards` without a value" in text
+        assert "write `--trainer.shards VALUE`" in text
+
+    def test_section_without_a_file(self) -> None:
+        assert "`--trainer @ FILE.toml`" in refusal(*REQUIRED, "--trainer")
+
+    @pytest.mark.parametrize("behind", [[], ["--clean"]])
+    def test_at_without_a_file(self, behind: list[str]) -> None:
+        assert "`@` without a file" in refusal(*REQUIRED, "@", *behind)
+
+    def test_stray_word(self) -> None:
+        assert "write `@ f.toml`" in refusal(*REQUIRED, "f.toml")
+        assert "--help" in refusal(*REQUIRED, "go")
+
+    def test_missing_keys_with_the_ways_to_give_them(self) -> None:
+        text = refusal()
+        for key in ("model.name", "orchestrator.batch_size", "env.id", "inference.sampling.max_tokens"):
+            assert f"no value for `{key}`" in text
+        assert "--orchestrator.batch-size VALUE" in text
+        assert "[inference.sampling] max_tokens = ..." in text
+        assert "TRIREME__ENV__ID" in text
+
+    def test_all_problems_at_once(self, toml: Toml) -> None:
+        text = refusal(*REQUIRED, "@", "nowhere.toml", "--trainer.sharts", "4", "--seed", "x", TRIREME__MODEL__NAM="m")
+        assert text.startswith("4 problems")
+        for part in ("nowhere.toml", "sharts", "--seed", "TRIREME__MODEL__NAM"):
+            assert part in text
+
+    def test_a_wrong_required_value_is_not_also_missing(self) -> None:
+        assert "no value" not in refusal(*REQUIRED, "--orchestrator.batch-size", "x")
+
+
+class TestInformation:
+    def test_help_has_every_key(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            load(["--help"], {})
+        assert ended.value.code == 0
+        out = capsys.readouterr().out
+        for part in (
+            "usage: rl",
+            "--trainer.max-grad-norm  [1.0]",
+            "--orchestrator.batch-size  [required]",
+            "--dry-run",
+        ):
+            assert part in out
+        assert out.strip() == help_text(keys_of(Config)).strip()
+
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            load(["--version"], {})
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith("trireme 0.")

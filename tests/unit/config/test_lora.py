@@ -1,0 +1,174 @@
+"""`trainer.lora.*`: which layers get adapters, what is refused, what a resume must find unchanged, what a plan says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_support import FACTS
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trireme.config import Config
+from trireme.config.checks import check
+from trireme.config.lora import KNOWN, RANKS, lora_parameters, lora_targets
+from trireme.config.model_facts import ModelFacts
+from trireme.config.resume_compat import fixed_parts
+from trireme.config.schema import LoraConfig
+from trireme.core.errors import BadInput
+
+BASE = Path(__file__).parents[3] / "assets" / "sort-base"
+UNTIED = replace(FACTS, tied_embeddings=False)
+
+
+def config(lora: dict[str, Any], **trainer: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"name": "m"},
+            "env": {"id": "sort"},
+            "orchestrator": {"batch_size": 16},
+            "inference": {"sampling": {"max_tokens": 10}},
+            "trainer": {"lora": lora, **trainer},
+        }
+    )
+
+
+def refusal(lora: dict[str, Any], facts: ModelFacts | None = FACTS, **trainer: Any) -> str:
+    with pytest.raises(BadInput) as refused:
+        check(config(lora, **trainer), facts)
+    return str(refused.value)
+
+
+def test_ranks_are_those_of_the_installed_vllm() -> None:
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == RANKS
+
+
+@pytest.mark.parametrize(("rank", "nearest"), [(4, "1 or 8"), (12, "8 or 16"), (300, "256 or 320"), (1000, "to 512")])
+def test_a_rank_that_vllm_does_not_take(rank: int, nearest: str) -> None:
+    text = refusal({"rank": rank})
+    assert f"trainer.lora.rank = {rank}" in text
+    assert nearest in text
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_ranks_that_it_takes(rank: int) -> None:
+    assert check(config({"rank": rank}), FACTS) == []
+
+
+@pytest.mark.parametrize(
+    ("lora", "targets"),
+    [
+        ({}, KNOWN[:7]),
+        ({"train_mlp": False}, ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ({"train_attn": False}, ("gate_proj", "up_proj", "down_proj")),
+        ({"train_unembed": True}, KNOWN),
+        ({"targets": ["v_proj", "q_proj"]}, ("q_proj", "v_proj")),
+        ({"lora_target_modules": ["o_proj"], "lora_alpha": 4}, ("o_proj",)),
+    ],
+)
+def test_targets(lora: dict[str, Any], targets: tuple[str, ...]) -> None:
+    assert lora_targets(LoraConfig.model_validate({"rank": 8, **lora})) == targets
+
+
+def test_targets_that_no_decoder_has() -> None:
+    text = refusal({"rank": 8, "targets": ["q_proj", "query"]})
+    assert "trainer.lora.targets with query" in text
+    assert "q_proj, k_proj" in text
+
+
+def test_the_engine_has_room_for_one_adapter_on_the_layers_that_are_not_merged() -> None:
+    from inference.engine import engine_args
+
+    args = engine_args(config({"rank": 16, "train_mlp": False, "train_unembed": True}), on_cpu=True)
+    assert (args["enable_lora"], args["max_loras"], args["max_lora_rank"]) == (True, 1, 16)
+    assert args["lora_target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert "enable_lora" not in engine_args(config({}), on_cpu=True)
+    taken = config({"rank": 16}).model_copy(
+        update={"inference": config({}).inference.model_copy(update={"engine_args": {"max_loras": 4}})}
+    )
+    with pytest.raises(BadInput, match="sets max_loras"):
+        engine_args(taken, on_cpu=True)
+
+
+@pytest.mark.parametrize("lora", [{"train_attn": False, "train_mlp": False}, {"targets": ["lm_head"]}])
+def test_no_layer_for_the_sampler(lora: dict[str, Any]) -> None:
+    assert "at least one of q_proj" in refusal({"rank": 8, "train_attn": False, **lora}, UNTIED)
+
+
+def test_an_output_matrix_that_is_the_embeddings() -> None:
+    assert "adapter for lm_head" in refusal({"rank": 8, "train_unembed": True})
+    check(config({"rank": 8, "train_unembed": True}), UNTIED)
+    check(config({"rank": 8, "train_unembed": True}), None)
+
+
+def test_experts_get_no_adapters() -> None:
+    experts = replace(FACTS, num_chosen=2)
+    assert "a mixture of experts" in refusal({"rank": 8}, experts)
+    check(config({"rank": 8, "train_mlp": False}), experts)
+
+
+def test_keys_that_nobody_reads_without_a_rank() -> None:
+    assert "trainer.lora.alpha without trainer.lora.rank" in refusal({"alpha": 8})
+    resolved = config({}).trainer.lora.model_dump()
+    assert check(config(resolved), FACTS) == []
+
+
+def test_dropout_warns_that_ratios_scatter() -> None:
+    (warning,) = check(config({"rank": 8, "dropout": 0.1}), FACTS)
+    assert "trainer.lora.dropout = 0.1" in warning
+    with pytest.raises(ValueError, match="dropout"):
+        config({"rank": 8, "dropout": 1})
+
+
+def test_the_base_is_the_reference_unless_another_is_named() -> None:
+    check(config({"rank": 8}, kl={"coef": 0.1}), FACTS)
+    assert "without a reference" in refusal({}, kl={"coef": 0.1})
+    assert "without a reference" in refusal({"rank": 8}, kl={"coef": 0.1, "reference": {"load_checkpoint_path": "c"}})
+
+
+def test_only_the_base_becomes_the_policy() -> None:
+    check(config({"rank": 8}, kl={"coef": 0.1, "reference": {"update_every": 2}}), FACTS)
+    named = {"base_model": "m", "update_every": 2}
+    check(config({"rank": 8}, kl={"coef": 0.1, "reference": named}), FACTS)
+    other = {"base_model": "n", "update_every": 2}
+    text = refusal({"rank": 8}, kl={"coef": 0.1, "reference": other})
+    assert "trainer.kl.reference.update_every = 2" in text
+
+
+@pytest.mark.parametrize("lora", [{}, {"train_mlp": False}, {"targets": ["k_proj", "down_proj"]}])
+def test_parameters_are_counted_as_peft_makes_them(lora: dict[str, Any]) -> None:
+    options = LoraConfig.model_validate({"rank": 8, **lora})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BASE))
+    facts = ModelFacts.from_json(str(BASE), (BASE / "config.json").read_text())
+    adapted = get_peft_model(model, PeftConfig(r=8, target_modules=list(lora_targets(options))))
+    assert lora_parameters(options, facts) == adapted.get_nb_trainable_parameters()[0]
+
+
+def test_what_a_resume_must_find_unchanged() -> None:
+    def parts(**lora: Any) -> dict[str, Any]:
+        given = config(lora)
+        given = given.model_copy(update={"model": given.model.model_copy(update={"tokenizer": str(BASE)})})
+        return fixed_parts(given, FACTS)
+
+    assert "lora" not in parts()
+    assert parts(rank=8) == parts(rank=8, dropout=0.1, seed=3)
+    assert parts(rank=8, targets=["v_proj", "q_proj"]) == parts(rank=8, targets=["q_proj", "v_proj"])
+    for other in ({"rank": 16}, {"rank": 8, "alpha": 8}, {"rank": 8, "train_mlp": False}, {}):
+        assert parts(**other) != parts(rank=8)
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    given = config({})
+    given = given.model_copy(update={"model": given.model.model_copy(update={"name": str(tmp_path)})})
+    with pytest.raises(BadInput, match="a LoRA adapter without the model it belongs to"):
+        ModelFacts.of(given, required=True)

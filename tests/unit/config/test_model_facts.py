@@ -1,0 +1,205 @@
+"""A model's sizes from its config.json, and the ways in which there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trireme.config import Config, model_facts
+from trireme.config.model_facts import ModelFacts, looks_like_path
+from trireme.core.errors import BadInput
+
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+
+
+def config(name: str) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"name": name},
+            "env": {"id": "sort"},
+            "orchestrator": {"batch_size": 1},
+            "inference": {"sampling": {"max_tokens": 1}},
+        }
+    )
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(BadInput) as refused:
+        ModelFacts.of(config(name), required=True)
+    return str(refused.value)
+
+
+def test_local_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    facts = ModelFacts.of(config(str(tmp_path)), required=True)
+    assert facts is not None
+    assert (facts.hidden_size, facts.num_layers, facts.vocab_size) == (1024, 28, 151936)
+    assert facts.num_parameters == 596_049_920  # as published, without the tied head
+    assert facts.kv_values_per_token == 2 * 28 * 8 * 128
+    assert facts.tied_embeddings
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_count_is_that_of_the_real_model(model_type: str, tied: bool) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "vocab_size": 50,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 64,
+    }
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+    facts = ModelFacts.from_json("m", json.dumps({**sizes, "model_type": model_type}))
+    assert facts.num_parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize("sparse", [{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
+def test_count_with_experts_is_that_of_the_real_model(sparse: dict) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        **{
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+        },
+        **{"intermediate_size": 96, "vocab_size": 50, "tie_word_embeddings": False, "max_position_embeddings": 64},
+        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, **sparse},
+    }
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
+    facts = ModelFacts.from_json("m", json.dumps({**sizes, "model_type": "qwen3_moe"}))
+    assert facts.num_parameters == model.num_parameters()
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert facts.active_parameters == model.num_parameters() - experts * 6 // 8
+    assert (facts.num_chosen, facts.mlp_size) == (2, 80)
+
+
+def test_what_a_token_is_multiplied_with(tmp_path: Path) -> None:
+    """Every parameter, the embeddings once: looking one up is no product."""
+    tied = ModelFacts.from_json("m", json.dumps(QWEN3_06B))
+    untied = ModelFacts.from_json("m", json.dumps(QWEN3_06B | {"tie_word_embeddings": False}))
+    assert tied.multiplied_parameters == untied.multiplied_parameters == tied.num_parameters
+    assert untied.num_parameters - tied.num_parameters == 151936 * 1024
+    assert tied.attention_length == tied.num_parameters // (28 * 16 * 128)
+
+
+def test_sizes_that_older_files_leave_out() -> None:
+    left_out = ("head_dim", "num_key_value_heads", "tie_word_embeddings", "architectures")
+    facts = ModelFacts.from_json("m", json.dumps({k: v for k, v in QWEN3_06B.items() if k not in left_out}))
+    assert (facts.head_dim, facts.num_kv_heads, facts.tied_embeddings, facts.architecture) == (64, 16, False, "qwen3")
+
+
+def test_a_path_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = refusal("./nowhere")
+    assert "model.name = ./nowhere, which is no directory" in text
+    assert str(tmp_path) in text
+    assert "expected: " in text
+    assert "correct --model.name" in text
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    assert "a directory without config.json" in refusal(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps({**QWEN3_06B, "hidden_size": None})])
+def test_a_config_json_that_cannot_be_used(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert "config.json cannot be used" in refusal(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", [".", "./a", "../a", "/a", "~/a", "a/b/c"])
+def test_paths(name: str) -> None:
+    assert looks_like_path(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B"])
+def test_hub_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not looks_like_path(name)
+    (tmp_path / name).mkdir(parents=True)
+    assert looks_like_path(name)
+
+
+class TestHub:
+    """A hub model on a machine without a hub and with an empty cache."""
+
+    @pytest.fixture(autouse=True)
+    def _no_hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from huggingface_hub import constants
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def test_a_dry_run_does_without(self) -> None:
+        assert ModelFacts.of(config("Qwen/Qwen3-0.6B"), required=False) is None
+
+    def test_a_run_is_refused(self) -> None:
+        text = refusal("Qwen/Qwen3-0.6B")
+        assert "cannot be reached" in text
+        assert "expected: " in text
+        assert "hf download Qwen/Qwen3-0.6B" in text
+
+    def test_a_name_that_no_hub_takes(self) -> None:
+        assert "correct the name" in refusal("no such name!")
+
+    def test_a_cached_model(self, tmp_path: Path) -> None:
+        repository = tmp_path / "cache" / "models--Qwen--Qwen3-0.6B"
+        (repository / "snapshots" / "abc").mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("abc")
+        (repository / "snapshots" / "abc" / "config.json").write_text(json.dumps(QWEN3_06B))
+        facts = ModelFacts.of(config("Qwen/Qwen3-0.6B"), required=True)
+        assert facts is not None
+        assert facts.hidden_size == 1024
+
+    def test_a_path_is_never_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(model_facts, "_read_hub", lambda *_: pytest.fail("asked the hub"))
+        assert "no directory" in refusal("./Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize(("error", "reachable"), [("http", True), ("network", False)])
+def test_whether_the_hub_answers(monkeypatch: pytest.MonkeyPatch, error: str, reachable: bool) -> None:
+    """An error page is an answer; no route is none."""
+    import urllib.error
+    import urllib.request
+    from email.message import Message
+
+    failure = (
+        urllib.error.HTTPError("u", 404, "no", Message(), None) if error == "http" else urllib.error.URLError("no")
+    )
+
+    def urlopen(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    assert model_facts._hub_reachable("https://hub.example") is reachable

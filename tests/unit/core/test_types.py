@@ -1,0 +1,118 @@
+"""The types of the verbs: what they accept, what they hold, their defaults."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from trireme.config.schema import LoraConfig
+from trireme.core.types import (
+    AdamParams,
+    Datum,
+    EncodedTextChunk,
+    ForwardBackwardOutput,
+    LossFnType,
+    ModelInput,
+    OptimStepResponse,
+    SampleResponse,
+    SamplingParams,
+    StopReason,
+    TensorData,
+    TokenBatch,
+)
+
+
+def test_defaults_are_tinkers() -> None:
+    adam, sampling, lora = AdamParams(), SamplingParams(), LoraConfig(rank=8)
+    assert (adam.learning_rate, adam.beta1, adam.beta2, adam.eps) == (1e-4, 0.9, 0.95, 1e-12)
+    assert (sampling.max_tokens, sampling.seed, sampling.stop) == (None, None, None)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1, -1, 1)
+    assert (lora.seed, lora.train_mlp, lora.train_attn) == (None, True, True)
+    assert set(get_args(StopReason)) == {"length", "stop"}
+    assert {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"} <= set(get_args(LossFnType))
+    response = SampleResponse([])
+    assert (response.prompt_logprobs, response.topk_prompt_logprobs) == (None, None)
+    assert OptimStepResponse().metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "values"),
+    [
+        ([1, 2], "int64", [1, 2]),
+        ([0.5, 2], "float32", [0.5, 2.0]),
+        ([True, False], "int64", [1, 0]),
+        (np.arange(2, dtype=np.int16), "int64", [0, 1]),
+        (np.array([1.5], np.float64), "float32", [1.5]),
+        (torch.tensor([3, 4]), "int64", [3, 4]),
+        (torch.tensor([0.5], dtype=torch.bfloat16), "float32", [0.5]),
+        (torch.tensor([0.25], requires_grad=True), "float32", [0.25]),
+        (TensorData([7]), "int64", [7]),
+    ],
+    ids=str,
+)
+def test_columns_take_lists_arrays_and_tensors(given: Any, dtype: str, values: list[float]) -> None:
+    column = TensorData(given)
+    assert (column.dtype, column.tolist(), column.shape, len(column)) == (dtype, values, (len(values),), len(values))
+    assert column.to_torch().tolist() == values
+    np.testing.assert_array_equal(column, column.to_numpy())
+
+
+def test_a_column_has_the_shape_and_dtype_that_it_is_given() -> None:
+    column = TensorData(data=[1, 2, 3, 4], dtype="float32", shape=[2, 2])
+    assert (column.tolist(), column.shape, column.dtype) == ([[1.0, 2.0], [3.0, 4.0]], (2, 2), "float32")
+    assert TensorData.from_torch(torch.ones(2)).tolist() == TensorData.from_numpy(np.ones(2)).tolist() == [1.0, 1.0]
+    tensor = column.to_torch()
+    tensor[0, 0] = 9
+    assert column.tolist()[0][0] == 1, "a tensor is a copy"
+
+
+def test_a_datum_holds_columns_of_its_dtypes_whatever_it_is_given() -> None:
+    columns = {"target_tokens": [2, 3], "mask": [0, 1], "logprobs": [0, -0.5], "advantages": [0, 2]}
+    made = [
+        Datum(model_input=ModelInput.from_ints([1, 2]), loss_fn_inputs={n: kind(c) for n, c in columns.items()})
+        for kind in (list, np.array, torch.tensor, TensorData)
+    ]
+    for datum in made:
+        assert {name: column.tolist() for name, column in datum.loss_fn_inputs.items()} == columns
+        assert [column.dtype for column in datum.loss_fn_inputs.values()] == ["int32", "float32", "float32", "float32"]
+    batch = pickle.loads(pickle.dumps(TokenBatch.of(made)))
+    assert batch.columns["target_tokens"].tolist() == [2, 3] * 4
+    assert TokenBatch.of(batch) is batch
+    assert pickle.loads(pickle.dumps(made[0])).loss_fn_inputs["mask"].tolist() == [0, 1]
+
+
+def test_inputs_are_tokens_however_they_are_put_together() -> None:
+    empty = ModelInput.empty()
+    chunks = ModelInput(chunks=[EncodedTextChunk([1, 2]), EncodedTextChunk(tokens=np.array([3]))])
+    assert (empty.length, chunks.length, chunks.to_ints()) == (0, 3, [1, 2, 3])
+    longer = chunks.append(EncodedTextChunk([4])).append_int(5)
+    assert (longer.to_ints(), chunks.length) == ([1, 2, 3, 4, 5], 3)
+    assert (longer.tokens.dtype, [chunk.length for chunk in longer.chunks]) == (np.int32, [5])
+    assert empty.append_int(7).to_ints() == [7]
+
+
+@pytest.mark.parametrize("kind", ["image", "image_asset_pointer"])
+def test_images_are_refused(kind: str) -> None:
+    image: Any = SimpleNamespace(type=kind, data=b"", format="png")
+    with pytest.raises(ValueError, match=rf"a chunk of type '{kind}'.*images are not supported"):
+        ModelInput(chunks=[EncodedTextChunk([1]), image])
+    with pytest.raises(ValueError, match="images are not supported"):
+        ModelInput.from_ints([1]).append(image)
+
+
+def test_logprobs_come_back_datum_by_datum() -> None:
+    output = ForwardBackwardOutput(np.array([-1, -2, -3], np.float32), np.array([0, 1, 3]), {"loss:sum": 0.0})
+    assert [each["logprobs"].tolist() for each in output.loss_fn_outputs] == [[-1.0], [-2.0, -3.0]]
+
+
+def test_stop_tokens() -> None:
+    assert SamplingParams().stop_token_ids == ()
+    assert SamplingParams(stop=[np.int64(3), 5]).stop_token_ids == (3, 5)
+    for stop, ids, strings in (("ab", (), ("ab",)), (["a", 3, "b"], (3,), ("a", "b"))):
+        params = SamplingParams(stop=stop)
+        assert (params.stop_token_ids, params.stop_strings) == (ids, strings)

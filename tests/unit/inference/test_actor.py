@@ -1,0 +1,648 @@
+"""The parts of a replica that need no engine: deadlines, refusal after a failure, and the way of the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from inference import actor as replica_module
+from inference.actor import Replica
+from inference.engine import engine_args, vllm_params
+from inference.engine_stats import LoadLog
+from inference.handover import NOTHING
+from inference.weight_files import Shipment, in_memory_files
+from inference.wrong import made_wrong
+from trireme.config import Config
+from trireme.config.schema import SamplingConfig
+from trireme.core.errors import BadInput, RoomFailed, WeightsRefused
+from trireme.core.sampler import Pulse
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
+from trireme.core.weights import Canary, PublishedWeights
+
+IDENTITY = WeightIdentity(1, 0, "d")
+
+
+def config(deterministic: bool = False, update_s: float = 60.0, **inference: Any) -> Config:
+    return Config.model_validate(
+        {
+            "deterministic": deterministic,
+            "timeouts": {"update_s": update_s},
+            "model": {"name": "m"},
+            "orchestrator": {"batch_size": 2, "max_steps_off_policy": 0},
+            "env": {"id": "sort"},
+            "inference": {"sampling": {"max_tokens": 8}, **inference},
+        }
+    )
+
+
+def replica(engine_dead: bool = False) -> Replica:
+    made = Replica(config(), 0, None)
+    made.engine = SimpleNamespace(errored=engine_dead)
+    made.load_log = LoadLog(None)
+    return made
+
+
+def test_a_call_that_never_answers_has_a_deadline() -> None:
+    with pytest.raises(RoomFailed, match="inference replica 0: no answer for update step 'pause' within 0 s"):
+        asyncio.run(replica()._guarded("update step 'pause'", asyncio.sleep(3600), 0.01))
+
+
+def test_a_dead_engine_is_seen_while_waiting() -> None:
+    with pytest.raises(RoomFailed, match="its engine process died"):
+        asyncio.run(replica(engine_dead=True)._guarded("anything", asyncio.sleep(3600), 3600))
+
+
+def test_a_broken_replica_refuses_every_request_with_the_reason() -> None:
+    broken = replica()
+    broken.broken = WeightsRefused("tensor w arrived corrupted")
+    answers: list[Any] = []
+
+    async def sample() -> None:
+        async for together in broken.sample(requests_of("a", "b")):
+            answers.extend(outcome for _, outcome in together)
+
+    with pytest.raises(WeightsRefused, match="tensor w"):  # so the router uses it no more
+        asyncio.run(sample())
+    assert answers == [NOTHING, NOTHING], "another one may sample them"
+    for verb in (broken.health, broken.pulse, partial(broken.progress, {})):
+        with pytest.raises(WeightsRefused, match="tensor w"):
+            asyncio.run(verb())
+
+
+def test_sampling_before_any_weights_is_refused() -> None:
+    asked = SampleRequest("a", (1,), SamplingParams(max_tokens=1), "a")
+    with pytest.raises(RoomFailed, match="before any weights were published"):
+        raise asyncio.run(outcomes(replica(), [asked]))[0]
+
+
+class TestPredecessor:
+    """Whose memory a spare waits for."""
+
+    def test_it_has_ended_as_soon_as_only_its_number_is_left(self) -> None:
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as engine:
+
+            async def kill_and_wait() -> bool:
+                waiting = asyncio.create_task(replica_module._gone(engine.pid))
+                await asyncio.sleep(3 * replica_module.GONE_TICK_S)
+                waited = not waiting.done()
+                engine.kill()  # a zombie: nobody has asked how it ended
+                assert await waiting
+                return waited
+
+            assert asyncio.run(kill_and_wait())
+        assert asyncio.run(replica_module._gone(engine.pid))
+
+    def test_one_that_does_not_end_is_waited_for_no_longer_than_that(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(replica_module, "GONE_S", 0.05)
+        assert not asyncio.run(replica_module._gone(os.getpid()))
+
+    def test_a_zombie_of_which_threads_still_run_has_its_memory(self) -> None:
+        code = (
+            "import ctypes, threading; threading.Thread(target=input).start(); print(flush=True); "
+            "ctypes.CDLL(None).pthread_exit(None)"
+        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, "-c", code], **pipes) as engine:  # type: ignore[call-overload]
+            deadline = time.monotonic() + 60
+            while psutil.Process(engine.pid).status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert not replica_module.has_ended(engine.pid)
+            engine.kill()
+            while not replica_module.has_ended(engine.pid):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+
+def queued() -> Any:
+    """As vLLM's RequestState of a request that waits to be scheduled."""
+    return SimpleNamespace(
+        prompt_len=9,
+        weight_version_starts=[],
+        detokenizer=SimpleNamespace(output_token_ids=[], num_output_tokens=lambda: 0),
+        logprobs_processor=SimpleNamespace(logprobs=[]),
+    )
+
+
+class EngineOfRequests:
+    """Stands still when told so; every request that entered is answered once it goes on. `calls` in their order."""
+
+    errored = dies = False
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.going = asyncio.Event()
+        self.going.set()
+        self.label = str(IDENTITY)
+        self.engine_core = self
+        self.output_processor = SimpleNamespace(request_states={})
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        self.going.clear()
+        self.calls.append(f"pause {mode}{', clear' if clear_cache else ''}")
+
+    async def resume_generation(self) -> None:
+        self.going.set()
+        self.calls.append("resume")
+
+    async def update_weight_version(self, label: str) -> None:
+        self.label = label
+        self.calls.append(f"label {label}")
+
+    async def add(self, name: str) -> Any:
+        if name == "impossible":
+            raise ValueError("too long")
+        for _ in range(len(name)):  # the more letters, the longer the way
+            await asyncio.sleep(0)
+        self.calls.append(name)
+        self.output_processor.request_states[name] = queued()
+        return SimpleNamespace(get=lambda: self._answer(name), request_id=name)
+
+    async def abort(self, name: str, internal: bool) -> None:
+        self.output_processor.request_states.pop(name, None)
+
+    async def _answer(self, name: str) -> Any:
+        await self.going.wait()
+        if self.dies:
+            raise RuntimeError("EngineDeadError")
+        del self.output_processor.request_states[name]
+        span = SimpleNamespace(version=self.label, start=0, end=1)
+        logprobs = [{7: SimpleNamespace(logprob=-1.0)}]
+        return SimpleNamespace(
+            outputs=[SimpleNamespace(token_ids=[7], logprobs=logprobs, weight_versions=[span], finish_reason="stop")]
+        )
+
+
+class SamplingReplica(Replica):
+    """With that engine, which is spared vLLM's types."""
+
+    engine: Any
+
+    def __init__(self, deterministic: bool, **settings: Any) -> None:
+        super().__init__(config(deterministic, **settings), 0, None)
+        self.engine, self.identity = EngineOfRequests(), IDENTITY
+        self.load_log = LoadLog(None)
+        self.proved.set()
+
+    async def _submit(self, request: SampleRequest, salt: str) -> Any:
+        return await self.engine.add(request.request_id)
+
+
+async def turns(n: int = 20) -> None:
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+def requests_of(*names: str) -> list[SampleRequest]:
+    return [SampleRequest(name, (1,), SamplingParams(max_tokens=1), name) for name in names]
+
+
+async def outcomes(of: Replica, requests: list[SampleRequest]) -> list[Any]:
+    found = dict([answer async for together in of.sample(requests) for answer in together])
+    return [found[index] for index in sorted(found)]
+
+
+def test_deterministic_requests_enter_in_order_while_the_engine_stands_still() -> None:
+    names = ["longest", "long", "impossible", "l"]
+
+    async def run() -> None:
+        made = SamplingReplica(deterministic=True)
+        answers = await outcomes(made, requests_of(*names))
+        assert made.engine.calls == ["pause keep", "longest", "long", "l", "resume"]
+        assert [isinstance(answer, RoomFailed) for answer in answers] == [name == "impossible" for name in names]
+        assert "inference replica 0 could not sample request impossible: ValueError: too long" in str(answers[2])
+
+    asyncio.run(run())
+
+
+def test_requests_are_not_held_up_outside_deterministic_mode() -> None:
+    async def run() -> None:
+        made = SamplingReplica(deterministic=False)
+        await outcomes(made, requests_of("b", "a"))
+        assert made.engine.calls == ["b", "a"]
+
+    asyncio.run(run())
+
+
+class PulsingReplica(SamplingReplica):
+    _engine_pid = 4242
+
+
+def test_a_pulse_tells_for_how_long_an_engine_with_work_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("inference.engine_stats.time", SimpleNamespace(monotonic=lambda: now[0]))
+    node = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "a node"))
+    monkeypatch.setattr("inference.actor.ray", node)
+
+    async def run() -> None:
+        made = PulsingReplica(deterministic=False)
+        now[0] = 100.0
+        assert await made.pulse() == Pulse((os.getpid(), 4242), "a node", 0.0), "it has nothing to do"
+        made.engine.going.clear()
+        sampling = asyncio.create_task(outcomes(made, requests_of("a")))
+        await turns()
+        made.load_log.listen()
+        now[0] = 107.0
+        assert (await made.pulse()).behind_s == 7
+        pause = asyncio.create_task(made.pause())
+        await asyncio.sleep(0)
+        assert (await made.pulse()).behind_s == 7, "it has not heard yet that it is to stand still"
+        await pause
+        assert (await made.pulse()).behind_s == 0
+        await made.resume()
+        now[0] = 109.0
+        await sampling
+        assert (await made.pulse()).behind_s == 0
+        pause = asyncio.create_task(made.pause())
+        await asyncio.sleep(0)
+        now[0] = 112.0
+        assert (await made.pulse()).behind_s == 3, "it was asked for something, though not to sample"
+        await pause
+
+    asyncio.run(run())
+
+
+def test_requests_on_their_way_in_are_given_up_too() -> None:
+    """In deterministic mode they would work beside those of the next attempt."""
+
+    async def run() -> None:
+        made = SamplingReplica(deterministic=True)
+        await made.pausing.acquire()
+        sampling = asyncio.create_task(outcomes(made, requests_of("a")))
+        await turns()
+        await made.abort_all()
+        made.pausing.release()
+        assert [answer.tokens.tolist() for answer in await sampling] == [[]]
+        assert made.running == made.engine.output_processor.request_states == {}
+        assert len(await outcomes(made, requests_of("b"))) == 1
+
+    asyncio.run(run())
+
+
+def test_updates_come_one_after_the_other() -> None:
+    """Also when the first is of an orchestrator that has died meanwhile."""
+
+    async def run() -> None:
+        made = UpdatingReplica("recompute_kv")
+        made.canary_done.clear()
+        updates = [asyncio.create_task(made.update_weights(published(version))) for version in (1, 2)]
+        await turns()
+        assert made.engine.calls.count("receive_weights") == 1
+        made.canary_done.set()
+        assert [(await update).identity.version for update in updates] == [1, 2]
+
+    asyncio.run(run())
+
+
+def unfinished(name: str) -> Any:
+    """As vLLM's RequestState of a request that has one token."""
+    return SimpleNamespace(
+        prompt_len=9,
+        weight_version_starts=[(str(IDENTITY), 0)],
+        detokenizer=SimpleNamespace(output_token_ids=[7], num_output_tokens=lambda: 1),
+        logprobs_processor=SimpleNamespace(logprobs=[{7: SimpleNamespace(logprob=-1.0)}]),
+    )
+
+
+async def begun(made: SamplingReplica, *names: str) -> asyncio.Task[list[Any]]:
+    """Requests that have a token each and stand still."""
+    made.engine.going.clear()
+    sampling = asyncio.create_task(outcomes(made, requests_of(*names)))
+    await turns()
+    made.engine.output_processor.request_states.update({name: unfinished(name) for name in names})
+    return sampling
+
+
+def test_progress_is_what_requests_have_beyond_what_is_known() -> None:
+    async def run() -> None:
+        made = SamplingReplica(deterministic=False)
+        sampling = await begun(made, "a", "b")
+        told = await made.progress({"a": 0, "b": 1, "gone": 0})
+        assert {name: progress.tokens.tolist() for name, progress in told.items()} == {"a": [7]}
+        made.proved.clear()  # as an update does
+        assert await made.progress({"a": 0}) == {}
+        made.proved.set()
+        made.engine.going.set()
+        await sampling
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("verb", ["abort", "abort_all"])
+def test_aborted_requests_end_with_what_they_have(verb: str) -> None:
+    async def run() -> None:
+        made = SamplingReplica(deterministic=False)
+        sampling = await begun(made, "a", "b")
+        await (made.abort(["a", "b"]) if verb == "abort" else made.abort_all())
+        assert [answer.tokens.tolist() for answer in await sampling] == [[7], [7]]
+        assert made.running == made.engine.output_processor.request_states == {}
+
+    asyncio.run(run())
+
+
+def test_a_dead_engine_ends_requests_with_what_they_have() -> None:
+    async def run() -> None:
+        made = SamplingReplica(deterministic=False)
+        answers: list[Any] = []
+
+        async def sample() -> None:
+            async for together in made.sample(requests_of("a", "b")):
+                answers.extend(outcome for _, outcome in together)
+
+        made.engine.going.clear()
+        sampling = asyncio.create_task(sample())
+        await turns()
+        made.engine.output_processor.request_states.update(a=unfinished("a"), b=unfinished("b"))
+        made.engine.errored = True
+        made.engine.dies = True
+        made.engine.going.set()
+        with pytest.raises(RoomFailed, match="its engine process died"):
+            await sampling
+        assert [answer.tokens.tolist() for answer in answers] == [[7], [7]]
+
+    asyncio.run(run())
+
+
+def test_answers_that_finish_together_go_together() -> None:
+    async def run() -> None:
+        made = SamplingReplica(deterministic=False)
+        made.engine.going.clear()
+        answering = asyncio.create_task(together(made))
+        await asyncio.sleep(0.01)
+        made.engine.going.set()
+        assert [[index for index, _ in group] for group in await answering] == [[0, 1, 2]]
+
+    async def together(made: Replica) -> list[Any]:
+        return [group async for group in made.sample(requests_of("a", "b", "c"))]
+
+    asyncio.run(run())
+
+
+def test_nobody_lets_an_engine_go_on_that_takes_weights() -> None:
+    """Sampling that begins during an update waits for its end; after a refused update it fails, and nothing resumes."""
+
+    async def run() -> None:
+        made = SamplingReplica(deterministic=True)
+        await made.pausing.acquire()  # as an update does
+        begun = asyncio.create_task(outcomes(made, requests_of("a")))
+        refused = asyncio.create_task(outcomes(made, requests_of("b")))
+        await turns()
+        assert made.engine.calls == []
+        made.pausing.release()
+        await begun
+        await refused
+        assert made.engine.calls == ["pause keep", "a", "resume", "pause keep", "b", "resume"]
+        made.broken = WeightsRefused("canary")
+        with pytest.raises(WeightsRefused, match="canary"):
+            await outcomes(made, requests_of("c"))
+        assert "c" not in made.engine.calls
+        assert made.engine.calls.count("resume") == 2
+
+    asyncio.run(run())
+
+
+class UpdatingReplica(SamplingReplica):
+    """Whose engine process takes whatever it is sent, and logs it in `engine.calls`. Its canary is computed when
+    `canary_done` is set."""
+
+    canary = -1.0
+
+    def __init__(self, on_update: str, update_s: float = 60.0) -> None:
+        super().__init__(deterministic=False, on_update=on_update, update_s=update_s)
+        self.canary_done = asyncio.Event()
+        self.canary_done.set()
+
+    async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> Any:
+        self.engine.calls.append(method)
+        return None
+
+    async def _submit_canary(self, published: PublishedWeights) -> Any:
+        self.engine.calls.append("canary")
+        return SimpleNamespace(get=self._computed)
+
+    async def _computed(self) -> Any:
+        await self.engine.going.wait()
+        await self.canary_done.wait()
+        return SimpleNamespace(prompt_logprobs=[None, {0: SimpleNamespace(logprob=self.canary)}])
+
+
+async def empty_bucket() -> Any:
+    return np.zeros(0, np.uint8)
+
+
+def published(version: int) -> PublishedWeights:
+    canary = Canary(np.zeros(2, np.int32), np.full(1, -1.0, np.float32), 1e-4)
+    return PublishedWeights(WeightIdentity(1, version, "d"), (), (empty_bucket(),), canary)
+
+
+async def bucket_of_a_dead_trainer() -> Any:
+    raise OSError("its owner has died")
+
+
+def test_weights_that_cannot_be_fetched_change_nothing() -> None:
+    """Whoever published them is dead; the replica takes the next ones."""
+
+    async def run() -> None:
+        made = UpdatingReplica("recompute_kv")
+        lost = replace(published(version=1), buckets=(bucket_of_a_dead_trainer(),))
+        with pytest.raises(RoomFailed, match=r"inference replica 0, fetching version 1: OSError: its owner has died"):
+            await made.update_weights(lost)
+        assert made.broken is None
+        assert (await made.update_weights(published(version=2))).identity.version == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("on_update", "pause", "reprefilled"), [("recompute_kv", "pause keep, clear", 20), ("keep_kv", "pause keep", 0)]
+)
+def test_requests_in_flight_see_an_update_between_two_steps(on_update: str, pause: str, reprefilled: int) -> None:
+    async def run() -> None:
+        made = UpdatingReplica(on_update)
+        sampling = await begun(made, "a", "b")
+        report = await made.update_weights(published(version=1))
+        assert made.engine.calls == [
+            *("a", "b", "receive_weights", pause, "take_weights", "label 1:1:d", "canary", "resume", "free_memory"),
+        ]
+        assert report.reprefill_tokens == reprefilled
+        assert report.seconds >= report.wait_s + report.pause_s > 0
+        for answer in await sampling:
+            assert [span.identity.version for span in answer.spans] == [1]
+            assert [span.mixed for span in answer.spans] == [on_update == "keep_kv"]
+        (later,) = await outcomes(made, requests_of("later"))
+        assert [span.mixed for span in later.spans] == [False]
+
+    asyncio.run(run())
+
+
+def test_requests_that_were_only_queued_are_not_prefilled_again() -> None:
+    async def run() -> None:
+        made = UpdatingReplica("recompute_kv")
+        sampling = await begun(made, "a", "b")
+        waiting = asyncio.create_task(outcomes(made, requests_of("c", "d")))
+        await turns()
+        assert made.engine.output_processor.request_states.keys() == {"a", "b", "c", "d"}
+        assert (await made.update_weights(published(version=1))).reprefill_tokens == 2 * (9 + 1)
+        await asyncio.gather(sampling, waiting)
+
+    asyncio.run(run())
+
+
+def test_drain_finishes_what_is_in_flight_and_lets_new_requests_wait() -> None:
+    async def run() -> None:
+        made = UpdatingReplica("drain")
+        made.engine.going.clear()
+        sampling = asyncio.create_task(outcomes(made, requests_of("a")))
+        await turns()
+        update = asyncio.create_task(made.update_weights(published(version=1)))
+        await turns()
+        new = asyncio.create_task(outcomes(made, requests_of("new")))
+        await turns()
+        assert made.engine.calls == ["a", "receive_weights"]
+        made.engine.going.set()
+        assert (await update).reprefill_tokens == 0
+        old, new_one = (await sampling)[0], (await new)[0]
+        assert made.engine.calls == [
+            *("a", "receive_weights", "pause keep, clear", "take_weights", "label 1:1:d", "canary", "resume"),
+            *("free_memory", "new"),
+        ]
+        assert [span.identity.version for answer in (old, new_one) for span in answer.spans] == [0, 1]
+
+    asyncio.run(run())
+
+
+def test_a_drain_that_takes_too_long_says_who_is_waited_for() -> None:
+    async def run() -> None:
+        made = UpdatingReplica("drain", update_s=0.05)
+        made.engine.going.clear()
+        sampling = asyncio.create_task(outcomes(made, requests_of("slow one", "slow two")))
+        await turns()
+        expected = (
+            r"inference replica 0 could not take version 1 within 0.05 s: it waited for 2 requests in flight "
+            r"\(slow one, slow two\). Raise timeouts.update_s, .* inference.on_update = recompute_kv"
+        )
+        with pytest.raises(RoomFailed, match=expected):
+            await made.update_weights(published(version=1))
+        with pytest.raises(RoomFailed, match=expected):
+            await sampling
+
+    asyncio.run(run())
+
+
+def test_no_answer_leaves_before_the_weights_are_proved() -> None:
+    async def run() -> None:
+        made = UpdatingReplica("recompute_kv")
+        made.engine.going.clear()
+        made.canary_done.clear()
+        sampling = asyncio.create_task(outcomes(made, requests_of("in flight")))
+        await turns()
+        update = asyncio.create_task(made.update_weights(published(version=1)))
+        await made.engine.going.wait()
+        later = asyncio.create_task(outcomes(made, requests_of("later")))
+        await turns()
+        assert made.engine.output_processor.request_states == {}, "both have been sampled"
+        assert [task.done() for task in (sampling, later, update)] == [False] * 3
+        made.canary_done.set()
+        assert (await update).identity.version == 1
+        for (answer,) in await asyncio.gather(sampling, later):
+            assert [span.identity.version for span in answer.spans] == [1]
+
+    asyncio.run(run())
+
+
+def test_what_was_sampled_under_refused_weights_is_given_up() -> None:
+    async def run() -> None:
+        made = UpdatingReplica("recompute_kv")
+        made.canary = -2.0
+        made.engine.going.clear()
+        sampling = asyncio.create_task(outcomes(made, requests_of("in flight")))
+        await turns()
+        with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
+            await made.update_weights(published(version=1))
+        with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
+            await sampling
+        assert made.running == {}
+
+    asyncio.run(run())
+
+
+def test_a_canary_that_never_comes_breaks_the_replica() -> None:
+    async def run() -> None:
+        made = UpdatingReplica("recompute_kv", update_s=0.05)
+        made.canary_done.clear()
+        with pytest.raises(RoomFailed, match="inference replica 0: no answer for update step 'canary' within 0 s"):
+            await made.update_weights(published(version=1))
+        with pytest.raises(RoomFailed, match="canary"):
+            await outcomes(made, requests_of("later"))
+
+    asyncio.run(run())
+
+
+def test_the_prefix_cache_is_off_in_deterministic_mode_and_stays_off() -> None:
+    assert engine_args(config(deterministic=True), on_cpu=True)["enable_prefix_caching"] is False
+    assert "enable_prefix_caching" not in engine_args(config(), on_cpu=True)
+    with pytest.raises(BadInput, match="enable_prefix_caching"):
+        engine_args(config(deterministic=True, engine_args={"enable_prefix_caching": True}), on_cpu=True)
+
+
+def test_a_shipment_arrives_whole_is_private_and_leaves_nothing() -> None:
+    buckets = [np.arange(200, dtype=np.uint8), np.full(5000, 7, np.uint8)]
+    open_before = set(os.listdir("/proc/self/fd"))
+    with in_memory_files(buckets) as paths:
+        shipment = Shipment(IDENTITY, (), paths)
+        received = shipment.open()
+        received[0][3] = 99
+        again = shipment.open()
+    assert [a.tolist() for a in again] == [b.tolist() for b in buckets]
+    assert received[0][3] == 99
+    del received, again  # mappings hold descriptors of their own
+    assert not any(os.path.exists(path) for path in paths)
+    assert set(os.listdir("/proc/self/fd")) <= open_before
+
+
+def test_engine_args_must_not_undo_what_the_replica_decides() -> None:
+    with pytest.raises(BadInput, match="enable_chunked_prefill, logprobs_mode"):
+        engine_args(config(engine_args={"logprobs_mode": "raw_logprobs", "enable_chunked_prefill": True}), on_cpu=True)
+
+
+def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> None:
+    given = SamplingConfig(
+        max_tokens=9, temperature=0.7, top_p=0.8, top_k=5, min_p=0.1, repetition_penalty=1.2, stop=("a",)
+    )
+    request = SampleRequest("r", (1,), given.params(seed=4, stop=(3, 6), room=100), "r")
+    params = vllm_params(request, end_ids=[2])
+    reached = {name: getattr(params, name) for name in SamplingConfig.model_fields if name != "stop"}
+    assert reached == {name: value for name, value in given.model_dump().items() if name != "stop"}
+    assert (params.seed, params.stop_token_ids, params.detokenize) == (4, [2, 3, 6], False)
+    assert vllm_params(replace(request, params=given.params(seed=4, stop=(), room=7)), []).max_tokens == 7
+    ended = vllm_params(replace(request, params=given.params(seed=4, stop=(3, "ab", "c"), room=7)), [])
+    assert (ended.stop, ended.stop_token_ids, ended.detokenize) == (["ab", "c"], [3], True)
+    assert ended.include_stop_str_in_output, "what ended an answer is part of it"
+
+
+def test_answers_can_be_made_wrong_in_each_way_that_a_test_may_name() -> None:
+    """Whole runs with each of them: tests/e2e/test_kills.py."""
+    spans = (VersionSpan(IDENTITY, 0, 2),)
+    answer = SampledSequence(np.array([3, 4], np.int32), np.float32([-1.0, -2.0]), "stop", spans)
+
+    def made(action: str) -> SampledSequence:
+        return asyncio.run(made_wrong(answer, action))
+
+    assert (made("garbage").tokens > 10**6).all()
+    assert np.isnan(made("nan").logprobs).all()
+    assert [span.identity for span in made("stranger").spans] != [IDENTITY]
+    with pytest.raises(KeyError, match="garbled"):
+        made("garbled")

@@ -1,0 +1,156 @@
+"""A replica that lives and answers, but wrongly: the real pipeline and router, one such replica and an honest one.
+
+Nothing of what it gives is trained on. What it does once fails a rollout, which is tried again; what it always does is
+the end of it, and the run goes on with the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from orchestrator_fakes import Problems, Run, config, problems_of, whole_run
+
+from inference.handover import Progress
+from inference.members import SENSELESS
+from inference.router import Router
+from trireme.core.errors import LimitReached, RoomFailed
+from trireme.core.sampler import ReplicaLoad
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.core.weights import PublishedWeights, UpdateReport
+
+VOCABULARY = 1000
+Wrong = Callable[[SampledSequence], SampledSequence]
+
+
+class Replica:
+    """Answers with the last token of the prompt, and with what `wrong` makes of it from its `after`-th answer on; the
+    last `slow_s` seconds late."""
+
+    def __init__(self, index: int, wrong: Wrong | None = None, after: int = 0, slow_s: float = 0.0) -> None:
+        self.name, self.index = f"replica {index}", index
+        self.wrong, self.after, self.slow_s = wrong, after, slow_s
+        self.answers = 0
+        self.identity: WeightIdentity | None = None
+
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, SampledSequence]]:
+        for index, request in enumerate(requests):
+            await asyncio.sleep(self.slow_s)
+            assert self.identity is not None
+            self.answers += 1
+            spans = (VersionSpan(self.identity, 0, 1),)
+            answer = SampledSequence(np.asarray(request.prompt[-1:], np.int32), np.float32([-1.0]), "stop", spans)
+            yield index, self.wrong(answer) if self.wrong and self.answers > self.after else answer
+
+    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
+        return {}
+
+    async def update_weights(self, published: PublishedWeights) -> UpdateReport:
+        self.identity = published.identity
+        return UpdateReport(self.index, published.identity, 0.0, 0, 0.0)
+
+    async def adopt(self, identity: WeightIdentity) -> None:
+        self.identity = identity
+
+    async def load(self) -> ReplicaLoad:
+        return ReplicaLoad(0, 0, 0.0, 0)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        return
+
+
+def garbage(answer: SampledSequence) -> SampledSequence:
+    return replace(answer, tokens=answer.tokens + VOCABULARY)
+
+
+def negative(answer: SampledSequence) -> SampledSequence:
+    return replace(answer, tokens=answer.tokens - VOCABULARY)
+
+
+def nan(answer: SampledSequence) -> SampledSequence:
+    return replace(answer, logprobs=answer.logprobs * np.float32(np.nan))
+
+
+def shorter(answer: SampledSequence) -> SampledSequence:
+    return replace(answer, logprobs=answer.logprobs[:0])
+
+
+def of_another_run(answer: SampledSequence) -> SampledSequence:
+    (span,) = answer.spans
+    return replace(answer, spans=(replace(span, identity=WeightIdentity(7, span.identity.version, "other")),))
+
+
+def run_with(bad: Replica, *others: Replica, **options: int) -> Run:
+    router = Router(dict(enumerate((bad, *others))), vocab_size=VOCABULARY)
+    given = {"max_steps": 10, "retries": 2} | options
+    return Run(config(**given), Problems(), sampler=router)  # type: ignore[arg-type]
+
+
+def assert_nothing_was_lost(run: Run) -> None:
+    last = run.rows[-1]
+    trained = [problem for batch in run.batches for problem in dict.fromkeys(problems_of(batch))]
+    assert last["ledger/failed"] == 0
+    assert len(trained) == len(set(trained)) == last["ledger/trained"] == 2 * run.cfg.max_steps
+    for batch in run.batches:
+        for minibatch in batch:
+            columns = minibatch.batch.columns
+            assert np.isfinite(columns["logprobs"]).all()
+            assert ((columns["target_tokens"] >= 0) & (columns["target_tokens"] < VOCABULARY)).all()
+
+
+@pytest.mark.parametrize("wrong", [garbage, negative, nan, shorter])
+def test_one_whose_answers_never_make_sense_is_used_no_more(wrong: Wrong) -> None:
+    bad, good = Replica(0, wrong), Replica(1)
+    run = asyncio.run(whole_run(run_with(bad, good)))
+    assert_nothing_was_lost(run)
+    assert bad.answers == SENSELESS < good.answers
+    assert sum(row.get("rollout_errors/BadSample", 0) for row in run.rows) == SENSELESS - 1
+    assert run.rows[-1]["ledger/dispatched"] >= run.rows[-1]["ledger/trained"]
+
+
+@pytest.mark.parametrize("wrong", [garbage, nan])
+def test_one_that_begins_to_answer_nonsense_in_the_middle_of_a_run(wrong: Wrong) -> None:
+    bad, good = Replica(0, wrong, after=10), Replica(1)
+    assert_nothing_was_lost(asyncio.run(whole_run(run_with(bad, good))))
+    assert bad.answers == 10 + SENSELESS
+
+
+def test_one_senseless_answer_of_many_fails_a_try_and_nothing_else() -> None:
+    answers = 0
+
+    def sometimes(answer: SampledSequence) -> SampledSequence:
+        nonlocal answers
+        answers += 1
+        return nan(answer) if answers % 3 == 0 else answer
+
+    bad, good = Replica(0, sometimes), Replica(1)
+    run = asyncio.run(whole_run(run_with(bad, good)))
+    assert_nothing_was_lost(run)
+    assert bad.answers > 2 * SENSELESS, "it is still used"
+
+
+def test_weights_that_it_was_never_given_end_it_at_once() -> None:
+    bad, good = Replica(0, of_another_run), Replica(1)
+    run = asyncio.run(whole_run(run_with(bad, good)))
+    assert_nothing_was_lost(run)
+    assert not any("rollout_errors/BadSample" in row for row in run.rows), "its requests went on elsewhere, unseen"
+    assert bad.answers <= 2
+
+
+def test_a_slow_one_is_waited_for_and_gets_less_to_do() -> None:
+    bad, good = Replica(0, slow_s=0.02), Replica(1)
+    run = asyncio.run(whole_run(run_with(bad, good)))
+    assert_nothing_was_lost(run)
+    assert 0 < bad.answers < good.answers
+
+
+@pytest.mark.parametrize("wrong", [garbage, nan])
+def test_when_all_answer_nonsense_the_run_ends_and_says_of_whom(wrong: Wrong) -> None:
+    """Then it is what is sampled from, not a replica."""
+    with pytest.raises(
+        (RoomFailed, LimitReached), match=r"replica 0 gave 4 answers in a row that make no sense|BadSample"
+    ):
+        asyncio.run(whole_run(run_with(Replica(0, wrong), Replica(1, wrong))))

@@ -1,0 +1,123 @@
+"""Sampling without an event loop: what is asked of the router, what comes back, and what a prompt's log-probabilities
+are made of. The router is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference.client import SamplingClient
+from inference.engine import with_prompt_logprobs
+from trireme.core.errors import RoomFailed
+from trireme.core.types import ModelInput, SampledSequence, SampleRequest, SamplingParams
+
+BASE = Path(__file__).parents[3] / "assets" / "sort-base"
+PROMPT = ModelInput.from_ints([5, 6, 7])
+
+
+class Router:
+    """Answers with `answer`, or with the request's seed, the last one asked first."""
+
+    def __init__(self) -> None:
+        self.requests: list[SampleRequest] = []
+        self.fails = False
+        self.answer: list[int] | None = None
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        self.requests.append(request)
+        await asyncio.sleep(0.02 / len(self.requests))
+        if self.fails:
+            raise RoomFailed("no inference replica is left")
+        asked = {"prompt_logprobs": [None, -1.0, -2.0]} if request.prompt_logprobs else {}
+        tokens = np.array(self.answer or [request.params.seed or 0])
+        return SampledSequence(tokens, np.zeros(len(tokens), np.float32), "stop", (), **asked)
+
+    async def update_weights(self, weights: Any) -> list[Any]:
+        return [weights, "taken"]
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router()
+
+
+@pytest.fixture
+def client(router: Router) -> Iterator[SamplingClient]:
+    made: Any = SamplingClient(lambda: router, str(BASE))  # type: ignore[arg-type,return-value]
+    yield made
+    made.close()
+
+
+def test_samples_of_a_prompt_go_to_one_replica_each_with_a_seed_of_its_own(
+    client: SamplingClient, router: Router
+) -> None:
+    first = client.sample(PROMPT, 3, SamplingParams(max_tokens=4, seed=10))
+    second = client.sample(PROMPT, 2, SamplingParams(max_tokens=4))
+    assert [int(s.tokens[0]) for s in first.result(10).sequences] == [10, 11, 12]
+    assert len(second.result(10).sequences) == 2
+    assert first.result().prompt_logprobs is None
+    by_route: dict[str, list[SampleRequest]] = {}
+    for request in router.requests:
+        by_route.setdefault(request.route_key, []).append(request)
+    assert sorted(len(requests) for requests in by_route.values()) == [2, 3]
+    assert len({request.request_id for request in router.requests}) == 5
+    assert {request.prompt for request in router.requests} == {(5, 6, 7)}
+
+
+def test_the_prompt_is_looked_at_once(client: SamplingClient, router: Router) -> None:
+    asked = client.sample(PROMPT, 3, SamplingParams(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=2)
+    assert asked.result(10).prompt_logprobs == [None, -1.0, -2.0]
+    assert sorted((r.prompt_logprobs, r.topk_prompt_logprobs) for r in router.requests) == [(False, 0)] * 2 + [
+        (True, 2)
+    ]
+
+
+def test_strings_end_answers_whether_the_replica_stopped_there_or_not(client: SamplingClient, router: Router) -> None:
+    text = client._tokenizer.encode("412 12", add_special_tokens=False)
+    router.answer = text
+    for stop, length in (("12", 3), (["9", "2 "], 4), (["9"], 6), (text[:1], 6)):
+        (answer,) = client.sample(PROMPT, 1, SamplingParams(stop=stop)).result(10).sequences
+        assert answer.tokens.tolist() == text[:length]
+    assert [request.params.stop for request in router.requests] == ["12", ["9", "2 "], ["9"], text[:1]]
+
+
+def test_what_cannot_be_sampled_is_refused_and_what_fails_is_raised(client: SamplingClient, router: Router) -> None:
+    for prompt, number in ((PROMPT, 0), (ModelInput.empty(), 1)):
+        with pytest.raises(ValueError, match="expected at least one of each"):
+            client.sample(prompt, number, SamplingParams())
+    router.fails = True
+    with pytest.raises(RoomFailed, match="no inference replica is left"):
+        client.sample(PROMPT, 2, SamplingParams()).result(10)
+
+
+def test_weights_are_there_when_the_call_returns(client: SamplingClient) -> None:
+    weights: Any = "version 3"
+    assert client.update_weights(weights) == ["version 3", "taken"]
+
+
+def table(*ranks: tuple[int, int, float]) -> dict[int, Any]:
+    return {token: SimpleNamespace(rank=rank, logprob=logprob) for token, rank, logprob in ranks}
+
+
+def test_prompt_logprobs_of_vllm() -> None:
+    """A table has the k likeliest tokens, and the one that is there, which may be the k + 1st entry."""
+    output = SimpleNamespace(
+        prompt_logprobs=[None, table((6, 9, -4.0), (2, 1, -0.5), (3, 2, -1.5)), table((1, 2, -1.0), (7, 1, -0.2))]
+    )
+    sampled = SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", ())
+
+    def asked(**wanted: Any) -> SampledSequence:
+        return with_prompt_logprobs(sampled, SampleRequest("a", (5, 6, 7), SamplingParams(), "a", **wanted), output)
+
+    both = asked(prompt_logprobs=True, topk_prompt_logprobs=2)
+    assert both.prompt_logprobs == [None, -4.0, -0.2]
+    assert both.topk_prompt_logprobs == [None, [(2, -0.5), (3, -1.5)], [(7, -0.2), (1, -1.0)]]
+    assert asked(prompt_logprobs=True).topk_prompt_logprobs is None
+    assert asked(topk_prompt_logprobs=1).topk_prompt_logprobs == [None, [(2, -0.5)], [(7, -0.2)]]
+    assert asked(topk_prompt_logprobs=1).prompt_logprobs is None

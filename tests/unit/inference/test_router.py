@@ -1,0 +1,638 @@
+"""The router, in front of replicas that are plain objects: where requests go, and what happens when a replica fails."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.engine import check_spans
+from inference.handover import NOTHING, Outcome, Progress
+from inference.router import Router
+from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
+from trireme.core.sampler import ReplicaLoad
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
+from trireme.core.weights import Canary, PublishedWeights, UpdateReport
+
+WEIGHTS = PublishedWeights(
+    WeightIdentity(1, 3, "d"), (), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
+)
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **fixtures), 30))
+
+    return run
+
+
+def request(name: str, key: str | None = None) -> SampleRequest:
+    return SampleRequest(name, (1, 2), SamplingParams(max_tokens=4), key or name)
+
+
+def named(request_id: str) -> str:
+    """As the caller named it; the router adds what makes it unique."""
+    return request_id.partition("@")[0]
+
+
+def answer(of: SampleRequest) -> SampledSequence:
+    tokens = np.frombuffer(named(of.request_id).encode(), np.uint8).astype(np.int32)
+    return SampledSequence(tokens, np.zeros(len(tokens), np.float32), "stop", ())
+
+
+def text(answer: SampledSequence) -> str:
+    return bytes(answer.tokens.astype(np.uint8)).decode()
+
+
+class FakeReplica:
+    """Answers a request when the test says so; `groups` are the calls that reached it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.groups: list[list[str]] = []
+        self.aborted: list[str] = []
+        self.go = asyncio.Event()
+        self.failure: TriremeError | None = None
+        self.refused: dict[str, TriremeError] = {}
+        self.update = asyncio.get_running_loop().create_future()
+        self.updates = 0
+        self.spans: tuple[VersionSpan, ...] = ()
+        self.loaded: ReplicaLoad | TriremeError = ReplicaLoad(0, 0, 0.0, 0)
+        self.made: dict[str, Progress] = {}
+        self.asked: list[SampleRequest] = []
+
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
+        names = [named(r.request_id) for r in requests]
+        self.groups.append(names)
+        self.asked += requests
+        await self.go.wait()
+        if self.failure:
+            raise self.failure
+        for index in reversed(range(len(requests))):
+            if names[index] in self.aborted:
+                yield index, NOTHING
+            else:
+                answered = replace(answer(requests[index]), spans=self.spans)
+                yield index, self.refused.get(names[index]) or answered
+
+    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
+        """Says at once all that is in `made`, whatever is known."""
+        return {name: self.made[named(name)] for name in known if named(name) in self.made}
+
+    async def update_weights(self, published: PublishedWeights) -> UpdateReport:
+        self.updates += 1
+        return await self.update
+
+    async def adopt(self, identity: WeightIdentity) -> None:
+        if self.failure:
+            raise self.failure
+
+    async def load(self) -> ReplicaLoad:
+        if isinstance(self.loaded, TriremeError):
+            raise self.loaded
+        return self.loaded
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += map(named, request_ids)
+
+
+def report(replica: int) -> UpdateReport:
+    return UpdateReport(replica, WEIGHTS.identity, 0.0, 0, 0.0)
+
+
+async def turns(n: int = 5) -> None:
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+def fleet(n: int, **options: Any) -> tuple[Router, list[FakeReplica]]:
+    fakes = [FakeReplica(f"replica {i}") for i in range(n)]
+    return Router(dict(enumerate(fakes)), **options), fakes
+
+
+@in_loop
+async def test_requests_of_one_turn_travel_together_and_to_the_least_loaded() -> None:
+    router, (first, second) = fleet(2)
+    tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(4)]
+    await turns()
+    late = asyncio.create_task(router.sample(request("late")))
+    await turns()
+    assert first.groups == [["r0", "r2"], ["late"]]
+    assert second.groups == [["r1", "r3"]]
+    first.go.set()
+    second.go.set()
+    answers = await asyncio.gather(*tasks, late)
+    assert [text(answer) for answer in answers] == ["r0", "r1", "r2", "r3", "late"]
+
+
+@in_loop
+async def test_equal_route_keys_stay_on_one_replica() -> None:
+    router, fakes = fleet(2)
+    for fake in fakes:
+        fake.go.set()
+    await router.sample(request("a0", "a"))
+    busy = [asyncio.create_task(router.sample(request(f"a{i}", "a"))) for i in range(1, 4)]
+    other = asyncio.create_task(router.sample(request("b0", "b")))
+    await asyncio.gather(*busy, other)
+    assert fakes[0].groups == [["a0"], ["a1", "a2", "a3"]]
+    assert fakes[1].groups == [["b0"]]
+
+
+async def wave(router: Router, keys: Sequence[str]) -> None:
+    """One turn's requests, in order, and their answers."""
+    await asyncio.gather(*[router.sample(request(f"{key}{i}", key)) for i, key in enumerate(keys)])
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=12), max_size=4), st.integers(1, 4))
+def test_fixed_routes_follow_from_the_wave_alone(earlier: list[list[str]], replicas: int) -> None:
+    """A router with a past sends a wave where a new one does: as after a resume. Equal keys still travel together."""
+    keys = [*"fdbacebd", *"ffga"]
+
+    @in_loop
+    async def run() -> None:
+        (router, fakes), (fresh, expected) = fleet(replicas, fixed=True), fleet(replicas, fixed=True)
+        for fake in (*fakes, *expected):
+            fake.go.set()
+        for past in earlier:
+            await wave(router, past)
+        for fake in fakes:
+            fake.groups.clear()
+        await wave(router, keys)
+        await wave(fresh, keys)
+        assert [fake.groups for fake in fakes] == [fake.groups for fake in expected]
+        keys_at = [{name[0] for group in fake.groups for name in group} for fake in fakes]
+        assert sorted(key for at in keys_at for key in at) == sorted(set(keys))
+
+    run()
+
+
+@in_loop
+async def test_what_a_failed_replica_was_asked_goes_to_the_others_and_it_is_used_no_more() -> None:
+    router, (first, second) = fleet(2)
+    tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
+    await turns()
+    first.failure = RoomFailed("replica 0 died; its log: x")
+    first.go.set()
+    second.go.set()
+    assert [text(answer) for answer in await asyncio.gather(*tasks)] == ["r0", "r1"]
+    assert await router.next_failure() == (0, "replica 0 died; its log: x")
+    await router.sample(request("r0"))  # its key was on the failed replica
+    assert second.groups == [["r1"], ["r0"], ["r0"]]
+    second.failure = RoomFailed("replica 1 died")
+    for name in ("r2", "r3"):
+        with pytest.raises(RoomFailed, match=r"no inference replica is left: replica 0 died.*; replica 1 died"):
+            await router.sample(request(name))
+
+
+@in_loop
+async def test_routes_do_not_depend_on_who_was_there_first() -> None:
+    router, fakes = Router({}, fixed=True), [FakeReplica(f"replica {i}") for i in range(3)]
+    for index in (2, 0, 1):
+        await router.join(index, fakes[index])
+        fakes[index].go.set()
+    await wave(router, "abcd")
+    assert [fake.groups for fake in fakes] == [[["a0", "d3"]], [["b1"]], [["c2"]]]
+
+
+@in_loop
+async def test_in_deterministic_mode_a_failed_replica_fails_its_requests() -> None:
+    router, (first, second) = fleet(2, fixed=True)
+    tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
+    await turns()
+    first.failure = RoomFailed("replica 0 died; its log: x")
+    first.go.set()
+    second.go.set()
+    with pytest.raises(RoomFailed, match="replica 0 died; its log: x"):
+        await tasks[0]
+    await tasks[1]
+    assert second.groups == [["r1"]]
+
+
+@in_loop
+async def test_the_error_of_one_request_is_its_own() -> None:
+    router, (only,) = fleet(1)
+    only.refused["bad"] = RoomFailed("prompt too long")
+    only.go.set()
+    bad, good = await asyncio.gather(
+        router.sample(request("bad")), router.sample(request("good")), return_exceptions=True
+    )
+    assert isinstance(bad, RoomFailed)
+    assert isinstance(good, SampledSequence)
+
+
+@in_loop
+async def test_a_cancelled_caller_aborts_its_request() -> None:
+    router, (only,) = fleet(1)
+    kept, cancelled = (asyncio.create_task(router.sample(request(name))) for name in ("kept", "cancelled"))
+    await turns()
+    cancelled.cancel()
+    await turns()
+    assert only.aborted == ["cancelled"]
+    only.go.set()
+    await kept
+    assert cancelled.cancelled()
+
+
+@in_loop
+async def test_a_request_cancelled_before_it_left_is_never_sent() -> None:
+    router, (only,) = fleet(1)
+    only.go.set()
+    cancelled = asyncio.create_task(router.sample(request("cancelled")))
+    await asyncio.sleep(0)  # now it is queued; it would leave in the next turn
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    await router.sample(request("kept"))
+    assert only.groups == [["kept"]]
+    assert not any(member.asked for member in router._fleet.live)
+
+
+@in_loop
+async def test_an_acknowledgement_counts_the_moment_it_arrives() -> None:
+    router, (first, second) = fleet(2)
+    assert router.acknowledged() == {}
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    await turns()
+    second.update.set_result(report(1))
+    await turns()
+    assert router.acknowledged() == {1: 3}
+    first.update.set_result(report(0))
+    assert await update == [report(0), report(1)]
+    assert router.acknowledged() == {0: 3, 1: 3}
+
+
+@in_loop
+async def test_in_deterministic_mode_a_refused_update_is_raised_after_the_others_finished() -> None:
+    router, (first, second) = fleet(2, fixed=True)
+    first.update.set_exception(WeightsRefused("replica 0: tensor w was corrupted"))
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    await turns()
+    assert not update.done()
+    second.update.set_result(report(1))
+    with pytest.raises(WeightsRefused, match="replica 0: tensor w"):
+        await update
+    assert router.acknowledged() == {1: 3}
+
+
+@in_loop
+async def test_replicas_take_weights_one_after_the_other_and_new_requests_avoid_the_one_that_does() -> None:
+    router, fakes = fleet(3, max_updating=1)
+    for fake in fakes:
+        fake.go.set()
+    await router.sample(request("a0", "a"))  # on the first
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    for replica, fake in enumerate(fakes):
+        await turns()
+        assert [f.updates for f in fakes] == [1] * (replica + 1) + [0] * (2 - replica)
+        assert router.acknowledged() == dict.fromkeys(range(replica), 3)
+        before = len(fake.groups)
+        await wave(router, [f"new{replica}{i}" for i in range(4)])
+        assert len(fake.groups) == before
+        await router.sample(request(f"a{replica + 1}", "a"))  # its key stays, paused or not
+        assert fakes[0].groups[-1] == [f"a{replica + 1}"]
+        fake.update.set_result(report(replica))
+    assert await update == [report(0), report(1), report(2)]
+
+
+@in_loop
+async def test_all_replicas_take_weights_at_once_by_default_and_requests_go_to_the_least_loaded() -> None:
+    router, (first, second) = fleet(2)
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    await turns()
+    assert (first.updates, second.updates) == (1, 1)
+    tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
+    await turns()
+    assert (first.groups, second.groups) == ([["r0"]], [["r1"]])
+    for task in (update, *tasks):
+        task.cancel()
+
+
+@in_loop
+async def test_a_replica_that_failed_while_it_waited_for_its_turn_is_not_updated() -> None:
+    router, (first, second) = fleet(2, max_updating=1)
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    await turns()
+    second.loaded = RoomFailed("replica 1 died")
+    await router.load()
+    first.update.set_result(report(0))
+    assert await update == [report(0)]
+    assert second.updates == 0
+    assert router.acknowledged() == {0: 3}
+
+
+UNKNOWN = VersionSpan(WeightIdentity(1, 2, "other"), 0, 4)
+KNOWN = VersionSpan(WEIGHTS.identity, 0, 4)
+
+
+async def updated_fleet(n: int, **options: Any) -> tuple[Router, list[FakeReplica]]:
+    router, fakes = fleet(n, **options)
+    for replica, fake in enumerate(fakes):
+        fake.update.set_result(report(replica))
+        fake.spans = (KNOWN,)
+    await router.update_weights(WEIGHTS)
+    return router, fakes
+
+
+@in_loop
+async def test_a_replica_that_names_weights_it_was_never_given_is_out_and_others_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    router, (liar, honest) = await updated_fleet(2)
+    liar.spans = (KNOWN, UNKNOWN)
+    early = asyncio.create_task(router.sample(request("early", "a")))
+    other = asyncio.create_task(router.sample(request("other", "b")))
+    await turns()
+    late = asyncio.create_task(router.sample(request("late", "a")))  # another call to the same replica
+    await turns()
+    assert (liar.groups, honest.groups) == ([["early"], ["late"]], [["other"]])
+    liar.go.set()
+    await turns(20)
+    assert router.acknowledged() == {1: 3}
+    assert honest.groups == [["other"], ["early", "late"]]
+    honest.go.set()
+    for task in (early, other, late):
+        assert (await task).spans == (KNOWN,)
+    assert "replica 0 sampled tokens from weights 1:2:other" in caplog.text
+    assert "it was given 1:3:d" in caplog.text
+    honest.spans = (UNKNOWN,)
+    with pytest.raises(RoomFailed, match=r"no inference replica is left: replica 0 .*; replica 1 sampled tokens from"):
+        await router.sample(request("last"))
+
+
+@in_loop
+async def test_a_replica_that_reports_other_weights_than_it_was_sent_is_out_and_the_update_goes_on() -> None:
+    router, (liar, honest) = fleet(2)
+    liar.update.set_result(replace(report(0), identity=WeightIdentity(1, 2, "d")))
+    honest.update.set_result(report(1))
+    assert await router.update_weights(WEIGHTS) == [report(1)]
+    assert router.acknowledged() == {1: 3}
+    honest.update = asyncio.get_running_loop().create_future()
+    honest.update.set_result(replace(report(1), identity=WeightIdentity(1, 3, "e")))
+    with pytest.raises(RoomFailed, match=r"no inference replica is left.*replica 1 reports that it has weights 1:3:e"):
+        await router.update_weights(WEIGHTS)
+
+
+@in_loop
+async def test_tokens_of_weights_that_are_on_their_way_are_known() -> None:
+    """They may come before the report does."""
+    router, (only,) = fleet(1)
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    await turns()
+    only.spans = (KNOWN,)
+    only.go.set()
+    await router.sample(request("during"))
+    only.update.set_result(report(0))
+    await update
+
+
+@in_loop
+async def test_the_load_of_all_that_live() -> None:
+    router, (first, second) = fleet(2)
+    first.loaded = ReplicaLoad(3, 1, 0.5, 0)
+    assert await router.load() == {0: first.loaded, 1: second.loaded}
+    first.loaded = RoomFailed("replica 0 died")
+    assert await router.load() == {1: second.loaded}
+    first.loaded = second.loaded
+    assert await router.load() == {1: second.loaded}  # used no more
+    second.loaded = RoomFailed("replica 1 died")
+    with pytest.raises(RoomFailed, match=r"no inference replica is left.*replica 0 died.*replica 1 died"):
+        await router.load()
+
+
+def test_spans_must_cover_every_token() -> None:
+    def spans(*edges: tuple[int, int]) -> tuple[VersionSpan, ...]:
+        return tuple(VersionSpan(WeightIdentity(1, i, "d"), *edge) for i, edge in enumerate(edges))
+
+    check_spans("r", spans((0, 2), (2, 5)), 5)
+    for wrong in (spans((0, 2), (3, 5)), spans((0, 3), (2, 5)), spans((0, 4)), spans((1, 5)), spans()):
+        with pytest.raises(RoomFailed, match="do not cover"):
+            check_spans("r", wrong, 5)
+
+
+@in_loop
+async def test_weights_that_replicas_loaded_themselves_count_as_given() -> None:
+    router, (replica,) = fleet(1)
+    replica.go.set()
+    identity = WeightIdentity(3, 7, "loaded")
+    replica.spans = (VersionSpan(identity, 0, 1),)
+    await router.adopt(identity)
+    assert router.acknowledged() == {0: 7}
+    assert (await router.sample(request("r"))).spans == replica.spans
+
+
+@in_loop
+async def test_a_replica_that_can_not_name_its_weights_stops_everything() -> None:
+    router, (_, second) = fleet(2)
+    second.failure = RoomFailed("replica 1 died")
+    with pytest.raises(RoomFailed, match="replica 1 died"):
+        await router.adopt(WeightIdentity(1, 0, "loaded"))
+
+
+# ---- what a lost replica had, and who comes in its place
+
+
+@pytest.fixture
+def told_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.router.PROGRESS_S", 0.0)
+
+
+def made(text: str, identity: WeightIdentity = WEIGHTS.identity) -> Progress:
+    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    return Progress(0, tokens, np.zeros(len(tokens), np.float32), (VersionSpan(identity, 0, len(tokens)),))
+
+
+@pytest.mark.usefixtures("told_often")
+@pytest.mark.parametrize("one_version", [False, True])
+@in_loop
+async def test_the_other_replica_is_asked_for_what_is_missing(one_version: bool) -> None:
+    router, (first, second) = await updated_fleet(2, one_version=one_version)
+    first.made, first.spans, second.spans = {"abc": made("x")}, (), (VersionSpan(WEIGHTS.identity, 0, 3),)
+    task = asyncio.create_task(router.sample(request("abc")))
+    await turns(20)
+    first.failure = RoomFailed("replica 0 died")
+    first.go.set()
+    second.go.set()
+    answer, (asked,) = await task, second.asked
+    if one_version:  # whose tokens have been of another
+        assert text(answer) == "abc"
+        assert (asked.prompt, asked.params) == (request("abc").prompt, request("abc").params)
+    else:
+        assert text(answer) == "xabc"
+        assert asked.prompt == (*request("abc").prompt, ord("x"))
+        assert asked.params.max_tokens == 3
+        assert answer.spans == (VersionSpan(WEIGHTS.identity, 0, 4),)
+    assert asked.request_id != first.asked[0].request_id, "what it said of the one is not taken for the other"
+
+
+@pytest.mark.usefixtures("told_often")
+@in_loop
+async def test_nothing_is_kept_of_what_a_replica_said_that_names_strange_weights() -> None:
+    router, (liar, honest) = await updated_fleet(2)
+    honest.spans = (VersionSpan(WEIGHTS.identity, 0, 3),)
+    liar.made = {"abc": made("x")}
+    tasks = [asyncio.create_task(router.sample(request(name))) for name in ("abc", "b")]
+    await turns(20)
+    liar.made = {"abc": made("xy", UNKNOWN.identity)}
+    await turns(20)
+    honest.go.set()
+    assert [text(await task) for task in tasks] == ["abc", "b"]
+    assert await router.next_failure() == (
+        0,
+        "replica 0 sampled tokens from weights 1:2:other (attempt:version:digest); it was given 1:3:d",
+    )
+
+
+@in_loop
+async def test_one_that_hangs_is_left_when_its_death_is_told_and_that_is_not_reported_again() -> None:
+    router, (_, other) = fleet(2)
+    tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    other.go.set()
+    other.update.set_result(report(1))
+    await turns(20)
+    assert not tasks[0].done()
+    assert not update.done()
+    router.leave(0, "replica 0 has not answered for 60 s")
+    router.leave(5, "nobody knows it")
+    assert [text(await task) for task in tasks] == ["r0", "r1"]
+    assert await update == [report(1)]
+    failure = asyncio.create_task(router.next_failure())
+    await turns()
+    assert not failure.done()
+    failure.cancel()
+
+
+@in_loop
+async def test_a_joiner_takes_the_newest_weights_before_it_serves_and_never_during_an_update() -> None:
+    router, (first,) = fleet(1)
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    joiner = FakeReplica("replica 1")
+    join = asyncio.create_task(router.join(1, joiner))
+    await turns()
+    assert (first.updates, joiner.updates) == (1, 0)
+    first.update.set_result(report(0))
+    await update
+    await turns()
+    assert joiner.updates == 1
+    busy = asyncio.create_task(wave(router, ["a", "b"]))
+    await turns()
+    assert (first.groups, joiner.groups) == ([["a0", "b1"]], []), "it has no weights yet"
+    assert router.acknowledged() == {0: 3}
+    joiner.update.set_result(report(1))
+    await join
+    assert router.acknowledged() == {0: 3, 1: 3}
+    late = asyncio.create_task(router.sample(request("late")))
+    await turns()
+    assert joiner.groups == [["late"]]
+    for fake in (first, joiner):
+        fake.go.set()
+    await asyncio.gather(busy, late)
+
+
+@in_loop
+async def test_a_joiner_that_fails_is_the_affair_of_who_asked_it_to_join() -> None:
+    router, _ = await updated_fleet(1)
+    joiner = FakeReplica("replica 1")
+    joiner.update.set_exception(RoomFailed("replica 1 died"))
+    with pytest.raises(RoomFailed, match="replica 1 died"):
+        await router.join(1, joiner)
+    hanging = FakeReplica("replica 1")
+    join = asyncio.create_task(router.join(1, hanging))
+    await turns()
+    router.leave(1, "replica 1 was killed")
+    with pytest.raises(RoomFailed, match="replica 1 was killed"):
+        await join
+    assert router.acknowledged() == {0: 3}
+    failure = asyncio.create_task(router.next_failure())
+    await turns()
+    assert not failure.done()
+    failure.cancel()
+
+
+@in_loop
+async def test_a_failure_of_which_there_is_a_successor_is_not_reported() -> None:
+    router, (first,) = fleet(1)
+    first.loaded = RoomFailed("replica 0 died")
+    with pytest.raises(RoomFailed):
+        await router.load()
+    await router.join(0, FakeReplica("replica 0"))
+    failure = asyncio.create_task(router.next_failure())
+    await turns()
+    assert not failure.done()
+    failure.cancel()
+
+
+@in_loop
+async def test_requests_updates_and_questions_wait_for_a_joiner_when_nobody_is_left() -> None:
+    router, (only,) = fleet(1, patience_s=20.0)
+    only.update.set_exception(RoomFailed("replica 0 died"))
+    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    await turns()
+    sampling, load = asyncio.create_task(router.sample(request("r"))), asyncio.create_task(router.load())
+    assert await router.next_failure() == (0, "replica 0 died")
+    await turns()
+    assert not any(task.done() for task in (update, sampling, load))
+    successor = FakeReplica("replica 0")
+    successor.update.set_result(report(0))
+    successor.go.set()
+    await router.join(0, successor)
+    assert await update == [report(0)]
+    assert successor.updates == 1
+    assert text(await sampling) == "r"
+    assert (await load).keys() == router.acknowledged().keys() == {0}
+
+
+@in_loop
+async def test_weights_that_every_replica_refuses_are_refused() -> None:
+    """However many more may join. One that refuses alone is replaced."""
+    router, (first, second) = fleet(2, patience_s=20.0)
+    for fake in (first, second):
+        fake.update.set_exception(WeightsRefused(f"{fake.name}: tensor w was corrupted"))
+    with pytest.raises(WeightsRefused, match="replica 0: tensor w"):
+        await router.update_weights(WEIGHTS)
+    router, (first, second) = fleet(2)
+    first.update.set_exception(WeightsRefused("replica 0: tensor w was corrupted"))
+    second.update.set_result(report(1))
+    assert await router.update_weights(WEIGHTS) == [report(1)]
+    assert await router.next_failure() == (0, "replica 0: tensor w was corrupted")
+
+
+@in_loop
+async def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> None:
+    router, (first, second) = fleet(2)
+    task = asyncio.create_task(router.sample(request("a0", "a")))
+    await turns()
+    drain = asyncio.create_task(router.drain(0, 20.0))
+    await turns()
+    second.go.set()
+    await router.sample(request("a1", "a"))
+    assert (first.groups, second.groups) == ([["a0"]], [["a1"]])
+    assert not drain.done()
+    first.go.set()
+    assert text(await task) == "a0"
+    await drain
+    assert (await router.load()).keys() == {1}
+    await router.drain(0, 20.0)
+
+
+@in_loop
+async def test_what_a_drained_replica_does_not_finish_in_time_is_handed_over() -> None:
+    router, (first, second) = fleet(2)
+    second.go.set()
+    task = asyncio.create_task(router.sample(request("a0", "a")))
+    await turns()
+    drain = asyncio.create_task(router.drain(0, 0.01))
+    await asyncio.wait({drain}, timeout=0.1)
+    assert first.aborted == ["a0"]
+    first.go.set()  # now it gives up
+    await drain
+    assert text(await task) == "a0"
+    assert second.groups == [["a0"]]

@@ -1,0 +1,141 @@
+"""The guessing game: its turns as tokens, its rewards, and the base model's data."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from orchestrator.env import Env, EnvContext, Trajectory, Transition, load_dataset
+from orchestrator.envs.guess import DIGITS, GuessProblem
+from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
+from trireme.config.schema import EnvConfig, SamplingConfig
+from trireme.core.errors import BadInput
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+
+ASSET = Path(__file__).parents[4] / "assets" / "guess-base"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(ASSET)
+
+
+def games(tokenizer: Any, batches: int = 1, seed: int = 0, split: Any = "train", **args: Any) -> list[GuessProblem]:
+    dataset = load_dataset(EnvConfig(id="guess", args=args), EnvContext(tokenizer, seed, 2, split))
+    return [builder for i in range(batches) for builder in dataset.get_batch(i)]  # type: ignore[misc]
+
+
+def play(tokenizer: Any, env: Env, said: list[str]) -> Trajectory:
+    """One game, as a rollout plays it; `.` at the end of a guess is the end of sequence."""
+    answers = iter(said)
+
+    async def sample(request: SampleRequest) -> SampledSequence:
+        guess = next(answers)
+        tokens = [
+            *tokenizer.encode(guess.removesuffix(".")),
+            *([tokenizer.eos_token_id] if guess.endswith(".") else []),
+        ]
+        spans = (VersionSpan(WeightIdentity(0, 0, "d"), 0, len(tokens)),)
+        return SampledSequence(np.asarray(tokens, np.int32), np.full(len(tokens), -1.0, np.float32), "stop", spans)
+
+    key, limits = RolloutKey("guess", "0.0.0", 0, 0, "r"), RolloutLimits(len(tokenizer), 32)
+    return asyncio.run(run_rollout(env, sample, key, limits, SamplingConfig(max_tokens=3), 0))
+
+
+def game(tokenizer: Any, secret: str) -> GuessProblem:
+    return next(g for g in games(tokenizer, 10) if g.secret == secret)
+
+
+def text_of(tokenizer: Any, turn: Transition) -> str:
+    return tokenizer.decode([*turn.observation, *turn.action]).replace("<eos>", ".")
+
+
+def test_a_game_is_one_growing_sequence_of_tokens(tokenizer: Any) -> None:
+    problem = pickle.loads(pickle.dumps(game(tokenizer, "7")))
+    trajectory = play(tokenizer, asyncio.run(problem.make_envs())[0], ["5.", "8.", "7."])
+    shown = [text_of(tokenizer, turn) for turn in trajectory.transitions]
+    assert shown == ["Guess 0-9\n5.", "Guess 0-9\n5.>8.", "Guess 0-9\n5.>8.<7."]
+    assert trajectory.reward == pytest.approx(0.8)
+    assert [turn.metrics for turn in trajectory.transitions] == [{}, {}, {"success": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("said", "reward", "turns"),
+    [
+        (["3."], 1.0, 1),
+        (["1.", "2.", "0.", "3."], 0.7, 4),
+        (["1.", "2.", "0.", "4.", "3."], 0.0, 4),
+        (["33.", "3", "3 .", "3."], 0.7, 4),
+        (["3", "3", "3", "3"], 0.0, 4),
+    ],
+)
+def test_rewards(tokenizer: Any, said: list[str], reward: float, turns: int) -> None:
+    (env, _) = asyncio.run(game(tokenizer, "3").make_envs())
+    trajectory = play(tokenizer, env, said)
+    assert trajectory.reward == pytest.approx(reward)
+    assert len(trajectory.transitions) == turns
+
+
+def test_what_is_no_digit_is_told_so(tokenizer: Any) -> None:
+    (env, _) = asyncio.run(game(tokenizer, "3").make_envs())
+    trajectory = play(tokenizer, env, ["a.", "12.", "9", "3."])
+    assert text_of(tokenizer, trajectory.transitions[-1]) == "Guess 0-9\na.?12.?9?3."
+
+
+def test_secrets_follow_from_seed_split_and_place(tokenizer: Any) -> None:
+    secrets = [g.secret for g in games(tokenizer, 4)]
+    assert "".join(secrets[:8]) == "66962708", "runs resume on them"
+    assert secrets == [g.secret for g in games(tokenizer, 2, batch_size=32)]
+    others = [games(tokenizer, 4, seed=1), games(tokenizer, 4, split="eval")]
+    assert all(secrets != [g.secret for g in other] for other in others)
+    assert set(secrets) == set(DIGITS)
+
+
+@pytest.mark.parametrize("args", [{"max_turns": 0}, {"num_batches": 0}, {"turns": 3}])
+def test_bad_arguments_are_bad_input(tokenizer: Any, args: dict[str, int]) -> None:
+    with pytest.raises(BadInput, match=r"env\.args"):
+        games(tokenizer, **args)
+
+
+@pytest.fixture(scope="module")
+def maker() -> Any:
+    """`scripts/make_guess_base.py` as a module."""
+    import importlib
+    import sys
+
+    directory = str(ASSET.parents[1] / "scripts")
+    sys.path.insert(0, directory)
+    yield importlib.import_module("make_guess_base")
+    sys.path.remove(directory)
+
+
+def test_the_base_learns_from_games_half_of_whose_guesses_ignore_the_hints(maker: Any) -> None:
+    played = [maker.play(0, i) for i in range(3000)]
+    assert played[:5] == [maker.play(0, i) for i in range(5)]
+    firsts = Counter(game.guesses[0] for game in played)
+    assert set(firsts) == set(DIGITS)
+    assert min(firsts.values()) > 200
+    seconds = [game for game in played if len(game.guesses) > 1]
+    by_hint = [a != b and (b > a) == (g.secret > a) for g in seconds for a, b in [g.guesses[:2]]]
+    assert 0.75 < sum(by_hint) / len(seconds) < 0.86
+    assert all(len(g.guesses) <= 4 and g.secret not in g.guesses[:-1] for g in played)
+
+
+def test_examples_weigh_the_guesses_and_look_like_the_game(maker: Any, tokenizer: Any) -> None:
+    tokens, weights = maker.make_example(maker.Game("7", ("5", "8", "7")), tokenizer)
+    assert tokenizer.decode(tokens).replace("<eos>", ".") == "Guess 0-9\n5.>8.<7."
+    assert tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w]).replace("<eos>", ".") == "5.8.7."
+
+
+def test_the_asset_is_small_and_has_the_tokenizers_vocabulary(tokenizer: Any) -> None:
+    from transformers import AutoConfig
+
+    assert (ASSET / "model.safetensors").stat().st_size <= 1_300_000
+    assert AutoConfig.from_pretrained(ASSET).vocab_size == len(tokenizer)

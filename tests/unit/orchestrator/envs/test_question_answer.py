@@ -1,0 +1,185 @@
+"""Questions from files: what is read, what is refused, how answers are graded, and that grading ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from orchestrator import workers
+from orchestrator.env import EnvContext, load_dataset
+from orchestrator.envs.question_answer import QuestionAnswerDataset, QuestionAnswerEnv, same_number, same_text
+from orchestrator.envs.text import is_held_out
+from orchestrator.message_env import MessageStep
+from orchestrator.workers import WorkerTimeout
+from trireme.config.schema import EnvConfig
+from trireme.core.errors import BadInput
+
+ASSET = Path(__file__).parents[4] / "assets" / "sort-base"
+ROWS = [{"question": f"What is {i} + {i}?", "answer": f"Adding {i} twice.\n#### {2 * i}"} for i in range(64)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(ASSET)
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> str:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
+    return str(path)
+
+
+def dataset(tokenizer: Any, split: Any = "train", seed: int = 0, **args: Any) -> QuestionAnswerDataset:
+    context = EnvContext(tokenizer, seed, 2, split)
+    return load_dataset(EnvConfig(id="question_answer", args=args), context)  # type: ignore[return-value]
+
+
+def env_of(builder: Any) -> QuestionAnswerEnv:
+    return builder.make()
+
+
+def questions(of: QuestionAnswerDataset) -> list[str]:
+    return [env_of(builder).question for i in range(len(of)) for builder in of.get_batch(i)]
+
+
+def test_the_splits_share_no_question_and_have_all(tokenizer: Any, jsonl: str) -> None:
+    train, held_out = (questions(dataset(tokenizer, split, path=jsonl)) for split in ("train", "eval"))
+    assert sorted(train + held_out) == sorted(row["question"] for row in ROWS)
+    assert held_out
+    assert all(map(is_held_out, held_out))
+    assert train == questions(dataset(tokenizer, path=jsonl, batch_size=7)), "how it is batched changes nothing"
+    assert train != questions(dataset(tokenizer, path=jsonl, seed=1))
+
+
+def test_a_file_of_its_own_for_evaluations(tokenizer: Any, jsonl: str, tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text('{"question": "What?", "answer": "#### 1"}')
+    args = {"path": jsonl, "eval_path": str(tmp_path / "test.jsonl")}
+    assert questions(dataset(tokenizer, "eval", **args)) == ["What?"]
+    assert len(questions(dataset(tokenizer, **args))) == len(ROWS)
+
+
+def test_parquet_is_read_alike(tokenizer: Any, jsonl: str, tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist([{"q": row["question"], "a": row["answer"]} for row in ROWS])
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    read = dataset(tokenizer, path=str(tmp_path / "data.parquet"), question="q", answer="a")
+    assert questions(read) == questions(dataset(tokenizer, path=jsonl))
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "said"),
+    [
+        ("{", {}, r"line 1 is no JSON"),
+        ('{"question": "What?"}', {}, r"row 1: expected 'question' and 'answer'"),
+        ('{"question": "What?", "answer": "#### "}', {}, r"row 1: expected"),
+        ("[1]", {}, r"row 1: expected 'question' and 'answer', both text; found \[1\]"),
+        ("", {}, r"has no question for the split 'train'"),
+        ('{"question": "What?", "answer": 1}', {"grading": "maths"}, r"'math' or 'exact'"),
+    ],
+)
+def test_what_is_no_such_data_is_bad_input(
+    tokenizer: Any, tmp_path: Path, text: str, args: dict[str, str], said: str
+) -> None:
+    (tmp_path / "data.jsonl").write_text(text)
+    with pytest.raises(BadInput, match=said):
+        dataset(tokenizer, path=str(tmp_path / "data.jsonl"), **args)
+
+
+def test_a_missing_file_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=f"there is no file {tmp_path}/no.jsonl"):
+        dataset(tokenizer, path=str(tmp_path / "no.jsonl"))
+
+
+def in_worker(work: Callable[[], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        async with workers.workers(1):
+            return await work()
+
+    return asyncio.run(main())
+
+
+def test_an_episode_over_the_renderer(tokenizer: Any, jsonl: str) -> None:
+    builder = dataset(tokenizer, path=jsonl).get_batch(0)[0]
+    target = env_of(builder).target
+
+    async def play() -> Any:
+        first, second = await builder.make_envs()
+        prompt, stop = await first.initial_observation()
+        await second.initial_observation()
+        right = [*tokenizer.encode(f" It is #### {target}"), tokenizer.eos_token_id]
+        wrong = [*tokenizer.encode(f" It is #### {target}1"), tokenizer.eos_token_id]
+        return tokenizer.decode(prompt), stop, await first.step(right), await second.step(wrong)
+
+    prompt, stop, right, wrong = in_worker(play)
+    assert env_of(builder).question in prompt
+    assert stop
+    assert (right.reward, right.metrics["success"], wrong.reward) == (1.0, 1.0, 0.0)
+    assert right.logs["target"] == target
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "same"),
+    [
+        ("18", "18", True),
+        ("18", "18.0", True),
+        ("18", "$18", True),
+        ("1,234", "1234", True),
+        ("1/2", "0.5", True),
+        (r"\frac{1}{2}", "0.5", True),
+        (r"\frac{\sqrt{3}}{3}", r"$\frac{1}{\sqrt{3}}$", True),
+        ("18", "17", False),
+        ("18", "no idea", False),
+        ("18", "", False),
+    ],
+)
+def test_math_verify(target: str, given: str, same: bool) -> None:
+    assert same_number(target, given) == same
+
+
+def test_a_target_that_math_verify_cannot_read_is_an_error_and_no_wrong_answer() -> None:
+    with pytest.raises(ValueError, match="cannot read the answer '' of the data"):
+        same_number("", "18")
+
+
+def test_exact_grading() -> None:
+    assert same_text("1,234 Apples", "1234apples")
+    assert not same_text("12", "123")
+
+
+HOSTILE = {
+    "a tower of powers": "9^{9^{9^{9^{9}}}}",
+    "a huge factorial": "(10^{10})!",
+    "a huge integer": "9" * 900,
+    "deep brackets": "(" * 450 + "1" + ")" * 450,
+    "deep fractions": r"\frac{1}{" * 100 + "1" + "}" * 100,
+    "deep roots": r"\sqrt{" * 150 + "2" + "}" * 150,
+    "unbalanced": r"\frac{{{{" * 100,
+}
+
+
+@pytest.mark.parametrize("given", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_answers_end_within_their_limit(given: str) -> None:
+    """Wrong, or over the limit, which ends it: never right, and never without an end."""
+    env = QuestionAnswerEnv("What?", "18", "math", limit_s=3.0)
+
+    async def grade() -> MessageStep | WorkerTimeout | Exception:
+        try:
+            return await env.step({"role": "assistant", "content": f"#### ${given}$"})
+        except (WorkerTimeout, MemoryError, workers.WorkerDied) as error:
+            return error
+
+    outcome = in_worker(grade)
+    assert isinstance(outcome, Exception) or outcome.reward == 0.0
+
+
+def test_an_answer_that_was_cut_off_is_wrong() -> None:
+    env = QuestionAnswerEnv("What?", "18", "math", limit_s=3.0)
+    assert asyncio.run(env.unreadable({"role": "assistant", "content": "18"}, True)).reward == 0.0

@@ -1,0 +1,210 @@
+"""Twenty questions: the game, and answerers that answer, are down, refuse, or are the model itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from orchestrator import workers
+from orchestrator.env import EnvContext, load_dataset
+from orchestrator.envs.answerers import AnswererDown, StartAnswerer, UrlAnswerer
+from orchestrator.envs.twenty_questions import TwentyQuestionsDataset, TwentyQuestionsEnv, names, yes_or_no
+from orchestrator.message_env import MessageStep
+from trireme.config.schema import EnvConfig
+from trireme.core.errors import BadInput
+from trireme.renderers import Message
+
+ASSET = Path(__file__).parents[4] / "assets" / "sort-base"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(ASSET)
+
+
+def dataset(tokenizer: Any, split: Any = "train", seed: int = 0, **args: Any) -> TwentyQuestionsDataset:
+    context = EnvContext(tokenizer, seed, 2, split, model=str(ASSET))
+    return load_dataset(EnvConfig(id="twenty_questions", args=args), context)  # type: ignore[return-value]
+
+
+def secrets(of: TwentyQuestionsDataset, batches: int) -> list[str]:
+    return [builder.make().secret for i in range(batches) for builder in of.get_batch(i)]  # type: ignore[attr-defined]
+
+
+class Knowing:
+    """Answers from a list, and notes what it was told."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers, self.told = list(answers), list[list[Message]]()
+
+    async def answer(self, messages: list[Message]) -> str:
+        self.told.append(messages)
+        return self.answers.pop(0)
+
+
+def play(env: TwentyQuestionsEnv, *questions: str) -> list[MessageStep]:
+    async def main() -> list[MessageStep]:
+        return [await env.step({"role": "assistant", "content": question}) for question in questions]
+
+    return asyncio.run(main())
+
+
+def said(step: MessageStep) -> str:
+    (message,) = step.next_messages
+    return message["content"]
+
+
+def test_a_game() -> None:
+    answerer = Knowing("Yes.", "no, it does not", "Maybe")
+    env = TwentyQuestionsEnv("dog", 20, answerer)
+    *asked, last = play(env, "Is it alive?", "Does it fly?", "Is it big?", "x" * 200, "Is it a DOG?")
+    assert [said(step) for step in asked] == [
+        "yes",
+        "no",
+        "I can not say.",
+        "That is too long. Ask one short question.",
+    ]
+    assert [step.episode_done for step in asked] == [False] * 4
+    assert (last.reward, last.episode_done, last.metrics) == (1.0, True, {"success": 1.0})
+    assert "dog" in answerer.told[0][0]["content"]
+    assert answerer.told[0][1]["content"] == "Is it alive?"
+
+
+def test_a_game_ends_after_the_last_question() -> None:
+    answerer = Knowing("no")
+    first, last = play(TwentyQuestionsEnv("dog", 2, answerer), "Is it a cat?", "Is it a cow?")
+    assert (first.episode_done, last.episode_done, last.reward) == (False, True, 0.0)
+    assert len(answerer.told) == 1, "the last question needs no answer"
+
+
+@pytest.mark.parametrize(
+    ("question", "right"), [("Is it a dog?", True), ("dogs?", True), ("Is it a dogma?", False), ("hotdog", False)]
+)
+def test_a_secret_is_named_as_a_word(question: str, right: bool) -> None:
+    assert names(question, "dog") == right
+
+
+@pytest.mark.parametrize(
+    ("text", "heard"), [("Yes!", "yes"), ("  no", "no"), ("Nothing", "I can not say."), ("", "I can not say.")]
+)
+def test_what_an_answerer_says_is_yes_or_no(text: str, heard: str) -> None:
+    assert yes_or_no(text) == heard
+
+
+def test_secrets_follow_from_seed_split_and_place(tokenizer: Any) -> None:
+    train = secrets(dataset(tokenizer), 4)
+    assert train == secrets(dataset(tokenizer, batch_size=32), 2)
+    assert train != secrets(dataset(tokenizer, seed=1), 4)
+    assert not set(train) & set(secrets(dataset(tokenizer, "eval"), 4))
+
+
+@pytest.mark.parametrize(
+    "args", [{"answerer": "someone"}, {"answerer": "http://host:1/v1"}, {"max_questions": 0}, {"num_batches": 0}]
+)
+def test_bad_arguments_are_bad_input(tokenizer: Any, args: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=r"env\.args.*expected"):
+        dataset(tokenizer, **args)
+
+
+# ---- answerers
+
+
+@contextmanager
+def server(replies: Sequence[tuple[int, str]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """An OpenAI-compatible server that gives these statuses and texts, one after the other; its URL, and what it was
+    asked."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append({"path": self.path, "key": self.headers["Authorization"], **json.loads(body)})
+            status, text = replies[len(asked) - 1]
+            answer = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=running.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{running.server_port}/v1", asked
+    finally:
+        running.shutdown()
+        running.server_close()
+        thread.join(10)
+
+
+def ask(answerer: UrlAnswerer | StartAnswerer, times: int = 1) -> list[str]:
+    async def main() -> list[str]:
+        return [await answerer.answer([{"role": "user", "content": "Is it alive?"}]) for _ in range(times)]
+
+    return asyncio.run(main())
+
+
+def test_a_server_is_asked_greedily() -> None:
+    with server([(200, "Yes"), (200, "No")]) as (url, asked):
+        answerer = pickle.loads(pickle.dumps(UrlAnswerer(url, "big", "secret-key")))
+        assert ask(answerer, times=2) == ["Yes", "No"]
+    assert asked[0]["path"] == "/v1/chat/completions"
+    assert (asked[0]["model"], asked[0]["temperature"], asked[0]["key"]) == ("big", 0.0, "Bearer secret-key")
+    assert asked[0]["messages"] == [{"role": "user", "content": "Is it alive?"}]
+
+
+def test_a_used_answerer_can_be_pickled() -> None:
+    with server([(200, "Yes")]) as (url, _):
+        answerer = UrlAnswerer(url, "big")
+        ask(answerer)
+        assert pickle.loads(pickle.dumps(answerer)) == answerer
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_server_that_is_busy_is_asked_again_with_growing_pauses(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("orchestrator.envs.answerers.asyncio.sleep", sleep)
+    with server([(status, ""), (status, ""), (200, "yes")]) as (url, asked):
+        assert ask(UrlAnswerer(url, "big")) == ["yes"]
+    assert len(asked) == 3
+    assert pauses == [0.5, 1.0]
+
+
+def test_a_server_that_stays_down_is_named_after_the_last_try() -> None:
+    with server([]) as (url, _):
+        pass
+    with pytest.raises(AnswererDown, match=rf"the answerer at {url}: .*\(3 tries\); is it up\?"):
+        ask(UrlAnswerer(url, "big", pauses_s=(0.0, 0.0)))
+
+
+def test_a_server_that_refuses_is_not_asked_again() -> None:
+    with server([(404, "no such model")]) as (url, asked):
+        with pytest.raises(AnswererDown, match="refuses with status 404"):
+            ask(UrlAnswerer(url, "big"))
+        assert len(asked) == 1
+
+
+def test_the_model_that_the_run_starts_from_answers_the_same_whenever_it_is_asked() -> None:
+    async def main() -> list[str]:
+        async with workers.workers(1):
+            answerer = StartAnswerer(str(ASSET.parent / "guess-base"))  # which says something to this
+            return [await answerer.answer([{"role": "user", "content": "312"}]) for _ in range(2)]
+
+    first, second = asyncio.run(main())
+    assert first == second != ""

@@ -1,0 +1,594 @@
+"""Tasksets of verifiers, written here through its own API: what is asked, how it is scored, and what is refused.
+
+Each is a module in a directory of its own, as it would be an installed package; worker processes find it there too.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import inspect
+import json
+import pickle
+import re
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
+from pathlib import Path
+from textwrap import dedent, indent
+from typing import Any
+
+import numpy as np
+import pytest
+import verifiers.v1 as vf
+from chat_support import Policy, ended
+from orchestrator_fakes import Run, config, whole_run
+from renderer_support import QWEN3, bpe
+from verifiers.v1.errors import TaskError
+
+from orchestrator import workers
+from orchestrator.advantages import trajectory_to_data
+from orchestrator.env import EnvContext, Trajectory, load_dataset
+from orchestrator.envs.verifiers import NotScored, TaskEnv, TasksetDataset, conversation, make_trace
+from orchestrator.rollout import NonFiniteReward, RolloutKey, RolloutLimits, run_rollout
+from orchestrator.workers import WorkerTimeout
+from trireme.config.schema import EnvConfig, RendererConfig, SamplingConfig
+from trireme.core.errors import BadInput
+
+ROOT = Path(__file__).parents[4]
+NUMBERS = count()
+
+TASKSET = """
+import asyncio, itertools, time
+from collections.abc import Iterable, Mapping
+import verifiers.v1 as vf
+
+class Config(vf.TasksetConfig):
+    size: int = 40
+    split: str = "train"
+
+class Data(vf.TaskData):
+    answer: str
+
+class Answered(vf.Task[Data, vf.State, vf.TaskConfig]):
+{task}
+
+class Questions(vf.Taskset[Answered, Config]):
+{taskset}
+
+{module}
+__all__ = {exported}
+"""
+EXACT = """
+@vf.reward
+async def exact(self, trace: vf.Trace) -> float:
+    return float(trace.last_reply == self.data.answer)
+"""
+LOAD = """
+def load(self) -> Iterable[Answered]:
+    for n in range(self.config.size):
+        data = dict(prompt=f"{self.config.split}: {n} + 1?", system_prompt="Add.", answer=str(n + 1))
+        yield Answered(Data(**data), self.config.task)
+"""
+
+Written = Callable[..., str]
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
+    """Writes a taskset, and returns its name."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(
+        task: str = EXACT, taskset: str = LOAD, module: str = "", exported: Sequence[str] = ("Questions",)
+    ) -> str:
+        name = f"taskset_{next(NUMBERS)}"
+        parts = {"task": task, "taskset": taskset}
+        text = TASKSET.format(
+            **{key: indent(dedent(part), "    ") for key, part in parts.items()},
+            module=dedent(module),
+            exported=list(exported),
+        )
+        (tmp_path / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        return name
+
+    return write
+
+
+def context(split: Any = "train", seed: int = 0) -> EnvContext:
+    return EnvContext(bpe(QWEN3), seed, 2, split, RendererConfig(name="qwen3"))
+
+
+def opened(name: str, split: Any = "train", seed: int = 0, /, **args: Any) -> TasksetDataset:
+    dataset = load_dataset(EnvConfig(id=f"verifiers:{name}", args=args), context(split, seed))
+    assert isinstance(dataset, TasksetDataset)
+    return dataset
+
+
+def tasks(dataset: TasksetDataset) -> list[Any]:
+    return [group.task for i in range(len(dataset)) for group in dataset.get_batch(i)]  # type: ignore[attr-defined]
+
+
+async def answered(env: Any, policy: Policy) -> Trajectory:
+    key, limits = RolloutKey("tasks", "0.0.0", 0, 0, "0"), RolloutLimits(1000, 10_000)
+    return await run_rollout(env, policy.sample, key, limits, SamplingConfig(max_tokens=1000), 0)
+
+
+def answer(name: str, text: str | None = None, **args: Any) -> Trajectory:
+    """One rollout of the first task; without a text with the right answer."""
+
+    async def one() -> Trajectory:
+        (group, *_) = opened(name, scoring="loop", **args).get_batch(0)
+        env, _ = await group.make_envs()
+        said = group.task.data.answer if text is None else text  # type: ignore[attr-defined]
+        return await answered(env, Policy([ended(said, context().renderer)]))
+
+    return asyncio.run(one())
+
+
+def in_workers(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with workers.workers(1):
+            await scenario()
+
+    asyncio.run(main())
+
+
+# ---- one rollout
+
+
+def test_a_task_is_asked_and_its_answer_scored(written: Written) -> None:
+    name = written()
+    right, wrong = answer(name), answer(name, "no idea")
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    (turn,) = right.transitions
+    assert turn.metrics == {"parse_error": 0.0, "score/exact": 1.0}
+    (task, *_) = tasks(opened(name))
+    assert turn.logs == {"task": str(task.data.idx), "answer": task.data.answer}
+    assert bpe().decode(turn.observation) == (
+        f"<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n{task.data.prompt}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_what_was_sampled_is_what_is_trained(written: Written) -> None:
+    trajectory = answer(written(), "scattered in tokens as nobody would write it")
+    (turn,) = trajectory.transitions
+    (datum,) = trajectory_to_data(trajectory, 1.0, 1.0)
+    columns, prompt = datum.loss_fn_inputs, len(turn.observation)
+    sampled = [False] * (prompt - 1) + [True] * len(turn.action)
+    np.testing.assert_array_equal(datum.model_input.to_ints(), [*turn.observation, *turn.action[:-1]])
+    np.testing.assert_array_equal(columns["target_tokens"], [*turn.observation[1:], *turn.action])
+    np.testing.assert_array_equal(columns["mask"], sampled)
+    np.testing.assert_array_equal(np.asarray(columns["logprobs"])[sampled], -1.0 - np.arange(len(turn.action)))
+
+
+def test_rewards_are_weighted_and_metrics_reported(written: Written) -> None:
+    name = written("""
+        @vf.reward(weight=2.0)
+        async def right(self, trace: vf.Trace) -> float:
+            return 1.0 if trace.last_reply == self.data.answer else 0.0
+
+        @vf.reward(weight=-0.5)
+        async def verbose(self, trace: vf.Trace) -> float:
+            return float(trace.num_output_tokens)
+
+        @vf.reward
+        async def style(self, task: Data, trace: vf.Trace) -> Mapping[str, float]:
+            return {"short": 0.25, "polite": 0.0}
+
+        @vf.metric
+        async def turns(self, trace: vf.Trace) -> float:
+            return trace.num_turns
+
+        @vf.metric
+        async def sizes(self, trace: vf.Trace) -> Mapping[str, float]:
+            return {"prompt": float(trace.num_input_tokens), "messages": float(len(trace.messages))}
+    """)
+    (turn,) = answer(name).transitions
+    said = len(turn.action)
+    assert turn.reward == 2.0 - 0.5 * said + 0.25
+    assert turn.metrics == {
+        "parse_error": 0.0, "turns": 1.0, "prompt": float(len(turn.observation)), "messages": 3.0, "score/right": 1.0,
+        "score/verbose": float(said), "score/short": 0.25, "score/polite": 0.0,
+    }  # fmt: skip
+
+
+def test_plugged_rewards_and_judges(written: Written) -> None:
+    """Those that the taskset's configuration names, beside its own."""
+    name = written(
+        module="""
+            async def always(task, trace) -> float:
+                return 0.5
+
+            class LengthJudgeConfig(vf.JudgeConfig):
+                pass
+
+            class LengthJudge(vf.Judge[float, LengthJudgeConfig]):
+                async def score(self, task, trace) -> float:
+                    return float(len(trace.last_reply))
+        """,
+        exported=("Questions", "LengthJudge"),
+    )
+    plugged = {"rewards": {"always": {"fn": f"{name}:always", "weight": 4.0}}, "judges": [{"id": name, "weight": 0.1}]}
+    (turn,) = answer(name, "four", task=plugged).transitions
+    assert turn.reward == pytest.approx(0.0 + 4.0 * 0.5 + 0.1 * 4)
+
+
+def test_an_answer_that_is_cut_off_or_malformed_is_scored_as_what_it_is(written: Written) -> None:
+    name = written("""
+        @vf.reward
+        async def said(self, trace: vf.Trace) -> float:
+            return float(len(trace.last_reply))
+
+        @vf.metric
+        async def cut(self, trace: vf.Trace) -> float:
+            return trace.is_truncated
+    """)
+    env = TaskEnv(tasks(opened(name))[0], context().renderer, "loop", 10.0)
+    whole = ended("<think>\nand thinks", context().renderer)
+
+    async def both() -> list[Trajectory]:
+        await env.initial_observation()
+        return [
+            await answered(env, Policy([tokens], reason))
+            for tokens, reason in [(whole[:-1], "length"), (whole, "stop")]
+        ]
+
+    cut_off, malformed = asyncio.run(both())
+    assert (cut_off.reward, malformed.reward) == (0.0, 0.0)  # no reply: it was still thinking
+    assert cut_off.transitions[0].metrics == {"parse_error": 0.0, "cut": 1.0, "score/said": 0.0}
+    assert malformed.transitions[0].metrics == {"parse_error": 1.0, "cut": 0.0, "score/said": 0.0}
+
+
+def test_the_trace_has_all_that_was_said(written: Written) -> None:
+    (task, *_) = tasks(opened(written()))
+    text = '<think>\nhm\n</think>\n\nlook<tool_call>\n{"name": "find", "arguments": {"x": [1]}}\n</tool_call>'
+    renderer = context().renderer
+    action = ended(text, renderer)
+    message, whole = renderer.parse_response(action)
+    trace = make_trace(task, [5, 6, 7], action, message, cut_off=False)
+    assert whole
+    assert [node.parent for node in trace.nodes] == [None, 0, 1]
+    assert [(m.role, m.content) for m in trace.messages] == [
+        ("system", "Add."), ("user", task.data.prompt), ("assistant", "look"),
+    ]  # fmt: skip
+    (said,) = trace.assistant_messages
+    assert said.reasoning_content == "hm"
+    assert [(call.name, json.loads(call.arguments)) for call in said.tool_calls] == [("find", {"x": [1]})]
+    (branch,) = trace.branches
+    assert branch.token_ids == [5, 6, 7, *action]
+    assert branch.sampled_mask == [False] * 3 + [True] * len(action)
+    assert (trace.num_turns, trace.num_input_tokens, trace.num_output_tokens) == (1, 3, len(action))
+    assert (trace.stop_condition, trace.calls[0].finish_reason, trace.ok) == ("agent_completed", "tool_calls", True)
+    assert (trace.task.key, trace.task.type) == (task.key, "Answered")
+
+
+def test_a_prompt_of_several_messages() -> None:
+    call = vf.ToolCall(id="1", name="find", arguments='{"x": 1}')
+    data = vf.TaskData(
+        system_prompt="Be short.",
+        prompt=[
+            vf.UserMessage(content=[vf.TextContentPart(text="a"), vf.TextContentPart(text="b")]),
+            vf.AssistantMessage(content=None, reasoning_content="hm", tool_calls=[call]),
+            vf.ToolMessage(tool_call_id="1", name="find", content="2"),
+            vf.UserMessage(content="and now?"),
+        ],
+    )
+    assert conversation(data) == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [{"name": "find", "arguments": {"x": 1}}]},
+        {"role": "tool", "content": "2", "name": "find"},
+        {"role": "user", "content": "and now?"},
+    ]
+
+
+def test_the_taskset_of_the_documentation(written: Written, tmp_path: Path) -> None:
+    document = (ROOT / "docs" / "environments.md").read_text()
+    (code,) = re.findall(r"^```python\n# capitals\.py\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+    (tmp_path / "capitals.py").write_text(code)
+    trajectory = answer("capitals", hold_out=False)
+    assert trajectory.reward == 1.0
+    assert trajectory.transitions[0].metrics.keys() == {"parse_error", "letters", "score/right", "score/short"}
+
+
+# ---- scoring that fails
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "said"),
+    [
+        ("raise ZeroDivisionError('by nothing')", TaskError, "Answered scoring: ZeroDivisionError: by nothing"),
+        ("return None", TaskError, "scoring: TypeError"),
+        ("return 'much'", TaskError, "scoring: ValueError"),
+        ("return {}", NotScored, "Answered gave no reward"),
+        ("return float('nan')", NonFiniteReward, "gave the reward nan"),
+        ("await asyncio.sleep(60)", TimeoutError, None),
+    ],
+)
+def test_a_rollout_that_cannot_be_scored_fails(
+    written: Written, body: str, error: type[Exception], said: str | None
+) -> None:
+    name = written(f"@vf.reward\nasync def bad(self, trace: vf.Trace) -> float:\n    {body}")
+    with pytest.raises(error, match=said):
+        answer(name, scoring_limit_s=0.2)
+
+
+def test_deferred_scoring_is_no_reward_of_zero(written: Written) -> None:
+    env = TaskEnv(tasks(opened(written()))[0].defer_scoring(), context().renderer, "loop", 10.0)
+    with pytest.raises(NotScored):
+        asyncio.run(answered(env, Policy([ended("4", context().renderer)])))
+
+
+def test_in_the_pipeline_what_failed_is_counted_and_not_trained(written: Written) -> None:
+    name = written("""
+        @vf.reward
+        async def given(self, trace: vf.Trace) -> float:
+            if self.data.answer == "2":
+                raise ZeroDivisionError("by nothing")
+            return 1.0
+    """)
+    dataset = opened(name, hold_out=False, scoring="loop", size=3)
+    cfg = config(max_steps=3, batch_size=1, retries=1, max_failure_rate=1.0)
+    run = asyncio.run(whole_run(Run(cfg, dataset, RolloutLimits(1000, 1000))))
+    last = run.rows[-1]
+    assert [row["reward/total"] for row in run.rows] == [row["env/all/score/given"] for row in run.rows] == [1.0] * 3
+    assert last["ledger/trained"] == 3
+    assert sum(row.get("rollout_errors/TaskError", 0) for row in run.rows) == last["ledger/failed"] * 2 * 2 > 0
+
+
+def test_scoring_in_a_worker_process(written: Written) -> None:
+    """There math-verify has its time limit, what is raised comes back, and what never ends is killed: a task's own
+    limit goes before the other one."""
+    name = written("""
+        @vf.reward
+        async def graded(self, trace: vf.Trace) -> float:
+            if trace.last_reply == "raise":
+                raise ZeroDivisionError("by nothing")
+            while trace.last_reply == "hang":
+                time.sleep(60)
+            return vf.verify_boxed_math_answer(trace.last_reply, "0.5")
+    """)
+    (task, *_) = tasks(opened(name))
+    renderer = context().renderer
+
+    async def scenario() -> None:
+        async def said(text: str, task: Any = task) -> Trajectory:
+            return await answered(TaskEnv(task, renderer, "worker", 60.0), Policy([ended(text, renderer)]))
+
+        assert (await said("\\boxed{\\frac{1}{2}}")).reward == 1.0
+        assert (await said("\\boxed{2}")).reward == 0.0
+        with pytest.raises(TaskError, match="ZeroDivisionError: by nothing"):
+            await said("raise")
+        with pytest.raises(WorkerTimeout, match=r"score_alone in a worker process took longer than 0\.2 s"):
+            await said("hang", task.with_data(timeout=vf.TaskTimeout(scoring=0.2)))
+
+    in_workers(scenario)
+
+
+# ---- what is refused
+
+
+TOOLS = """
+class Search(vf.Toolset):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (
+            {"module": "class Game(vf.SingleAgentEnv):\n    pass", "exported": ("Questions", "Game")},
+            r"an Env of its own \(Game\)",
+        ),
+        (
+            {
+                "module": "class Program(vf.Harness[vf.HarnessConfig]):\n    pass",
+                "exported": ("Questions", "Program"),
+            },
+            "a harness of its own",
+        ),
+        (
+            {
+                "taskset": LOAD + "\n@classmethod\ndef toolsets(cls, config):\n    return [object()]",
+            },
+            r"serves tools \(object\)",
+        ),
+        (
+            {"task": EXACT + "\n@classmethod\ndef toolsets(cls, config):\n    return [object()]"},
+            r"Answered has tools \(object\)",
+        ),
+        ({"task": EXACT + "\nNEEDS_CONTAINER = True"}, r"Answered needs a runtime \(NEEDS_CONTAINER\)"),
+        ({"task": EXACT + "\nasync def setup(self, trace, runtime):\n    pass"}, r"needs a runtime \(setup\)"),
+        ({"task": EXACT + "\nasync def finalize(self, trace, runtime):\n    pass"}, r"needs a runtime \(finalize\)"),
+        (
+            {"task": EXACT + "\n@vf.intercept\nasync def hide(self, request: vf.Request):\n    return None"},
+            r"between model and harness \(hide\)",
+        ),
+        (
+            {"task": EXACT + "\n@vf.stop\nasync def enough(self, trace: vf.Trace) -> bool:\n    return True"},
+            r"between model and harness \(enough\)",
+        ),
+        ({"task": "pass"}, "Answered has no reward"),
+        (
+            {"task": EXACT + "\n@vf.reward\nasync def tested(self, trace, runtime) -> float:\n    return 1.0"},
+            r"scored in a runtime \(Answered.tested\)",
+        ),
+        (
+            {"task": EXACT + "\n@vf.metric\nasync def files(self, runtime) -> float:\n    return 1.0"},
+            r"scored in a runtime \(Answered.files\)",
+        ),
+        (
+            {"task": EXACT + "\ndef __init__(self, *args):\n    super().__init__(*args)\n    self.f = lambda: 1"},
+            "Answered cannot be pickled",
+        ),
+        ({"taskset": LOAD.replace("dict(", "dict(image='python', workdir='/', ")}, r"task 0 .* \(image, workdir\)"),
+        (
+            {"taskset": LOAD.replace("dict(", "dict(name='first', ").replace('prompt=f"', 'description=f"')},
+            "task first has no prompt",
+        ),
+    ],
+)
+def test_what_needs_more_than_an_answer_is_refused(written: Written, parts: dict[str, Any], said: str) -> None:
+    name = written(**parts)
+    with pytest.raises(
+        BadInput, match=f"taskset '{name}' of verifiers cannot be played here: .*{said}.*environment of your own"
+    ):
+        opened(name)
+
+
+def test_a_runtime_that_a_reward_can_do_without(written: Written) -> None:
+    name = written("@vf.reward\nasync def seen(self, trace, runtime=None) -> float:\n    return float(runtime is None)")
+    assert answer(name).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([vf.UserMessage(content=[{"type": "image_url", "image_url": {"url": "x"}}])], "more than text"),
+        ([vf.AssistantMessage(tool_calls=[vf.ToolCall(id="1", name="f", arguments="[]")])], "tool f"),
+        ([], "no prompt"),
+        ("", "no prompt"),
+    ],
+)
+def test_prompts_that_no_renderer_can_show(prompt: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        conversation(vf.TaskData(prompt=prompt))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_such_taskset", "'no_such_taskset' of verifiers cannot be loaded: ModuleNotFoundError.*installed package"),
+        ("json", "'json' of verifiers cannot be loaded: TypeError: .*exports no Taskset"),
+        ("no.such", "cannot be loaded: ModuleNotFoundError"),
+        ("", "taskset '' of verifiers cannot be loaded"),
+    ],
+)
+def test_a_name_that_leads_to_no_taskset(name: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        opened(name)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (
+            {"seize": 1},
+            r"Config of verifiers cannot be made from .*: seize = 1: Extra.*Expected some of: .*size, split",
+        ),
+        ({"size": "many"}, "size = 'many': Input should be a valid integer"),
+        (
+            {"select": {"limit": 0}},
+            "SelectConfig of verifiers cannot be made from .*limit = 0: .*greater than or equal",
+        ),
+        ({"scoring": "thread"}, "scoring = 'thread'.*; expected 'worker' or 'loop'.*Its arguments: .*hold_out"),
+        ({"scoring_limit_s": 0}, "scoring_limit_s = 0"),
+        ({"size": 0}, "none of the 0 tasks .* belongs to the split 'train'"),
+    ],
+)
+def test_bad_arguments(written: Written, args: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        opened(written(), **args)
+
+
+def test_a_taskset_that_cannot_be_loaded(written: Written) -> None:
+    name = written(taskset="def load(self):\n    raise FileNotFoundError('questions.jsonl')")
+    with pytest.raises(BadInput, match=rf"taskset '{name}' .*FileNotFoundError: questions\.jsonl"):
+        opened(name)
+
+
+def test_a_taskset_without_end_takes_a_limit(written: Written) -> None:
+    name = written(taskset="INFINITE = True\n" + LOAD.replace("range(self.config.size)", "itertools.count()"))
+    with pytest.raises(BadInput, match=r"never ends; .*select = \{ limit = 1000 \}"):
+        opened(name)
+    assert sorted(task.data.idx for task in tasks(opened(name, hold_out=False, select={"limit": 20}))) == list(
+        range(20)
+    )
+
+
+def test_a_game_is_refused_before_its_tasks_are_looked_for(written: Written) -> None:
+    name = written(
+        taskset="INFINITE = True\ndef load(self):\n    raise FileNotFoundError('boards')",
+        module="class Game(vf.SingleAgentEnv):\n    pass",
+        exported=("Questions", "Game"),
+    )
+    with pytest.raises(BadInput, match=r"an Env of its own \(Game\), the one thing .* go on without tools"):
+        opened(name)
+
+
+def test_without_tools_and_an_env_there_is_one_answer() -> None:
+    """What is refused for it, and what is not, hangs on that: it must hold in the version that is installed. A plain
+    taskset is one run of the agent, whose program ends with an answer that calls no tool."""
+    package = Path(vf.__file__).parent
+    run = ast.parse(dedent(inspect.getsource(vf.SingleAgentEnv.run))).body[0]
+    assert isinstance(run, ast.AsyncFunctionDef)
+    assert [ast.unparse(line) for line in run.body] == ["await agents.agent.run(task)"]
+    program = (package / "harnesses" / "utils" / "core.py").read_text()
+    assert re.search(r"if not message\.tool_calls:\s+return", program)
+    assert "multi-turn exchange" in str(inspect.getdoc(vf.Agent.run)), "which is `interaction`, called by Envs"
+    callers = [f for f in (package / "envs").rglob("*.py") if ".interaction(" in f.read_text()]
+    assert callers, "those that have several turns"
+
+
+@pytest.mark.parametrize(("patch", "said"), [("missing", "import of verifiers"), ("old", "verifiers 0.1.14 is inst")])
+def test_the_package_is_not_installed(monkeypatch: pytest.MonkeyPatch, patch: str, said: str) -> None:
+    monkeypatch.delitem(sys.modules, "orchestrator.envs.verifiers")
+    if patch == "missing":
+        monkeypatch.setitem(sys.modules, "verifiers", None)
+        monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    else:
+        monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1.14")
+    with pytest.raises(BadInput, match=rf"package verifiers 0\.4\.x: .*{said}.*`uv sync --extra verifiers`"):
+        load_dataset(EnvConfig(id="verifiers:gsm8k"), context())
+
+
+def test_only_one_file_imports_verifiers() -> None:
+    def imported(path: Path) -> set[str]:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        return plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+
+    users = [p for p in (ROOT / "src").rglob("*.py") if any(m.partition(".")[0] == "verifiers" for m in imported(p))]
+    assert users == [ROOT / "src/orchestrator/envs/verifiers.py"]
+
+
+# ---- the dataset
+
+
+def test_training_and_evaluations_share_no_task(written: Written) -> None:
+    name = written()
+    trained, held_out = (tasks(opened(name, split, size=200)) for split in ("train", "eval"))
+    sizes = sorted(task.data.idx for task in [*trained, *held_out])
+    assert sizes == list(range(200))
+    assert 10 < len(held_out) < 45
+    assert [task.data.idx for task in trained] != sorted(task.data.idx for task in trained)
+
+
+def test_a_taskset_with_a_split_of_its_own(written: Written) -> None:
+    name = written()
+    trained = tasks(opened(name, "train", hold_out=False))
+    held_out = tasks(opened(name, "eval", hold_out=False, split="test"))
+    assert (len(trained), len(held_out)) == (40, 40)
+    assert all(task.data.prompt.startswith("train:") for task in trained)
+    assert all(task.data.prompt.startswith("test:") for task in held_out)
+
+
+def test_the_order_follows_from_the_seed(written: Written) -> None:
+    name = written()
+    orders = [[task.data.idx for task in tasks(opened(name, "train", seed))] for seed in (0, 0, 1)]
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2])
+
+
+def test_problems_come_in_batches_and_can_be_pickled(written: Written) -> None:
+    dataset = opened(written(), hold_out=False)
+    assert [len(dataset.get_batch(i)) for i in range(len(dataset))] == [16, 16, 8]
+    (group, *_) = dataset.get_batch(0)
+    again = pickle.loads(pickle.dumps(group))
+    assert again.task.data == group.task.data  # type: ignore[attr-defined]
+    assert len(asyncio.run(again.make_envs())) == 2

@@ -1,0 +1,273 @@
+"""How many rollouts are in flight: the gate's bound and its fairness, and the limit that follows the replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from orchestrator_fakes import config
+
+from orchestrator.admission import BACK_OFF, KV_HIGH, Backpressure, Gate, Kind, Room
+from trireme.core.sampler import ReplicaLoad
+
+LIMIT = 12
+
+
+class GateMachine(RuleBasedStateMachine):
+    """Requests of both kinds come, are given up and end in any order; the model is who waits and who has how much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.gate = Gate(LIMIT)
+        self.limit = LIMIT
+        self.asked: dict[Kind, deque[tuple[int, asyncio.Task[Room]]]] = {kind: deque() for kind in Kind}
+        self.rooms: list[Room] = []
+
+    def teardown(self) -> None:
+        """Everything ends in the end: nobody starves, and no room is lost."""
+        for _ in range(1000):
+            if not self.rooms:
+                break
+            self.rooms.pop().close()
+            self.settle()
+        assert not any(self.asked.values())
+        assert self.gate.in_flight == 0
+        self.loop.close()
+
+    def settle(self) -> None:
+        """Lets the tasks run, and checks that whoever got in was first in his queue, and in his right."""
+        before = {kind: self.held(kind) for kind in Kind}
+        for _ in range(5):
+            self.loop.run_until_complete(asyncio.sleep(0))
+        for kind in Kind:
+            waited = False
+            for _, task in self.asked[kind]:
+                assert not (waited and task.done()), "overtaken"
+                waited = waited or not task.done()
+            while self.asked[kind] and self.asked[kind][0][1].done():
+                rollouts, task = self.asked[kind].popleft()
+                other = Kind.EVAL if kind is Kind.TRAIN else Kind.TRAIN
+                if self.asked[other] and not self.asked[other][0][1].done():
+                    assert before[kind] <= before[other], "the other had less, and was to be first"
+                before[kind] += rollouts
+                self.rooms.append(task.result())
+
+    def held(self, kind: Kind) -> int:
+        return sum(room.left for room in self.rooms if room.kind is kind)
+
+    @rule(kind=st.sampled_from(Kind), rollouts=st.integers(1, LIMIT))
+    def ask(self, kind: Kind, rollouts: int) -> None:
+        self.asked[kind].append((rollouts, self.loop.create_task(self.gate.enter(kind, rollouts))))
+        self.settle()
+
+    @precondition(lambda self: self.rooms)
+    @rule(data=st.data())
+    def a_rollout_ends(self, data: st.DataObject) -> None:
+        room = data.draw(st.sampled_from(self.rooms))
+        room.leave_one()
+        self.rooms = [room for room in self.rooms if room.left]
+        self.settle()
+
+    @precondition(lambda self: self.rooms)
+    @rule(data=st.data())
+    def a_group_ends(self, data: st.DataObject) -> None:
+        room = self.rooms.pop(data.draw(st.integers(0, len(self.rooms) - 1)))
+        room.close()
+        room.leave_one()
+        self.settle()
+
+    @precondition(lambda self: any(self.asked.values()))
+    @rule(data=st.data(), ends=st.booleans())
+    def a_request_is_given_up(self, data: st.DataObject, ends: bool) -> None:
+        """Also in the very turn in which it is let in, when something ends just before."""
+        kind = data.draw(st.sampled_from([kind for kind in Kind if self.asked[kind]]))
+        index = data.draw(st.integers(0, len(self.asked[kind]) - 1))
+        _, task = self.asked[kind][index]
+        if ends and self.rooms:
+            self.rooms.pop().close()
+        task.cancel()
+        del self.asked[kind][index]
+        self.settle()
+
+    @rule(limit=st.integers(LIMIT, 2 * LIMIT))
+    def more_fit(self, limit: int) -> None:
+        self.limit = max(self.limit, limit)
+        self.gate.limit = self.limit
+        self.settle()
+
+    @invariant()
+    def the_bound_holds(self) -> None:
+        assert self.gate.in_flight == sum(self.held(kind) for kind in Kind) <= self.limit
+
+    @invariant()
+    def nobody_waits_without_need(self) -> None:
+        heads = {kind: queue[0][0] for kind, queue in self.asked.items() if queue}
+        assert self.gate.holds_back == bool(heads)
+        if heads:
+            first = min(heads, key=self.held)
+            assert self.gate.in_flight + heads[first] > self.limit
+
+
+GateMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestGate = GateMachine.TestCase
+
+
+def entered(gate: Gate, kind: Kind, rollouts: int) -> asyncio.Task[Room]:
+    return asyncio.get_running_loop().create_task(gate.enter(kind, rollouts))
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_one_kind_alone_has_all_the_room_and_two_come_to_half_each() -> None:
+    async def scenario() -> None:
+        gate = Gate(8)
+        training = [entered(gate, Kind.TRAIN, 2) for _ in range(40)]
+        await turns()
+        evaluating = [entered(gate, Kind.EVAL, 1) for _ in range(40)]
+        await turns()
+        rooms = deque(task.result() for task in training if task.done())
+        assert sum(room.left for room in rooms) == gate.in_flight == 8
+        for _ in range(20):
+            rooms.popleft().close()
+            known = set(map(id, rooms))
+            await turns()
+            rooms += [
+                t.result()
+                for t in training + evaluating
+                if t.done() and id(t.result()) not in known and t.result().left
+            ]
+        assert {kind: sum(room.left for room in rooms if room.kind is kind) for kind in Kind} == {
+            Kind.TRAIN: 4,
+            Kind.EVAL: 4,
+        }
+
+    asyncio.run(scenario())
+
+
+def test_what_is_larger_than_the_limit_gets_in_alone() -> None:
+    async def scenario() -> None:
+        gate = Gate(4)
+        small = await gate.enter(Kind.TRAIN, 1)
+        large = entered(gate, Kind.EVAL, 9)
+        await turns()
+        assert not large.done()
+        small.close()
+        await turns()
+        assert large.result().left == gate.in_flight == 9
+
+    asyncio.run(scenario())
+
+
+def test_without_a_limit_nobody_waits_not_even_a_turn() -> None:
+    async def scenario() -> None:
+        gate, order = Gate(None), []
+
+        async def enters() -> None:
+            await gate.enter(Kind.TRAIN, 1000)
+            order.append("entered")
+
+        later = asyncio.get_running_loop().create_task(enters())
+        await asyncio.sleep(0)
+        order.append("next turn")
+        await later
+        assert order == ["entered", "next turn"]
+
+    asyncio.run(scenario())
+
+
+def load(waiting: int = 0, kv_used: float = 0.1, preemptions: int = 0) -> ReplicaLoad:
+    return ReplicaLoad(running=8, waiting=waiting, kv_used=kv_used, preemptions=preemptions)
+
+
+class Looked:
+    """A `Backpressure` whose gate is full, with somebody waiting unless `held_back` is false."""
+
+    def __init__(self, held_back: bool = True, **options: object) -> None:
+        self.pressure = Backpressure(config(**options))
+        self.held_back = held_back
+
+    async def __aenter__(self) -> Looked:
+        assert self.pressure.gate.limit
+        self.room = await self.pressure.gate.enter(Kind.TRAIN, self.pressure.gate.limit)
+        self.waiting = [entered(self.pressure.gate, Kind.TRAIN, 2)] if self.held_back else []
+        await turns()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self.waiting:
+            task.cancel()
+
+
+FIRST = 80
+"""What one replica on a CPU decodes at once, 64, and a quarter more."""
+
+
+@pytest.mark.parametrize(
+    ("loads", "held_back", "then"),
+    [
+        ({0: load()}, True, FIRST + 2),
+        ({0: load(), 1: load(waiting=9)}, True, FIRST + 4),
+        ({0: load()}, False, FIRST),
+        ({0: load(waiting=1)}, True, FIRST),
+        ({0: load(kv_used=KV_HIGH)}, True, FIRST),
+        ({0: load(), 1: load(kv_used=KV_HIGH)}, True, FIRST),
+        ({0: load(preemptions=1)}, True, int(BACK_OFF * FIRST)),
+        ({0: load(), 1: load(preemptions=7)}, False, int(BACK_OFF * FIRST)),
+    ],
+)
+def test_the_limit_follows_the_replicas(loads: dict[int, ReplicaLoad], held_back: bool, then: int) -> None:
+    async def scenario() -> None:
+        async with Looked(held_back) as looked:
+            assert looked.pressure.gate.limit == FIRST
+            looked.pressure.look(loads)
+            assert looked.pressure.gate.limit == then
+
+    asyncio.run(scenario())
+
+
+def test_only_new_preemptions_count_and_not_again_before_what_was_too_much_has_ended() -> None:
+    async def scenario() -> None:
+        async with Looked() as looked:
+            pressure, limits = looked.pressure, []
+            for preemptions, ended in [(5, 0), (6, 0), (6, 16), (7, 0), (0, 0)]:  # the last: it was started again
+                for _ in range(ended):
+                    looked.room.leave_one()
+                pressure.look({0: load(waiting=1, preemptions=preemptions)})
+                limits.append(pressure.gate.limit)
+            assert limits == [64, 64, 64, 51, 51]
+            assert pressure.take() == {"perf/kv_used": 0.1, "perf/preemptions": 7.0, "perf/max_concurrent": 51.0}
+            assert pressure.take() == {"perf/kv_used": 0.1, "perf/preemptions": 0.0, "perf/max_concurrent": 51.0}
+
+    asyncio.run(scenario())
+
+
+def test_each_live_replica_keeps_a_group() -> None:
+    async def scenario() -> None:
+        async with Looked() as looked:
+            for preemptions in range(1, 40):
+                while looked.room.left > (looked.pressure.gate.limit or 0):
+                    looked.room.leave_one()
+                looked.pressure.look({0: load(preemptions=preemptions), 1: load()})
+            assert looked.pressure.gate.limit == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_fixed_limit_stays_and_a_deterministic_run_has_none() -> None:
+    for pressure, limit in [
+        (Backpressure(config(max_concurrent=6)), 6),
+        (Backpressure(config(deterministic=True, max_steps_off_policy=0)), None),
+        (Backpressure(config(deterministic=True, max_steps_off_policy=0, max_concurrent=4)), None),
+    ]:
+        pressure.look({0: load(preemptions=3, kv_used=0.5)})
+        assert pressure.gate.limit == limit
+        row = {"perf/kv_used": 0.5, "perf/preemptions": 3.0}
+        assert pressure.take() == row | ({"perf/max_concurrent": 6.0} if limit else {})

@@ -1,0 +1,213 @@
+"""Advantages, filters, and turns merged into datums: against exact numbers, and for any trajectory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from orchestrator.advantages import (
+    AdvantageKind,
+    Row,
+    ScoredGroup,
+    build_minibatch,
+    compute_advantages,
+    group_to_rows,
+    is_constant,
+    lay_out,
+    remove_constant_reward_groups,
+    trajectory_to_data,
+)
+from orchestrator.env import Trajectory, Transition
+from orchestrator.ledger import Group
+from trireme.core.types import TokenBatch, WeightIdentity
+
+VECTORS = json.loads((Path(__file__).parents[2] / "oracles" / "vectors.json").read_text())
+
+
+def transition(ob: list[int], ac: list[int], logprobs: list[float] | None = None, version: int = 0) -> Transition:
+    return Transition(
+        observation=np.asarray(ob, np.int32),
+        action=np.asarray(ac, np.int32),
+        logprobs=np.asarray(logprobs or [-0.5] * len(ac), np.float32),
+        versions=np.full(len(ac), version, np.int32),
+        mixed=np.zeros(len(ac), np.bool_),
+        identities=(WeightIdentity(0, version, "d"),),
+        stop_reason="stop",
+        reward=0.0,
+    )
+
+
+def trajectory(transitions: list[Transition], stop_reason: Any = "stop") -> Trajectory:
+    return Trajectory(tuple(transitions), stop_reason)
+
+
+def test_trajectory_to_data_vector() -> None:
+    vector = VECTORS["trajectory_to_data"]
+    turns = [transition(t["ob"], t["ac"], t["logprobs"]) for t in vector["transitions"]]
+    data_D = trajectory_to_data(trajectory(turns), vector["advantage"], temperature=0.7)
+    assert len(data_D) == len(vector["datums"])
+    for datum, expected in zip(data_D, vector["datums"], strict=True):
+        assert datum.temperature == 0.7
+        assert datum.model_input.to_ints() == expected["input"]
+        assert datum.loss_fn_inputs["target_tokens"].tolist() == expected["target"]
+        for column in ("logprobs", "advantages", "mask"):
+            np.testing.assert_array_equal(datum.loss_fn_inputs[column], np.asarray(expected[column], np.float32))
+
+
+def test_dropping_the_stop_token_breaks_extension() -> None:
+    vector = VECTORS["dropping_the_sampled_stop_token_breaks_extension"]
+    turns = [transition(t["ob"], t["ac"]) for t in vector["transitions"]]
+    assert len(trajectory_to_data(trajectory(turns), 1.0, 1.0)) == vector["num_datums"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["compute_advantages"])
+def test_compute_advantages_vectors(vector: dict[str, list[float]]) -> None:
+    advantages_G = compute_advantages(vector["rewards"], "mean")
+    assert advantages_G.dtype == np.float32
+    np.testing.assert_array_equal(advantages_G, np.asarray(vector["advantages"], np.float32))
+
+
+def test_other_advantages() -> None:
+    np.testing.assert_allclose(compute_advantages([0, 0, 1, 1], "std"), [-1, -1, 1, 1], rtol=1e-5)
+    np.testing.assert_allclose(compute_advantages([0, 0, 3], "leave_one_out"), [-1.5, -1.5, 3], rtol=1e-6)
+    assert np.abs(compute_advantages([0.1, 0.1, 0.3 - 0.2], "std")).max() < 0.1, "rounding is no signal"
+    np.testing.assert_allclose(compute_advantages([1e8, 1e8 + 1], "std"), [-1, 1], rtol=1e-5)
+
+
+REWARDS = st.floats(-1e9, 1e9, allow_subnormal=False)
+KINDS = st.sampled_from(get_args(AdvantageKind))
+
+
+@given(REWARDS, st.integers(2, 20), KINDS)
+@example(0.7, 7, "std")
+@example(10.1, 7, "std")
+@example(1000.1, 3, "std")
+def test_equal_rewards_have_no_advantage(reward: float, size: int, kind: AdvantageKind) -> None:
+    assert not compute_advantages([reward] * size, kind).any()
+
+
+@given(st.lists(st.floats(-1, 1, width=16), min_size=2, max_size=20), REWARDS, KINDS)
+@example([0.0, 1.0], 1e8, "std")
+@example([0.0] * 6 + [2**-24], 0.7, "leave_one_out")
+def test_of_rewards_that_differ_some_are_better_and_some_are_worse(
+    noise_G: list[float], offset: float, kind: AdvantageKind
+) -> None:
+    """However little they differ beside their size: the filter keeps such a group."""
+    rewards_G = [offset + noise for noise in noise_G]
+    assume(not is_constant(rewards_G))
+    advantages_G = compute_advantages(rewards_G, kind)
+    assert advantages_G.min() < 0 < advantages_G.max()
+    assert advantages_G[np.argmax(rewards_G)] == advantages_G.max()
+    assert advantages_G[np.argmin(rewards_G)] == advantages_G.min()
+
+
+@pytest.mark.parametrize("vector", VECTORS["remove_constant_reward_groups"])
+def test_remove_constant_reward_groups_vectors(vector: dict[str, Any]) -> None:
+    kept = remove_constant_reward_groups(vector["groups"], lambda rewards_G: rewards_G)
+    assert len(kept) == vector.get("kept_count", len(vector.get("kept", [])))
+    assert kept == vector.get("kept", vector["groups"][:1])
+
+
+TURNS = st.lists(
+    st.tuples(
+        st.booleans(),
+        st.lists(st.integers(0, 3), min_size=1, max_size=4),
+        st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(TURNS)
+def test_each_sampled_token_is_trained_exactly_once(turns: list[tuple[bool, list[int], list[int]]]) -> None:
+    """Every sampled token has its own logprob and version here, so a token missed, doubled or misplaced shows."""
+    so_far: list[int] = []
+    transitions: list[Transition] = []
+    sampled: list[tuple[int, float, int]] = []
+    for extends, fresh, action in turns:
+        observation = so_far + fresh if extends else fresh
+        number = len(sampled)
+        logprobs = [-1.0 - number - i for i in range(len(action))]
+        turn = transition(observation, action, logprobs)
+        transitions.append(
+            Transition(**vars(turn) | {"versions": np.arange(number, number + len(action), dtype=np.int32)})
+        )
+        sampled += [(token, -1.0 - number - i, number + i) for i, token in enumerate(action)]
+        so_far = observation + action
+    data_D = trajectory_to_data(trajectory(transitions), 0.25, 1.0)
+    trained = []
+    for datum in data_D:
+        columns = {name: column.data for name, column in datum.loss_fn_inputs.items()}
+        np.testing.assert_array_equal(datum.model_input.tokens[1:], columns["target_tokens"][:-1])
+        on = columns["mask"] == 1
+        np.testing.assert_array_equal(columns["advantages"], np.where(on, np.float32(0.25), 0))
+        np.testing.assert_array_equal(columns["versions"] >= 0, on)
+        np.testing.assert_array_equal(columns["logprobs"] != 0, on)
+        trained += list(
+            zip(
+                columns["target_tokens"][on].tolist(),
+                columns["logprobs"][on].tolist(),
+                columns["versions"][on].tolist(),
+                strict=True,
+            )
+        )
+    assert trained == sampled
+    assert len(data_D) <= 1 + sum(not extends for extends, _, _ in turns[1:])
+
+
+@given(st.lists(TURNS, min_size=1, max_size=4))
+def test_rows_that_are_laid_out_together_are_each_as_by_itself(all_turns: list[Any]) -> None:
+    rows_D = [
+        Row(turns, float(number), 0.5 + number, counts=number != 1)
+        for number, given in enumerate(all_turns)
+        for turns in [[transition(fresh, action) for _, fresh, action in given[:1]]]
+    ]
+    batch = lay_out(rows_D)
+    alone = TokenBatch.from_datums([lay_out([row]).datum(0) for row in rows_D])
+    for name in ("tokens", "offsets", "temperatures"):
+        found, expected = getattr(batch, name), getattr(alone, name)
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == expected.dtype
+    assert list(batch.columns) == list(alone.columns)
+    for name, column in batch.columns.items():
+        np.testing.assert_array_equal(column, alone.columns[name])
+        assert column.dtype == alone.columns[name].dtype
+
+
+def test_an_empty_observation_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty observation"):
+        trajectory_to_data(trajectory([transition([], [1, 2])]), 1.0, 1.0)
+
+
+def test_overlong_answers_have_no_mask() -> None:
+    group = Group(0, "0.0.0", 0, floor=3)
+    cut, done = trajectory([transition([1], [2, 3])], "length"), trajectory([transition([1], [4])])
+    scored = ScoredGroup(group, (cut, done), (0.0, 1.0), ({}, {}), ("sort",), 1.0)
+    kept = lay_out(group_to_rows(scored, "mean", overlong_filter=False)).columns
+    masked = lay_out(group_to_rows(scored, "mean", overlong_filter=True)).columns
+    assert kept["mask"].tolist() == [1, 1, 1]
+    assert masked["mask"].tolist() == [0, 0, 1]
+    assert kept["advantages"].tolist() == [-0.5, -0.5, 0.5]
+    assert masked["advantages"].tolist() == [0, 0, 0.5], "the trainer refuses advantages where the mask is 0"
+
+
+def test_a_minibatch_says_where_it_comes_from() -> None:
+    two_datums = trajectory([transition([1], [2], version=3), transition([9], [8], version=4)])
+    one_datum = trajectory([transition([1], [2, 3], version=5)])
+    scored_P = [
+        ScoredGroup(Group(0, "a", 0, floor=3), (two_datums, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
+        ScoredGroup(Group(1, "b", 0, floor=4), (one_datum, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
+    ]
+    rows_P = [group_to_rows(s, "mean", overlong_filter=False) for s in scored_P]
+    minibatch = build_minibatch(5, scored_P, rows_P, last=True)
+    assert minibatch.provenance.step == 5
+    assert minibatch.provenance.floors.tolist() == [3, 3, 3, 4, 4]
+    assert [i.version for i in minibatch.provenance.identities] == [3, 4, 5]
+    assert (minibatch.num_groups, minibatch.num_loss_tokens, len(minibatch.batch)) == (2, 8, 5)

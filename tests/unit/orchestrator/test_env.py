@@ -1,0 +1,180 @@
+"""Finding datasets, walking through their problems, opening a model's tokenizer; and that none of it needs torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from orchestrator.cursor import Cursor
+from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, load_dataset
+from orchestrator.metrics import IdleClock
+from orchestrator.rollout import RolloutLimits, rollout_limits
+from trireme.config import Config
+from trireme.config.schema import EnvConfig
+from trireme.core.errors import BadInput
+from trireme.core.tokenizer import load_tokenizer
+
+CONTEXT = EnvContext(tokenizer=None, seed=0, group_size=2)
+HERE = "test_orchestrator_env"
+
+
+class Named(EnvGroupBuilder):
+    """A problem that is told apart by its name; these tests look at datasets only, so its group has no environments."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def make_envs(self) -> Sequence[Env]:
+        return []
+
+
+class Ragged(RLDataset):
+    """Batch i holds i + 1 problems."""
+
+    def __init__(self, context: EnvContext, batches: int = 2, *, loud: bool = False) -> None:
+        if batches < 0:
+            raise ValueError("batches must not be negative")
+        self.batches, self.loads = batches, 0
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        self.loads += 1
+        return [Named(f"{index}-{i}") for i in range(index + 1)]
+
+    def __len__(self) -> int:
+        return self.batches
+
+
+NOT_A_DATASET = Named
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+
+
+def test_a_dataset_is_found_and_given_its_arguments() -> None:
+    dataset = load_dataset(EnvConfig(id=f"{HERE}:Ragged", args={"batches": 3}), CONTEXT)
+    assert isinstance(dataset, Ragged)
+    assert len(dataset) == 3
+
+
+@pytest.mark.parametrize(
+    ("env_id", "args", "said"),
+    [
+        ("srot", {}, r"'srot' names no environment; expected a built-in name \(.*sort.*\).* or `package.module:Class`"),
+        ("no.such.module:X", {}, r"cannot be loaded: No module named 'no'.*PYTHONPATH"),
+        (f"{HERE}:Missing", {}, "has no attribute 'Missing'"),
+        (f"{HERE}:NOT_A_DATASET", {}, "expected a subclass of orchestrator.env.RLDataset"),
+        (f"{HERE}:Ragged", {"bathces": 1}, "'bathces'.*Its arguments: batches: 'int' = 2, loud: 'bool' = False"),
+        (f"{HERE}:Ragged", {"batches": -1}, "must not be negative"),
+        (f"{HERE}:Ragged", {"batches": 0}, "at least one batch"),
+    ],
+)
+def test_bad_environments_are_refused(env_id: str, args: dict[str, int], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        load_dataset(EnvConfig(id=env_id, args=args), CONTEXT)
+
+
+def test_the_cursor_goes_round_and_finds_problems_again() -> None:
+    dataset = Ragged(CONTEXT)
+    cursor = Cursor(dataset)
+    problems = [cursor.next_problem() for _ in range(7)]
+    assert problems == ["0.0.0", "0.1.0", "0.1.1", "1.0.0", "1.1.0", "1.1.1", "2.0.0"]
+    assert [cursor.builder(p).name for p in problems[:4]] == ["0-0", "1-0", "1-1", "0-0"]  # type: ignore[attr-defined]
+    assert (cursor.epoch, cursor.batch, cursor.position) == (2, 1, 0)
+    again = Cursor(dataset, 2, 1, 0)
+    assert again.next_problem() == cursor.next_problem() == "2.1.0"
+
+
+def test_a_batch_is_loaded_once_while_it_is_read() -> None:
+    dataset = Ragged(CONTEXT, batches=5)
+    cursor = Cursor(dataset, batch=4)
+    for _ in range(5):
+        cursor.builder(cursor.next_problem())
+    assert dataset.loads == 1
+
+
+def test_an_empty_batch_is_refused() -> None:
+    class Empty(Ragged):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            return []
+
+    with pytest.raises(BadInput, match="batch 0 of Empty is empty"):
+        Cursor(Empty(CONTEXT)).next_problem()
+
+
+def test_idle_time_is_what_no_request_covers() -> None:
+    now = [0.0]
+    clock = IdleClock(lambda: now[0])
+    now[0] = 2
+    with clock:
+        now[0] = 3
+        with clock:
+            now[0] = 5
+        now[0] = 6
+    now[0] = 7
+    assert clock.take() == 3
+    now[0] = 8
+    assert clock.take() == 1
+    with clock:
+        now[0] = 20
+        assert clock.take() == 0
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<eos>": 2}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 4, "max_position_embeddings": 64}))
+    return tmp_path
+
+
+def test_the_tokenizer_opens_from_its_directory(model_dir: Path) -> None:
+    tokenizer = load_tokenizer(str(model_dir))
+    assert tokenizer.encode("abba") == [0, 1, 1, 0]
+    assert tokenizer.eos_token_id == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "inference", "longest"),
+    [
+        ({}, {}, 64),
+        ({"max_seq_len": 32}, {}, 32),
+        ({}, {"max_model_len": 16}, 16),
+        ({"max_seq_len": 8}, {"max_model_len": 16}, 8),
+    ],
+)
+def test_limits_come_from_model_and_configuration(
+    model_dir: Path, model: dict[str, int], inference: dict[str, int], longest: int
+) -> None:
+    cfg = Config.model_validate(
+        {
+            "model": {"name": str(model_dir), **model},
+            "orchestrator": {"batch_size": 1, "max_prompt_len": 5},
+            "env": {"id": "sort"},
+            "inference": {"sampling": {"max_tokens": 4, "stop": ["b"]}, **inference},
+        }
+    )
+    expected = RolloutLimits(vocab_size=4, max_seq_len=longest, max_prompt_len=5, stop=("b",), decode=str)
+    assert rollout_limits(cfg, str) == expected
+
+
+def test_the_room_starts_without_torch(model_dir: Path) -> None:
+    """Importing torch would cost every start some seconds."""
+    code = (
+        "import sys, orchestrator.actor, orchestrator.envs.sort\n"
+        "from trireme.core.tokenizer import load_tokenizer\n"
+        f"load_tokenizer({str(model_dir)!r})\n"
+        "print(sorted({'torch', 'ray', 'vllm'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"

@@ -1,0 +1,518 @@
+"""Evaluation within a run: when, under which weights, what it says, and what a resume does again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from games_support import Engine, GameProblem, Games, Jitter, game_config, outcome, waves
+from orchestrator_fakes import (
+    FakeSampler,
+    Problem,
+    Problems,
+    Reward,
+    Run,
+    by_sample,
+    config,
+    published,
+    quiesce,
+    whole_run,
+)
+
+from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
+from orchestrator.evaluation import Schedule, pass_at_k
+from orchestrator.pipeline import Pipeline
+from orchestrator.rollout import RolloutLimits
+from orchestrator.state import read_snapshot, write_snapshot
+from trireme.config import Config
+from trireme.config.schema import EvalConfig
+from trireme.core.errors import ProvenanceError, RoomFailed
+from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
+
+FIRST = 500
+"""Number of the first held-out problem: no training problem comes so far."""
+
+
+class HeldOutProblem(Problem):
+    async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
+        return [(0.0, {}) for _ in trajectories_G]
+
+
+class HeldOut(Problems):
+    """Six problems, in two batches."""
+
+    def __init__(self, reward: Reward = by_sample, samples: int = 1) -> None:
+        super().__init__(reward, samples, batches=2)
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return [HeldOutProblem(self, FIRST + 3 * index + i) for i in range(3)]
+
+
+def with_evaluation(cfg: Config, every: int = 2, **options: Any) -> Config:
+    return cfg.model_copy(update={"eval": EvalConfig(every=every, **options)})
+
+
+class EvalRun(Run):
+    def __init__(
+        self,
+        cfg: Config,
+        held_out: RLDataset | None = None,
+        dataset: RLDataset | None = None,
+        sampler: FakeSampler | None = None,
+        start: int = 0,
+    ) -> None:
+        super().__init__(cfg, dataset, sampler=sampler, start=start)
+        held_out = held_out or HeldOut(samples=cfg.eval.samples)
+        self.pipeline = Pipeline(cfg, [self.dataset], self.sampler, RolloutLimits(1000, 100), [held_out])
+
+    @property
+    def evaluated(self) -> dict[int, float]:
+        """Version by row."""
+        return {self.start + i: r["eval/fake/version"] for i, r in enumerate(self.rows) if "eval/fake/version" in r}
+
+    def asked(self) -> list[SampleRequest]:
+        return [r for r in self.sampler.requests if r.request_id.startswith("eval/")]
+
+    def resumed(self, directory: Path, start: int, cfg: Config | None = None) -> EvalRun:
+        write_snapshot(self.pipeline.snapshot(), directory)
+        again = EvalRun(cfg or self.cfg, start=start)
+        again.pipeline.load(read_snapshot(directory))
+        return again
+
+
+class Witness(FakeSampler):
+    """Notes by which version each request was answered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.versions: dict[str, int] = {}
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        sampled = await super().sample(request)
+        self.versions[request.request_id] = self.version
+        return sampled
+
+
+# ---- when
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "done", "due"),
+    [
+        (0, 6, None, []),
+        (2, 6, None, [0, 2, 4, 6]),
+        (1, 4, None, [0, 1, 2, 4]),  # 3 would share the last row
+        (4, 6, None, [0, 4, 6]),
+        (5, 6, None, [0, 6]),
+        (1, 1, None, [1]),
+        (2, 6, 0, [2, 4, 6]),  # a resume: the baseline is not repeated
+    ],
+)
+def test_when_evaluations_are_due(every: int, last: int, done: int | None, due: list[int]) -> None:
+    schedule, found = Schedule(every, last), []
+    for version in range(last + 1):
+        if schedule.due(version, done, owed=False):
+            found.append(version)
+            done = max(done or 0, version)
+    assert found == due
+    assert len({schedule.row(version) for version in found}) == len(found), "one evaluation a row"
+
+
+def test_one_that_was_interrupted_is_due_at_once() -> None:
+    assert Schedule(4, 9).due(3, done=0, owed=True)
+    assert not Schedule(4, 9).due(3, done=0, owed=False)
+    assert not Schedule(4, 9).due(8, done=0, owed=True), "the one of the last version is near"
+
+
+@pytest.mark.parametrize(("max_age", "deterministic"), [(0, False), (1, False), (3, False), (0, True)])
+def test_each_evaluation_stands_in_the_row_of_its_version(max_age: int, deterministic: bool) -> None:
+    cfg = config(2, 6, max_steps_off_policy=max_age, deterministic=deterministic)
+    run = EvalRun(with_evaluation(cfg), sampler=Witness())
+    asyncio.run(whole_run(run))
+    assert run.evaluated == {0: 0, 2: 2, 4: 4, 5: 6}
+    assert isinstance(run.sampler, Witness)
+    for request in run.asked():
+        assert int(request.request_id.split("/")[2]) == run.sampler.versions[request.request_id]
+    assert len(run.asked()) == 4 * 6
+
+
+def test_a_run_without_evaluation_says_nothing_of_it() -> None:
+    run = asyncio.run(whole_run(EvalRun(config(2, 3))))
+    assert not [name for row in run.rows for name in row if "eval" in name]
+    assert run.rows[0].keys() == asyncio.run(whole_run(Run(config(2, 3)))).rows[0].keys()
+
+
+def test_only_so_many_problems_are_taken_and_always_the_same() -> None:
+    run = EvalRun(with_evaluation(config(2, 6), problems=4, samples=2))
+    asyncio.run(whole_run(run))
+    assert run.rows[0]["eval/fake/problems"] == 4
+    assert run.rows[0]["eval/fake/n"] == 8
+    by_version = [sorted(r.prompt for r in run.asked() if r.request_id.startswith(f"eval/fake/{v}/")) for v in (0, 4)]
+    assert by_version[0] == by_version[1] == [(FIRST + p, s) for p in range(4) for s in range(2)]
+
+
+# ---- beside training
+
+
+def test_training_goes_on_but_the_next_version_waits() -> None:
+    async def scenario() -> None:
+        run = EvalRun(with_evaluation(config(2, 6)))
+        last = run.sampler.hold(FIRST + 5)
+        async with run:
+            await run.pipeline.next_minibatch(0, 0)
+            await quiesce()
+            assert len(run.sampler.requests) == 6 + 8, "all slots of training are sampled beside it"
+            update = asyncio.create_task(run.pipeline.update_weights(published(1)))
+            await quiesce()
+            assert not update.done()
+            assert run.sampler.version == 0
+            last.set()
+            await update
+            await quiesce()
+            assert run.sampler.version == 1
+            row = run.pipeline.release(0).metrics
+            assert row["eval/fake/version"] == 0
+            assert row["eval/fake/n"] == 6
+            assert row["time/wait_for_evaluation"] >= 0
+
+    asyncio.run(scenario())
+
+
+class Busy(FakeSampler):
+    """Takes a few turns for each answer, and counts what is in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight = {"eval": 0, "train": 0}
+        self.seen: list[tuple[int, int]] = []
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        kind = "eval" if request.request_id.startswith("eval/") else "train"
+        self.in_flight[kind] += 1
+        self.seen.append((self.in_flight["eval"], self.in_flight["train"]))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.in_flight[kind] -= 1
+        return await super().sample(request)
+
+
+def test_neither_starves_the_other_at_the_gate() -> None:
+    async def scenario() -> None:
+        run = EvalRun(with_evaluation(config(3, 6, max_concurrent=4), samples=2), sampler=Busy())
+        async with run:
+            await run.pipeline.next_minibatch(0, 0)
+            assert 4 <= len(run.asked()) < 12, "a batch does not wait for the whole evaluation, nor holds it up"
+            assert isinstance(run.sampler, Busy)
+            assert max(map(sum, run.sampler.seen)) == 4
+            assert (2, 2) in run.sampler.seen
+            await run.pipeline.update_weights(published(1))
+            assert len(run.asked()) == 12
+
+    asyncio.run(scenario())
+
+
+def test_training_is_what_it_is_without() -> None:
+    def training(run: Run) -> Any:
+        requests = [r for r in run.sampler.requests if not r.request_id.startswith("eval/")]
+        kept = ("reward/", "env/", "stop/", "off_policy/", "ledger/", "rollout_errors/", "weights/")
+        rows = [{name: value for name, value in row.items() if name.startswith(kept)} for row in run.rows]
+        return requests, rows, [released.trained for released in run.released]
+
+    cfg = config(2, 6, deterministic=True, max_steps_off_policy=0)
+    plain = asyncio.run(whole_run(EvalRun(cfg)))
+    assert training(asyncio.run(whole_run(EvalRun(with_evaluation(cfg, 1, samples=2))))) == training(plain)
+
+
+def test_seeds_are_those_of_no_other_rollout() -> None:
+    run = EvalRun(with_evaluation(config(2, 6), 1, samples=3))
+    asyncio.run(whole_run(run))
+    assert len({r.params.seed for r in run.sampler.requests}) == len(run.sampler.requests)
+    assert len({r.request_id for r in run.sampler.requests}) == len(run.sampler.requests)
+
+
+def test_it_samples_with_its_own_options() -> None:
+    run = EvalRun(with_evaluation(config(2, 2, temperature=0.9), max_tokens=3, temperature=0.25))
+    asyncio.run(whole_run(run))
+    assert {(r.params.max_tokens, r.params.temperature) for r in run.asked()} == {(3, 0.25)}
+    others = [r for r in run.sampler.requests if r not in run.asked()]
+    assert {(r.params.max_tokens, r.params.temperature) for r in others} == {(4, 0.9)}
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, {"id": "e:D", "args": {"a": 1, "b": 2}, "name": "mine"}),
+        ({"args": {"b": 3}}, {"id": "e:D", "args": {"a": 1, "b": 3}, "name": "mine"}),
+        ({"name": "long"}, {"id": "e:D", "args": {"a": 1, "b": 2}, "name": "long"}),
+        ({"id": "sort", "args": {"c": 4}}, {"id": "sort", "args": {"c": 4}, "name": None}),
+    ],
+)
+def test_the_environment_is_the_runs_own_or_another(own: dict[str, Any], expected: dict[str, Any]) -> None:
+    given = config().model_dump() | {
+        "env": {"id": "e:D", "args": {"a": 1, "b": 2}, "name": "mine"},
+        "eval": {"env": own},
+    }
+    (held_out,) = Config.model_validate(given).eval_envs
+    assert {name: getattr(held_out, name) for name in expected} == expected
+
+
+# ---- what it says
+
+
+@pytest.mark.parametrize(("n", "passed", "k"), [(1, 0, 1), (1, 1, 1), (4, 1, 2), (5, 2, 3), (6, 5, 2), (6, 0, 6)])
+def test_pass_at_k_is_the_share_of_draws_with_a_success(n: int, passed: int, k: int) -> None:
+    draws = list(itertools.combinations([True] * passed + [False] * (n - passed), k))
+    assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_means_and_intervals_are_over_problems() -> None:
+    async def reward(problem: Problem, sample: int) -> float:
+        return float(sample < problem.number - FIRST)  # 0, 1, 2, 3, 3, 3 of 3 rollouts pass
+
+    cfg = with_evaluation(config(2, 2), samples=3)
+    row = asyncio.run(whole_run(EvalRun(cfg, HeldOut(reward, 3)))).rows[0]
+    rates = [0, 1 / 3, 2 / 3, 1, 1, 1]
+    mean = sum(rates) / 6
+    deviation = (sum((rate - mean) ** 2 for rate in rates) / 5) ** 0.5
+    for name in ("avg@3", "pass@1", "reward/total"):
+        assert row[f"eval/fake/{name}"] == pytest.approx(mean)
+    for name in ("avg@3", "pass@1"):
+        assert row[f"eval/fake/{name}/ci95"] == pytest.approx(1.96 * deviation / 6**0.5)
+    assert row["eval/fake/pass@2"] == pytest.approx((0 + 2 / 3 + 1 + 3) / 6)
+    assert row["eval/fake/pass@3"] == pytest.approx(5 / 6)
+    assert row["eval/fake/asked"] == 1, "what the environment reports"
+    assert row["eval/fake/by_group/frac_mixed"] == pytest.approx(2 / 6)
+    assert row["eval/fake/stop/stop"] == 1
+
+
+def test_failed_rollouts_are_tried_again_counted_apart_and_are_no_zeros() -> None:
+    async def reward(problem: Problem, sample: int) -> float:
+        if problem.number == FIRST:
+            raise ZeroDivisionError
+        if problem.number == FIRST + 1 and problem.dataset.tries[problem.number, sample] == 1:
+            raise KeyError
+        return 1.0
+
+    cfg = with_evaluation(config(2, 2, retries=1), samples=2)
+    row = asyncio.run(whole_run(EvalRun(cfg, HeldOut(reward, 2)))).rows[0]
+    assert (row["eval/fake/n"], row["eval/fake/failed"], row["eval/fake/problems"]) == (10, 2, 5)
+    assert row["eval/fake/errors/ZeroDivisionError"] == 4
+    assert row["eval/fake/errors/KeyError"] == 2
+    assert row["eval/fake/reward/total"] == row["eval/fake/pass@2"] == 1
+    assert not [name for name in row if name.startswith("rollout_errors/")]
+
+
+def test_an_evaluation_whose_environment_always_fails_says_so_and_nothing_else() -> None:
+    async def reward(problem: Problem, sample: int) -> float:
+        raise ZeroDivisionError
+
+    rows = asyncio.run(whole_run(EvalRun(with_evaluation(config(2, 2, retries=0)), HeldOut(reward)))).rows
+    said = {name.removeprefix("eval/fake/"): v for name, v in rows[0].items() if name.startswith("eval/")}
+    assert said == {"version": 0, "problems": 0, "n": 0, "failed": 6, "errors/ZeroDivisionError": 6}
+    assert len(rows) == 2, "training goes on"
+
+
+# ---- what goes wrong
+
+
+def test_a_token_of_another_version_is_an_error() -> None:
+    class Impatient(FakeSampler):
+        async def sample(self, request: SampleRequest) -> SampledSequence:
+            self.label_with = 1 if request.request_id.startswith("eval/fake/2/") else None
+            return await super().sample(request)
+
+    run = EvalRun(with_evaluation(config(2, 6)), sampler=Impatient())
+    with pytest.raises(ProvenanceError, match=r"eval/fake/2/0\.0\.0 .* under version 2 alone.* versions \[1, 2\]"):
+        asyncio.run(whole_run(run))
+
+
+def test_one_that_does_not_end_is_named() -> None:
+    async def scenario() -> None:
+        run = EvalRun(with_evaluation(config(2, 6, timeout_s=0.2)))
+        run.sampler.hold(FIRST + 1)
+        run.sampler.hold(FIRST + 4)
+        async with run:
+            await run.pipeline.next_minibatch(0, 0)
+            with pytest.raises(RoomFailed, match=r"evaluation of version 0: 2 of 6 problems of environment fake"):
+                await run.pipeline.update_weights(published(1))
+
+    asyncio.run(scenario())
+
+
+# ---- state
+
+
+def test_a_killed_one_is_done_again_and_a_finished_one_is_not(tmp_path: Path) -> None:
+    async def scenario() -> tuple[EvalRun, EvalRun]:
+        run = EvalRun(with_evaluation(config(2, 6)))
+        async with run:
+            await run.step(0)
+            held = run.sampler.hold(FIRST + 3)
+            await run.step(1)
+            await quiesce()
+            again = run.resumed(tmp_path / "during", start=2)
+            held.set()
+            await quiesce()
+            late = run.resumed(tmp_path / "after", start=2)
+        return await whole_run(again), await whole_run(late)  # type: ignore[return-value]
+
+    during, after = asyncio.run(scenario())
+    assert during.evaluated == after.evaluated == {2: 2, 4: 4, 5: 6}
+    assert len(during.asked()) == 3 * 6
+    assert len(after.asked()) == 2 * 6, "its metrics were kept until there was a row for them"
+    assert {n: v for n, v in during.rows[0].items() if n.startswith("eval/")} == {
+        n: v for n, v in after.rows[0].items() if n.startswith("eval/")
+    }
+
+
+def test_one_given_up_lets_the_update_go_and_is_due_after_the_resume(tmp_path: Path) -> None:
+    cleaned = HeldOut()
+
+    async def scenario() -> EvalRun:
+        run = EvalRun(with_evaluation(config(2, 6), 4), cleaned)
+        run.sampler.hold(FIRST + 3)
+        async with run:
+            waiting = asyncio.create_task(run.step(0))
+            await quiesce()
+            assert not waiting.done()
+            run.pipeline.give_up_evaluation()
+            await waiting
+            assert run.evaluated == {}
+            assert cleaned.cleaned[FIRST + 3] == 1
+            again = run.resumed(tmp_path / "o", start=1)
+        return await whole_run(again)  # type: ignore[return-value]
+
+    assert asyncio.run(scenario()).evaluated == {1: 1, 4: 4, 5: 6}
+
+
+def test_more_steps_after_the_end_do_not_repeat_the_last(tmp_path: Path) -> None:
+    async def scenario() -> EvalRun:
+        run = EvalRun(with_evaluation(config(2, 2)))
+        async with run:
+            for step in range(2):
+                await run.step(step)
+            again = run.resumed(tmp_path / "o", start=2, cfg=with_evaluation(config(2, 6)))
+        assert run.evaluated == {0: 0, 1: 2}
+        return await whole_run(again)  # type: ignore[return-value]
+
+    assert asyncio.run(scenario()).evaluated == {4: 4, 5: 6}
+
+
+# ---- deterministic mode
+
+
+class HeldOutGames(Games):
+    """Some fail every time. (None fails only once: the same problems come again in each evaluation.)"""
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return [GameProblem(self, 20 + 3 * index + i) for i in range(3)]
+
+
+class EvalGames(EvalRun):
+    def __init__(self, seed: int, start: int = 0) -> None:
+        jitter = Jitter(seed)
+        cfg = with_evaluation(game_config(), samples=2, problems=6)
+        super().__init__(cfg, HeldOutGames(jitter), Games(jitter), Engine(jitter), start)
+
+
+def test_nothing_depends_on_who_is_faster() -> None:
+    first, *others = [asyncio.run(whole_run(EvalGames(seed))) for seed in range(5)]
+    for other in others:
+        assert outcome(other) == outcome(first)
+        assert waves(other) == waves(first)
+    mixed = [wave for wave in waves(first) if 0 < sum(r.startswith("eval/") for r in wave) < len(wave)]
+    assert mixed == [], "no training beside it"
+
+
+@pytest.mark.parametrize("turns", [0, 60, 120, 180, 240, 400])
+def test_a_resume_repeats_what_was_under_way(turns: int, tmp_path: Path) -> None:
+    async def scenario() -> tuple[Run, Run]:
+        interrupted = EvalGames(1)
+        async with interrupted:
+            await interrupted.step(0)
+            doing = asyncio.create_task(interrupted.step(1))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            doing.cancel()
+            write_snapshot(interrupted.pipeline.snapshot(), tmp_path / "o")
+        del interrupted.batches[len(interrupted.rows) :]
+        resumed = EvalGames(2, start=len(interrupted.rows))
+        resumed.pipeline.load(read_snapshot(tmp_path / "o"))
+        return interrupted, await whole_run(resumed)
+
+    interrupted, resumed = asyncio.run(scenario())
+    assert outcome(interrupted) + outcome(resumed) == outcome(asyncio.run(whole_run(EvalGames(3))))
+
+
+def test_weights_that_are_there_can_be_evaluated_without_training() -> None:
+    async def evaluated() -> tuple[dict[str, float], EvalRun]:
+        run = EvalRun(with_evaluation(config(2, 6)))
+        return await run.pipeline.evaluate(WeightIdentity(2, 40, "loaded")), run
+
+    row, run = asyncio.run(evaluated())
+    assert row["eval/fake/version"] == 40
+    assert row["eval/fake/failed"] == 0, {k: v for k, v in row.items() if "errors" in k}
+    assert run.asked() == run.sampler.requests, "no problem of training was sampled"
+
+
+# ---- replicas of its own
+
+
+class OnReserved(EvalRun):
+    """Evaluates every other version on a sampler of its own."""
+
+    def __init__(self, steps: int = 6) -> None:
+        cfg = with_evaluation(config(2, steps), replicas=1)
+        super().__init__(cfg.model_copy(update={"inference": cfg.inference.model_copy(update={"replicas": 2})}))
+        self.reserved = Witness()
+        self.pipeline = Pipeline(
+            self.cfg,
+            [self.dataset],
+            self.sampler,
+            RolloutLimits(1000, 100),
+            [HeldOut(samples=1)],
+            reserved=self.reserved,
+        )
+
+
+def test_reserved_replicas_take_all_of_an_evaluation_and_only_the_versions_that_are_due() -> None:
+    run = asyncio.run(whole_run(OnReserved()))
+    assert run.asked() == [], "the others sample for training alone"
+    assert {r.request_id.partition("/")[0] for r in run.reserved.requests} == {"eval"}
+    assert sorted(set(run.reserved.versions.values())) == [0, 2, 4, 6]
+    assert sorted(run.evaluated.values()) == [0, 2, 4, 6]
+
+
+def test_training_and_updates_go_on_while_reserved_replicas_evaluate() -> None:
+    async def played() -> OnReserved:
+        run = OnReserved()
+        held = run.reserved.hold_update(0)
+        async with run:
+            await asyncio.wait_for(run.step(0), 10)
+            assert run.sampler.version == 1
+            held.set()
+            for step in range(1, 6):
+                await run.step(step)
+        return run
+
+    run = asyncio.run(played())
+    assert 0 not in run.evaluated
+    assert run.evaluated[1] == 0, "it stands in the row of the step during which it ended"
+    assert sorted(run.evaluated.values()) == [0, 2, 4, 6]
+
+
+def test_the_next_evaluation_waits_for_reserved_replicas_that_are_busy() -> None:
+    async def played() -> int:
+        run = OnReserved()
+        run.reserved.hold_update(0)
+        async with run:
+            await run.step(0)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(run.step(1), 0.2)
+        return run.sampler.version
+
+    assert asyncio.run(played()) == 1, "version 2 is due, and version 0 is not done"

@@ -1,0 +1,404 @@
+"""Environments that misbehave: each fault is counted by its type and tried again, the run goes on without it, and what
+failed is never trained on; only when too much fails does the run stop, and shows the first traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import math
+import sys
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from orchestrator_fakes import OneStep, Problem, Problems, Run, config, problems_of, quiesce, whole_run
+from renderer_support import QWEN3, bpe
+
+from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Trajectory
+from orchestrator.message_env import MessageEnv, MessageStep, RenderedEnv
+from orchestrator.pipeline import LAG_TICK_S
+from orchestrator.rollout import RolloutLimits
+from trireme.core.errors import LimitReached, RoomFailed
+from trireme.renderers import Message, make_renderer
+
+BAD = 1
+"""The number of the problem that misbehaves."""
+Act = Callable[[], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What the problem does instead of what it should, and where."""
+
+    observe: Act | None = None
+    step: Act | None = None
+    make: Act | None = None
+    group: Act | None = None
+    clean: Act | None = None
+    tags: Any = ("odd",)
+
+
+class FaultyEnv(OneStep):
+    def __init__(self, problem: Problem, sample: int, fault: Fault) -> None:
+        super().__init__(problem, sample)
+        self.fault = fault
+
+    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+        return await (self.fault.observe() if self.fault.observe else super().initial_observation())
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        return await (self.fault.step() if self.fault.step else super().step(action))
+
+
+class FaultyProblem(Problem):
+    def __init__(self, dataset: Problems, number: int, fault: Fault) -> None:
+        super().__init__(dataset, number)
+        self.fault = fault
+
+    async def make_envs(self) -> Sequence[Env]:
+        if self.fault.make:
+            return await self.fault.make()
+        return [FaultyEnv(self, sample, self.fault) for sample in range(self.dataset.group_size)]
+
+    async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
+        return await (self.fault.group() if self.fault.group else super().compute_group_rewards(trajectories_G))
+
+    async def cleanup(self) -> None:
+        await super().cleanup()
+        if self.fault.clean:
+            await self.fault.clean()
+
+    def logging_tags(self) -> Sequence[str]:
+        return self.fault.tags
+
+
+class Faulty(Problems):
+    """Problems of which one misbehaves, or all."""
+
+    def __init__(self, fault: Fault, everywhere: bool = False) -> None:
+        super().__init__()
+        self.fault, self.everywhere = fault, everywhere
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return [
+            FaultyProblem(self, n, self.fault) if n == BAD or self.everywhere else Problem(self, n)
+            for n in range(3 * index, 3 * index + 3)
+        ]
+
+
+def gives(value: Any) -> Act:
+    async def act() -> Any:
+        return value
+
+    return act
+
+
+def raises(error: BaseException) -> Act:
+    async def act() -> Any:
+        raise error
+
+    return act
+
+
+async def exits() -> Any:
+    sys.exit("no")
+
+
+async def hangs() -> Any:
+    await asyncio.Event().wait()
+
+
+async def cancels_itself() -> Any:
+    task = asyncio.ensure_future(asyncio.sleep(60))
+    task.cancel()
+    await task
+
+
+async def leaks() -> StepResult:
+    leaves_a_task()
+    return StepResult(1.0, True)
+
+
+async def leaks_and_hangs() -> Any:
+    leaves_a_task()
+    await hangs()
+
+
+LEFT: list[asyncio.Task[Any]] = []
+
+
+def leaves_a_task() -> None:
+    LEFT.append(asyncio.ensure_future(asyncio.sleep(3600)))
+
+
+def errors(run: Run, name: str) -> float:
+    return sum(row.get(f"rollout_errors/{name}", 0.0) for row in run.rows)
+
+
+def trained(run: Run) -> set[int]:
+    return {problem for batch in run.batches for problem in problems_of(batch)}
+
+
+def played(fault: Fault, **options: Any) -> Run:
+    given = {"max_steps": 3, "retries": 1, "generation_timeout_s": 0.3, "stale_policy": "wait"} | options
+    return asyncio.run(whole_run(Run(config(**given), Faulty(fault))))
+
+
+IN_A_ROLLOUT: dict[str, tuple[Fault, str]] = {
+    "a step that raises": (Fault(step=raises(KeyError("x"))), "KeyError"),
+    "a step that hangs": (Fault(step=hangs), "TimeoutError"),
+    "a step that exits": (Fault(step=exits), "EnvExited"),
+    "a step that cancels itself": (Fault(step=cancels_itself), "EnvCancelled"),
+    "a step without a result": (Fault(step=gives(None)), "BadStep"),
+    "a reward of NaN": (Fault(step=gives(StepResult(math.nan, True))), "NonFiniteReward"),
+    "a reward of text": (Fault(step=gives(StepResult("1", True))), "BadReward"),  # type: ignore[arg-type]
+    "a metric of text": (
+        Fault(step=gives(StepResult(1.0, True, metrics={"a": "b"}))),  # type: ignore[dict-item]
+        "BadStep",
+    ),
+    "no tokens": (Fault(observe=gives(([], ()))), "BadPrompt"),
+    "tokens that are none": (Fault(observe=gives((["a"], ()))), "BadPrompt"),
+    "a token beyond the vocabulary": (Fault(observe=gives(([1, 2000], ()))), "OutOfVocabulary"),
+    "a next prompt beyond it": (Fault(step=gives(StepResult(0.0, False, [5000]))), "OutOfVocabulary"),
+    "an observation that raises": (Fault(observe=raises(OSError("x"))), "OSError"),
+    "environments that cannot be made": (Fault(make=raises(MemoryError())), "MemoryError"),
+    "environments that exit": (Fault(make=exits), "EnvExited"),
+    "environments that hang": (Fault(make=hangs), "TimeoutError"),
+    "too few environments": (Fault(make=gives([])), "RolloutError"),
+    "no environments": (Fault(make=gives([None, None])), "AttributeError"),
+}
+
+
+class Chat(MessageEnv):
+    """What the sampler of these tests says is cut off: no message that can be read."""
+
+    def __init__(self, begin: Act, hear: Act) -> None:
+        self.begin, self.hear = begin, hear
+
+    async def initial_messages(self) -> Sequence[Message]:
+        return await self.begin()  # type: ignore[no-any-return]
+
+    async def step(self, message: Message) -> MessageStep:
+        raise AssertionError("nothing is whole")
+
+    async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
+        return await self.hear()  # type: ignore[no-any-return]
+
+
+ASKS = gives([{"role": "user", "content": "q"}])
+
+
+def chats(begin: Act = ASKS, hear: Act = ASKS) -> Fault:
+    renderer = make_renderer("qwen3", bpe(QWEN3))
+    return Fault(make=gives([RenderedEnv(Chat(begin, hear), renderer)] * 2))
+
+
+IN_A_CHAT: dict[str, tuple[Fault, str]] = {
+    "a chat that cannot begin": (chats(begin=raises(OSError("x"))), "OSError"),
+    "a chat that never begins": (chats(begin=hangs), "TimeoutError"),
+    "messages that are none": (chats(begin=gives([None])), "TypeError"),
+    "a message without content": (chats(begin=gives([{"role": "user"}])), "KeyError"),
+    "a content that is no text": (chats(begin=gives([{"role": "user", "content": 5}])), "AttributeError"),
+    "an answer that nobody can read, and that raises": (chats(hear=raises(ZeroDivisionError())), "ZeroDivisionError"),
+    "no result": (chats(hear=gives(None)), "AttributeError"),
+    "a chat's reward of NaN": (chats(hear=gives(MessageStep(math.nan, True))), "NonFiniteReward"),
+    "a chat's reward of text": (chats(hear=gives(MessageStep("1", True))), "BadReward"),  # type: ignore[arg-type]
+    "next messages that are none": (chats(hear=gives(MessageStep(0.0, False, [{}]))), "KeyError"),  # type: ignore[list-item]
+}
+IN_A_ROLLOUT |= IN_A_CHAT
+
+
+class Large:
+    """What a rollout has in its hands."""
+
+
+async def remembered(then: Act, into: list[weakref.ref[Large]]) -> Any:
+    large = Large()
+    into.append(weakref.ref(large))
+    return await then()
+
+
+@pytest.mark.parametrize("act", [raises(KeyError("x")), hangs, exits, cancels_itself])
+def test_what_a_failed_rollout_had_is_gone_at_once_not_when_the_cycle_collector_comes(act: Act) -> None:
+    seen: list[weakref.ref[Large]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        run = played(Fault(step=lambda: remembered(act, seen)))
+        assert len(seen) == 4, "two rollouts, each tried twice"
+        assert [large() for large in seen[1:]] == [None] * 3, "the first failure is kept, as text"
+        assert run.rows
+    finally:
+        gc.enable()
+
+
+def test_a_batch_that_environments_hold_for_too_long_is_said_to_be_theirs() -> None:
+    async def scenario() -> None:
+        async with Run(config(4, timeout_s=0.3, max_steps_off_policy=0), Faulty(Fault(step=hangs))) as run:
+            with pytest.raises(RoomFailed, match="the environments hold it: no request is with a replica"):
+                await run.pipeline.next_minibatch(0, 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("fault", "counted"), IN_A_ROLLOUT.values(), ids=IN_A_ROLLOUT.keys())
+def test_a_fault_in_a_rollout_is_counted_tried_again_and_given_up(fault: Fault, counted: str) -> None:
+    run = played(fault)
+    assert errors(run, counted) == 4, "two rollouts, each tried twice"
+    assert run.rows[-1]["ledger/failed"] == 1
+    assert trained(run) == {0, 2, 3, 4, 5, 6}, "another problem in its place"
+    assert run.dataset.cleaned[BAD] == 1  # type: ignore[attr-defined]
+
+
+IN_A_GROUP: dict[str, tuple[Fault, str]] = {
+    "group rewards that raise": (Fault(group=raises(KeyError("x"))), "KeyError"),
+    "group rewards that hang": (Fault(group=hangs), "TimeoutError"),
+    "group rewards that exit": (Fault(group=exits), "EnvExited"),
+    "too few group rewards": (Fault(group=gives([(1.0, {})])), "ValueError"),
+    "group rewards of NaN": (Fault(group=gives([(math.nan, {}), (1.0, {})])), "NonFiniteReward"),
+    "group rewards of None": (Fault(group=gives([(None, {}), (1.0, {})])), "BadReward"),
+    "group metrics of text": (Fault(group=gives([(1.0, {"a": "b"}), (1.0, {})])), "BadStep"),
+    "tags that are one text": (Fault(tags="odd"), "BadStep"),
+}
+
+
+@pytest.mark.parametrize(("fault", "counted"), IN_A_GROUP.values(), ids=IN_A_GROUP.keys())
+def test_a_fault_of_the_whole_group_is_counted_and_fails_it(fault: Fault, counted: str) -> None:
+    run = played(fault)
+    assert errors(run, counted) == 1
+    assert run.rows[-1]["ledger/failed"] == 1
+    assert BAD not in trained(run)
+
+
+@pytest.mark.parametrize(
+    ("fault", "counted"),
+    [
+        (Fault(clean=raises(OSError())), "OSError"),
+        (Fault(clean=hangs), "TimeoutError"),
+        (Fault(clean=exits), "EnvExited"),
+    ],
+)
+def test_a_fault_in_cleaning_up_is_counted_and_the_group_is_trained_on(fault: Fault, counted: str) -> None:
+    run = played(fault)
+    assert errors(run, counted) == 1
+    assert BAD in trained(run)
+
+
+def test_a_prompt_beyond_the_limit_is_refused_once() -> None:
+    fault = Fault(observe=gives(([1] * 9, ())))
+    run = asyncio.run(whole_run(Run(config(max_steps=3, retries=2), Faulty(fault), RolloutLimits(1000, 100, 8))))
+    assert errors(run, "PromptTooLong") == 2
+    assert BAD not in trained(run)
+
+
+@pytest.mark.parametrize("name", [name for name in IN_A_ROLLOUT if IN_A_ROLLOUT[name][1] != "TimeoutError"])
+def test_what_always_fails_stops_the_run_with_the_first_traceback(name: str) -> None:
+    fault, counted = IN_A_ROLLOUT[name]
+    run = Run(config(max_steps=1, retries=1, max_filtered_batches=1000), Faulty(fault, everywhere=True))
+    with pytest.raises(
+        LimitReached, match=rf"(?s)100% of the last 32 rollouts.*environment fake: Traceback.*{counted}"
+    ):
+        asyncio.run(whole_run(run))
+
+
+def test_tasks_that_a_group_leaves_are_cancelled_and_counted() -> None:
+    LEFT.clear()
+
+    async def scenario() -> Run:
+        run = await whole_run(Run(config(max_steps=3), Faulty(Fault(step=leaks))))
+        await quiesce()
+        assert len(LEFT) == 2
+        assert all(task.cancelled() for task in LEFT)
+        return run
+
+    run = asyncio.run(scenario())
+    assert errors(run, "LeakedTasks") == 1
+    assert BAD in trained(run), "its rollouts are whole"
+
+
+def test_tasks_that_are_ended_in_cleaning_up_are_not_leaked() -> None:
+    LEFT.clear()
+
+    async def ends_them() -> None:
+        for task in LEFT:
+            task.cancel()
+        await asyncio.gather(*LEFT, return_exceptions=True)
+
+    assert errors(played(Fault(step=leaks, clean=ends_them)), "LeakedTasks") == 0
+
+
+def test_an_evicted_group_leaves_no_task_behind() -> None:
+    LEFT.clear()
+
+    async def scenario() -> Run:
+        run = Run(config(1, 4, max_requeues=0, stale_policy="drop"), Faulty(Fault(step=leaks_and_hangs)))
+        async with run:
+            await run.step(0)
+            await run.step(1)
+            await run.step(2)
+            await quiesce()
+            assert LEFT
+            assert all(task.cancelled() for task in LEFT)
+        return run
+
+    run = asyncio.run(scenario())
+    assert sum(row["off_policy/expired_running"] for row in run.rows) >= 1
+    assert errors(run, "LeakedTasks") == 1
+
+
+def test_whatever_is_logged_can_be_recorded() -> None:
+    logs = {("a", 1): {2.0}, "b": float("nan")}
+    run = Run(config(max_steps=1), Faulty(Fault(step=gives(StepResult(1.0, True, logs=logs))), everywhere=True))  # type: ignore[dict-item]
+    asyncio.run(whole_run(run))
+    assert all(json.loads(line) for line in run.released[0].records)
+
+
+class Unreliable(Problems):
+    """Of all rollouts every fifth fails: each time, or (`passing`) at its first try."""
+
+    def __init__(self, passing: bool) -> None:
+        super().__init__(self.reward_or_fail)
+        self.passing = passing
+
+    async def reward_or_fail(self, problem: Problem, sample: int) -> float:
+        number = problem.number * self.group_size + sample
+        if number % 5 == 0 and not (self.passing and self.tries[problem.number, sample] > 1):
+            raise OSError("one of five")
+        return float(sample)
+
+
+@pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
+def test_a_fifth_of_all_rollouts_fails_and_the_run_goes_on_with_the_others(policy: str) -> None:
+    """Two of five groups lose one: they fail, once, and others are trained on in their place."""
+    run = asyncio.run(whole_run(Run(config(max_steps=10, retries=0, stale_policy=policy), Unreliable(passing=False))))
+    last = run.rows[-1]
+    unusable = {number for number in range(100) if {2 * number % 5, (2 * number + 1) % 5} & {0}}
+    trained_on = [problem for batch in run.batches for problem in dict.fromkeys(problems_of(batch))]
+    assert len(trained_on) == len(set(trained_on)) == 20 == last["ledger/trained"]
+    assert not unusable & set(trained_on)
+    assert last["ledger/failed"] >= len(unusable & set(range(max(trained_on))))
+    assert errors(run, "OSError") == last["ledger/failed"]
+    assert {tries for place, tries in run.dataset.tries.items()} == {1}  # type: ignore[attr-defined]
+
+
+def test_a_fifth_of_all_rollouts_that_fails_once_costs_no_group() -> None:
+    run = asyncio.run(whole_run(Run(config(max_steps=10, retries=1), Unreliable(passing=True))))
+    assert run.rows[-1]["ledger/failed"] == 0
+    assert trained(run) == set(range(20))
+    assert errors(run, "OSError") >= 8
+
+
+async def holds_the_loop() -> StepResult:
+    time.sleep(4 * LAG_TICK_S)  # noqa: ASYNC251  what it should not do
+    return StepResult(1.0, True)
+
+
+def test_an_environment_that_holds_the_event_loop_is_seen_in_the_row_of_its_step() -> None:
+    run = played(Fault(step=holds_the_loop))
+    lag = [row["perf/event_loop_lag"] for row in run.rows]
+    assert lag[0] > 2 * LAG_TICK_S
+    assert BAD in trained(run), "it is slow, not wrong"

@@ -1,0 +1,36 @@
+"""The limits of a run: which rollouts count."""
+
+from __future__ import annotations
+
+import pytest
+from orchestrator_fakes import config
+
+from orchestrator.limits import MIN_WINDOW, RunLimits
+from trireme.core.errors import LimitReached
+
+
+def judged(outcomes: list[bool], limits: RunLimits | None = None) -> RunLimits:
+    limits = limits or RunLimits(config(max_failure_rate=0.25))
+    for succeeded in outcomes:
+        limits.judge_rollout(succeeded)
+    return limits
+
+
+def test_a_full_window_may_hold_the_failures_that_the_limit_allows() -> None:
+    allowed = MIN_WINDOW // 4
+    limits = judged([False] * allowed + [True] * (MIN_WINDOW - allowed))
+    judged([False] * allowed, limits)  # each in place of an older one
+    with pytest.raises(LimitReached, match="28% of the last 32 rollouts"):
+        judged([False], limits)
+
+
+def test_failures_are_forgotten_when_the_window_has_passed() -> None:
+    limits = judged(([False] + [True] * 9) * 20)
+    assert sum(limits.state_dict()["failures"]) < 0.25 * MIN_WINDOW
+
+
+def test_a_resume_goes_on_with_the_window() -> None:
+    resumed = RunLimits(config(max_failure_rate=0.25))
+    resumed.load_state_dict(judged([False] * 9).state_dict())
+    with pytest.raises(LimitReached, match="28% of the last 32 rollouts"):
+        judged([True] * (MIN_WINDOW - 9), resumed)

@@ -1,0 +1,142 @@
+"""Deterministic mode: whoever is faster, rows and batches are the same, also after a resume."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from games_support import Game, GameRun, Jitter, game_config, outcome, waves
+from orchestrator_fakes import Problem, Problems, Run, config, whole_run
+
+from orchestrator.env import Env, EnvGroupBuilder, StepResult
+from orchestrator.lockstep import Lockstep
+from orchestrator.state import read_snapshot, write_snapshot
+from trireme.core.errors import LimitReached
+
+
+@pytest.mark.parametrize("minibatches", [1, 4])
+def test_nothing_depends_on_who_is_faster(minibatches: int) -> None:
+    cfg = game_config(minibatches=minibatches)
+    first, *others = [asyncio.run(whole_run(GameRun(cfg, seed))) for seed in range(8)]
+    for other in others:
+        assert outcome(other) == outcome(first)
+        assert waves(other) == waves(first)
+    row = first.rows[-1]
+    assert row["ledger/filtered"] > 1
+    assert row["ledger/failed"] > 1
+    errors = {name for row in first.rows for name in row if name.startswith("rollout_errors/")}
+    assert errors == {f"rollout_errors/{name}" for name in ("KeyError", "ZeroDivisionError", "OSError")}
+
+
+def test_without_lockstep_it_does() -> None:
+    outcomes = [outcome(asyncio.run(whole_run(GameRun(game_config(deterministic=False), seed)))) for seed in range(8)]
+    assert any(other != outcomes[0] for other in outcomes)
+
+
+def test_all_of_a_step_is_submitted_together_and_in_order() -> None:
+    run = asyncio.run(whole_run(GameRun(game_config(), 0)))
+    assert waves(run)[0] == [f"0.{p // 3}.{p % 3}/{s}/0/0" for p in range(4) for s in range(2)]
+    assert waves(run)[1] == ["0.0.0/1/0/1", "0.0.1/0/0/1", "0.0.1/1/0/1", "0.0.2/0/0/1", "0.1.0/1/0/1"]
+    assert waves(run)[2] == ["0.0.1/1/0/2", "0.0.2/0/0/2", "0.1.0/1/1/0"], "the last one is tried again"
+    assert waves(run)[3] == ["0.1.0/1/1/1", "0.1.1/0/0/0", "0.1.1/1/0/0"], "problem 1 is filtered and replaced first"
+
+
+def test_a_limit_is_reached_at_the_same_place() -> None:
+    async def until_limit(run: Run) -> tuple[str, int, int]:
+        with pytest.raises(LimitReached) as stopped:
+            await whole_run(run)
+        return str(stopped.value).partition("he first fail")[0], len(run.rows), len(waves(run))
+
+    cfg = game_config(max_failure_rate=0.08)
+    first, *others = [asyncio.run(until_limit(GameRun(cfg, seed))) for seed in range(8)]
+    assert first[1] > 1
+    assert all(other == first for other in others)
+
+
+def test_a_rollout_that_was_cancelled_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        lockstep = Lockstep(lambda: False)
+        lockstep.enter(0, rollouts=1)
+        lockstep.enter(1, rollouts=1)
+        async with asyncio.timeout(60) as deadline:
+            waiting = asyncio.create_task(lockstep.before_sample(0, 0, deadline))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            lockstep.leave(1)
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("boundary", [0, 1, 3])
+@pytest.mark.parametrize("turns", [0, 30, 300])
+def test_a_resume_repeats_the_step_that_was_under_way(boundary: int, turns: int, tmp_path: Path) -> None:
+    cfg = game_config(minibatches=2)
+
+    async def scenario() -> tuple[Run, Run]:
+        interrupted = GameRun(cfg, 1)
+        async with interrupted:
+            for step in range(boundary):
+                await interrupted.step(step)
+            doing = asyncio.create_task(interrupted.pipeline.next_minibatch(boundary, 0))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            write_snapshot(interrupted.pipeline.snapshot(), tmp_path / "o")
+            doing.cancel()
+        resumed = GameRun(cfg, 2, start=boundary)
+        resumed.pipeline.load(read_snapshot(tmp_path / "o"))
+        return interrupted, await whole_run(resumed)
+
+    interrupted, resumed = asyncio.run(scenario())
+    reference = asyncio.run(whole_run(GameRun(cfg, 3)))
+    assert outcome(interrupted) + outcome(resumed) == outcome(reference)
+    assert waves(resumed) == waves(reference)[-len(waves(resumed)) :]
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """Time jumps to the next timer as soon as nothing else can happen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        select = self._selector.select  # type: ignore[attr-defined]
+
+        def jump(timeout: float | None) -> Any:
+            self.now += timeout or 0
+            return select(0)
+
+        self._selector.select = jump  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self.now
+
+
+def test_waiting_for_others_does_not_count_as_time_of_a_rollout() -> None:
+    async def hangs(problem: Problem, sample: int) -> float:
+        if (problem.number, sample) == (0, 0):
+            await asyncio.Event().wait()
+        return float(sample)
+
+    class TwoTurns(Problems):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            return [Hanging(self, 3 * index + i) for i in range(3)]
+
+    class Hanging(Problem):
+        async def make_envs(self) -> Sequence[Env]:
+            return [HangingGame(self, sample, Jitter(0)) for sample in range(2)]
+
+    class HangingGame(Game):
+        async def step(self, action: Sequence[int]) -> StepResult:
+            await hangs(self.problem, self.sample)
+            return await super().step(action)
+
+    cfg = config(2, 1, timeout_s=1000, deterministic=True, max_steps_off_policy=0, retries=2, generation_timeout_s=100)
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        run = runner.run(whole_run(Run(cfg, TwoTurns())))
+        assert runner.get_loop().time() >= 300
+    assert run.rows[0]["rollout_errors/TimeoutError"] == 3, "three tries of the one that hangs"
+    assert [group["problem"] for group in run.released[0].trained] == ["0.0.1", "0.0.2"]

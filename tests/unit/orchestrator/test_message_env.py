@@ -1,0 +1,239 @@
+"""Chats behind a renderer: what is asked, what is heard, and the datums that come of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_support import Policy, Questions, ended, play, renderer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from renderer_support import QWEN3, SAYS, bpe, scattered
+
+from orchestrator.advantages import ScoredGroup, trajectory_to_data
+from orchestrator.env import Trajectory
+from orchestrator.ledger import Group
+from orchestrator.message_env import MessageEnvGroup, RenderedEnv
+from orchestrator.metrics import env_metrics
+
+VECTORS = json.loads((Path(__file__).parents[2] / "oracles" / "vectors.json").read_text())
+KEEPING = {"strip_thinking_from_history": False}
+
+
+# ---- one episode
+
+
+def test_an_episode() -> None:
+    env, made = Questions(2), renderer(**KEEPING)
+    policy = Policy([ended("<think>\nhm\n</think>\n\nfour", made), ended("five", made)])
+    trajectory = play(env, made, policy)
+    assert [m["content"] for m in env.heard] == ["four", "five"]
+    assert env.heard[0]["thinking"] == "hm"
+    assert trajectory.reward == 2.0
+    assert [t.metrics for t in trajectory.transitions] == [{"parse_error": 0.0, "heard": 1.0}] * 2
+    assert [t.logs for t in trajectory.transitions] == [{"said": "four"}, {"said": "five"}]
+    assert all(request.params.stop == made.stop_condition() for request in policy.requests)
+    decoded = bpe().decode(policy.requests[1].prompt)
+    assert decoded == (
+        "<|im_start|>system\nAnswer.<|im_end|>\n<|im_start|>user\nQuestion 0?<|im_end|>\n<|im_start|>assistant\n"
+        "<think>\nhm\n</think>\n\nfour<|im_end|>\n<|im_start|>user\nQuestion 1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "cut_off", "parse_error"),
+    [
+        ("<tool_call>\nno json\n</tool_call>", True, False, 1.0),
+        ("<think>\nno end", True, False, 1.0),
+        ("4", False, True, 0.0),
+    ],
+)
+def test_what_cannot_be_read_is_counted_and_ends_the_episode(
+    text: str, end: bool, cut_off: bool, parse_error: float
+) -> None:
+    env, made = Questions(2), renderer()
+    trajectory = play(env, made, Policy([ended(text, made) if end else scattered(bpe(), text, 0)]))
+    assert env.unread == [cut_off]
+    assert env.heard == []
+    (transition,) = trajectory.transitions
+    assert (transition.reward, transition.metrics) == (0.0, {"parse_error": parse_error})
+
+
+def test_an_environment_may_go_on_after_what_it_cannot_read() -> None:
+    env, made = Questions(2, forgiving=True), renderer(**KEEPING)
+    policy = Policy([ended("<tool_call>", made), scattered(bpe(), "cut", 0)])
+    trajectory = play(env, made, policy)
+    assert env.unread == [False, True]
+    assert [t.metrics["parse_error"] for t in trajectory.transitions] == [1.0, 0.0]
+    assert len(trajectory_to_data(trajectory, 1.0, 1.0)) == 1
+
+
+def test_shares_of_cut_and_malformed_turns_are_metrics() -> None:
+    made = renderer(**KEEPING)
+    cut = play(Questions(1, forgiving=True), made, Policy([scattered(bpe(), "cut", 0)], "length"))
+    bad = play(Questions(3, forgiving=True), made, Policy([ended(text, made) for text in ("<think>", "4", "</think>")]))
+    scored = ScoredGroup(Group(0, "0.0.0", 0, 0), (cut, bad), (0.0, 1.0), ({}, {}), ("chat",), 1.0)
+    row = env_metrics([scored])
+    assert (row["env/chat/length_cut"], row["env/chat/parse_error"]) == (1 / 4, 2 / 4)
+    assert (row["stop/length"], row["stop/stop"]) == (1 / 2, 1 / 2)
+
+
+def test_tools_are_in_the_prompt() -> None:
+    env, made = Questions(1), renderer()
+    env.tools = [{"name": "look", "description": "Looks.", "parameters": {}}]
+    policy = Policy([ended("4", made)])
+    play(env, made, policy)
+    assert '"name": "look"' in bpe().decode(policy.requests[0].prompt)
+
+
+def test_only_the_last_message_keeps_its_prompt() -> None:
+    """Prompts of long chats would be held once for each turn."""
+    env, made = Questions(4), renderer(**KEEPING)
+    rendered = RenderedEnv(env, made)
+
+    async def turns() -> list[int]:
+        await rendered.initial_observation()
+        for turn in range(3):
+            await rendered.step(ended("4", made, turn))
+        return [i for i, message in enumerate(rendered._messages) if "prompt" in message]
+
+    assert asyncio.run(turns()) == [6]
+
+
+def test_a_group_is_as_many_chats_and_can_be_pickled() -> None:
+    group = pickle.loads(pickle.dumps(MessageEnvGroup(partial(Questions, 2), renderer(), size=3)))
+    envs = asyncio.run(group.make_envs())
+    assert len({id(env._env) for env in envs}) == 3
+
+
+# ---- datums
+
+
+def assert_each_sampled_token_is_trained_once(trajectory: Trajectory, advantage: float = 0.25) -> int:
+    """Returns the number of datums. By logprob and version each sampled token is known: none is missed, doubled,
+    misplaced, or trained with another's column; and a datum ends where the next turn no longer extends it."""
+    data_D = trajectory_to_data(trajectory, advantage, 1.0)
+    trained = []
+    for datum in data_D:
+        columns = {name: column.to_numpy() for name, column in datum.loss_fn_inputs.items()}
+        on = columns["mask"] == 1
+        np.testing.assert_array_equal(datum.model_input.to_ints()[1:], columns["target_tokens"][:-1])
+        np.testing.assert_array_equal(columns["advantages"], np.where(on, np.float32(advantage), 0))
+        np.testing.assert_array_equal(columns["versions"] >= 0, on)
+        np.testing.assert_array_equal(columns["logprobs"] != 0, on)
+        trained += list(
+            zip(*(columns[name][on].tolist() for name in ("target_tokens", "logprobs", "versions")), strict=True)
+        )
+    turns = trajectory.transitions
+    sampled = [
+        row
+        for turn in turns
+        for row in zip(turn.action.tolist(), turn.logprobs.tolist(), turn.versions.tolist(), strict=True)
+    ]
+    assert trained == sampled
+    grown = [[*turn.observation.tolist(), *turn.action.tolist()] for turn in turns]
+    breaks = sum(
+        turn.observation.tolist()[: len(before)] != before for before, turn in zip(grown, turns[1:], strict=False)
+    )
+    assert len(data_D) == 1 + breaks, "no more datums than needed"
+    return len(data_D)
+
+
+TEXTS = st.text(alphabet='a <>/\nthinkol_c{}"é🤖', max_size=12)
+THOUGHTS = st.one_of(st.just(""), TEXTS.map(lambda text: f"<think>\n{text}\n</think>\n\n"))
+ANSWERS = st.lists(st.tuples(THOUGHTS, TEXTS, st.booleans(), st.integers(0, 9)), min_size=1, max_size=6)
+RENDERERS = [("qwen3", QWEN3), ("chat_template", QWEN3), ("chat_template", SAYS), ("role_colon", None)]
+OPTIONS: list[dict[str, Any]] = [{}, KEEPING, {"compact_every": 1}, {"compact_every": 2}, {"compact_every": 3}]
+OPTIONS_OF = st.sampled_from(OPTIONS)
+
+
+@pytest.mark.parametrize(("name", "template"), RENDERERS)
+@given(answers=ANSWERS, options=st.sampled_from(OPTIONS), role=st.sampled_from(["user", "tool"]))
+@settings(max_examples=40, deadline=None)
+def test_any_chat_is_trained_on_token_for_token(
+    name: str, template: str | None, answers: Any, options: dict[str, Any], role: str
+) -> None:
+    made = renderer(name, template, **options)
+    sampled = [
+        [*scattered(bpe(), thought + text, seed), *([made.stop_tokens()[0]] if end else [])] or [made.stop_tokens()[0]]
+        for thought, text, end, seed in answers
+    ]
+    trajectory = play(Questions(len(sampled), role, forgiving=True), made, Policy(sampled))
+    datums = assert_each_sampled_token_is_trained_once(trajectory)
+    if options == KEEPING or (role == "tool" and not options):
+        assert datums == 1
+    elif every := options.get("compact_every"):
+        assert datums <= ceil(len(sampled) / every)
+
+
+def test_who_goes_on_as_somebody_else_is_stopped_and_trained_up_to_there() -> None:
+    """The sampler here stops at nothing: what it samples beyond the string is no part of the rollout."""
+    env, made = Questions(2), renderer("role_colon", None)
+    kept = scattered(bpe(), " four\n\nUser:", 3)
+    policy = Policy([[*kept, *scattered(bpe(), " and?\n\nAssistant: 5", 4)], ended(" six", made)], "length")
+    trajectory = play(env, made, policy)
+    assert [m["content"] for m in env.heard] == ["four", "six"]
+    assert env.unread == []
+    first, second = trajectory.transitions
+    assert (first.action.tolist(), first.stop_reason) == (kept, "stop")
+    assert len(first.logprobs) == len(first.versions) == len(first.mixed) == len(first.identities) == len(kept)
+    assert bpe().decode(second.observation).endswith("four\n\nUser: Question 1?\n\nAssistant:")
+    assert assert_each_sampled_token_is_trained_once(trajectory) == 1
+
+
+SPEAKS_FOR = st.sampled_from(["", "\n\nUser:", "\n\nTool:", "\n\nUser: \n\nTool:", ".\n\nUser:\n"])
+
+
+@given(answers=st.lists(st.tuples(TEXTS, SPEAKS_FOR, st.integers(0, 9)), min_size=1, max_size=6), options=OPTIONS_OF)
+@settings(max_examples=60, deadline=None)
+def test_any_chat_of_a_base_model_is_trained_on_token_for_token(answers: Any, options: dict[str, Any]) -> None:
+    for role in ("user", "tool"):
+        made = renderer("role_colon", None, **options)
+        sampled = [[*scattered(bpe(), text + more, seed), made.stop_tokens()[0]] for text, more, seed in answers]
+        trajectory = play(Questions(len(sampled), role, forgiving=True), made, Policy(sampled))
+        datums = assert_each_sampled_token_is_trained_once(trajectory)
+        if options == KEEPING and not any(more for _, more, _ in answers):
+            assert datums == 1
+
+
+@pytest.mark.parametrize(("strips", "datums"), [(True, 3), (False, 1)])
+def test_games_without_thinking_are_one_sequence_if_the_empty_block_stays(strips: bool, datums: int) -> None:
+    made = renderer(enable_thinking=False, strip_thinking_from_history=strips)
+    trajectory = play(Questions(3), made, Policy([ended("four", made, turn) for turn in range(3)]))
+    assert assert_each_sampled_token_is_trained_once(trajectory) == datums
+
+
+THINKING = "<think>\nhm\n</think>\n\nfour"
+
+
+@pytest.mark.parametrize("vector", VECTORS["compaction"])
+@pytest.mark.parametrize(("name", "template"), [("qwen3", QWEN3), ("chat_template", QWEN3), ("role_colon", None)])
+def test_compaction_vectors(name: str, template: str | None, vector: dict[str, int]) -> None:
+    made = renderer(name, template, compact_every=vector["compact_every"])
+    answers = [ended(THINKING, made, turn) for turn in range(vector["turns"])]
+    trajectory = play(Questions(vector["turns"]), made, Policy(answers))
+    assert assert_each_sampled_token_is_trained_once(trajectory) == vector["num_datums"]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize("turns", [1, 2, 3, 5, 6, 7])
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_compaction_gives_a_datum_for_every_n_turns(role: str, turns: int, every: int) -> None:
+    made = renderer(compact_every=every)
+    trajectory = play(Questions(turns, role), made, Policy([ended(THINKING, made, turn) for turn in range(turns)]))
+    assert assert_each_sampled_token_is_trained_once(trajectory) == ceil(turns / every)
+
+
+def test_stripping_gives_a_datum_for_every_query_and_keeping_one() -> None:
+    answers = partial(ended, THINKING)
+    for options, datums in (({}, 4), (KEEPING, 1)):
+        made = renderer(**options)
+        trajectory = play(Questions(4), made, Policy([answers(made, turn) for turn in range(4)]))
+        assert assert_each_sampled_token_is_trained_once(trajectory) == datums

@@ -1,0 +1,249 @@
+"""Several environments in one run: whose turn it is, ids, group sizes, metrics, and that nothing is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from orchestrator_fakes import FakeSampler, Problem, Problems, published, quiesce
+from orchestrator_fakes import config as one_env
+
+from orchestrator.cursor import Mix
+from orchestrator.pipeline import Pipeline
+from orchestrator.rollout import RolloutLimits
+from orchestrator.state import read_snapshot, write_snapshot
+from trireme.config import Config
+from trireme.core.errors import BadInput, LimitReached
+
+ENDS = ("trained", "filtered", "dropped", "failed")
+Weights = Sequence[float]
+
+
+def config(sizes: Sequence[int | None] = (2, 4), weights: Weights = (1, 3), **options: Any) -> Config:
+    own = one_env(**options).model_dump()
+    own["env"] = [
+        {"id": "tests:Problems", "name": name, "weight": weight, "group_size": size}
+        for name, weight, size in zip("abc", weights, sizes, strict=False)
+    ]
+    return Config.model_validate(own)
+
+
+def mix(weights: Weights, seed: int = 0, batches: int = 5) -> Mix:
+    return Mix({name: Problems(batches=batches) for name, _ in zip("abc", weights, strict=False)}, weights, seed)
+
+
+def drawn(of: Mix, count: int) -> list[str]:
+    return [of.next_problem() for _ in range(count)]
+
+
+@settings(deadline=None, max_examples=50)
+@given(weights=st.lists(st.floats(0.1, 10), min_size=2, max_size=3), seed=st.integers(0, 2**40), n=st.integers(1, 3000))
+def test_any_stretch_has_about_its_share_of_each(weights: list[float], seed: int, n: int) -> None:
+    of = mix(weights, seed)
+    drawn(of, seed % 97)
+    counts = Counter(problem[0] for problem in drawn(of, n))
+    for name, weight in zip("abc", weights, strict=False):
+        assert abs(counts[name] - n * weight / sum(weights)) <= 8
+
+
+def test_the_order_follows_from_the_seed() -> None:
+    assert drawn(mix([1, 3]), 8) == drawn(mix([1, 3]), 8)
+    orders = {"".join(problem[0] for problem in drawn(mix([1, 1], seed), 12)) for seed in range(8)}
+    assert len(orders) > 4
+
+
+def test_each_environment_keeps_its_own_order_and_epochs() -> None:
+    of = mix([1, 3], batches=2)
+    problems = drawn(of, 60)
+    for name in "ab":
+        alone = drawn(mix([1], batches=2), 60)
+        own = [problem.removeprefix(f"{name}/") for problem in problems if problem.startswith(f"{name}/")]
+        assert own == alone[: len(own)]
+    assert {problem.split("/")[1].split(".")[0] for problem in problems if problem[0] == "b"} > {"0", "1"}
+
+
+def test_one_environment_alone_has_the_ids_of_its_cursor() -> None:
+    of = mix([2])
+    assert drawn(of, 4) == ["0.0.0", "0.0.1", "0.0.2", "0.1.0"]
+    assert of.env_of("0.0.1") == "a"
+
+
+@settings(deadline=None, max_examples=50)
+@given(before=st.integers(0, 100), weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=3))
+def test_a_mix_goes_on_where_another_stood(before: int, weights: list[float]) -> None:
+    first, second = mix(weights), mix(weights)
+    drawn(first, before)
+    second.load_state_dict(first.state_dict())
+    assert drawn(second, 30) == drawn(first, 30)
+
+
+def test_other_environments_are_refused() -> None:
+    state = mix([1, 1]).state_dict()
+    for other in (mix([1]), mix([1, 1, 1]), Mix({"b": Problems(), "a": Problems()}, [1, 1], 0)):
+        with pytest.raises(BadInput, match="the commit is of a run on a, b, this one is on"):
+            other.load_state_dict(state)
+    with pytest.raises(BadInput, match=r"problem c/0\.0\.0 is of environment c; expected one of a, b"):
+        mix([1, 1]).builder("c/0.0.0")
+
+
+# ---- a run
+
+
+class MixedRun:
+    """A pipeline on two environments, and what its driver does with it."""
+
+    def __init__(self, cfg: Config, datasets: Sequence[Problems], start: int = 0) -> None:
+        self.cfg, self.datasets, self.start, self.sampler = cfg, datasets, start, FakeSampler()
+        self.pipeline = Pipeline(cfg, datasets, self.sampler, RolloutLimits(1000, 100))
+        self.rows: list[dict[str, float]] = []
+        self.trained: list[list[str]] = []
+        self.sizes: Counter[str] = Counter()
+
+    async def step(self, step: int) -> None:
+        last = False
+        while not last:
+            minibatch = await self.pipeline.next_minibatch(step, 0)
+            self.sizes.update(minibatch.problems_D)
+            last = minibatch.last
+        await self.pipeline.update_weights(published(step + 1))
+        released = self.pipeline.release(step)
+        self.rows.append(released.metrics)
+        self.trained.append([group["problem"] for group in released.trained])
+
+    async def __aenter__(self) -> MixedRun:
+        await self.pipeline.update_weights(published(self.start))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.pipeline.stop()
+
+    async def whole(self) -> MixedRun:
+        async with self:
+            for step in range(self.start, self.cfg.max_steps):
+                await self.step(step)
+        return self
+
+
+def datasets(cfg: Config, reward: Any = None) -> list[Problems]:
+    given = {} if reward is None else {"reward": reward}
+    return [Problems(group_size=cfg.group_size(env), **given) for env in cfg.env]
+
+
+def test_each_environment_has_its_group_size_and_its_metrics() -> None:
+    async def reward(problem: Problem, sample: int) -> float:
+        return float(sample) / problem.dataset.group_size
+
+    cfg = config(batch_size=8, max_steps=3)
+    run = asyncio.run(MixedRun(cfg, datasets(cfg, reward)).whole())
+    assert {size for problem, size in run.sizes.items() if problem.startswith("a/")} == {2}
+    assert {size for problem, size in run.sizes.items() if problem.startswith("b/")} == {4}
+    row = run.rows[-1]
+    groups = {name: sum(problem[0] == name for problem in run.trained[-1]) for name in "ab"}
+    assert groups["a"] + groups["b"] == 8
+    assert groups["a"] in (1, 2, 3)
+    assert row["env/a/reward/total"] == pytest.approx(10 + 0.25)
+    assert row["env/b/reward/total"] == pytest.approx(10 + 0.375)
+    rollouts = 2 * groups["a"] + 4 * groups["b"]
+    assert row["perf/rollouts"] == rollouts
+    assert row["env/all/reward/total"] == pytest.approx((2 * groups["a"] * 10.25 + 4 * groups["b"] * 10.375) / rollouts)
+
+
+@pytest.mark.parametrize("limit", [4, 5, 7])
+def test_groups_of_different_sizes_share_the_room(limit: int) -> None:
+    most = [0]
+
+    async def reward(problem: Problem, sample: int) -> float:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        most[0] = max(most[0], run.pipeline._pressure.gate.in_flight)
+        return float(sample)
+
+    cfg = config(batch_size=6, max_steps=3, max_concurrent=limit)
+    run = MixedRun(cfg, datasets(cfg, reward))
+    asyncio.run(run.whole())
+    assert 2 < most[0] <= limit
+
+
+def test_the_first_failure_is_shown_with_its_environment() -> None:
+    async def reward(problem: Problem, sample: int) -> float:
+        if problem.dataset.group_size == 4:
+            raise KeyError("no such thing")
+        return float(sample)
+
+    cfg = config(batch_size=2, retries=0, max_filtered_batches=1000)
+    with pytest.raises(LimitReached, match=r"(?s)environment a\+b failed.*environment b: Traceback.*KeyError"):
+        asyncio.run(MixedRun(cfg, datasets(cfg, reward)).whole())
+
+
+@pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_problem_ends_once_however_often_the_run_is_interrupted(policy: str, seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+
+    async def reward(problem: Problem, sample: int) -> float:
+        for _ in range(rng.choice([0, 0, 3, 150])):
+            await asyncio.sleep(0)
+        return {0: float("nan"), 1: 4.0}.get(problem.number % 6, float(sample))
+
+    cfg = config(
+        batch_size=3,
+        max_steps=10,
+        stale_policy=policy,
+        max_requeues=1,
+        retries=0,
+        max_failure_rate=1.0,
+        remove_constant_reward_groups=True,
+    )
+
+    async def interrupted(run: MixedRun) -> MixedRun:
+        async with run:
+            for step in range(run.start, run.start + rng.randint(0, 2)):
+                await run.step(step)
+            doing = asyncio.create_task(run.step(run.start + len(run.trained)))
+            for _ in range(rng.randint(0, 60)):
+                await asyncio.sleep(0)
+            doing.cancel()
+            await asyncio.wait([doing])
+            snapshot = run.pipeline.snapshot()
+            write_snapshot(snapshot, tmp_path / str(run.start))
+            fresh = MixedRun(cfg, datasets(cfg, reward), start=snapshot.ledger["released"])
+            fresh.pipeline.load(read_snapshot(tmp_path / str(run.start)))
+            return fresh
+
+    async def scenario() -> list[MixedRun]:
+        runs = [MixedRun(cfg, datasets(cfg, reward))]
+        for _ in range(3):
+            runs.append(await interrupted(runs[-1]))
+        await runs[-1].whole()
+        return runs
+
+    runs = asyncio.run(scenario())
+    row, ledger = runs[-1].rows[-1], runs[-1].pipeline.snapshot().ledger
+    trained_on = [problem for run in runs for problems in run.trained for problem in problems]
+    assert len(trained_on) == len(set(trained_on)) == row["ledger/trained"] == 30
+    waiting = {group["problem"] for group in ledger["groups"]} | {problem for problem, _ in ledger["requeue"]}
+    assert not waiting & set(trained_on)
+    begun = drawn(mix([1, 3], seed=0, batches=30), int(row["ledger/dispatched"] - row["ledger/requeued"]))
+    assert set(trained_on) <= set(begun), "what was drawn is what a run that was never interrupted draws"
+    assert sum(row[f"ledger/{end}"] for end in ENDS) + len(ledger["groups"]) == len(begun)
+
+
+def test_in_deterministic_mode_all_is_sampled_in_order() -> None:
+    cfg = config(batch_size=4, max_steps=2, deterministic=True, max_steps_off_policy=0)
+
+    async def scenario() -> list[int]:
+        async with MixedRun(cfg, datasets(cfg)) as run:
+            await quiesce()
+            return [len(request.prompt) for request in run.sampler.requests]
+
+    first, again = asyncio.run(scenario()), asyncio.run(scenario())
+    assert first == again
+    run, rerun = (asyncio.run(MixedRun(cfg, datasets(cfg)).whole()) for _ in range(2))
+    assert run.trained == rerun.trained

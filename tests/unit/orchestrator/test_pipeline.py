@@ -1,0 +1,698 @@
+"""The pipeline with a sampler in the same process: batches, back-pressure, failures, limits, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import virtual_time
+from orchestrator_fakes import (
+    FakeSampler,
+    Fleet,
+    OneStep,
+    Problem,
+    Problems,
+    Run,
+    config,
+    problems_of,
+    published,
+    quiesce,
+    whole_run,
+)
+
+from orchestrator.env import Env, EnvGroupBuilder, StepResult
+from orchestrator.limits import MIN_WINDOW
+from orchestrator.pipeline import Pipeline
+from orchestrator.rollout import RolloutLimits
+from trireme.core.errors import LimitReached, ProvenanceError, RoomFailed, WeightsRefused
+from trireme.core.sampler import ReplicaLoad
+from trireme.core.types import SampledSequence, SampleRequest
+
+
+def test_a_run_consumes_each_problem_once_in_order() -> None:
+    run = asyncio.run(whole_run(Run(config())))
+    consumed = [problems_of(batch) for batch in run.batches]
+    assert consumed == [[2 * s, 2 * s, 2 * s + 1, 2 * s + 1] for s in range(5)]
+    assert run.rows[-1]["ledger/trained"] == run.rows[-1]["ledger/dispatched"] == 10, "nothing is sampled in vain"
+    assert all(count == 1 for count in run.dataset.cleaned.values())  # type: ignore[attr-defined]
+
+
+def test_group_rewards_are_centred_into_advantages() -> None:
+    run = asyncio.run(whole_run(Run(config(max_steps=1))))
+    batch = run.batches[0][0].batch
+    assert batch.columns["advantages"][batch.columns["mask"] == 1].tolist() == [-0.5, 0.5, -0.5, 0.5]
+
+
+def test_synchronous_run_dispatches_nothing_before_release() -> None:
+    async def scenario() -> None:
+        async with Run(config(max_steps_off_policy=0)) as run:
+            for step in range(3):
+                await run.pipeline.next_minibatch(step, 0)
+                await run.pipeline.update_weights(published(step + 1))
+                await quiesce()
+                assert len(run.sampler.requests) == 4 * (step + 1)
+                row = run.pipeline.release(step).metrics
+                assert row["off_policy/max"] == row["off_policy/token_mean"] == 0
+                await quiesce()
+                assert len(run.sampler.requests) == 4 * (step + 2)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("substeps", "minibatches"), [(1, 4), (2, 1), (2, 2), (4, 1)])
+def test_streamed_minibatches_hold_the_same_groups(substeps: int, minibatches: int) -> None:
+    whole = asyncio.run(whole_run(Run(config(4, 3, max_steps_off_policy=0))))
+    parts = asyncio.run(whole_run(Run(config(4, 3, substeps, minibatches, max_steps_off_policy=0))))
+    for (one,), many in zip(whole.batches, parts.batches, strict=True):
+        assert len(many) == substeps * minibatches
+        assert [m.last for m in many] == ([False] * (minibatches - 1) + [True]) * substeps
+        np.testing.assert_array_equal(np.concatenate([m.batch.tokens for m in many]), one.batch.tokens)
+        advantages = np.concatenate([m.batch.columns["advantages"] for m in many])
+        np.testing.assert_array_equal(advantages, one.batch.columns["advantages"])
+        assert sum(m.num_loss_tokens for m in many) == one.num_loss_tokens
+
+
+def test_a_streamed_minibatch_does_not_wait_for_the_batch() -> None:
+    async def scenario() -> None:
+        run = Run(config(2, minibatches=2, max_steps_off_policy=0))
+        straggler = run.sampler.hold(0)
+        async with run:
+            first = await run.pipeline.next_minibatch(0, 0)
+            assert (problems_of([first]), first.last) == ([1, 1], False)
+            straggler.set()
+            second = await run.pipeline.next_minibatch(0, 0)
+            assert (problems_of([second]), second.last) == ([0, 0], True)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
+@pytest.mark.parametrize("max_age", [0, 1, 3])
+@pytest.mark.parametrize("max_concurrent", [4, "auto"])
+def test_age_stays_within_the_bound_whoever_straggles(policy: str, max_age: int, max_concurrent: int | str) -> None:
+    """Every third problem is held until two later steps are over, or until the run cannot go on without it."""
+
+    async def scenario() -> Run:
+        options = {"stale_policy": policy, "max_steps_off_policy": max_age, "max_concurrent": max_concurrent}
+        cfg = config(3, 9, max_requeues=1, **options)
+        run = Run(cfg)
+        for problem in range(0, 90, 3):
+            run.sampler.hold(problem)
+        async with run:
+            for step in range(cfg.max_steps):
+                waiting = asyncio.create_task(run.step(step))
+                await quiesce()
+                for problem in range(0, 3 * step - 3, 3):
+                    run.sampler.held[problem].set()
+                await quiesce()
+                while not waiting.done():
+                    for request in run.sampler.requests:
+                        run.sampler.hold(request.prompt[0]).set()
+                    await quiesce()
+                await waiting
+        return run
+
+    run = asyncio.run(scenario())
+    for step, (minibatch,) in enumerate(run.batches):
+        ages = step - minibatch.provenance.floors
+        assert 0 <= ages.min() <= ages.max() <= max_age
+        versions = minibatch.batch.columns["versions"]
+        assert (step - versions[versions >= 0]).max() <= max_age
+    assert sum(row["off_policy/expired_running"] for row in run.rows) == run.rows[-1]["ledger/expired_running"]
+    if max_age and max_concurrent == "auto":
+        assert max(row["off_policy/mean"] for row in run.rows) > 0
+
+
+def test_no_more_rollouts_are_in_flight_than_may_be_and_each_that_ends_makes_room() -> None:
+    second_may_end = asyncio.Event()
+
+    async def waits(problem: Problem, sample: int) -> float:
+        if sample == 1:
+            await second_may_end.wait()
+        return float(sample)
+
+    async def scenario() -> None:
+        async with Run(config(4, max_concurrent=3), Problems(waits)) as run:
+            asked: list[list[int]] = []
+            for _ in range(2):
+                await quiesce()
+                asked.append([request.prompt[0] for request in run.sampler.requests])
+                second_may_end.set()
+            assert asked[0] == [0, 0, 1, 1], "one of the first two has ended, and two fit again"
+            assert set(asked[1]) == set(range(8))
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_waits_for_room_gets_the_floor_of_its_start() -> None:
+    async def scenario() -> Run:
+        run = Run(config(2, 3, max_concurrent=2, stale_policy="wait"))
+        second = run.sampler.hold(2)
+        async with run:
+            await run.step(0)
+            await quiesce()
+            second.set()
+            await run.step(1)
+        return run
+
+    run = asyncio.run(scenario())
+    assert [group["floor"] for released in run.released for group in released.trained] == [0, 0, 0, 1]
+
+
+def test_waiting_for_room_does_not_count_as_time_of_a_rollout_but_all_its_turns_do() -> None:
+    class TwoTurns(OneStep):
+        async def step(self, action: Sequence[int]) -> StepResult:
+            await asyncio.sleep(4 if self.problem.number else 6)
+            result = await super().step(action)
+            return (
+                StepResult(0.0, False, [*action, 0, 0])
+                if self.problem.dataset.tries[self.problem.number, self.sample] % 2
+                else result
+            )
+
+    class Two(Problem):
+        async def make_envs(self) -> Sequence[Env]:
+            return [TwoTurns(self, sample) for sample in range(2)]
+
+    class Slow(Problems):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            return [Two(self, 3 * index + i) for i in range(3)]
+
+    cfg = config(2, 1, max_concurrent=2, generation_timeout_s=10, retries=0, timeout_s=1000)
+    run = virtual_time.run(whole_run(Run(cfg, Slow())))
+    assert [group["problem"] for group in run.released[0].trained] == ["0.0.1", "0.0.2"], "8 s each, one by one"
+    assert run.rows[0]["rollout_errors/TimeoutError"] == 2, "the first problem took twice 6 s"
+
+
+def test_a_source_of_load_that_fails_ends_the_run() -> None:
+    class Unwell(FakeSampler):
+        async def load(self) -> dict[int, ReplicaLoad]:
+            raise RoomFailed("inference replica 0 does not say what it has to do")
+
+    async def scenario() -> None:
+        run = Run(config(), sampler=Unwell())
+        run.sampler.hold(0)
+        async with run:
+            with pytest.raises(RoomFailed, match="does not say"):
+                await run.step(0)
+
+    asyncio.run(scenario())
+
+
+def test_the_limit_follows_the_load_and_stands_in_the_row() -> None:
+    class Busy(FakeSampler):
+        looks = 0
+
+        async def load(self) -> dict[int, ReplicaLoad]:
+            self.looks += 1
+            return {0: ReplicaLoad(8, 1, 0.75, preemptions=3 * self.looks)}
+
+        async def sample(self, request: SampleRequest) -> SampledSequence:
+            await asyncio.sleep(5)
+            return await super().sample(request)
+
+    run = virtual_time.run(whole_run(Run(config(50, 2, timeout_s=1000), sampler=Busy())))
+    assert run.rows[0]["perf/kv_used"] == 0.75
+    assert run.rows[0]["perf/preemptions"] % 3 == 0 < run.rows[0]["perf/preemptions"]
+    assert 2 <= run.rows[0]["perf/max_concurrent"] <= 64
+    assert run.rows[1]["perf/max_concurrent"] < run.rows[0]["perf/max_concurrent"]
+
+
+def test_tokens_know_their_versions_over_an_update() -> None:
+    async def scenario() -> Run:
+        run = Run(config(2, 2, stale_policy="wait"))
+        straggler = run.sampler.hold(2)
+        async with run:
+            await run.step(0)
+            straggler.set()
+            await run.step(1)
+        return run
+
+    run = asyncio.run(scenario())
+    (minibatch,) = run.batches[1]
+    first = minibatch.batch.datum(0)
+    assert first.loss_fn_inputs["versions"].tolist() == [-1, 0, 1]
+    assert [i.version for i in minibatch.provenance.identities] == [0, 1]
+    assert run.rows[1]["off_policy/versions_spanned"] == 2
+    assert run.rows[1]["off_policy/mixed_frac"] == 0.0
+
+
+def test_the_share_of_mixed_tokens_is_in_the_row() -> None:
+    async def scenario() -> Run:
+        run = Run(config(2, 2, stale_policy="wait"))
+        run.sampler.mixes = True
+        straggler = run.sampler.hold(2)
+        async with run:
+            await run.step(0)
+            straggler.set()
+            await run.step(1)
+        return run
+
+    run = asyncio.run(scenario())
+    (minibatch,) = run.batches[1]
+    versions = minibatch.batch.columns["versions"]
+    sampled = (versions >= 0).sum()
+    assert run.rows[0]["off_policy/mixed_frac"] == 0.0
+    assert run.rows[1]["off_policy/mixed_frac"] == (sampled - minibatch.batch.temperatures.size) / sampled > 0
+
+
+def test_an_update_does_not_hold_up_the_driver() -> None:
+    """Back-pressure is in the slots: they are free once the update has ended."""
+
+    async def scenario() -> None:
+        async with Run(config(2, 5)) as run:
+            update = run.sampler.hold_update(1)
+            await run.step(0)
+            await quiesce()
+            assert (run.sampler.version, len(run.sampler.requests)) == (0, 8), "two batches' worth, no slot is free"
+            await run.pipeline.next_minibatch(1, 0)
+            update.set()
+            await quiesce()
+            assert (run.sampler.version, len(run.sampler.requests)) == (1, 12)
+
+    asyncio.run(scenario())
+
+
+def test_the_next_update_waits_for_the_one_before() -> None:
+    async def scenario() -> None:
+        async with Run(config(2, 5)) as run:
+            update = run.sampler.hold_update(1)
+            await run.step(0)
+            second = asyncio.create_task(run.step(1))
+            await quiesce()
+            assert (run.sampler.version, second.done()) == (0, False)
+            update.set()
+            await second
+            await quiesce()
+            assert run.sampler.version == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.pipeline.ANSWER_S", 0.0)
+    monkeypatch.setattr("trireme.config.Config.patience_s", 0.0)
+
+    async def scenario() -> None:
+        async with Run(config(2, 5, update_s=0.05)) as run:
+            run.sampler.hold_update(1)
+            await run.step(0)
+            with pytest.raises(RoomFailed, match=r"timeouts.update_s.* update to version 1; .*replicas: \{0: 0\}"):
+                await run.step(1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("held", "max_steps", "max_age"), [(0, 5, 1), (1, 1, 1), (1, 5, 0)], ids=["first", "last", "synchronous"]
+)
+def test_where_nothing_goes_on_without_it_an_update_ends_before_the_verb_returns(
+    held: int, max_steps: int, max_age: int
+) -> None:
+    async def scenario() -> None:
+        run = Run(config(2, max_steps, max_steps_off_policy=max_age))
+        update = run.sampler.hold_update(held)
+        async with run if held else nullcontext():
+            verb = asyncio.create_task(run.step(0) if held else run.pipeline.update_weights(published(0)))
+            await quiesce()
+            assert (run.sampler.version, verb.done()) == (held - 1, False)
+            update.set()
+            await verb
+            assert run.sampler.version == held
+        await run.pipeline.stop()
+
+    asyncio.run(scenario())
+
+
+async def release(pipeline: Pipeline) -> None:
+    pipeline.release(0)
+
+
+@pytest.mark.parametrize("verb", [release, lambda p: p.next_minibatch(1, 0), lambda p: p.update_weights(published(2))])
+def test_a_failed_update_is_raised_by_the_next_verb(verb: Callable[[Pipeline], Coroutine[Any, Any, Any]]) -> None:
+    async def scenario() -> None:
+        async with Run(config(2, 5)) as run:
+            await run.pipeline.next_minibatch(0, 0)
+            run.sampler.update_error = WeightsRefused("canary of version 1")
+            await run.pipeline.update_weights(published(1))
+            await quiesce()
+            with pytest.raises(WeightsRefused, match="canary of version 1"):
+                await verb(run.pipeline)
+
+    asyncio.run(scenario())
+
+
+def test_a_row_tells_of_the_update_to_the_version_that_was_trained_on() -> None:
+    run = asyncio.run(whole_run(Run(config(2, 3))))
+    assert [row["weights/canary_max_diff"] for row in run.rows] == [0.0, 0.01, 0.02]
+    assert [row["weights/reprefill_tokens"] for row in run.rows] == [0, 10, 20]
+    assert all(row["time/update"] >= row["time/update_pause"] >= 0 for row in run.rows)
+
+
+def test_evicted_rollouts_are_cancelled_cleaned_up_and_sampled_afresh() -> None:
+    async def scenario() -> Run:
+        run = Run(config(1, 3, max_requeues=2))
+        run.sampler.hold(0)
+        async with run:
+            await run.step(0)
+            await run.step(1)
+            await quiesce()
+            assert run.dataset.cleaned[0] == 1  # type: ignore[attr-defined]
+        return run
+
+    run = asyncio.run(scenario())
+    assert run.rows[1]["off_policy/expired_running"] == run.rows[1]["off_policy/requeued"] == 1
+    tries = [r for r in run.sampler.requests if r.prompt[0] == 0]
+    assert len(tries) == 4, "two rollouts, and two more of the same problem"
+    assert len({r.params.seed for r in tries}) == len({r.request_id for r in tries}) == 4
+    assert tries[-1].route_key != tries[0].route_key
+
+
+def test_cleaning_up_is_not_interrupted_by_an_eviction() -> None:
+    class Slow(Problem):
+        async def cleanup(self) -> None:
+            await cleaning_may_end.wait()
+            await super().cleanup()
+
+    class OneSlow(Problems):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            return [Problem(self, 3 * index + i) if index or i else Slow(self, 0) for i in range(3)]
+
+    cleaning_may_end = asyncio.Event()
+
+    async def scenario() -> None:
+        run = Run(config(1, 4), OneSlow())
+        async with run:
+            await run.step(0)
+            await run.step(1)
+            assert run.rows[1]["off_policy/expired_running"] == 1
+            await quiesce()
+            assert run.dataset.cleaned[0] == 0  # type: ignore[attr-defined]
+            cleaning_may_end.set()
+            await quiesce()
+            assert run.dataset.cleaned[0] == 2, "evicted, and sampled afresh"  # type: ignore[attr-defined]
+            await run.step(2)
+            await run.step(3)
+
+    asyncio.run(scenario())
+
+
+def test_failed_rollouts_are_retried() -> None:
+    async def fails_once(problem: Problem, sample: int) -> float:
+        if problem.dataset.tries[problem.number, sample] == 1:
+            raise KeyError("not yet")
+        return float(sample)
+
+    run = asyncio.run(whole_run(Run(config(max_steps=1, retries=1), Problems(fails_once))))
+    assert run.rows[0]["rollout_errors/KeyError"] == 4
+    assert run.rows[0]["ledger/failed"] == 0
+    assert len({r.params.seed for r in run.sampler.requests}) == 8, "a retry has a seed of its own"
+
+
+def test_a_group_goes_on_without_rollouts_it_can_spare() -> None:
+    async def last_fails(problem: Problem, sample: int) -> float:
+        return math.nan if sample == 3 and problem.number == 1 else float(sample)
+
+    cfg = config(max_steps=1, retries=0, group_size=4)
+    run = asyncio.run(whole_run(Run(cfg, Problems(last_fails, group_size=4))))
+    assert problems_of(run.batches[0]) == [0, 0, 0, 0, 1, 1, 1]
+    assert run.rows[0]["rollout_errors/NonFiniteReward"] == 1
+
+
+def test_failed_groups_are_replaced() -> None:
+    async def nan_for_one(problem: Problem, sample: int) -> float:
+        return math.nan if problem.number == 1 else float(sample)
+
+    run = asyncio.run(whole_run(Run(config(max_steps=2, retries=1), Problems(nan_for_one))))
+    assert sorted(set(problems_of(run.batches[0] + run.batches[1]))) == [0, 2, 3, 4]
+    assert run.rows[-1]["ledger/failed"] == 1
+    assert sum(row.get("rollout_errors/NonFiniteReward", 0) for row in run.rows) == 4
+
+
+def test_a_hanging_environment_is_timed_out() -> None:
+    async def hangs(problem: Problem, sample: int) -> float:
+        if problem.number == 0:
+            await asyncio.Event().wait()
+        return float(sample)
+
+    cfg = config(max_steps=1, retries=0, generation_timeout_s=0.05, stale_policy="wait")
+    run = asyncio.run(whole_run(Run(cfg, Problems(hangs))))
+    assert run.rows[0]["rollout_errors/TimeoutError"] == 2
+    assert sorted(set(problems_of(run.batches[0]))) == [1, 2]
+
+
+def test_too_many_failures_stop_the_run_with_the_first() -> None:
+    async def fails(problem: Problem, sample: int) -> float:
+        raise ZeroDivisionError(f"problem {problem.number}")
+
+    run = Run(config(max_steps=1, retries=1, max_filtered_batches=1000), Problems(fails))
+    with pytest.raises(LimitReached, match=r"(?s)100% .* environment fake .*in fails\n.*ZeroDivisionError: problem 0"):
+        asyncio.run(whole_run(run))
+    assert MIN_WINDOW <= len(run.sampler.requests) // 2 <= MIN_WINDOW + 8
+
+
+def test_refused_prompts_are_not_retried_and_end_in_a_limit() -> None:
+    run = Run(config(max_steps=1, max_filtered_batches=2), limits=RolloutLimits(1000, 2))
+    with pytest.raises(LimitReached, match=r"(?s)last 4 groups.*4 failed.*PromptTooLong"):
+        asyncio.run(whole_run(run))
+    assert run.sampler.requests == []
+
+
+def test_a_refused_prompt_is_counted_once_and_not_held_against_the_environment() -> None:
+    class Wordy(Problems):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            return [Problem(self, 3 * index + i, padding=9 * (i == 1)) for i in range(3)]
+
+    cfg = config(2, 10, max_failure_rate=0.0)
+    run = asyncio.run(whole_run(Run(cfg, Wordy(), RolloutLimits(1000, 10))))
+    failed = run.rows[-1]["ledger/failed"]
+    assert failed >= 5
+    assert sum(row.get("rollout_errors/PromptTooLong", 0) for row in run.rows) == 2 * failed
+
+
+async def equal_for_odd(problem: Problem, sample: int) -> float:
+    return 4.0 if problem.number % 2 else float(sample)
+
+
+def test_groups_of_equal_rewards_are_replaced_and_counted() -> None:
+    cfg = config(2, 2, remove_constant_reward_groups=True, max_steps_off_policy=0, max_filtered_batches=1)
+    run = asyncio.run(whole_run(Run(cfg, Problems(equal_for_odd))))  # never two in a row: the limit is not reached
+    assert [sorted(set(problems_of(batch))) for batch in run.batches] == [[0, 2], [4, 6]]
+    assert run.rows[0]["off_policy/filtered"] == 1
+    assert run.rows[0]["env/even/reward/total"] == 10.5
+    assert run.rows[0]["env/odd/reward/total"] == 14.0, "rewards are taken before filtering"
+    assert run.rows[0]["env/all/by_group/frac_all_good"] == pytest.approx(1 / 3)
+
+
+def test_nothing_but_equal_rewards_stops_the_run() -> None:
+    async def equal(problem: Problem, sample: int) -> float:
+        return 1.0
+
+    run = Run(config(remove_constant_reward_groups=True, max_filtered_batches=3), Problems(equal))
+    with pytest.raises(LimitReached, match=r"last 6 groups.*6 had equal rewards"):
+        asyncio.run(whole_run(run))
+
+
+def test_a_limit_reached_while_training_waits_for_the_end_of_the_step() -> None:
+    """So that the run stops, and can be committed, at a boundary."""
+
+    class SlowTrainer(Run):
+        async def train(self) -> None:
+            for _ in range(1000):  # turns of the event loop: enough for all that can happen to happen
+                await asyncio.sleep(0)
+
+    async def equal_from_two_on(problem: Problem, sample: int) -> float:
+        return float(sample) if problem.number < 2 else 1.0
+
+    async def run() -> Run:
+        cfg = config(remove_constant_reward_groups=True, max_filtered_batches=1)
+        async with SlowTrainer(cfg, Problems(equal_from_two_on)) as run:
+            await run.step(0)
+            with pytest.raises(LimitReached, match="last 2 groups"):
+                await run.step(1)
+        return run
+
+    ended = asyncio.run(run())
+    assert len(ended.rows) == 1
+    assert ended.pipeline.snapshot().ledger["released"] == 1
+
+
+def test_errors_of_a_loop_surface_in_the_call_that_waits() -> None:
+    class Torn(Problems):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            if index == 1:
+                raise OSError("the file is torn")
+            return super().get_batch(index)
+
+    run = Run(config(batch_size=4), Torn())
+    with pytest.raises(OSError, match="torn"):
+        asyncio.run(whole_run(run))
+
+
+def test_a_lost_room_is_no_failed_rollout() -> None:
+    class Lost(FakeSampler):
+        async def sample(self, request: SampleRequest) -> SampledSequence:
+            raise RoomFailed("all replicas are gone")
+
+    async def scenario() -> None:
+        run = Run(config())
+        run.sampler = Lost()
+        run.pipeline = Pipeline(run.cfg, [run.dataset], run.sampler, RolloutLimits(1000, 100))
+        async with run:
+            for _ in range(2):
+                with pytest.raises(RoomFailed, match="all replicas"):
+                    await run.pipeline.next_minibatch(0, 0)
+            with pytest.raises(RoomFailed, match="all replicas"):
+                await run.pipeline.update_weights(published(1))
+
+    asyncio.run(scenario())
+
+
+def test_a_token_older_than_the_floor_is_an_error() -> None:
+    async def scenario() -> None:
+        async with Run(config(max_steps_off_policy=0)) as run:
+            await run.step(0)
+            run.sampler.label_with = 0
+            with pytest.raises(ProvenanceError, match="had version 1, but a token of it was sampled by version 0"):
+                await run.step(1)
+
+    asyncio.run(scenario())
+
+
+def test_the_deadline_says_what_is_missing() -> None:
+    async def scenario() -> None:
+        run = Run(config(2, timeout_s=1.0))
+        for problem in range(1, 5):
+            run.sampler.hold(problem)
+        async with run:
+            with pytest.raises(
+                RoomFailed,
+                match=r"for 2 finished groups of batch 0; the inference replicas hold it, with 6 requests.*"
+                r"'running': 3.*'finished': 1.*problem .*0\.0\.1 .*\{0: 0\}",
+            ):
+                await run.pipeline.next_minibatch(0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_that_comes_late_while_no_replica_serves_is_said_to_wait_for_one() -> None:
+    async def scenario() -> None:
+        run = Run(config(4, timeout_s=0.5))
+        for problem in range(8):
+            run.sampler.hold(problem)
+        async with run:
+            await quiesce()
+            run.sampler.acknowledged = dict  # type: ignore[method-assign]
+            with pytest.raises(RoomFailed, match="no inference replica serves, and 16 requests wait for one"):
+                await run.pipeline.next_minibatch(0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_minibatches_are_asked_for_in_order() -> None:
+    async def scenario() -> None:
+        async with Run(config(4, substeps=2)) as run:
+            for step, substep in ((1, 0), (0, 1)):
+                with pytest.raises(ValueError, match="next is 0, 0"):
+                    await run.pipeline.next_minibatch(step, substep)
+
+    asyncio.run(scenario())
+
+
+def test_the_row_of_a_step() -> None:
+    run = asyncio.run(whole_run(Run(config(max_steps=1))))
+    row = run.rows[0]
+    expected = {
+        "reward/total": 10.5,
+        "env/all/reward/total": 10.5,
+        "env/fake/reward/total": 10.5,
+        "env/fake/turns_per_episode": 1.0,
+        "env/fake/ac_tokens_per_turn": 1.0,
+        "env/fake/ob_tokens_per_turn": 2.0,
+        "env/fake/length_cut": 0.0,
+        "env/fake/by_group/frac_mixed": 1.0,
+        "env/fake/asked": 1.0,
+        "env/fake/shared": 2.0,
+        "stop/stop": 1.0,
+        "stop/length": 0.0,
+        "off_policy/mean": 0.0,
+        "off_policy/in_flight": 0.0,
+        "ledger/trained": 2.0,
+        "perf/rollouts": 4.0,
+        "perf/tokens": 4.0,
+    }
+    assert {name: row[name] for name in expected} == expected
+    assert row["perf/inference_idle_s"] >= 0
+    assert {"perf/event_loop_lag", "off_policy/requeued", "ledger/active"} <= row.keys()
+
+
+def test_fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    for point in ("orchestrator.minibatch", "orchestrator.release"):
+        monkeypatch.setenv("TRIREME_FAULTS", f"{point}=raise")
+        with pytest.raises(RuntimeError, match=point):
+            asyncio.run(whole_run(Run(config(max_steps=1))))
+
+
+# ---- replicas come and go
+
+
+@pytest.mark.parametrize("verb", ["leave", "drain", "next_failure"])
+def test_who_has_left_holds_no_slots_any_more(verb: str) -> None:
+    """Replica 1 never takes version 1; so nothing of batch 2 is begun as long as it is there."""
+
+    async def scenario() -> None:
+        fleet = Fleet(0, 1)
+        async with Run(config(2, 5, max_steps_off_policy=0), sampler=fleet) as run:
+            fleet.late = {1}
+            await run.step(0)
+            await quiesce()
+            assert len(fleet.requests) == 4, "batch 0 alone"
+            if verb == "leave":
+                run.pipeline.leave(1, "killed")
+            elif verb == "drain":
+                await run.pipeline.drain(1, 5.0)
+            else:
+                fleet.versions.pop(1)
+                fleet.failures.put_nowait((1, "killed"))
+                assert await run.pipeline.next_failure() == (1, "killed")
+            await run.step(1)
+
+    asyncio.run(scenario())
+
+
+def test_a_joiner_counts_from_the_moment_that_it_has_the_newest_weights() -> None:
+    async def scenario() -> None:
+        fleet = Fleet()
+        async with Run(config(2, 5), sampler=fleet) as run:
+            await quiesce()
+            assert fleet.requests == [], "nobody is there to sample"
+            await run.pipeline.join(7, "its client", reserved=False)
+            assert fleet.said == [("join", 7, "its client")]
+            await run.step(0)
+            assert run.rows[0]["off_policy/max"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_reserved_replicas_join_and_fail_apart_from_the_others() -> None:
+    async def scenario() -> None:
+        fleet, reserved = Fleet(0), Fleet()
+        pipeline = Pipeline(config(2, 5), [Problems()], fleet, RolloutLimits(1000, 100), reserved=reserved)
+        await pipeline.join(3, "its client", reserved=True)
+        assert (fleet.said, reserved.said) == ([], [("join", 3, "its client")])
+        waiting = asyncio.create_task(pipeline.next_failure())
+        await quiesce()
+        reserved.failures.put_nowait((3, "died"))
+        fleet.failures.put_nowait((0, "died too"))
+        assert sorted([await waiting, await pipeline.next_failure()]) == [(0, "died too"), (3, "died")]
+        pipeline.leave(3, "died")
+        await pipeline.drain(0, 5.0)
+        assert [said[:2] for said in reserved.said] == [("join", 3), ("leave", 3), ("drain", 0)]
+        await pipeline.stop()
+
+    asyncio.run(scenario())

@@ -1,0 +1,116 @@
+"""Records of rollouts: which groups are kept of a step, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.advantages import ScoredGroup
+from orchestrator.env import Trajectory, Transition
+from orchestrator.ledger import Group
+from orchestrator.recorder import Recorder
+from trireme.config import Config
+from trireme.core.types import WeightIdentity
+
+
+def config(**rollouts: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"name": "m"},
+            "orchestrator": {"batch_size": 2},
+            "env": {"id": "sort"},
+            "inference": {"sampling": {"max_tokens": 8}},
+            "rollouts": rollouts,
+        }
+    )
+
+
+def turn(observation: list[int], action: list[int], versions: list[int] | None = None, **given: Any) -> Transition:
+    versions = versions or [3] * len(action)
+    return Transition(
+        observation=np.asarray(observation, np.int32),
+        action=np.asarray(action, np.int32),
+        logprobs=np.asarray([-0.12345678] * len(action), np.float32),
+        versions=np.asarray(versions, np.int32),
+        mixed=np.zeros(len(action), np.bool_),
+        identities=tuple(WeightIdentity(1, version, "d") for version in sorted(set(versions))),
+        stop_reason="stop",
+        reward=given.pop("reward", 0.5),
+        **given,
+    )
+
+
+def group(index: int, rewards: list[float], turns: list[Transition] | None = None) -> ScoredGroup:
+    return ScoredGroup(
+        group=Group(index=index, problem=f"p{index}", requeues=0, floor=2),
+        trajectories_G=tuple(Trajectory(tuple(turns or [turn([1], [2])]), "stop") for _ in rewards),
+        rewards_G=tuple(rewards),
+        metrics_G=tuple({} for _ in rewards),
+        tags=("sort",),
+        temperature=1.0,
+    )
+
+
+def records(recorder: Recorder, step: int, groups: list[ScoredGroup]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in recorder.lines(step, groups)]
+
+
+def letters(tokens: Any) -> str:
+    return "".join(chr(ord("a") + token) for token in tokens)
+
+
+GROUPS = [group(i, [mean - 0.1, mean + 0.1]) for i, mean in enumerate([0.5, 0.9, 0.1, 0.6, 0.4, 0.3])]
+
+
+def test_the_best_the_worst_and_some_others_are_kept() -> None:
+    kept = records(Recorder(config(sample=2), None), 7, GROUPS)
+    assert [(record["why"], record["problem"]) for record in kept[:2]] == [("best", "p1"), ("worst", "p2")]
+    assert [record["why"] for record in kept[2:]] == ["sample", "sample"]
+    assert len({record["problem"] for record in kept}) == 4
+    assert all(record["step"] == 7 and record["floor"] == 2 and record["tags"] == ["sort"] for record in kept)
+
+
+def test_a_step_done_again_keeps_the_same_groups_and_other_steps_keep_others() -> None:
+    recorder = Recorder(config(sample=2), None)
+    assert recorder.lines(3, GROUPS) == Recorder(config(sample=2), None).lines(3, GROUPS)
+    sampled = {tuple(record["problem"] for record in records(recorder, step, GROUPS)[2:]) for step in range(20)}
+    assert len(sampled) > 1
+
+
+@pytest.mark.parametrize(("groups", "whys"), [(1, ["best"]), (2, ["best", "worst"]), (3, ["best", "worst", "sample"])])
+def test_no_group_is_kept_twice(groups: int, whys: list[str]) -> None:
+    assert [record["why"] for record in records(Recorder(config(sample=5), None), 0, GROUPS[:groups])] == whys
+
+
+def test_steps_between_are_not_recorded() -> None:
+    recorder = Recorder(config(every=3), None)
+    assert [bool(recorder.lines(step, GROUPS)) for step in range(7)] == [True, False, False, True, False, False, True]
+    assert Recorder(config(every=0), None).lines(0, GROUPS) == []
+
+
+def test_a_record_tells_each_turn_once_with_its_versions() -> None:
+    turns = [
+        turn([1, 2], [3, 4], [5, 5]),
+        turn([1, 2, 3, 4, 6], [7, 8, 9], [5, 6, 6], metrics={"found": np.float32(1)}, logs={"what": object}),
+        turn([1, 9], [2]),
+    ]
+    (record,) = records(Recorder(config(), letters), 0, [group(0, [0.25, 0.75], turns)])
+    assert record["rewards"] == [0.25, 0.75]
+    assert record["advantages"] == [-0.25, 0.25]
+    first, second, third = record["rollouts"][1]["turns"]
+    assert (first["continues"], first["observation"], first["action"]) == (False, [1, 2], [3, 4])
+    assert (second["continues"], second["observation"], second["action"]) == (True, [6], [7, 8, 9])
+    assert (third["continues"], third["observation"]) == (False, [1, 9])
+    assert [t["versions"] for t in (first, second, third)] == [[[5, 2]], [[5, 1], [6, 2]], [[3, 1]]]
+    assert (second["observation_text"], second["action_text"]) == ("g", "hij")
+    assert second["logprobs"] == [-0.123457] * 3
+    assert second["metrics"] == {"found": 1.0}
+    assert second["logs"] == {"what": "<class 'object'>"}
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    (record,) = records(Recorder(config(), None), 0, GROUPS[:1])
+    assert "action_text" not in record["rollouts"][0]["turns"][0]

@@ -1,0 +1,221 @@
+"""One rollout: what is sampled, what is refused, and what the error says."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.env import Env, StepResult, StopCondition, Trajectory
+from orchestrator.rollout import (
+    BadPrompt,
+    BadReward,
+    BadSample,
+    BadStep,
+    NonFiniteReward,
+    OutOfVocabulary,
+    PromptTooLong,
+    RolloutKey,
+    RolloutLimits,
+    run_rollout,
+    token_mixed,
+    token_versions,
+)
+from trireme.config.schema import SamplingConfig
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.process.faults import InjectedFault
+
+KEY = RolloutKey("counting", "0.1.2", sample=3, attempt=0, route_key="r")
+LIMITS = RolloutLimits(vocab_size=100, max_seq_len=20)
+
+
+class Counting(Env):
+    """Asks `turns` times; each observation is all tokens so far and one more."""
+
+    def __init__(self, turns: int = 1, first: Sequence[int] = (1, 2), reward: float = 1.0) -> None:
+        self.turns, self.tokens, self.reward = turns, list(first), reward
+
+    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+        return self.tokens, (7,)
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        self.turns -= 1
+        self.tokens = [*self.tokens, *action, 5]
+        return StepResult(self.reward, self.turns == 0, self.tokens, (8,), {"seen": len(action)})
+
+
+class Echo:
+    """Samples as many tokens as it may, at most three; notes what it was asked."""
+
+    def __init__(self, logprob: float = -1.0, tokens: int = 3, first: int = 10) -> None:
+        self.requests: list[SampleRequest] = []
+        self.logprob, self.tokens, self.first = logprob, tokens, first
+
+    async def __call__(self, request: SampleRequest) -> SampledSequence:
+        self.requests.append(request)
+        n = min(self.tokens, request.params.max_tokens)
+        spans = tuple(VersionSpan(WeightIdentity(0, v, "d"), v, v + 1) for v in range(n))
+        return SampledSequence(
+            np.arange(self.first, self.first + n, dtype=np.int32), np.full(n, self.logprob, np.float32), "stop", spans
+        )
+
+
+def play(
+    env: Env, sample: Echo | None = None, limits: RolloutLimits = LIMITS, key: RolloutKey = KEY, seed: int = 0
+) -> Trajectory:
+    sampling = SamplingConfig(max_tokens=8, temperature=0.5)
+    return asyncio.run(run_rollout(env, sample or Echo(), key, limits, sampling, seed))
+
+
+def test_tokens_in_tokens_out() -> None:
+    sampler = Echo()
+    trajectory = play(Counting(turns=2), sampler)
+    first, second = trajectory.transitions
+    assert first.action.tolist() == [10, 11, 12]
+    assert second.observation.tolist() == [1, 2, 10, 11, 12, 5]
+    assert first.versions.tolist() == [0, 1, 2]
+    assert [i.version for i in first.identities] == [0, 1, 2]
+    assert (trajectory.reward, trajectory.stop_reason, trajectory.num_action_tokens) == (2.0, "stop", 6)
+    asked, again = sampler.requests
+    assert asked.prompt == (1, 2)
+    assert (asked.params.stop, again.params.stop) == ((7,), (8,))
+    assert (asked.params.temperature, asked.params.max_tokens, asked.route_key) == (0.5, 8, "r")
+    assert len({asked.request_id, again.request_id}) == len({asked.params.seed, again.params.seed}) == 2
+
+
+def test_seeds_are_stable_and_depend_on_everything() -> None:
+    assert KEY.seed(0, 0) == 3120288973255906796, "seeds of old runs must not change"
+    others = [
+        KEY.seed(1, 0),
+        KEY.seed(0, 1),
+        RolloutKey("counting", "0.1.3", 3, 0, "r").seed(0, 0),
+        RolloutKey("counting", "0.1.2", 4, 0, "r").seed(0, 0),
+        RolloutKey("counting", "0.1.2", 3, 1, "r").seed(0, 0),
+    ]
+    assert len({KEY.seed(0, 0), *others}) == 6
+    assert all(0 <= seed < 2**63 for seed in others)
+
+
+def test_an_answer_gets_the_room_its_prompt_leaves() -> None:
+    sampler = Echo()
+    play(Counting(first=[1] * 18), sampler)
+    assert sampler.requests[0].params.max_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [(RolloutLimits(100, 2), "max_seq_len = 2"), (RolloutLimits(100, 20, max_prompt_len=1), "max_prompt_len = 1")],
+)
+def test_a_long_prompt_is_refused_before_sampling(limits: RolloutLimits, said: str) -> None:
+    sampler = Echo()
+    with pytest.raises(PromptTooLong, match=f"counting.*{said}"):
+        play(Counting(), sampler, limits)
+    assert sampler.requests == []
+
+
+def test_an_episode_ends_where_the_next_prompt_would_be_too_long() -> None:
+    trajectory = play(Counting(turns=9), limits=RolloutLimits(100, 11))
+    assert trajectory.stop_reason == "max_seq_len"
+    assert len(trajectory.transitions) == 3, "2, 6 and 10 tokens of prompt fit below 11, 12 do not"
+    assert len(trajectory.transitions[-1].action) == 1
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_rewards_must_be_finite(reward: float) -> None:
+    with pytest.raises(NonFiniteReward, match=r"environment counting, problem 0\.1\.2"):
+        play(Counting(reward=reward))
+
+
+@pytest.mark.parametrize("first", [[100], [-1]])
+def test_observations_must_be_of_the_vocabulary(first: list[int]) -> None:
+    with pytest.raises(OutOfVocabulary, match=r"environment counting.*0 \.\. 99"):
+        play(Counting(first=first))
+
+
+@pytest.mark.parametrize("first", [[], [1.5], ["a"], [[1], [2]], [True, None]])
+def test_observations_must_be_tokens(first: list[Any]) -> None:
+    with pytest.raises(BadPrompt, match=r"environment counting.*at least one token"):
+        play(Counting(first=first))
+
+
+@pytest.mark.parametrize("stop", [(100,), (-1,), ("",), (None,)])
+def test_tokens_that_end_an_answer_must_be_of_the_vocabulary(stop: tuple[Any, ...]) -> None:
+    class Stops(Counting):
+        async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+            return self.tokens, stop
+
+    with pytest.raises(OutOfVocabulary, match=r"as what ends an answer; expected tokens of 0 \.\. 99"):
+        play(Stops())
+
+
+@pytest.mark.parametrize("reward", [None, "1.0", [1.0], 1j, np.ones(2)])
+def test_rewards_must_be_numbers(reward: Any) -> None:
+    with pytest.raises(BadReward, match=rf"counting.* of type {type(reward).__name__}; expected a number"):
+        play(Counting(reward=reward))
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1), np.bool_(True)])
+def test_any_number_is_a_reward(reward: Any) -> None:
+    assert play(Counting(reward=reward)).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        None,
+        1.0,
+        StepResult(1.0, True, metrics={"seen": "much"}),  # type: ignore[dict-item]
+        StepResult(1.0, True, metrics=["seen"]),  # type: ignore[arg-type]
+        StepResult(1.0, True, logs="seen"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_step_must_give_what_can_be_counted_and_kept(result: Any) -> None:
+    class Odd(Counting):
+        async def step(self, action: Sequence[int]) -> StepResult:
+            return result
+
+    with pytest.raises(BadStep, match=r"environment counting, problem 0\.1\.2: .*expected"):
+        play(Odd())
+
+
+@pytest.mark.parametrize(
+    "sampler", [Echo(logprob=math.nan), Echo(logprob=-math.inf), Echo(tokens=0), Echo(first=98), Echo(first=-1)]
+)
+def test_what_was_sampled_must_make_sense(sampler: Echo) -> None:
+    with pytest.raises(BadSample, match="counting"):
+        play(Counting(), sampler)
+
+
+@pytest.mark.parametrize("bounds", [[(0, 2)], [(0, 2), (3, 4)], [(0, 3), (2, 4)], [(1, 4)], []])
+def test_spans_must_cover_every_token_once(bounds: list[tuple[int, int]]) -> None:
+    spans = [VersionSpan(WeightIdentity(0, 1, "d"), start, end) for start, end in bounds]
+    with pytest.raises(BadSample, match="do not cover the 4 tokens"):
+        token_versions(spans, 4)
+
+
+def test_mixed_tokens_are_those_of_mixed_spans() -> None:
+    spans = [VersionSpan(WeightIdentity(0, v, "d"), start, end, v == 2) for v, start, end in [(1, 0, 2), (2, 2, 5)]]
+    assert token_mixed(spans, 5).tolist() == [False, False, True, True, True]
+
+
+def test_fault_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIREME_FAULTS", "orchestrator.rollout=raise")
+    with pytest.raises(InjectedFault):
+        play(Counting())
+
+
+def test_answers_end_at_the_tokens_of_the_run_too() -> None:
+    sampler = Echo()
+    play(Counting(turns=2), sampler, replace(LIMITS, stop=(9, "x"), decode=str))
+    assert [request.params.stop for request in sampler.requests] == [(7, 9, "x"), (8, 9, "x")]
+
+
+def test_answers_end_at_strings_of_the_run_though_the_sampler_goes_on() -> None:
+    limits = replace(LIMITS, stop=("11",), decode=lambda tokens: " ".join(map(str, tokens)))
+    (turn,) = play(Counting(), Echo(), limits).transitions
+    assert (turn.action.tolist(), turn.logprobs.tolist(), turn.versions.tolist()) == ([10, 11], [-1, -1], [0, 1])

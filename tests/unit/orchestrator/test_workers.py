@@ -1,0 +1,249 @@
+"""Worker processes: what comes back, what is killed, and that none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from orchestrator import workers
+from orchestrator.workers import WorkerDied, Workers, WorkerTimeout, run_in_worker
+
+HERE = "test_workers"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+
+
+def in_workers(scenario: Callable[[], Awaitable[Any]], size: int = 2) -> Any:
+    async def main() -> Any:
+        async with workers.workers(size):
+            return await scenario()
+
+    return asyncio.run(main())
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def hang(*_: object) -> None:
+    while True:
+        time.sleep(3600)
+
+
+def a_huge_power() -> int:
+    """Holds the interpreter's lock all the time: no signal handler of Python's would ever run."""
+    return len(str(9 ** (9**9)))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Strange(Exception):
+    """Cannot be made again from what pickle keeps."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def fail(how: str) -> Any:
+    if how == "exit":
+        sys.exit(3)
+    if how == "strange":
+        raise Strange(1, 2)
+    if how == "unsendable":
+        return lambda: 0
+    raise KeyError(how)
+
+
+def environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def take_memory() -> int:
+    return len(bytearray(64 * 2**30))
+
+
+def gone(process: int) -> bool:
+    return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_call_runs_elsewhere_and_the_process_is_used_again() -> None:
+    async def scenario() -> list[Any]:
+        return [
+            await run_in_worker(math.gcd, 12, 18, timeout_s=60),
+            *[await run_in_worker(pid, timeout_s=60) for _ in "ab"],
+        ]
+
+    value, first, second = in_workers(scenario)
+    assert value == 6
+    assert first == second != os.getpid()
+    assert gone(first)
+
+
+def test_no_more_than_so_many_at_once_and_all_are_answered() -> None:
+    async def scenario() -> list[int]:
+        return await asyncio.gather(*(run_in_worker(pid, timeout_s=60) for _ in range(20)))
+
+    assert 1 <= len(set(in_workers(scenario, size=2))) <= 2
+
+
+@pytest.mark.parametrize("function", [hang, a_huge_power])
+def test_a_call_over_its_limit_is_killed_and_replaced(function: Callable[..., Any]) -> None:
+    async def scenario() -> tuple[int, int]:
+        before = await run_in_worker(pid, timeout_s=60)
+        with pytest.raises(WorkerTimeout, match=rf"{function.__name__} in a worker process took longer than 0.2 s"):
+            await run_in_worker(function, timeout_s=0.2)
+        assert gone(before)
+        return before, await run_in_worker(pid, timeout_s=60)
+
+    before, after = in_workers(scenario, size=1)
+    assert before != after
+
+
+def test_the_event_loop_goes_on_meanwhile() -> None:
+    async def scenario() -> int:
+        ticks = 0
+        await run_in_worker(pid, timeout_s=60)
+        call = asyncio.ensure_future(run_in_worker(hang, timeout_s=0.3))
+        while not call.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        with pytest.raises(WorkerTimeout):
+            await call
+        return ticks
+
+    assert in_workers(scenario) > 3
+
+
+def test_a_call_that_nobody_waits_for_any_more_is_killed() -> None:
+    async def scenario() -> int:
+        before = await run_in_worker(pid, timeout_s=60)
+        call = asyncio.ensure_future(run_in_worker(hang, timeout_s=600))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert gone(before)
+        return await run_in_worker(pid, timeout_s=60)
+
+    assert in_workers(scenario, size=1) > 0
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ("this", KeyError, "this"),
+        ("strange", RuntimeError, "Strange"),
+        ("unsendable", RuntimeError, "cannot be sent back"),
+        ("exit", RuntimeError, "SystemExit"),
+    ],
+)
+def test_what_a_function_raises_comes_back(how: str, kind: type[Exception], said: str) -> None:
+    async def scenario() -> int:
+        before = await run_in_worker(pid, timeout_s=60)
+        with pytest.raises(kind, match=said) as raised:
+            await run_in_worker(fail, how, timeout_s=60)
+        if how != "unsendable":
+            assert "in fail" in f"{raised.value}{getattr(raised.value, '__notes__', '')}", "where it was raised"
+        return before == await run_in_worker(pid, timeout_s=60)
+
+    assert in_workers(scenario, size=1), "the process goes on"
+
+
+def test_a_process_that_dies_is_replaced() -> None:
+    async def scenario() -> int:
+        with pytest.raises(WorkerDied, match=r"die in a worker process did not end"):
+            await run_in_worker(die, timeout_s=60)
+        return await run_in_worker(math.gcd, 4, 6, timeout_s=60)
+
+    assert in_workers(scenario, size=1) == 2
+
+
+def test_what_cannot_be_imported_there_is_an_error_of_the_call() -> None:
+    async def scenario() -> None:
+        def local() -> None: ...
+
+        with pytest.raises(AttributeError, match="local"):
+            await run_in_worker(local, timeout_s=60)
+
+    in_workers(scenario)
+
+
+def test_memory_has_a_limit() -> None:
+    async def scenario() -> None:
+        with pytest.raises(MemoryError):
+            await run_in_worker(take_memory, timeout_s=60)
+
+    in_workers(scenario)
+
+
+def test_it_sees_what_code_needs_and_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = {"LC_TIME": "C", "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "https_proxy": "http://proxy"}
+    kept_back = ("WANDB_API_KEY", "RAY_AUTH_TOKEN", "HF_TOKEN", "OPENAI_API_KEY", "SOMETHING_ELSE")
+    for name, value in {**needed, **dict.fromkeys(kept_back, "secret")}.items():
+        monkeypatch.setenv(name, value)
+
+    async def scenario() -> dict[str, str]:
+        return await run_in_worker(environment, timeout_s=60)
+
+    seen = in_workers(scenario)
+    assert seen.items() >= {**needed, "PATH": os.environ["PATH"]}.items()
+    assert os.path.dirname(__file__) in seen["PYTHONPATH"].split(os.pathsep)
+    assert not seen.keys() & set(kept_back)
+
+
+def test_closing_ends_calls_under_way() -> None:
+    async def scenario() -> None:
+        pool = Workers(1)
+        process = await pool.run(pid, timeout_s=60)
+        call = asyncio.ensure_future(pool.run(hang, timeout_s=600))
+        await asyncio.sleep(0.05)
+        await pool.close()
+        with pytest.raises(WorkerDied):
+            await call
+        assert gone(process)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_does_not_outlive_whoever_started_it() -> None:
+    """Not even when that is killed, while the worker computes and looks at nothing."""
+    code = (
+        "import asyncio, sys\n"
+        f"from {HERE} import hang, pid\n"
+        "from orchestrator.workers import run_in_worker, workers\n"
+        "async def main():\n"
+        "    async with workers(1):\n"
+        "        print(await run_in_worker(pid, timeout_s=60), flush=True)\n"
+        "        await run_in_worker(hang, timeout_s=600)\n"
+        "asyncio.run(main())"
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environ)
+    assert caller.stdout is not None
+    worker = int(caller.stdout.readline())
+    caller.kill()
+    caller.wait(60)
+    deadline = time.monotonic() + 60
+    while not gone(worker) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone(worker)
+
+
+def test_outside_a_run_it_says_what_to_write() -> None:
+    with pytest.raises(RuntimeError, match=r"async with orchestrator\.workers\.workers"):
+        asyncio.run(run_in_worker(pid, timeout_s=1))

@@ -1,0 +1,101 @@
+"""What a plan says of a shard's memory, against what models really keep."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from model_support import FACTS
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trireme.config.model_facts import ModelFacts
+from trireme.plan.memory import (
+    KEPT_ON_CPU,
+    KEPT_ON_GPU,
+    WHOLE_ON_CPU,
+    WHOLE_ON_GPU,
+    activation_bytes,
+    gathered_bytes,
+    kept_tokens,
+    layer_activations,
+    stays_whole,
+)
+
+TOKENS = 64
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 50,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True}
+
+
+def make(family: str, layers: int, dtype: torch.dtype) -> tuple[torch.nn.Module, ModelFacts]:
+    sizes = {**SIZES, "num_hidden_layers": layers, **(EXPERTS if family == "qwen3_moe" else {})}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=dtype)
+    return model, ModelFacts.from_json("m", json.dumps({**sizes, "model_type": family}))
+
+
+def kept_bytes(model: torch.nn.Module) -> int:
+    """Memory that the graph holds beside the parameters, each storage once."""
+    held = {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = tensor  # kept, so that no other tensor gets its place
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=torch.arange(TOKENS)[None] % 50, use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+def test_what_a_layer_keeps(family: str, dtype: torch.dtype) -> None:
+    one, three = make(family, 1, dtype), make(family, 3, dtype)
+    kept = (kept_bytes(three[0]) - kept_bytes(one[0])) / 2
+    said = TOKENS * layer_activations(three[1]) * dtype.itemsize
+    assert 0.9 < said / kept < 1.6
+
+
+def test_activations_of_layers_that_are_computed_again() -> None:
+    kept, again = (activation_bytes(FACTS, 100, 2, again) for again in (False, True))
+    assert kept == FACTS.num_layers * layer_activations(FACTS) * 200
+    assert again == (FACTS.num_layers * FACTS.hidden_size + layer_activations(FACTS)) * 200
+
+
+@pytest.mark.parametrize(("on_gpus", "limit"), [(False, KEPT_ON_CPU), (True, KEPT_ON_GPU)])
+def test_of_how_many_tokens_layers_are_kept(on_gpus: bool, limit: int) -> None:
+    most = kept_tokens("auto", FACTS, 2, on_gpus=on_gpus)
+    assert most is not None
+    assert activation_bytes(FACTS, most, 2, False) <= limit < activation_bytes(FACTS, most + 1, 2, False)
+    assert kept_tokens(True, FACTS, 2, on_gpus=on_gpus) == 0
+    assert kept_tokens(False, FACTS, 2, on_gpus=on_gpus) is None
+
+
+def test_a_small_model_stays_whole() -> None:
+    """Weights in the dtype that computes, gradients in float32."""
+    most = replace(FACTS, num_parameters=WHOLE_ON_CPU // 8)
+    assert stays_whole(most, 4, on_gpus=False)
+    assert gathered_bytes(most, 4, on_gpus=False) == WHOLE_ON_CPU
+    assert not stays_whole(replace(most, num_parameters=most.num_parameters + 1), 4, on_gpus=False)
+    assert stays_whole(replace(most, num_parameters=WHOLE_ON_GPU // 6), 2, on_gpus=True)
+
+
+def test_of_a_large_model_embeddings_and_two_layers_are_whole_at_once() -> None:
+    """Embeddings once if tied, twice if not."""
+    large = 10**9
+    tied = replace(FACTS, vocab_size=1000, hidden_size=100, num_parameters=100_000 + 10 * large, num_layers=10)
+    assert gathered_bytes(tied, 2, on_gpus=True) == 2 * 2 * (100_000 + 2 * large)
+    untied = replace(tied, tied_embeddings=False, num_parameters=200_000 + 10 * large)
+    assert gathered_bytes(untied, 4, on_gpus=True) == 2 * 4 * (200_000 + 2 * large)

@@ -1,0 +1,151 @@
+"""Fault points: which process they hit, how often, and what they do there. Processes are real ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from trireme.process import faults
+from trireme.process.faults import InjectedFault, fault_point, number_process
+
+PASSES = "from trireme.process.faults import fault_point; [print(fault_point('here'), flush=True) for _ in '123']"
+FREEZES = (
+    "from trireme.process.faults import fault_point; print('before', flush=True); fault_point('here'); print('after')"
+)
+DEADLINE_S = 60
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has passed nothing yet and has no number."""
+    monkeypatch.setattr(faults, "_passed", Counter())
+    monkeypatch.setattr(faults, "_claimed", set())
+    monkeypatch.setenv("TRIREME_FAULT_NUMBER", "")
+
+
+def start(code: str, **environ: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_FAULT")}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env={**environment, **environ}, stdout=subprocess.PIPE, text=True
+    )
+
+
+def ends(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    out, _ = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, out.split()
+
+
+def test_nothing_happens_unarmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRIREME_FAULTS", raising=False)
+    assert fault_point("here") is None
+    monkeypatch.setenv("TRIREME_FAULTS", "elsewhere=raise")
+    assert fault_point("here") is None
+
+
+def test_it_acts_at_its_passage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIREME_FAULTS", "here@2=corrupt,there=skip")
+    assert [fault_point("here") for _ in range(3)] == [None, "corrupt", None]
+    assert fault_point("there") == "skip"
+
+
+def test_one_point_may_be_armed_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIREME_FAULTS", "here@1=skip,here@3=corrupt")
+    assert [fault_point("here") for _ in range(3)] == ["skip", None, "corrupt"]
+
+
+def test_from_a_passage_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIREME_FAULTS", "here@2+=corrupt")
+    assert [fault_point("here") for _ in range(4)] == [None, "corrupt", "corrupt", "corrupt"]
+
+
+def test_from_a_passage_on_in_one_of_all_processes(tmp_path: Path) -> None:
+    armed = {"TRIREME_FAULTS": "here@2+=corrupt", "TRIREME_FAULT_ONCE": str(tmp_path)}
+    assert ends(start(PASSES, **armed)) == (0, ["None", "corrupt", "corrupt"])
+    assert ends(start(PASSES, **armed)) == (0, ["None", "None", "None"])
+
+
+def test_raise_names_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIREME_FAULTS", "here=raise")
+    with pytest.raises(InjectedFault, match="here, passage 1"):
+        fault_point("here")
+
+
+@pytest.mark.parametrize("spec", ["here", "here=", "here@x=kill", "here@+=kill", "here[a]=kill", "here kill"])
+def test_what_cannot_be_read_is_refused(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that never comes would be a test that cannot fail."""
+    monkeypatch.setenv("TRIREME_FAULTS", spec)
+    with pytest.raises(ValueError, match="TRIREME_FAULTS"):
+        fault_point("here")
+
+
+def test_a_number_means_one_process_of_a_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIREME_FAULTS", "here[1]=corrupt")
+    number_process(0)
+    assert fault_point("here") is None
+    number_process(1)
+    assert fault_point("here") == "corrupt"
+
+
+def test_what_a_numbered_process_starts_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    number_process(1)
+    environ = {"TRIREME_FAULT_NUMBER": os.environ["TRIREME_FAULT_NUMBER"]}
+    assert ends(start(PASSES, TRIREME_FAULTS="here[1]@2=corrupt", **environ))[1] == ["None", "corrupt", "None"]
+
+
+def test_without_once_every_process_is_hit(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert ends(start(PASSES, TRIREME_FAULTS="here@2=kill")) == (-signal.SIGKILL, ["None"])
+
+
+def test_once_means_once_in_all_processes(tmp_path: Path) -> None:
+    """The successor of the killed passes; another item is another fault."""
+    armed = {"TRIREME_FAULTS": "here@2=kill,here@3=corrupt", "TRIREME_FAULT_ONCE": str(tmp_path)}
+    assert ends(start(PASSES, **armed)) == (-signal.SIGKILL, ["None"])
+    assert ends(start(PASSES, **armed)) == (0, ["None", "None", "corrupt"])
+    assert ends(start(PASSES, **armed)) == (0, ["None", "None", "None"])
+
+
+def test_of_many_at_once_one_is_hit(tmp_path: Path) -> None:
+    armed = {"TRIREME_FAULTS": "here@3=kill", "TRIREME_FAULT_ONCE": str(tmp_path)}
+    codes = [ends(process)[0] for process in [start(PASSES, **armed) for _ in range(4)]]
+    assert sorted(codes) == [-signal.SIGKILL, 0, 0, 0]
+
+
+def test_a_stopped_process_goes_on_when_it_is_told() -> None:
+    process = start(PASSES, TRIREME_FAULTS="here@2=stop")
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    process.send_signal(signal.SIGCONT)
+    assert ends(process) == (0, ["None", "stop", "None"])
+
+
+def test_each_that_freezes_has_a_file_of_its_own_in_a_directory(tmp_path: Path) -> None:
+    armed = {"TRIREME_FAULTS": "here@1=freeze,here@3=freeze", "TRIREME_FAULT_REACHED": str(tmp_path)}
+    process = start(PASSES, **armed)
+    deadline = time.monotonic() + DEADLINE_S
+    for item in armed["TRIREME_FAULTS"].split(","):
+        while not (tmp_path / item).exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (tmp_path / item).unlink()
+    assert ends(process) == (0, ["freeze", "None", "freeze"])
+
+
+def test_a_frozen_one_goes_on_when_its_file_is_removed(tmp_path: Path) -> None:
+    reached = tmp_path / "reached"
+    process = start(FREEZES, TRIREME_FAULTS="here=freeze", TRIREME_FAULT_REACHED=str(reached))
+    deadline = time.monotonic() + DEADLINE_S
+    while not reached.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    reached.unlink()
+    assert ends(process) == (0, ["before", "after"])

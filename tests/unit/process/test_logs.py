@@ -1,0 +1,64 @@
+"""Where a process writes, and that it says where it is when it is asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trireme.supervision.heartbeats import STACKS
+
+DEADLINE_S = 60
+HANGS = """
+import os, sys, time
+from pathlib import Path
+from trireme.process import logs
+
+def in_a_collective():
+    os.system("echo a child")
+    print("out", flush=True)
+    print("error", file=sys.stderr)
+    time.sleep(3600)
+
+logs.redirect(Path(sys.argv[1]), "room_0")
+in_a_collective()
+"""
+
+
+def until(log: Path, text: str) -> str:
+    deadline = time.monotonic() + DEADLINE_S
+    while not log.exists() or text not in log.read_text():
+        assert time.monotonic() < deadline, f"{log} has no {text!r}"
+        time.sleep(0.02)
+    return log.read_text()
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", HANGS, str(tmp_path)], stdout=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_what_it_and_its_children_print_goes_to_its_log(tmp_path: Path, hanging: subprocess.Popen[bytes]) -> None:
+    assert until(tmp_path / "room_0.log", "error\n").split("\n")[:3] == ["a child", "out", "error"]
+    hanging.kill()
+    assert hanging.stdout is not None
+    assert hanging.stdout.read() == b""
+
+
+def test_one_that_hangs_writes_where_and_lives(tmp_path: Path, hanging: subprocess.Popen[bytes]) -> None:
+    until(tmp_path / "room_0.log", "error\n")
+    for asked in (1, 2):
+        os.kill(hanging.pid, STACKS)
+        deadline = time.monotonic() + DEADLINE_S
+        while (tmp_path / "room_0.log").read_text().count("in in_a_collective") < asked:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert hanging.poll() is None

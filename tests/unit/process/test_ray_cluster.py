@@ -1,0 +1,90 @@
+"""Places for actors: which of them share a bundle, which Ray never splits over nodes. (Ray itself: tests/e2e.)"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_support import plan
+
+from trireme.core.errors import BadInput, RoomFailed
+from trireme.process import ray_cluster as cluster
+
+SHARD, ACTOR = {"num_cpus": 2.0, "num_gpus": 1.0}, {"num_cpus": 1.0, "num_gpus": 0.0}
+
+
+class Group:
+    def __init__(self, bundles: list[dict[str, float]], strategy: str) -> None:
+        self.bundles, self.strategy = bundles, strategy
+
+    def ready(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alive(**resources: float) -> dict[str, Any]:
+        return {"Alive": True, "Resources": resources}
+
+    nodes = [alive(CPU=64.0, GPU=4.0), alive(CPU=8.0), {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 16.0}}]
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(cluster, "placement_group", Group)
+    monkeypatch.setattr(cluster, "remove_placement_group", lambda group: None)
+    monkeypatch.setattr(cluster.waits, "get_all", lambda *args, **options: None)
+    monkeypatch.setattr(
+        cluster,
+        "PlacementGroupSchedulingStrategy",
+        lambda group, placement_group_bundle_index: placement_group_bundle_index,
+    )
+
+
+def reserved(resources: list[dict[str, float]], blocks: list[int]) -> tuple[Any, list[int]]:
+    with ExitStack() as ending:
+        group, options = cluster.reserve(resources, 1.0, lambda *_: None, ending, blocks)
+    assert [{name: given[name] for name in each} for each, given in zip(resources, options, strict=True)] == resources
+    return group, [given["scheduling_strategy"] for given in options]
+
+
+def test_without_blocks_each_actor_has_its_own_bundle() -> None:
+    group, places = reserved([SHARD, SHARD, ACTOR], [])
+    assert group.bundles == [{"CPU": 2.0, "GPU": 1.0}] * 2 + [{"CPU": 1.0}]
+    assert (group.strategy, places) == ("PACK", [0, 1, 2])
+    assert reserved([SHARD, ACTOR], [1])[1] == [0, 1]
+
+
+def test_a_block_is_one_bundle() -> None:
+    group, places = reserved([*[SHARD] * 6, ACTOR, ACTOR], [4, 2])
+    assert group.bundles == [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 2.0}, {"CPU": 1.0}, {"CPU": 1.0}]
+    assert places == [0, 0, 0, 0, 1, 1, 2, 3]
+
+
+def test_a_block_that_no_living_node_can_hold_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"'GPU': 5\.0.* no node has more than .*'GPU': 4\.0.*--trainer\.gpus-per-node"):
+        reserved([*[SHARD] * 5, ACTOR], [5])
+
+
+@pytest.mark.parametrize(
+    ("shards", "replicate", "gpus_per_node", "blocks"),
+    [(3, 1, None, [1, 1, 1]), (8, 2, 8, [8, 8]), (2, 4, 4, [4, 4]), (3, 1, 2, [2, 1]), (2, 1, 8, [2])],
+)
+def test_blocks_of_a_run(shards: int, replicate: int, gpus_per_node: int | None, blocks: list[int]) -> None:
+    given = plan(shards=shards, trainer={"replicate": replicate, "gpus_per_node": gpus_per_node})
+    assert given.trainer_blocks == blocks
+
+
+def test_ray_that_does_not_start_is_an_error_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises Exception itself when its services take longer than 30 s, as they do on a machine with a high load."""
+
+    def init(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cluster, "LONGEST_TEMP_DIR", 1000)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    told = r"Ray did not start on this machine: The current node timed out during startup. If that is busy \(its load"
+    with pytest.raises(RoomFailed, match=told), cluster._local_cluster(plan()):
+        pass
+    assert list(tmp_path.iterdir()) == []

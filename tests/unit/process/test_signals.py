@@ -1,0 +1,154 @@
+"""How a run is asked to end. Signals are sent to a process of their own, as a shell or a scheduler would."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trireme.process.signals import BOTH_S, SAME_S
+
+SCRIPT = """
+import signal, sys, time
+from trireme.process import signals
+from trireme.core.errors import RoomFailed
+
+def deaf(seconds):  # as in `ray.wait`: Python hears of a signal only afterwards
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    print("deaf", flush=True)
+    wait(seconds)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+def wait(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+mode, grace = sys.argv[1], float(sys.argv[2])
+try:
+    if mode == "starting":
+        signals.arm()
+        print("ready", flush=True)
+        try:
+            wait(60)
+        finally:
+            wait(1)
+    with signals.graceful(grace) as stop:
+        print("ready", flush=True)
+        while mode == "deaf" or stop.exit_code is None:
+            wait(0.05)
+        print("noted", flush=True)
+        if mode == "slow":
+            wait(60)
+        if mode == "waits":
+            deaf(1.2)
+            wait(0.1)
+        if mode == "room fails":
+            raise RoomFailed("it got the signal too")
+        stop.check()
+except signals.GraceOver as over:
+    print("grace over", flush=True)
+    sys.exit(over.exit_code)
+except signals.RoomLost as lost:
+    print(lost, flush=True)
+    sys.exit(lost.exit_code)
+except signals.Stopped as stopped:
+    print("stopped", flush=True)
+    sys.exit(stopped.exit_code)
+"""
+
+
+def start(mode: str, grace_s: float) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, mode, str(grace_s)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def rest(process: subprocess.Popen[str]) -> tuple[str, int]:
+    out, _ = process.communicate(timeout=30)
+    return out, process.returncode
+
+
+@pytest.mark.parametrize(("send", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("mode", "says"), [("starting", "stopped\n"), ("training", "noted\nstopped\n")])
+def test_a_signal_stops_where_it_is_looked_for(send: signal.Signals, code: int, mode: str, says: str) -> None:
+    process = start(mode, grace_s=30)
+    process.send_signal(send)
+    assert rest(process) == (says, code)
+
+
+def test_the_grace_time_ends_what_does_not_look() -> None:
+    process = start("deaf", grace_s=0.2)
+    process.send_signal(signal.SIGTERM)
+    assert rest(process) == ("grace over\n", 75)
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    process = start("slow", grace_s=30)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "noted\n"
+    time.sleep(SAME_S + 0.2)
+    process.send_signal(signal.SIGTERM)
+    assert rest(process) == ("", 75)
+
+
+def test_another_signal_ends_at_once_unless_both_came_together() -> None:
+    """A launcher may turn Ctrl-C, which the terminal has sent to all, into a SIGTERM."""
+    process = start("slow", grace_s=30)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "noted\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(BOTH_S + 0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert rest(process) == ("", 130)
+
+
+def test_a_room_that_fails_once_a_signal_came_ends_the_run_as_the_signal_does() -> None:
+    """It may have got it too, and nobody wants it built anew."""
+    process = start("room fails", grace_s=30)
+    process.send_signal(signal.SIGTERM)
+    assert rest(process) == ("noted\nstopped by a signal, without a commit: it got the signal too\n", 75)
+
+
+def test_a_signal_that_is_passed_on_while_the_driver_waits_in_ray_counts_once() -> None:
+    process = start("waits", grace_s=30)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert [process.stdout.readline(), process.stdout.readline()] == ["noted\n", "deaf\n"]
+    process.send_signal(signal.SIGTERM)
+    assert rest(process) == ("stopped\n", 75)
+
+
+@pytest.mark.parametrize(("mode", "says"), [("starting", "stopped\n"), ("slow", "noted\ngrace over\n")])
+def test_a_signal_that_a_launcher_passes_on_counts_once(mode: str, says: str) -> None:
+    """`uv run` passes on what the whole group of processes was sent. (In a terminal it knows that it must not.)"""
+    process = start(mode, grace_s=1.5 * SAME_S)
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert rest(process) == (says, 75)
+
+
+def test_a_frozen_point_says_that_it_was_reached(tmp_path: Path) -> None:
+    """`freeze` stops a thread for certain where a test wants to kill the whole tree."""
+    reached = tmp_path / "reached"
+    code = (
+        "from trireme.process.faults import fault_point\n"
+        "fault_point('here'); print('passed', flush=True); fault_point('here')"
+    )
+    environ = {"TRIREME_FAULTS": "here@2=freeze", "TRIREME_FAULT_REACHED": str(reached)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "passed\n"
+    while not reached.exists():
+        assert process.poll() is None
+    process.kill()
+    assert rest(process) == ("", -signal.SIGKILL)

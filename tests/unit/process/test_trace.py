@@ -1,0 +1,255 @@
+"""The trace of a process: what a viewer, or a program, reads from its file."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trireme.process import trace
+from trireme.run.metrics import Clock
+
+LOGS = Path("run") / "logs" / "attempt_1"
+FILE = Path("run") / "trace" / "attempt_1" / "trainer_0.json"
+
+
+@pytest.fixture(autouse=True)
+def _stopped() -> Iterator[None]:
+    yield
+    trace.stop()
+
+
+def start(place: Path, max_mb: int = 1) -> Path:
+    trace.start(place / LOGS, "trainer_0", max_mb)
+    return place / FILE
+
+
+def events(file: Path) -> list[dict[str, Any]]:
+    """All of a file, by a JSON parser, once the array is closed."""
+    return json.loads(file.read_text() + "]")
+
+
+def named(file: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in events(file) if event["name"] == name]
+
+
+def test_a_span_has_its_place_on_the_systems_clock(tmp_path: Path) -> None:
+    file = start(tmp_path)
+    before = time.time_ns() // 1000
+    with trace.span("publish", version=3):
+        time.sleep(0.002)
+    after = time.time_ns() // 1000
+    trace.stop()
+    (span,) = named(file, "publish")
+    assert (span["ph"], span["args"]) == ("X", {"version": 3})
+    assert before - 50 <= span["ts"] <= span["ts"] + span["dur"] <= after + 50
+    assert span["dur"] >= 2000
+
+
+def test_viewers_show_processes_and_tracks_by_name(tmp_path: Path) -> None:
+    file = start(tmp_path)
+    with trace.span("fetch", "update"), trace.span("forward_backward"):
+        pass
+    trace.stop()
+    (process,) = named(file, "process_name")
+    threads = {event["args"]["name"]: event["tid"] for event in named(file, "thread_name")}
+    assert process["args"] == {"name": "trainer_0"}
+    assert {event["pid"] for event in events(file)} == {process["pid"]}
+    for name, track in (("fetch", "update"), ("forward_backward", "main")):
+        assert [event["tid"] for event in named(file, name)] == [threads[track]]
+
+
+def test_processes_have_numbers_of_their_own(tmp_path: Path) -> None:
+    processes = ("driver_0", "trainer_0", "trainer_1", "inference_0", "inference_99")
+    for name in processes:
+        trace.start(tmp_path / LOGS, name, 1)
+    trace.stop()
+    files = [(tmp_path / FILE).with_stem(name) for name in processes]
+    assert len({event["pid"] for file in files for event in events(file)}) == len(processes)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.recursive(st.just([]), lambda inner: st.lists(inner, max_size=3), max_leaves=20),
+    st.text(),
+    st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text(max_size=5), max_size=2),
+)
+def test_spans_nest_as_blocks_do(
+    tmp_path_factory: pytest.TempPathFactory, tree: list[Any], name: str, args: dict[str, Any]
+) -> None:
+    def run(children: list[Any], path: str) -> None:
+        with trace.span(f"{path}/{name}", "main", **{f"_{key}": value for key, value in args.items()}):
+            for i, child in enumerate(children):
+                run(child, f"{path}{i}")
+
+    file = start(tmp_path_factory.mktemp("run"))
+    run(tree, "/")
+    trace.stop()
+    spans = {event["name"].removesuffix(f"/{name}"): event for event in events(file) if event["ph"] == "X"}
+    for path, span in spans.items():
+        assert span.get("args", {}) == {f"_{key}": value for key, value in args.items()}
+        if path != "/":
+            outer = spans[path[:-1]]
+            assert outer["ts"] <= span["ts"]
+            assert span["ts"] + span["dur"] <= outer["ts"] + outer["dur"]
+
+
+def test_a_block_that_raises_is_a_span_too(tmp_path: Path) -> None:
+    file = start(tmp_path)
+    with pytest.raises(ZeroDivisionError), trace.span("optim"):
+        _ = 1 / 0
+    trace.stop()
+    assert len(named(file, "optim")) == 1
+
+
+def test_of_what_overlaps_the_short_is_left_out(tmp_path: Path) -> None:
+    file = start(tmp_path)
+    with trace.overlapping("step", "environment", problem="long"):
+        with trace.overlapping("step", "environment", problem="short"):
+            pass
+        time.sleep(0.002)
+    with trace.overlapping("step", "environment", problem="next"):
+        time.sleep(0.002)
+    trace.stop()
+    first, its_end, second, _ = named(file, "step")
+    assert (first["ph"], its_end["ph"], first["id"]) == ("b", "e", its_end["id"])
+    assert its_end["ts"] - first["ts"] >= 2000
+    assert (first["args"], second["args"]) == ({"problem": "long"}, {"problem": "next"})
+    assert first["id"] != second["id"]
+
+
+def test_a_life_begins_before_it_ends(tmp_path: Path) -> None:
+    file = start(tmp_path)
+    with trace.life("group", 17, problem="p") as ending:
+        ending["versions"] = [3, 4]
+    trace.stop()
+    begin, end = named(file, "group")
+    assert (begin["ph"], begin["id"], begin["cat"], begin["args"]) == ("b", 17, "group", {"problem": "p"})
+    assert (end["ph"], end["id"], end["cat"], end["args"]) == ("e", 17, "group", {"versions": [3, 4]})
+
+
+def test_busy_from_the_first_to_the_last(tmp_path: Path) -> None:
+    file = start(tmp_path)
+    busy = trace.Busy("sampling")
+    with busy, busy:
+        pass
+    with busy:
+        busy.pause()
+        with busy:  # comes while all stand still
+            pass
+        busy.resume(version=4)
+    busy.pause()
+    busy.resume(version=5)
+    trace.stop()
+    spans = [event for event in named(file, "sampling") if event["ph"] == "X"]
+    assert [span.get("args") for span in spans] == [{}, {}, {"version": 4}]
+
+
+def test_a_counter_shows_the_last_value(tmp_path: Path) -> None:
+    file = start(tmp_path)
+    busy = trace.Busy("sampling")
+    with busy, busy:
+        time.sleep(3 * trace.WRITE_EVERY_S)
+    trace.stop()
+    assert [event["args"]["number"] for event in named(file, "sampling") if event["ph"] == "C"] == [2, 0]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(min_value=1500, max_value=20_000), st.integers(min_value=0, max_value=200))
+def test_a_full_file_says_so_and_takes_no_more(
+    tmp_path_factory: pytest.TempPathFactory, limit: int, spans: int
+) -> None:
+    file = tmp_path_factory.mktemp("run") / "trainer_0.json"
+    writer = trace.Writer(file, limit)
+    for number in range(spans):
+        writer.add_span("forward_backward", "main", number, number + 1, {"number": number})
+    writer.close()
+    assert file.stat().st_size <= limit
+    written = named(file, "forward_backward")
+    assert [span["args"]["number"] for span in written] == list(range(len(written)))
+    assert len(written) < spans or events(file)[-1]["name"] != trace.FULL
+    assert len(written) == spans or events(file)[-1]["name"] == trace.FULL
+    assert len(written) == spans or file.stat().st_size > limit - 2 * trace.LAST_LINE_BYTES
+
+
+def test_the_clock_of_a_step_traces_its_parts(tmp_path: Path) -> None:
+    file, clock = start(tmp_path), Clock()
+    with clock("step", step=7):
+        assert list(clock.timed("wait_for_batch", iter([1]))) == [1]
+    trace.stop()
+    assert set(clock.seconds) == {"step", "wait_for_batch"}
+    assert [event["args"] for event in named(file, "step")] == [{"step": 7}]
+    assert len(named(file, "wait_for_batch")) == 2  # for the item, and for the end
+
+
+@pytest.mark.parametrize("given", ["no megabytes", "no directory"])
+def test_off(tmp_path: Path, given: str) -> None:
+    trace.start(None if given == "no directory" else tmp_path / LOGS, "trainer_0", 0 if given == "no megabytes" else 1)
+    busy = trace.Busy("sampling")
+    with trace.span("optim"), trace.overlapping("step", "environment"), trace.life("group", 1) as ending, busy:
+        ending["versions"] = [1]
+    trace.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from trireme.process import trace
+trace.start(Path(sys.argv[1]), "trainer_0", 1)
+with trace.life("group", 5):
+    with trace.span("forward_backward"):
+        pass
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_leaves_all_but_the_last_second(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / LOGS)])
+    assert ended.returncode == -signal.SIGKILL
+    assert len(named(tmp_path / FILE, "forward_backward")) == 1
+    assert [event["ph"] for event in named(tmp_path / FILE, "group")] == ["b"]
+
+
+def test_a_process_that_follows_another_goes_on_in_its_file(tmp_path: Path) -> None:
+    file = start(tmp_path)
+    with trace.span("one"):
+        pass
+    trace.stop()
+    with file.open("a") as torn:
+        torn.write('\n,{"ph":"X","na')
+    start(tmp_path)
+    with trace.span("two"):
+        pass
+    trace.stop()
+    lines = file.read_text().splitlines()
+    assert {json.loads(line[1:])["name"] for line in lines if line.endswith("}")} >= {"one", "two"}
+    assert [line for line in lines if not line.endswith("}")] == [',{"ph":"X","na']
+
+
+def test_a_trace_that_cannot_be_written_ends_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    full = Path("/dev/full")
+    (tmp_path / FILE).parent.mkdir(parents=True)
+    (tmp_path / FILE).symlink_to(full)
+    with caplog.at_level(logging.WARNING):
+        start(tmp_path)
+        for _ in range(3):
+            with trace.span("optim"):
+                time.sleep(1.5 * trace.WRITE_EVERY_S)
+        trace.stop()
+    (warning,) = caplog.messages
+    assert "the run goes on" in warning
+    assert str(tmp_path / FILE) in warning
+    assert f"[Errno {errno.ENOSPC}]" in warning

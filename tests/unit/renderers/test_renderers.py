@@ -1,0 +1,635 @@
+"""Renderers: prompts token for token those of the chat template, sampled tokens left as they are, weights, parsing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from renderer_support import CALCULATOR, CONVERSATIONS, OPENS_THINKING, QWEN3, SAYS, bpe, characters, said, scattered
+
+from trireme.core.errors import BadInput
+from trireme.renderers import Message, ToolSpec, make_renderer
+from trireme.renderers.chat_template import ChatTemplateRenderer
+from trireme.renderers.qwen3 import Qwen3Renderer
+from trireme.renderers.role_colon import RoleColonRenderer
+
+
+def expected(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool, **options: Any
+) -> list[int]:
+    """What transformers makes of a conversation."""
+    given = [{"reasoning_content" if key == "thinking" else key: value for key, value in m.items()} for m in messages]
+    for message in given:
+        calls = message.get("tool_calls", [])
+        message |= {"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {}
+    schemas = [{"type": "function", "function": tool} for tool in tools] or None
+    options |= {"add_generation_prompt": generate, "return_dict": False}
+    return list(tokenizer.apply_chat_template(given, tools=schemas, **options))
+
+
+# ---- prompts
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize(("name", "tokenizer"), [("chat_template", bpe), ("qwen3", bpe), ("chat_template", characters)])
+def test_tokens_are_those_of_the_chat_template(name: str, tokenizer: Any, generate: bool, conversation: str) -> None:
+    messages, tools = CONVERSATIONS[conversation]
+    renderer = make_renderer(name, tokenizer(QWEN3))
+    if generate:
+        made = renderer.generation_prompt(messages, tools)
+    else:
+        made = renderer.supervised_example(messages, "all_tokens", tools)[0].tolist()
+    assert made == expected(tokenizer(QWEN3), messages, tools, generate)
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize("enable_thinking", [True, False])
+@pytest.mark.parametrize("name", ["chat_template", "qwen3", "auto"])
+def test_with_thinking_switched_off_tokens_are_the_templates_too(
+    name: str, enable_thinking: bool, generate: bool, conversation: str
+) -> None:
+    messages, tools = CONVERSATIONS[conversation]
+    renderer: Any = make_renderer(name, bpe(QWEN3), enable_thinking=enable_thinking)
+    made = renderer.encode(renderer.text(messages, tools, generate))
+    assert made == expected(bpe(QWEN3), messages, tools, generate, enable_thinking=enable_thinking)
+    if generate:
+        assert renderer.generation_prompt(messages, tools) == made
+        assert bpe(QWEN3).decode(made).endswith("<think>\n\n</think>\n\n") is not enable_thinking
+
+
+@pytest.mark.parametrize("conversation", ["one question", "unicode", "several turns", "system prompt", "newlines"])
+def test_another_template_is_followed_too(conversation: str) -> None:
+    messages, _ = CONVERSATIONS[conversation]
+    tokenizer = bpe(SAYS)
+    made = make_renderer("chat_template", tokenizer).generation_prompt(messages)
+    assert made == expected(tokenizer, messages, (), True)
+
+
+def test_role_colon_parts_messages_by_an_empty_line() -> None:
+    messages = [said("system", "Be brief."), said("user", "2 + 2?"), said("assistant", "4"), said("user", "3 + 3?")]
+    tokenizer = characters()
+    shown = tokenizer.decode(make_renderer("role_colon", tokenizer).generation_prompt(messages))
+    assert shown == "System: Be brief.\n\nUser: 2 + 2?\n\nAssistant: 4<eos>\n\nUser: 3 + 3?\n\nAssistant:"
+
+
+def test_role_colon_tells_of_tools() -> None:
+    tokenizer = bpe()
+    messages, tools = CONVERSATIONS["a tool call"]
+    shown = tokenizer.decode(make_renderer("role_colon", tokenizer).generation_prompt(messages, tools))
+    assert shown.startswith("System: # Tools")
+    assert '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2", "unité": "µ"}}' in shown
+    assert "\n\nTool: 4\n\nAssistant: It is 4.<eos>\n\nUser: Sure?\n\nAssistant:" in shown
+
+
+@pytest.mark.parametrize(("name", "template"), [("qwen3", QWEN3), ("chat_template", SAYS), ("role_colon", None)])
+def test_thinking_stays_or_goes_or_goes_every_n_turns(name: str, template: str | None) -> None:
+    turns = [m for n in range(5) for m in (said("user", f"q{n}"), said("assistant", f"a{n}", thinking=f"t{n}"))]
+    asked = [*turns, said("user", "last")]
+
+    def shown(**options: Any) -> str:
+        tokenizer = bpe(template)
+        text = tokenizer.decode(make_renderer(name, tokenizer, **options).generation_prompt(asked))
+        return "".join(str(n) for n in range(5) if f"t{n}" in text)
+
+    assert shown() == ""
+    assert shown(strip_thinking_from_history=False) == "01234"
+    assert shown(compact_every=2) == "4"
+    assert shown(compact_every=3) == "34"
+    assert shown(compact_every=5) == ""
+
+
+# ---- sampled tokens
+
+
+class Chat:
+    """A conversation that goes on as a MessageEnv's does: what was sampled is parsed, and remembered."""
+
+    def __init__(self, renderer: Any, remembers_prompt: bool = True) -> None:
+        self.renderer, self.remembers_prompt = renderer, remembers_prompt
+        self.messages: list[Message] = [said("user", "q")]
+        self.prompts = [renderer.generation_prompt(self.messages)]
+        self.sampled: list[list[int]] = []
+
+    def hear(self, tokens: list[int], *answers: Message) -> None:
+        message, _ = self.renderer.parse_response(tokens)
+        if self.remembers_prompt:
+            message["prompt"] = self.prompts[-1]
+        self.messages += [message, *answers]
+        self.sampled.append(tokens)
+        self.prompts.append(self.renderer.generation_prompt(self.messages))
+
+    @property
+    def extends(self) -> list[bool]:
+        """For each prompt but the first: whether it begins with the one before and what was sampled after it."""
+        grown = [prompt + tokens for prompt, tokens in zip(self.prompts, self.sampled, strict=False)]
+        return [p[: len(g)] == g for g, p in zip(grown, self.prompts[1:], strict=True)]
+
+
+def end_of(renderer: Any) -> int:
+    return renderer.stop_tokens()[0]
+
+
+THOUGHT = "<think>\nLet me think about it.\n</think>\n\nThe answer is 4."
+KEEPING = {"strip_thinking_from_history": False}
+NAMES = [("qwen3", QWEN3), ("chat_template", QWEN3), ("chat_template", SAYS), ("role_colon", None)]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name", "template"),
+    [(bpe, *named) for named in NAMES] + [(characters, *named) for named in NAMES[1:]],
+)
+@pytest.mark.parametrize("remembers_prompt", [True, False])
+def test_with_thinking_kept_each_prompt_goes_on_from_the_sampled_tokens(
+    tokenizer: Any, name: str, template: str | None, remembers_prompt: bool
+) -> None:
+    renderer = make_renderer(name, tokenizer(template), **KEEPING)
+    chat = Chat(renderer, remembers_prompt)
+    for turn in range(4):
+        chat.hear([*scattered(tokenizer(), THOUGHT, turn), end_of(renderer)], said("user", f"and {turn}?"))
+    assert chat.extends == [True] * 4
+    assert chat.prompts[-1][-12:] == chat.prompts[1][-12:], "what follows is rendered anew each time"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "chat_template"])
+@pytest.mark.parametrize("remembers_prompt", [True, False])
+def test_stripped_as_the_template_does_it(name: str, remembers_prompt: bool) -> None:
+    """Canonical tokens: the prompt equals the template's for the text, although nothing was tokenised again."""
+    tokenizer = bpe(QWEN3)
+    renderer = make_renderer(name, tokenizer)
+    chat = Chat(renderer, remembers_prompt)
+    for turn in range(3):
+        chat.hear([*tokenizer.encode(THOUGHT), end_of(renderer)], said("user", f"and {turn}?"))
+        as_text = [{k: v for k, v in m.items() if k not in ("tokens", "prompt")} for m in chat.messages]
+        assert chat.prompts[-1] == expected(tokenizer, as_text, (), True)  # type: ignore[arg-type]
+    assert chat.extends == [False] * 3
+
+
+def test_what_is_left_of_a_stripped_turn_are_its_own_tokens() -> None:
+    tokenizer = bpe(QWEN3)
+    renderer = make_renderer("qwen3", tokenizer)
+    answer = scattered(tokenizer, "The answer is 4.", 7)
+    assert answer != tokenizer.encode("The answer is 4.")
+    chat = Chat(renderer)
+    chat.hear([*tokenizer.encode("<think>\nhm\n</think>\n\n"), *answer, end_of(renderer)], said("user", "and?"))
+    assert chat.prompts[-1] == [
+        *tokenizer.encode("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"),
+        *answer,
+        *tokenizer.encode("<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"),
+    ]
+
+
+def test_thinking_stays_while_tools_are_called() -> None:
+    """No query comes between, so it is one training sequence although thinking is stripped from history."""
+    tokenizer = bpe(QWEN3)
+    renderer = make_renderer("qwen3", tokenizer)
+    chat = Chat(renderer)
+    call = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>'
+    chat.hear([*tokenizer.encode(call), end_of(renderer)], said("tool", "4"))
+    chat.hear([*tokenizer.encode(call), end_of(renderer)], said("tool", "5"))
+    chat.hear([*tokenizer.encode(THOUGHT), end_of(renderer)], said("user", "next"))
+    assert chat.extends == [True, True, False]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "chat_template", "role_colon"])
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+@pytest.mark.parametrize("turns", [1, 2, 6, 7])
+def test_compaction_breaks_extension_every_n_turns(name: str, every: int, turns: int) -> None:
+    tokenizer = bpe(None if name == "role_colon" else QWEN3)
+    renderer = make_renderer(name, tokenizer, compact_every=every)
+    chat = Chat(renderer)
+    for turn in range(turns):
+        chat.hear([*scattered(tokenizer, THOUGHT, turn), end_of(renderer)], said("user", f"and {turn}?"))
+    assert chat.extends == [turn % every != 0 for turn in range(1, turns + 1)]
+
+
+def test_turns_without_thinking_are_one_sequence_in_any_case() -> None:
+    tokenizer = bpe(QWEN3)
+    for options in ({}, {"compact_every": 1}, KEEPING):
+        renderer = make_renderer("qwen3", tokenizer, **options)
+        chat = Chat(renderer)
+        for turn in range(3):
+            chat.hear([*scattered(tokenizer, "The answer", turn), end_of(renderer)], said("user", "and?"))
+        assert chat.extends == [True] * 3
+
+
+@pytest.mark.parametrize(("name", "template"), NAMES)
+def test_a_message_cut_off_is_ended_for_it(name: str, template: str | None) -> None:
+    tokenizer = bpe(template)
+    renderer = make_renderer(name, tokenizer, **KEEPING)
+    chat = Chat(renderer)
+    chat.hear(scattered(tokenizer, "The ans", 0), said("user", "what?"))
+    assert chat.extends == [True]
+    after = chat.prompts[1][len(chat.prompts[0]) + len(chat.sampled[0]) :]
+    assert after[0] in renderer.stop_tokens()
+
+
+def test_thinking_cut_off_leaves_nothing_when_stripped() -> None:
+    tokenizer = bpe(QWEN3)
+    renderer = make_renderer("qwen3", tokenizer)
+    chat = Chat(renderer)
+    chat.hear(tokenizer.encode("<think>\nLet me"), said("user", "what?"))
+    assert "assistant\n<|im_end|>" in tokenizer.decode(chat.prompts[1])
+
+
+def test_a_prompt_that_opens_the_thinking() -> None:
+    tokenizer = bpe(OPENS_THINKING)
+    kept, stripped = make_renderer("chat_template", tokenizer, **KEEPING), make_renderer("chat_template", tokenizer)
+    tokens = [*scattered(tokenizer, "Let me think.\n</think>\n\n4", 3), tokenizer.eos_token_id]
+    message, whole = kept.parse_response(tokens)
+    assert (message["thinking"], message["content"], whole) == ("Let me think.", "4", True)
+    for renderer, extends in ((kept, True), (stripped, False)):
+        chat = Chat(renderer)
+        chat.hear(tokens, said("user", "and?"))
+        assert chat.extends == [extends]
+    assert tokenizer.decode(chat.prompts[1]).startswith("[user]q<eos>[assistant]<think>\n</think>\n\n4<eos>[user]and?")
+
+
+def test_a_token_across_the_end_of_thinking_is_not_parted() -> None:
+    """Where one token ends the thinking and begins the answer, nothing can be stripped without tokenising again."""
+    tokenizer = characters()
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    tokenizer.add_tokens(["k>4"])
+    renderer = make_renderer("role_colon", tokenizer)
+    tokens = [*tokenizer.encode("<think>hm</thin"), *tokenizer.encode("k>4"), *tokenizer.encode("2"), 1]
+    chat = Chat(renderer)
+    chat.hear(tokens, said("user", "and?"))
+    assert chat.messages[1]["content"] == "42"
+    assert chat.extends == [True]
+
+
+# ---- supervised examples
+
+
+def marked(tokenizer: Any, tokens: np.ndarray, weights: np.ndarray) -> str:
+    """The text of the tokens that count."""
+    assert (tokens.dtype, weights.dtype, tokens.shape) == (np.int32, np.float32, weights.shape)
+    return tokenizer.decode(tokens[weights == 1].tolist())
+
+
+TALK = [said("system", "S"), said("user", "U"), said("assistant", "A"), said("user", "V"), said("assistant", "B")]
+TRAINED = {
+    "last_assistant_message": "B|",
+    "all_assistant_messages": "A|B|",
+    "all_user_and_system_messages": "S|U|V|",
+    "all_messages": "S|U|A|V|B|",
+}
+
+
+@pytest.mark.parametrize("train_on", TRAINED)
+@pytest.mark.parametrize(
+    ("name", "template", "end"), [("qwen3", QWEN3, "<|im_end|>"), ("chat_template", SAYS, "<end>")]
+)
+def test_what_counts(name: str, template: str, end: str, train_on: Any) -> None:
+    tokenizer = bpe(template)
+    made = make_renderer(name, tokenizer).supervised_example(TALK, train_on)
+    empty = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
+    assert marked(tokenizer, *made) == TRAINED[train_on].replace("|", end).replace("B", f"{empty}B")
+    assert made[0].tolist() == expected(tokenizer, TALK, (), False)
+
+
+@pytest.mark.parametrize("train_on", ["last_assistant_message", "all_assistant_messages"])
+def test_what_counts_in_role_colon(train_on: str) -> None:
+    tokenizer = characters()
+    tokens, weights = make_renderer("role_colon", tokenizer).supervised_example(TALK, train_on)  # type: ignore[arg-type]
+    parts = [" A<eos>", " B<eos>"] if train_on == "all_assistant_messages" else [" B<eos>"]
+    assert marked(tokenizer, tokens, weights) == "".join(parts)
+
+
+def test_all_tokens_count() -> None:
+    tokens, weights = make_renderer("role_colon", characters()).supervised_example(TALK, "all_tokens")
+    assert (weights == 1).all()
+    assert len(tokens) > 40
+
+
+@pytest.mark.parametrize(("name", "template"), NAMES)
+@pytest.mark.parametrize("conversation", ["several turns", "thinking"])
+def test_a_supervised_example_begins_with_its_generation_prompt(
+    name: str, template: str | None, conversation: str
+) -> None:
+    """What is trained is what will be asked."""
+    messages, tools = CONVERSATIONS[conversation]
+    tokenizer = bpe(template)
+    renderer = make_renderer(name, tokenizer)
+    tokens, weights = renderer.supervised_example(messages, "last_assistant_message", tools)
+    prompt = renderer.generation_prompt(messages[:-1], tools)
+    assert tokens[: len(prompt)].tolist() == prompt
+    assert (weights[: len(prompt)] == 0).all()
+    assert weights[len(prompt)] == 1
+    message, whole = renderer.parse_response(tokens[weights == 1].tolist())
+    assert whole
+    assert message["content"] == messages[-1]["content"]
+
+
+def test_calls_of_tools_count() -> None:
+    messages, tools = CONVERSATIONS["a tool call"]
+    tokenizer = bpe(QWEN3)
+    made = make_renderer("qwen3", tokenizer, **KEEPING).supervised_example(messages, "all_assistant_messages", tools)
+    shown = marked(tokenizer, *made)
+    assert shown.startswith('<think>\nI call it.\n</think>\n\n<tool_call>\n{"name": "calculator"')
+    assert shown.endswith("</tool_call><|im_end|><think>\nSo.\n</think>\n\nIt is 4.<|im_end|>")
+
+
+def test_sampled_messages_keep_their_tokens_in_supervised_examples() -> None:
+    tokenizer = bpe(QWEN3)
+    renderer = make_renderer("qwen3", tokenizer, **KEEPING)
+    chat = Chat(renderer)
+    for turn in range(2):
+        chat.hear([*scattered(tokenizer, THOUGHT, turn), end_of(renderer)], said("user", "and?"))
+    tokens, weights = renderer.supervised_example(chat.messages[:-1], "all_assistant_messages")
+    assert tokens[weights == 1].tolist() == chat.sampled[0] + chat.sampled[1]
+    assert tokens.tolist()[: len(chat.prompts[1])] == chat.prompts[1]
+
+
+def test_what_cannot_be_told_apart_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"none of role assistant.*last_assistant_message"):
+        make_renderer("role_colon", characters()).supervised_example([said("user", "U")], "last_assistant_message")
+    with pytest.raises(ValueError, match="train_on = 'everything'; expected one of last_assistant_message"):
+        make_renderer("role_colon", characters()).supervised_example(TALK, "everything")  # type: ignore[arg-type]
+    counting = "{% for m in messages %}{{ m.content | length ~ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="in another form depending on"):
+        make_renderer("chat_template", bpe(counting)).supervised_example(TALK, "all_messages")
+    silent = "{% for m in messages %}{% if m.role != 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(ValueError, match="shows nothing of message 1 of role 'user'"):
+        make_renderer("chat_template", bpe(silent)).supervised_example(TALK, "all_messages")
+
+
+# ---- answers
+
+
+def answer(text: str, ended: bool = True) -> tuple[Message, bool]:
+    tokenizer = bpe(QWEN3)
+    tokens = tokenizer.encode(text)
+    message, whole = make_renderer("qwen3", tokenizer).parse_response(
+        [*tokens, tokenizer.convert_tokens_to_ids("<|im_end|>")] if ended else tokens
+    )
+    del message["tokens"]
+    return message, whole
+
+
+def call(arguments: str = "{}", name: str = '"f"') -> str:
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+F = {"name": "f", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("4", said("assistant", "4")),
+        ("", said("assistant", "")),
+        ("  4\n", said("assistant", "  4\n")),
+        ("<think>\nhm\n</think>\n\n4", said("assistant", "4", thinking="hm")),
+        ("<think>\n\n</think>\n\n4", said("assistant", "4", thinking="")),
+        ("\n<think>a</think>b", said("assistant", "b", thinking="a")),
+        (call(), said("assistant", "", tool_calls=[F])),
+        (f"I call.\n{call()}\n{call()}\n", said("assistant", "I call.", tool_calls=[F, F])),
+        (f"<think>\nt\n</think>\n\n{call()}", said("assistant", "", thinking="t", tool_calls=[F])),
+        (call('{"a": [1, "</x>½"]}'), said("assistant", "", tool_calls=[{**F, "arguments": {"a": [1, "</x>½"]}}])),
+    ],
+)
+def test_parsing_back(text: str, parsed: Message) -> None:
+    assert answer(text) == (parsed, True)
+    assert answer(text, ended=False) == (parsed, False), "without the token that ends it, it was cut off"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>\nno end",
+        "</think>\n\n4",
+        "a <think>b</think> c",
+        "<think>a</think>b</think>",
+        "<tool_call>",
+        "</tool_call>",
+        '<tool_call>\n{"name": "f", "arguments": {}}',
+        f"{call()} and more",
+        "<tool_call>\nno json\n</tool_call>",
+        "<tool_call>\n[1]\n</tool_call>",
+        '<tool_call>\n{"name": "f"}\n</tool_call>',
+        call("[1]"),
+        call('"{}"'),
+        call(name="3"),
+        call('{"a": NaN}'),
+        call('{"a": "\\ud800"}'),
+        call('{"a": ' + "9" * 5000 + "}"),
+        call('{"a": ' + "[" * 50_000 + "]" * 50_000 + "}"),
+        "<tool_call>" * 20_000,
+    ],
+    ids=lambda text: text[:24],
+)
+def test_malformed_answers_are_reported_and_not_raised(text: str) -> None:
+    message, whole = answer(text)
+    assert not whole
+    assert message["role"] == "assistant"
+    assert "tool_calls" not in message
+
+
+@cache
+def every_renderer() -> list[Any]:
+    return [make_renderer(name, bpe(template), **KEEPING) for name, template in NAMES]
+
+
+@given(st.lists(st.integers(0, 700), max_size=60))
+@settings(max_examples=50, deadline=None)
+def test_any_tokens_can_be_parsed_and_gone_on_from(tokens: list[int]) -> None:
+    """Also ids that no token has, bytes that are no text, and tags in any order."""
+    for renderer in every_renderer():
+        prompt = renderer.generation_prompt([said("user", "q")])
+        message, _ = renderer.parse_response(tokens)
+        assert message["tokens"] == tokens
+        after = renderer.generation_prompt([said("user", "q"), message, said("user", "r")])
+        assert after[: len(prompt) + len(tokens)] == prompt + tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "eos", "content", "ended"),
+    [
+        (" 4", True, "4", True),
+        (" 4", False, "4", False),
+        (" 4\n\nUser:", False, "4", True),
+        ("\n\nUser:", False, "", True),
+        (" 4\n\nTool:", False, "4", True),
+        (" 4\n\nUser", False, "4\n\nUser", False),
+        (" 4\n\nThe User:", True, "4\n\nThe User:", True),
+        (" 4\n\nUser: and 5?\n\nAssistant: 5", True, "4", True),
+    ],
+)
+def test_in_role_colon_a_message_ends_where_somebody_else_begins_to_speak(
+    text: str, eos: bool, content: str, ended: bool
+) -> None:
+    renderer = make_renderer("role_colon", characters())
+    tokens = [*characters().encode(text), *[1] * eos]
+    message, whole = renderer.parse_response(tokens)
+    assert (message["content"], message["tokens"], whole) == (content, tokens, ended)
+    assert renderer.ended(tokens) is ended
+    assert renderer.stop_condition() == (1, "\n\nUser:", "\n\nSystem:", "\n\nTool:")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_the_user_says_goes_on_from_the_sampled_beginning(seed: int) -> None:
+    tokenizer = bpe()
+    renderer = make_renderer("role_colon", tokenizer)
+    chat = Chat(renderer)
+    chat.hear(scattered(tokenizer, " four\n\nUser:", seed), said("user", "and 3?"))
+    assert chat.extends == [True]
+    assert tokenizer.decode(chat.prompts[-1]) == "User: q\n\nAssistant: four\n\nUser: and 3?\n\nAssistant:"
+    chat.hear([*scattered(tokenizer, " six", seed), tokenizer.eos_token_id], said("user", "so?"))
+    assert chat.extends == [True, True]
+    assert tokenizer.decode(chat.prompts[-1]).endswith("and 3?\n\nAssistant: six<eos>\n\nUser: so?\n\nAssistant:")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_another_speaks_next_the_sampled_beginning_is_left_out(seed: int) -> None:
+    tokenizer = bpe()
+    chat = Chat(make_renderer("role_colon", tokenizer))
+    sampled = [*scattered(tokenizer, " four", seed), *scattered(tokenizer, "\n\nUser:", seed)]
+    chat.hear(sampled, said("tool", "5"))
+    assert chat.extends == [False]
+    assert tokenizer.decode(chat.prompts[-1]) == "User: q\n\nAssistant: four<eos>\n\nTool: 5\n\nAssistant:"
+
+
+def test_a_token_that_ends_one_message_and_begins_another_is_not_parted() -> None:
+    tokenizer = characters_and([".\n\n", ": "])
+    chat = Chat(make_renderer("role_colon", tokenizer))
+    chat.hear(tokenizer.encode("4.\n\nUser:"), said("tool", "5"))
+    assert tokenizer.decode(chat.prompts[-1]).startswith("User: q\n\nAssistant:4.\n\n<eos>\n\nTool: 5")
+    chat = Chat(make_renderer("role_colon", tokenizer))
+    chat.hear(tokenizer.encode("4.\n\nUser: "), said("user", "5"))
+    assert tokenizer.decode(chat.prompts[-1]) == "User: q\n\nAssistant:4.\n\nUser: 5\n\nAssistant:"
+    assert chat.extends == [True]
+
+
+def characters_and(more: list[str]) -> Any:
+    tokenizer = type(characters()).from_pretrained(characters().name_or_path)
+    tokenizer.add_tokens(more)
+    return tokenizer
+
+
+def test_a_supervised_example_of_a_message_that_a_string_ended_ends_as_text_does() -> None:
+    tokenizer = bpe()
+    renderer = make_renderer("role_colon", tokenizer)
+    message, _ = renderer.parse_response([*tokenizer.encode(" four"), *tokenizer.encode("\n\nUser:")])
+    tokens, weights = renderer.supervised_example([said("user", "q"), message, said("user", "r")], "all_messages")
+    assert tokenizer.decode(tokens) == "User: q\n\nAssistant: four<eos>\n\nUser: r"
+    tokens, weights = renderer.supervised_example([said("user", "q"), message], "last_assistant_message")
+    assert tokenizer.decode(tokens[weights == 1]) == " four<eos>"
+
+
+def test_an_empty_block_of_thinking_goes_with_the_next_query_or_stays() -> None:
+    tokenizer = bpe(QWEN3)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    block = "<think>\n\n</think>\n\n"
+    for name in ("qwen3", "chat_template"):
+        strip, keep = (
+            Chat(make_renderer(name, tokenizer, enable_thinking=False, strip_thinking_from_history=strips))
+            for strips in (True, False)
+        )
+        for chat in (strip, keep):
+            chat.hear([*scattered(tokenizer, "four", 1), end], said("user", "r"))
+            chat.hear([*scattered(tokenizer, "five", 2), end], said("tool", "s"))
+            chat.hear([*scattered(tokenizer, "six", 3), end], said("user", "t"))
+        assert keep.extends == [True] * 3
+        assert strip.extends == [False, True, False]
+        assert tokenizer.decode(keep.prompts[-1]).count(block) == 4
+        asked = [said("user", "q"), said("assistant", "four"), said("user", "r")]
+        as_text = strip.renderer.text(asked, (), True)
+        assert tokenizer.decode(strip.prompts[1]) == as_text
+        assert as_text.count(block) == 1
+        last = tokenizer.decode(strip.prompts[-1])
+        assert last.endswith(block)
+        assert last.count(block) == 1
+
+
+def test_what_is_trained_without_thinking_is_the_answer_and_not_the_empty_block() -> None:
+    tokenizer = bpe(QWEN3)
+    for enable_thinking, trained in ((False, "four<|im_end|>"), (True, "<think>\n\n</think>\n\nfour<|im_end|>")):
+        renderer = make_renderer("qwen3", tokenizer, enable_thinking=enable_thinking)
+        tokens, weights = renderer.supervised_example(
+            [said("user", "q"), said("assistant", "four")], "last_assistant_message"
+        )
+        assert tokenizer.decode(tokens[weights == 1]) == trained
+
+
+def test_a_template_without_the_switch_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"renderer\.enable_thinking = false with a chat template that does not look"):
+        make_renderer("auto", bpe(SAYS), enable_thinking=False)
+    with pytest.raises(BadInput, match=r"renderer\.enable_thinking = true with role_colon"):
+        make_renderer("auto", characters(), enable_thinking=True)
+
+
+def test_a_template_without_tool_calls_leaves_them_in_the_text() -> None:
+    tokenizer = bpe(SAYS)
+    renderer = make_renderer("chat_template", tokenizer)
+    message, whole = renderer.parse_response([*tokenizer.encode(call()), *tokenizer.encode("<end>")])
+    assert (message["content"], whole) == (call(), True)
+
+
+def test_either_end_stops() -> None:
+    tokenizer = bpe(QWEN3)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    text_end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert set(make_renderer("qwen3", tokenizer).stop_tokens()) == {end, tokenizer.eos_token_id, text_end}
+    assert set(make_renderer("chat_template", tokenizer).stop_tokens()) == {end, tokenizer.eos_token_id}
+    tokenizer = bpe(SAYS)
+    stop = make_renderer("chat_template", tokenizer).stop_tokens()
+    assert set(stop) == {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<end>")}
+    assert make_renderer("role_colon", characters()).stop_tokens() == (1,)
+
+
+# ---- which renderer
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template", "kind"),
+    [
+        (bpe, QWEN3, Qwen3Renderer),
+        (bpe, QWEN3.replace("loop.last or thinking", "thinking"), ChatTemplateRenderer),
+        (bpe, SAYS, ChatTemplateRenderer),
+        (characters, QWEN3, ChatTemplateRenderer),
+        (characters, None, RoleColonRenderer),
+    ],
+)
+def test_auto(tokenizer: Any, template: str | None, kind: type) -> None:
+    assert type(make_renderer("auto", tokenizer(template))) is kind
+
+
+def test_what_does_not_suit_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"renderer\.name = 'qwen'; expected one of auto, chat_template"):
+        make_renderer("qwen", bpe())
+    with pytest.raises(BadInput, match="chat_template with a tokenizer that has none"):
+        make_renderer("chat_template", characters())
+    with pytest.raises(BadInput, match=r"no token <\|im_start\|> and no <\|im_end\|>"):
+        make_renderer("qwen3", characters())
+    endless = type(characters()).from_pretrained(characters().name_or_path, eos_token=None)
+    with pytest.raises(BadInput, match="no end-of-sequence token"):
+        make_renderer("role_colon", endless)
+
+
+def test_no_heavy_import() -> None:
+    code = (
+        "import sys, json, trireme.renderers\n"
+        "print(json.dumps(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules))))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(shown.stdout) == []
+
+
+def test_a_renderer_can_be_pickled() -> None:
+    import pickle
+
+    renderer = make_renderer("qwen3", bpe(QWEN3))
+    again = pickle.loads(pickle.dumps(renderer))
+    messages, tools = CONVERSATIONS["a tool call"]
+    assert again.generation_prompt(messages, tools) == renderer.generation_prompt(messages, tools)
+    assert CALCULATOR in tools

@@ -1,0 +1,253 @@
+"""When commits are taken, what they hold, and what happens when one cannot be written. Rooms are stand-ins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trireme.checkpoint.files import FileRecord, write_bytes
+from trireme.checkpoint.manifest import CommitRef, Manifest, verify
+from trireme.checkpoint.store import CheckpointStore, Head
+from trireme.config import Config
+from trireme.core.errors import RoomFailed, StorageFailed, WeightsRefused
+from trireme.core.types import WeightIdentity
+from trireme.run.commits import Commits
+from trireme.run.rundir import Start
+
+
+@dataclass
+class Written:
+    """What a room's `Pending` would be: `gate` holds it back, `error` is raised by it."""
+
+    path: Path
+    gate: threading.Event
+    error: Exception | None = None
+
+    def wait(self, timeout_s: float) -> list[FileRecord]:
+        assert self.gate.wait(timeout_s)
+        if self.error:
+            raise self.error
+        return [write_bytes(self.path, "part", self.path.name.encode())]
+
+
+@dataclass
+class Room:
+    gate: threading.Event = field(default_factory=threading.Event)
+    errors: list[Exception] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+
+    def save_state(self, path: Path) -> Any:
+        self.calls.append(path.name)
+        return Written(path, self.gate, self.errors.pop(0) if self.errors else None)
+
+    def save_weights(self, path: Path, _published: Any) -> Any:
+        return self.save_state(path)
+
+
+@dataclass
+class Bench:
+    """Everything around a `Commits`."""
+
+    root: Path
+    config: Config
+    start: Start
+    trainer: Room = field(default_factory=Room)
+    orchestrator: Room = field(default_factory=Room)
+    said: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.store = CheckpointStore(self.root)
+        self.trainer.gate.set()
+        self.orchestrator.gate.set()
+
+    def commits(self) -> Commits:
+        others = {"orchestrator": self.orchestrator}
+        run: Any = SimpleNamespace(root=self.root, store=self.store, start=self.start, lineage="aaaaaaaa", row_files=[])
+        return Commits(self.config, run, {"loss": "ppo"}, self.trainer, others, self.said.append)
+
+    @property
+    def steps(self) -> list[str]:
+        return [commit.name for commit in self.store.commits()]
+
+
+def weights(version: int, digest: str | None = None) -> Any:
+    return SimpleNamespace(identity=WeightIdentity(1, version, digest or f"{version:032x}"))
+
+
+def config(**checkpoint: Any) -> Config:
+    return Config.model_validate(
+        {
+            "max_steps": 6,
+            "model": {"name": "m"},
+            "env": {"id": "sort"},
+            "orchestrator": {"batch_size": 16, "max_steps_off_policy": 1},
+            "inference": {"sampling": {"max_tokens": 10}},
+            "checkpoint": {"every": 2, **checkpoint},
+        }
+    )
+
+
+@pytest.fixture(params=[True, False], ids=["async", "sync"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    start = Start(step=0, commit=None, manifest=None, attempt=1, notes=())
+    made = Bench(tmp_path, config(async_save=request.param), start)
+    made.store.write_head(Head("cafecafe", "aaaaaaaa", 1, None))
+    yield made
+    made.trainer.gate.set()
+
+
+def run_all(bench: Bench, last: int) -> None:
+    """From the start of a run to the commit of `last`."""
+    with bench.commits() as commits:
+        commits.begin(weights(0))
+        run_to(commits, last)
+        commits.finish()
+
+
+def run_to(commits: Commits, last: int, first: int = 1) -> None:
+    for version in range(first, last + 1):
+        commits.leave_boundary()
+        commits.at_boundary(weights(version))
+        commits.seal()
+
+
+def test_commits_are_taken_at_their_steps_and_at_the_end(bench: Bench) -> None:
+    bench.config = config(every=4, async_save=bench.config.checkpoint.async_save)
+    run_all(bench, 6)
+    assert bench.steps == ["step_000004", "step_000006"]
+
+
+def test_a_commit_names_what_it_holds(bench: Bench) -> None:
+    run_all(bench, 4)
+    manifest = verify(bench.store.commit(4))
+    assert manifest.identities == (weights(3).identity, weights(4).identity)  # K + 1 of them
+    assert manifest.parent == CommitRef("aaaaaaaa", 2)
+    assert (manifest.step, manifest.attempt, manifest.shards, manifest.replicas) == (4, 1, 1, 1)
+    assert manifest.fixed == {"loss": "ppo"}
+    assert [record.path for record in manifest.files] == ["orchestrator/part", "trainer/part", "inference/part"]
+
+
+def test_training_goes_on_while_a_commit_is_written(bench: Bench) -> None:
+    bench.config = config(async_save=True)
+    bench.trainer.gate.clear()
+    with bench.commits() as commits:
+        commits.begin(weights(0))
+        run_to(commits, 3)
+        assert bench.steps == []
+        bench.trainer.gate.set()
+        commits.finish()
+    assert bench.steps == ["step_000002"]
+
+
+def test_nothing_is_a_commit_before_its_step_is_written_down(bench: Bench) -> None:
+    """The row of a step comes before the commit that says the step is done."""
+    with bench.commits() as commits:
+        commits.begin(weights(0))
+        run_to(commits, 1)
+        commits.at_boundary(weights(2))
+        assert bench.steps == []
+        commits.seal()
+        commits.finish()
+    assert bench.steps == ["step_000002"]
+
+
+def test_a_missed_commit_stops_the_run(bench: Bench) -> None:
+    bench.trainer.errors.append(StorageFailed("cannot write: no space"))
+    with pytest.raises(StorageFailed, match="no space"):
+        run_all(bench, 2)
+    assert bench.steps == []
+    assert list(bench.store.checkpoints.iterdir()) == []
+
+
+def test_commits_may_be_missed_if_allowed(bench: Bench) -> None:
+    bench.config = config(max_missed=1, async_save=bench.config.checkpoint.async_save)
+    bench.trainer.errors.append(StorageFailed("cannot write: no space"))
+    run_all(bench, 6)
+    assert bench.steps == ["step_000004", "step_000006"]
+    assert len(bench.said) == 1
+    assert "missed (1 of at most 1 in a row)" in bench.said[0]
+    assert verify(bench.store.commit(4)).parent is None
+
+
+def test_the_last_commit_may_not_be_missed(bench: Bench) -> None:
+    """A run that reached its end without its weights on the disk has not succeeded."""
+    bench.config = config(every=0, max_missed=5)
+    bench.trainer.errors.append(StorageFailed("cannot write: no space"))
+    with pytest.raises(StorageFailed, match="no space"):
+        run_all(bench, 6)
+
+
+def test_a_dead_room_is_not_a_missed_commit(bench: Bench) -> None:
+    bench.config = config(max_missed=9, async_save=bench.config.checkpoint.async_save)
+    bench.orchestrator.errors.append(RoomFailed("orchestrator died"))
+    with pytest.raises(RoomFailed, match="orchestrator died"):
+        run_all(bench, 2)
+
+
+class TestEndingEarly:
+    def test_the_boundary_is_committed(self, bench: Bench) -> None:
+        with bench.commits() as commits:
+            commits.begin(weights(0))
+            run_to(commits, 3)
+            assert commits.take() == 3
+        assert bench.steps == ["step_000002", "step_000003"]
+
+    def test_what_is_committed_already_is_not_committed_twice(self, bench: Bench) -> None:
+        with bench.commits() as commits:
+            commits.begin(weights(0))
+            run_to(commits, 2)
+            assert commits.take() == 2
+        assert bench.trainer.calls == ["trainer", "inference"]
+
+    def test_in_the_middle_of_a_step_the_newest_commit_stands(self, bench: Bench) -> None:
+        with bench.commits() as commits:
+            commits.begin(weights(0))
+            run_to(commits, 3)
+            commits.leave_boundary()
+            assert commits.take() == 2
+        assert bench.steps == ["step_000002"]
+
+
+class TestResumed:
+    @pytest.fixture
+    def resumed(self, bench: Bench) -> Bench:
+        manifest = Manifest(
+            step=2,
+            lineage="bbbbbbbb",
+            parent=None,
+            attempt=1,
+            identities=(weights(1).identity, weights(2).identity),
+            shards=1,
+            replicas=1,
+            fixed={},
+            config_hash="",
+            packages={},
+            created="",
+            files=(),
+        )
+        bench.start = Start(step=2, commit=bench.store.commit(2), manifest=manifest, attempt=2, notes=())
+        return bench
+
+    def test_identities_and_parent_go_on(self, resumed: Bench) -> None:
+        again = SimpleNamespace(identity=WeightIdentity(2, 2, weights(2).identity.digest))
+        with resumed.commits() as commits:
+            commits.begin(again)
+            run_to(commits, 4, first=3)
+            commits.finish()
+        assert verify(resumed.store.commit(4)).parent == CommitRef("bbbbbbbb", 2)
+
+    def test_other_weights_than_were_saved_are_refused(self, resumed: Bench) -> None:
+        with resumed.commits() as commits, pytest.raises(WeightsRefused, match="the commit was made of"):
+            commits.begin(weights(2, digest="f" * 32))
+
+    def test_a_stop_before_the_first_step_commits_nothing_new(self, resumed: Bench) -> None:
+        with resumed.commits() as commits:
+            commits.begin(weights(2))
+            assert commits.take() == 2
+        assert resumed.trainer.calls == []

@@ -1,0 +1,100 @@
+"""Rows: reduction, the clock, and the file they are read from."""
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trireme.config.load import load
+from trireme.run.metrics import Clock, ConsoleSink, JsonlSink, WandbSink, evaluation_text, reduce_metrics
+from trireme.supervision.roster import Roster
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
+
+
+def test_each_name_is_reduced_by_its_suffix() -> None:
+    parts = [
+        {"a:sum": 1.0, "b:max": 5.0, "c:min": 2.0, "d:mean": 1.0},
+        {"a:sum": 2.0, "b:max": 3.0, "c:min": 1.0, "d:mean": 2.0},
+    ]
+    assert reduce_metrics(parts) == {"a:sum": 3.0, "b:max": 5.0, "c:min": 1.0, "d:mean": 1.5}
+
+
+def test_a_part_may_lack_a_name() -> None:
+    assert reduce_metrics([{"a:sum": 1.0}, {"b:mean": 4.0}]) == {"a:sum": 1.0, "b:mean": 4.0}
+
+
+def test_an_unknown_reduction_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        reduce_metrics([{"loss:median": 1.0}])
+
+
+def test_the_clock_counts_only_the_wait_for_items() -> None:
+    clock = Clock()
+    assert list(clock.timed("wait", iter([1, 2, 3]))) == [1, 2, 3]
+    assert set(clock.seconds) == {"wait"}
+
+
+def test_rows_are_whole_lines(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write({"step": 0, "reward/total": 0.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "reward/total": 0.5}  # before close
+    sink.write({"step": 1})
+    sink.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [0, 1]
+
+
+def evaluated(version: int, all_bad: float = 0.0, all_good: float = 0.0, failed: int = 0) -> dict[str, Any]:
+    values = {"version": version, "n": 30, "failed": failed, "avg@2": 0.5, "avg@2/ci95": 0.125, "pass@2": 1.0}
+    kinds = {"by_group/frac_all_bad": all_bad, "by_group/frac_all_good": all_good}
+    return {f"eval/a/b/{name}": float(value) for name, value in (values | kinds).items()}
+
+
+def test_an_evaluation_is_told_with_its_intervals_and_failures() -> None:
+    assert evaluation_text({"step": 3, "reward/total": 1.0}) == []
+    (line,) = evaluation_text(evaluated(4, failed=10))
+    assert line == (
+        "  evaluation of version 4 on a/b: avg@2 0.500 +- 0.125, pass@2 1.000 +- 0.000, "
+        "10 rollouts failed (25%) and count nowhere"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "all_bad", "all_good", "warns"),
+    [(0, 1.0, 0.0, True), (0, 0.99, 0.0, False), (0, 0.1, 0.81, True), (0, 0.0, 0.8, False), (6, 1.0, 0.0, False)],
+)
+def test_a_start_that_solves_nothing_or_nearly_all_is_warned_of(
+    version: int, all_bad: float, all_good: float, warns: bool
+) -> None:
+    lines = evaluation_text(evaluated(version, all_bad, all_good))
+    assert ["warning" in line for line in lines[1:]] == [True] * warns
+
+
+def test_the_console_tells_of_an_evaluation_below_its_step() -> None:
+    out = io.StringIO()
+    names = ("reward/total", "off_policy/mean", "off_policy/max", "optim/kl_sample_train_v2", "perf/tokens_per_s")
+    times = ("step", "wait_for_batch", "forward_backward", "optim", "publish", "update_replicas")
+    row = dict.fromkeys([*names, *(f"time/{name}" for name in times)], 0.0) | {"step": 6}
+    ConsoleSink(12, out).write(row | evaluated(6))
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("step  7/12")
+    assert "version 6" in second
+
+
+def test_an_incident_is_an_alert_of_weights_and_biases(tmp_path: Path) -> None:
+    config = load(["@", str(QUICKSTART), "--wandb.project", "test", "--wandb.mode", "offline"]).config
+    sink, roster = WandbSink(config, "0123abcd", "run", tmp_path), Roster(lambda: 0.0)
+    roster.listen(sink.alert)
+    roster.at_step(4)
+    roster.note("inference_1", f"its engine died {'x' * 100}")
+    sink.close()
+    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    said = f"inference_1: its engine died {'x' * 100}".encode()
+    deadline = time.monotonic() + 60
+    while said + b"\n\nat step 4" not in written.read_bytes():  # its process ends writing later than `close` returns
+        assert time.monotonic() < deadline, "no such alert"
+        time.sleep(0.05)
+    assert said[:63] in written.read_bytes().replace(said, b""), "and a title that is short enough"

@@ -1,0 +1,50 @@
+"""Files of rollouts in a run directory, and the table that W&B gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trireme.run.rollout_records import TABLE_COLUMNS, RolloutFiles, read_records, recorded_steps, table_rows
+
+
+def test_a_step_has_a_file_and_a_step_without_records_has_none(tmp_path: Path) -> None:
+    files = RolloutFiles(tmp_path / "rollouts")
+    files.write_rollouts(12, ['{"step": 12, "why": "best"}', '{"step": 12, "why": "w\u00f6rst"}'])
+    files.write_rollouts(3, ['{"step": 3}'])
+    files.write_rollouts(4, [])
+    found = recorded_steps(tmp_path / "rollouts")
+    assert list(found) == [3, 12]
+    assert [record["why"] for record in read_records(found[12])] == ["best", "w\u00f6rst"]
+
+
+def test_a_step_done_again_replaces_its_file_and_an_unfinished_one_is_none(tmp_path: Path) -> None:
+    files = RolloutFiles(tmp_path / "rollouts")
+    files.write_rollouts(1, ['{"step": 1, "why": "best"}', "{}"])
+    files.write_rollouts(1, ['{"step": 1, "why": "again"}'])
+    (tmp_path / "rollouts" / "step_000002.new").write_text('{"step"')
+    found = recorded_steps(tmp_path / "rollouts")
+    assert list(found) == [1]
+    assert [record["why"] for record in read_records(found[1])] == ["again"]
+    assert recorded_steps(tmp_path / "none") == {}
+
+
+def test_the_table_has_a_row_for_each_rollout() -> None:
+    turns = [
+        {"observation_text": "Guess: ", "action_text": "5", "versions": [[3, 1]]},
+        {"observation_text": " >", "action_text": "7", "versions": [[3, 1], [4, 1]]},
+    ]
+    rollout = {"turns": turns, "stop_reason": "stop"}
+    group = {"step": 2, "why": "best", "problem": "0/1/2", "rewards": [0.5, 1.0], "rollouts": [rollout, rollout]}
+    rows = table_rows([json.loads(json.dumps(group))])
+    assert [dict(zip(TABLE_COLUMNS, row, strict=True))["reward"] for row in rows] == [0.5, 1.0]
+    assert dict(zip(TABLE_COLUMNS, rows[0], strict=True)) == {
+        "step": 2,
+        "why": "best",
+        "problem": "0/1/2",
+        "prompt": "Guess: ",
+        "conversation": "5 >7",
+        "reward": 0.5,
+        "stop_reason": "stop",
+        "versions": "3 3 4",
+    }

@@ -1,0 +1,541 @@
+"""The run directory: its name, what is refused, emptied and written, and where an attempt starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_support import (
+    FIXED,
+    PARTS,
+    append_rows,
+    commit,
+    crashes,
+    flip,
+    read_json_lines,
+    snapshot,
+    steps,
+)
+
+from trireme.checkpoint.manifest import MANIFEST, CommitRef
+from trireme.checkpoint.store import HEAD, CheckpointStore
+from trireme.config import Config
+from trireme.config.load import load
+from trireme.core.errors import EXIT_BAD_INPUT, BadInput
+from trireme.process import trace
+from trireme.run.rundir import MARKS, RunDir, resume_command
+
+pytestmark = pytest.mark.usefixtures("instant_disk")
+
+
+def config(output_dir: Path, name: str | None = "r", *flags: str) -> Config:
+    required = ["--model.name", "./assets/tiny", "--env.id", "my.envs:Sort", "--orchestrator.batch-size", "2"]
+    named = ["--run.name", name] if name else []
+    return load(
+        [*required, "--inference.sampling.max-tokens", "3", "--run.output-dir", str(output_dir), *named, *flags], {}
+    ).config
+
+
+def open_run(given: Config, fixed: dict[str, Any] = FIXED) -> RunDir:
+    return RunDir.open(given, fixed)
+
+
+def refusal(given: Config, fixed: dict[str, Any] = FIXED) -> str:
+    with pytest.raises(BadInput) as refused:
+        open_run(given, fixed)
+    assert refused.value.exit_code == EXIT_BAD_INPUT
+    text = str(refused.value)
+    for part in ("given: ", "expected: ", "to do: "):
+        assert part in text
+    return text
+
+
+def test_named(tmp_path: Path) -> None:
+    with open_run(config(tmp_path / "deep" / "er")) as run:
+        assert run.root == tmp_path / "deep" / "er" / "r"
+        assert run.logs == run.root / "logs" / "attempt_1"
+        assert run.logs.is_dir()
+        assert (run.start.step, run.start.commit, run.start.attempt, run.start.notes) == (0, None, 1, ())
+        assert run.row_files == [run.metrics, run.trained]
+        assert re.fullmatch("[0-9a-f]{8} [0-9a-f]{8}", f"{run.run_id} {run.lineage}")
+        assert run.checkout() == []
+
+
+def test_unnamed_runs_differ(tmp_path: Path) -> None:
+    with open_run(config(tmp_path, None)) as one, open_run(config(tmp_path, None)) as other:
+        assert re.fullmatch(r"envs-tiny-[0-9a-f]{8}", one.root.name)
+        assert one.root != other.root
+
+
+def test_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open_run(config(Path("out"))) as run:
+        assert run.root == tmp_path / "out" / "r"
+
+
+def test_config_json_runs_again(tmp_path: Path) -> None:
+    given = config(tmp_path, "r", "--clean", "--trainer.learning-rate", "2e-4", "--env.args.length", "5")
+    with open_run(given) as run:
+        again = load(["@", str(run.config_json)], {}).config
+    assert again.model_dump(exclude={"clean"}) == given.model_dump(exclude={"clean"})
+    assert not again.clean  # running it again must not empty anything
+    with open_run(config(tmp_path, "r", "--resume")) as run:
+        again = load(["@", str(run.config_json)], {}).config
+    assert not again.resume.wanted  # nor go on from where it once went on
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "/a", ".."])
+def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
+    assert f"run.name = {name!r}" in refusal(config(tmp_path, name))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    open_run(config(tmp_path)).lock.close()
+
+
+def test_a_directory_in_use_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+    open_run(config(tmp_path)).lock.close()
+    text = refusal(config(tmp_path))
+    assert str(tmp_path / "r") in text
+    assert "another --run.name" in text
+    assert "--clean" in text
+    assert "--resume" in text
+
+
+@pytest.mark.parametrize("left", ["driver.lock", "config.json.new", "metrics.jsonl.new"])
+def test_a_start_that_was_killed_at_once_leaves_nothing_in_the_way(tmp_path: Path, left: str) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / left).write_text("half")
+    with open_run(config(tmp_path)) as run:
+        load(["@", str(run.config_json)], {})
+
+
+def test_somebody_elses_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "thesis.txt").write_text("x")
+    assert "--clean" not in refusal(config(tmp_path))
+    assert "nothing else is ever emptied" in refusal(config(tmp_path, "r", "--clean"))
+    assert os.listdir(tmp_path / "r") == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("mark", ["config.json", "metrics.jsonl"])
+def test_clean_empties_a_run_directory(tmp_path: Path, mark: str) -> None:
+    root = tmp_path / "r"
+    outside = tmp_path / "outside"
+    for directory in (root / "logs", outside):
+        directory.mkdir(parents=True)
+        (directory / "old.txt").write_text("old")
+    (root / mark).write_text("old")
+    (root / "link").symlink_to(outside)
+    with open_run(config(tmp_path, "r", "--clean")) as run:
+        assert not (root / "logs" / "old.txt").exists()
+        assert not (root / "link").is_symlink()
+        assert not run.metrics.exists()
+        assert run.config_json.read_text() != "old"
+        assert run.start.attempt == 1
+    assert (outside / "old.txt").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--clean"]])
+def test_a_living_driver_keeps_its_directory(tmp_path: Path, flags: list[str]) -> None:
+    with open_run(config(tmp_path)) as run:
+        run.metrics.write_text("row")
+        text = refusal(config(tmp_path, "r", *flags))
+        assert run.metrics.read_text() == "row"
+    assert f"pid {os.getpid()}" in text
+    assert "another --run.name" in text
+
+
+def test_the_lock_of_a_dead_driver_is_taken_over(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from trireme.run.rundir import _locked\n"
+        "root = Path(sys.argv[1]); root.mkdir(); lock = _locked(root); os._exit(1)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "r")], check=False)
+    assert (tmp_path / "r" / "driver.lock").read_text().startswith("pid ")
+    with open_run(config(tmp_path)) as run:
+        assert f"pid {os.getpid()}" in (run.root / "driver.lock").read_text()
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "r").write_text("x")
+    assert "another --run.output-dir" in refusal(config(tmp_path))
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    assert "Not a directory" in refusal(config(Path("/dev/null")))
+
+
+def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the error that the system gives, since tests may run as root, which nothing stops."""
+
+    def mkdir(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    text = refusal(config(tmp_path))
+    assert "Permission denied" in text
+    assert str(tmp_path / "r") in text
+
+
+def test_emptying_that_was_interrupted_can_be_done_again(tmp_path: Path) -> None:
+    """What makes it a run directory goes last."""
+    with open_run(config(tmp_path)) as run:
+        commit(run.store, 2)
+        run.metrics.write_text("")
+    for change in range(1, 100):
+        if not crashes(change, lambda: open_run(config(tmp_path, "r", "--clean")).lock.close()):
+            break
+        assert any((run.root / mark).exists() for mark in MARKS) or set(os.listdir(run.root)) <= {"driver.lock"}
+    assert change > 5
+    assert CheckpointStore(run.root).commits() == []
+
+
+def test_the_resume_command_resumes(tmp_path: Path) -> None:
+    given = config(tmp_path / "with space")
+    with open_run(given) as run:
+        words = shlex.split(resume_command(run.root))
+    assert words[:3] == ["uv", "run", "rl"]
+    with open_run(load(words[3:], {}).config) as again:
+        assert (again.root, again.start.attempt) == (run.root, 2)
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """A directory with a run `r` of two commits that was killed in the middle of step 5."""
+    with open_run(config(tmp_path)) as run:
+        run.checkout()
+        for step in (2, 4):
+            commit(run.store, step)
+        for file in run.row_files:
+            append_rows(file, [{"step": step, "attempt": 1} for step in range(5)])
+    return tmp_path
+
+
+class TestResume:
+    def test_from_the_newest(self, outputs: Path) -> None:
+        with open_run(config(outputs, "r", "--resume")) as run:
+            assert run.start.step == 4
+            assert run.start.commit == run.root / "checkpoints" / "step_000004"
+            assert run.start.manifest is not None
+            assert run.start.manifest.step == 4
+            assert run.start.attempt == 2
+            assert run.logs == run.root / "logs" / "attempt_2"
+            (note,) = run.start.notes
+            assert "step_000004" in note
+
+    def test_nothing_changes_before_the_checkout(self, outputs: Path) -> None:
+        """Rooms may fail to start or to load: then the run is as it was, but for the number of attempts."""
+        root = outputs / "r"
+        before = snapshot(root)
+        with open_run(config(outputs, "r", "--resume.step", "2")) as run:
+            lineage = run.lineage
+        after = snapshot(root)
+        changed = {name for name in before if before[name] != after[name]}
+        assert changed <= {HEAD, "driver.lock", "config.json"}
+        assert all(name.startswith("logs/attempt_2/") for name in set(after) - set(before))
+        with open_run(config(outputs, "r", "--resume")) as run:
+            assert (run.start.step, run.start.attempt, run.lineage) == (4, 3, lineage)
+
+    def test_the_checkout_parks_what_came_after(self, outputs: Path) -> None:
+        with open_run(config(outputs, "r", "--resume.step", "2")) as run:
+            run_id, lineage = run.run_id, run.lineage
+            run.checkout()
+            assert run.run_id == run_id
+            assert run.lineage != lineage
+            assert steps(run.store) == [2]
+            assert read_json_lines(run.metrics) == read_json_lines(run.trained)
+            assert [row["step"] for row in read_json_lines(run.metrics)] == [0, 1]
+        with open_run(config(outputs, "r", "--resume")) as run:
+            assert (run.start.step, run.start.attempt) == (2, 3)
+
+    def test_minus_one_is_the_newest(self, outputs: Path) -> None:
+        with open_run(config(outputs, "r", "--resume.step", "-1")) as run:
+            assert run.start.step == 4
+
+    def test_a_damaged_one_is_passed_over_and_named(self, outputs: Path) -> None:
+        flip(outputs / "r" / "checkpoints" / "step_000004" / PARTS[0])
+        with open_run(config(outputs, "r", "--resume")) as run:
+            assert run.start.step == 2
+            assert "passed over" in run.start.notes[0]
+            assert PARTS[0] in run.start.notes[0]
+            run.checkout()
+            assert steps(run.store) == [2]
+
+    @pytest.mark.parametrize("file", [*PARTS, MANIFEST])
+    def test_a_damaged_step_is_refused(self, outputs: Path, file: str) -> None:
+        flip(outputs / "r" / "checkpoints" / "step_000004" / file)
+        before = snapshot(outputs)
+        assert file in refusal(config(outputs, "r", "--resume.step", "4"))
+        after = snapshot(outputs)
+        del before["r/driver.lock"], after["r/driver.lock"]
+        assert after == before
+
+    def test_a_refused_resume_gives_the_lock_back(self, outputs: Path) -> None:
+        refusal(config(outputs, "r", "--resume.step", "3"))
+        open_run(config(outputs, "r", "--resume")).lock.close()
+
+    def test_other_fixed_values_are_refused_with_the_difference(self, outputs: Path) -> None:
+        other = {**FIXED, "loss": {"loss_fn": "importance_sampling"}}
+        text = refusal(config(outputs, "r", "--resume"), other)
+        assert 'loss.loss_fn: "ppo" in the commit, "importance_sampling" now' in text
+        with open_run(config(outputs, "r", "--resume", "--resume.force"), other) as run:
+            assert run.start.step == 4
+            assert any("changed, and forced: loss.loss_fn" in note for note in run.start.notes)
+
+    def test_two_drivers(self, outputs: Path) -> None:
+        with open_run(config(outputs, "r", "--resume")) as run:
+            head = run.store.head()
+            assert f"pid {os.getpid()}" in refusal(config(outputs, "r", "--resume"))
+            assert run.store.head() == head  # no attempt was claimed
+
+    def test_a_driver_that_was_killed(self, outputs: Path) -> None:
+        code = (
+            "import os, sys; from pathlib import Path; from trireme.run.rundir import _locked\n"
+            "lock = _locked(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+        )
+        subprocess.run([sys.executable, "-c", code, str(outputs / "r")], check=False)
+        with open_run(config(outputs, "r", "--resume")) as run:
+            assert run.start.step == 4
+            assert f"pid {os.getpid()}" in (run.root / "driver.lock").read_text()
+
+    def test_killed_before_the_first_commit(self, tmp_path: Path) -> None:
+        with open_run(config(tmp_path)) as run:
+            append_rows(run.metrics, [{"step": 0}])
+        with open_run(config(tmp_path, "r", "--resume")) as run:
+            assert (run.start.step, run.start.commit, run.start.attempt) == (0, None, 2)
+            assert "no commit yet" in run.start.notes[0]
+            run.checkout()
+            assert read_json_lines(run.metrics) == []
+            assert len(list(run.root.glob("branches/*/metrics.jsonl"))) == 1
+
+    @pytest.mark.parametrize("make", [False, True])
+    def test_no_such_directory_is_a_new_run(self, tmp_path: Path, make: bool) -> None:
+        """What a job that may be preempted before it began needs: the same command line every time."""
+        if make:
+            (tmp_path / "r").mkdir()
+        with open_run(config(tmp_path, "r", "--resume")) as run:
+            assert (run.start.step, run.start.attempt) == (0, 1)
+            assert "a new run" in run.start.notes[0]
+
+    def test_a_step_of_no_such_directory_is_refused(self, tmp_path: Path) -> None:
+        assert "there are: none" in refusal(config(tmp_path, "r", "--resume.step", "3"))
+
+    def test_killed_anywhere_in_the_start(self, tmp_path: Path) -> None:
+        """At every change of the file system, first of a new run and then of its resumes: attempts only grow."""
+        for change in range(1, 100):
+            if not crashes(change, lambda: open_run(config(tmp_path, "r", "--resume")).lock.close()):
+                break
+        assert change > 5
+        with open_run(config(tmp_path, "r", "--resume")) as run:
+            claimed = {int(path.name.removeprefix("attempt_")) for path in (run.root / "logs").iterdir()}
+            assert run.start.attempt == max(claimed)
+
+    @pytest.mark.parametrize("damage", [Path.unlink, Path.touch])
+    def test_without_its_head(self, outputs: Path, damage: Callable[[Path], None]) -> None:
+        (outputs / "r" / HEAD).unlink()
+        if damage is Path.touch:
+            (outputs / "r" / HEAD).touch()
+        text = refusal(config(outputs, "r", "--resume"))
+        assert f"--resume.dir {outputs / 'r'}" in text
+        with open_run(config(outputs, "saved", "--resume.dir", str(outputs / "r"))) as run:  # as it says
+            assert run.start.step == 4
+
+    def test_somebody_elses_directory(self, tmp_path: Path) -> None:
+        (tmp_path / "r").mkdir()
+        (tmp_path / "r" / "thesis.txt").write_text("x")
+        refusal(config(tmp_path, "r", "--resume"))
+        assert os.listdir(tmp_path / "r") == ["thesis.txt"]
+
+    def test_inputs_are_recorded_for_each_attempt(self, outputs: Path) -> None:
+        with open_run(config(outputs, "r", "--resume", "--trainer.learning-rate", "2e-4")) as run:
+            now, logs = run.config_json.read_text(), run.root / "logs"
+            assert json.loads(now)["trainer"]["learning_rate"] == 2e-4
+            assert (logs / "attempt_2" / "config.json").read_text() == now
+            assert json.loads((logs / "attempt_1" / "config.json").read_text())["trainer"]["learning_rate"] == "auto"
+
+    def test_a_file_in_place_of_the_head(self, outputs: Path) -> None:
+        """What cannot be written is an input that cannot work, named as such."""
+        (outputs / "r" / f"{HEAD}.new").mkdir()
+        assert "Is a directory" in refusal(config(outputs, "r", "--resume"))
+
+
+class TestResumeWithoutAName:
+    def test_the_newest_of_its_kind(self, tmp_path: Path) -> None:
+        roots = []
+        for time in (2_000_000_000, 1_000_000_000):
+            with open_run(config(tmp_path, None)) as run:
+                roots.append(run.root)
+            os.utime(run.config_json, (time, time))
+        for other in ("envs-tiny-0123456789", "sort-tiny-01234567", "envs-tiny-mine", "other"):
+            open_run(config(tmp_path, other)).lock.close()
+        with open_run(config(tmp_path, None, "--resume")) as run:
+            assert run.root == roots[0]
+            assert str(run.root) in run.start.notes[0]
+
+    def test_of_none(self, tmp_path: Path) -> None:
+        text = refusal(config(tmp_path, None, "--resume"))
+        assert "envs-tiny-" in text
+        assert "--run.name" in text
+
+
+class TestFork:
+    def fork(self, outputs: Path, *flags: str) -> Config:
+        return config(outputs, "fork", "--resume.dir", str(outputs / "r"), *flags)
+
+    def test_of_the_newest(self, outputs: Path) -> None:
+        before = snapshot(outputs / "r")
+        with open_run(self.fork(outputs)) as run:
+            assert run.root == outputs / "fork"
+            assert run.start.step == 4
+            assert run.start.commit == run.root / "checkpoints" / "step_000004"
+            assert run.start.attempt == 2  # the commit's was 1
+            assert "hard links" in run.start.notes[-1]
+            head = run.store.head()
+            assert head is not None
+            assert head.base == CommitRef(json.loads((outputs / "r" / HEAD).read_text())["lineage"], 4)
+            run.checkout()
+            assert [row["step"] for row in read_json_lines(run.metrics)] == [0, 1, 2, 3]
+            commit(run.store, 6, attempt=2)
+            run.store.prune(1, None)
+        assert snapshot(outputs / "r") == before
+        with open_run(config(outputs, "fork", "--resume")) as run:
+            assert (run.start.step, run.start.attempt) == (6, 3)
+
+    def test_it_is_a_run_of_its_own(self, outputs: Path) -> None:
+        with open_run(self.fork(outputs)) as forked, open_run(config(outputs, "r", "--resume")) as run:
+            assert forked.run_id != run.run_id
+            assert forked.lineage != run.lineage
+
+    def test_of_a_step_without_a_name(self, outputs: Path) -> None:
+        given = config(outputs, None, "--resume.dir", str(outputs / "r"), "--resume.step", "2")
+        with open_run(given) as run:
+            assert run.start.step == 2
+            assert re.fullmatch(r"envs-tiny-[0-9a-f]{8}", run.root.name)
+
+    def test_of_a_run_whose_driver_lives(self, outputs: Path) -> None:
+        with open_run(config(outputs, "r", "--resume")), open_run(self.fork(outputs)) as forked:
+            assert forked.start.step == 4
+
+    def test_a_damaged_source(self, outputs: Path) -> None:
+        flip(outputs / "r" / "checkpoints" / "step_000004" / PARTS[0])
+        assert PARTS[0] in refusal(self.fork(outputs, "--resume.step", "4"))
+        assert not (outputs / "fork").exists()
+        with open_run(self.fork(outputs)) as run:
+            assert run.start.step == 2
+            assert "passed over" in run.start.notes[0]
+
+    def test_other_fixed_values(self, outputs: Path) -> None:
+        assert "model.hidden_size" in refusal(self.fork(outputs), {"model": {"hidden_size": 1}})
+        assert not (outputs / "fork").exists()
+
+    @pytest.mark.parametrize("source", ["missing", "empty"])
+    def test_without_a_commit(self, outputs: Path, source: str) -> None:
+        (outputs / "empty").mkdir()
+        text = refusal(config(outputs, "fork", "--resume.dir", str(outputs / source)))
+        assert "holds no commit" in text
+        assert not (outputs / "fork").exists()
+
+    def test_into_a_run_that_began(self, outputs: Path) -> None:
+        with open_run(self.fork(outputs)) as run:
+            pass
+        before = snapshot(run.root)
+        assert "without --resume.dir" in refusal(self.fork(outputs))
+        after = snapshot(run.root)
+        assert {name for name in before if before[name] != after[name]} <= {"driver.lock"}
+        assert "in use" in refusal(config(outputs, "r", "--resume.dir", str(outputs / "r")))
+
+    def test_killed_anywhere(self, outputs: Path) -> None:
+        """The same command does it again; a plain resume never takes half a fork for a run from the beginning."""
+        before = snapshot(outputs / "r")
+        root = outputs / "fork"
+        for change in range(1, 200):
+            if not crashes(change, lambda: open_run(self.fork(outputs)).lock.close()):
+                break
+            if (root / "metrics.jsonl").exists() and not (root / HEAD).exists():
+                assert "interrupted" in refusal(config(outputs, "fork", "--resume"))
+            if (root / HEAD).exists():  # it is whole: the rest of its changes needs a new one
+                shutil.rmtree(root)
+        assert change > 20
+        with open_run(config(outputs, "fork", "--resume")) as run:
+            assert run.start.step == 4
+            run.checkout()
+            assert [row["step"] for row in read_json_lines(run.trained)] == [0, 1, 2, 3]
+        assert snapshot(outputs / "r") == before
+
+
+class TestCodeDiff:
+    @pytest.fixture
+    def checkout(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A checkout with one commit and one change after it."""
+        directory = tmp_path / "checkout"
+        directory.mkdir()
+        monkeypatch.chdir(directory)
+        (directory / "a.txt").write_text("before\n")
+        for command in ("init -q", "add a.txt", "-c user.name=n -c user.email=e commit -q -m m"):
+            subprocess.run(["git", *command.split()], check=True)
+        (directory / "a.txt").write_text("after\n")
+        return directory
+
+    def test_in_a_checkout(self, checkout: Path, tmp_path: Path) -> None:
+        with open_run(config(tmp_path / "out")) as run:
+            diff = (run.root / "code.diff").read_text()
+        assert re.match(r"commit [0-9a-f]{40}\n", diff)
+        assert "-before\n+after\n" in diff
+
+    def test_elsewhere_an_old_one_goes(self, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        open_run(config(tmp_path / "out")).lock.close()
+        monkeypatch.chdir(tmp_path)
+        with open_run(config(tmp_path / "out", "r", "--resume")) as run:
+            assert not (run.root / "code.diff").exists()
+            assert (run.root / "logs" / "attempt_1" / "code.diff").exists()
+
+    def test_elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        with open_run(config(tmp_path / "out")) as run:
+            assert not (run.root / "code.diff").exists()
+
+
+class TestTrace:
+    """What earlier attempts traced stays, whatever is superseded; another run has none of it."""
+
+    @pytest.fixture
+    def traced(self, outputs: Path) -> Path:
+        """The trace of the first attempt."""
+        trace.start(outputs / "r" / "logs" / "attempt_1", "driver_0", 1)
+        with trace.span("step", step=4):
+            pass
+        trace.stop()
+        return outputs / "r" / "trace" / "attempt_1" / "driver_0.json"
+
+    @pytest.mark.parametrize("flags", [["--resume"], ["--resume.step", "2"]])
+    def test_a_resume_adds_its_own(self, outputs: Path, traced: Path, flags: list[str]) -> None:
+        before = traced.read_bytes()
+        with open_run(config(outputs, "r", *flags)) as run:
+            run.checkout()
+            trace.start(run.logs, "driver_0", 1)
+            trace.stop()
+        assert traced.read_bytes() == before
+        assert (outputs / "r" / "trace" / "attempt_2" / "driver_0.json").exists()
+        assert list(outputs.glob("r/branches/*/trace")) == []
+
+    def test_a_fork_starts_without(self, outputs: Path, traced: Path) -> None:
+        with open_run(config(outputs, "other", "--resume.dir", str(outputs / "r"))) as run:
+            run.checkout()
+            assert not (run.root / "trace").exists()
+        assert traced.exists()
+
+    def test_clean_takes_it_away(self, outputs: Path, traced: Path) -> None:
+        with open_run(config(outputs, "r", "--clean")):
+            assert not traced.exists()

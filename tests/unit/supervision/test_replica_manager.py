@@ -1,0 +1,325 @@
+"""Which replicas serve while parts are lost, found and asked for. Actors and references are stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError
+from supervision_support import Room
+
+from trireme.config import Config
+from trireme.core.errors import BadInput, LimitReached, RoomFailed, TriremeError, WeightsRefused
+from trireme.core.sampler import Pulse
+from trireme.supervision import heartbeats as watch_module
+from trireme.supervision import replica_manager as fleet_module
+from trireme.supervision.heartbeats import Watch
+from trireme.supervision.replica_manager import SECOND_OPINION_S, Fleet, index_of
+from trireme.supervision.roster import Health, Part, Roster
+
+HEARTBEAT_S, ENGINE_S = 30.0, 90.0
+
+
+class World:
+    """A fleet of two replicas, its watch and its clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, indices: list[int], reserved: list[int]) -> None:
+        self.now, self.places, self.signals = 0.0, set[int](), []
+        self.pids: list[tuple[int, ...]] = []
+        self.refused: TriremeError | None = None
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=lambda _s: None)
+        monkeypatch.setattr(fleet_module, "time", clock)
+        monkeypatch.setattr(watch_module, "time", clock)
+        monkeypatch.setattr(fleet_module, "has_place", lambda options: options["place of"] not in self.places)
+        monkeypatch.setattr(watch_module, "send", self._send)
+        self.roster, self.room = Roster(lambda: self.now), Room(indices, reserved)
+        self.watch = Watch(self.roster, HEARTBEAT_S, ENGINE_S, self._lost)
+        config = Config.model_validate(
+            {
+                "model": {"name": "m"},
+                "env": {"id": "sort"},
+                "orchestrator": {"batch_size": 4},
+                "inference": {"sampling": {"max_tokens": 4}, "replicas": len(indices)},
+                "eval": {"replicas": len(reserved)},
+            }
+        )
+        self.fleet = Fleet(config, self.room, self.roster, self.watch, self._again, self.room)
+        self.fleet.begin()
+
+    def _send(self, part: Part, pids: tuple[int, ...], number: int) -> None:
+        self.signals.append((part.name, number))
+        self.pids.append(pids)
+
+    def _lost(self, name: str, failure: TriremeError, died: bool) -> None:
+        index = index_of(name)
+        assert index is not None
+        self.fleet.lost(index, failure, died)
+
+    def _again(self, _part: str, _failure: TriremeError, _died: bool) -> None:
+        if self.refused:
+            raise self.refused
+
+    def answer(self, *what: object, value: Any = None) -> None:
+        """The references whose description begins so are there."""
+        found = [ref for ref in self.watch.refs() if ref.what[: len(what)] == what]
+        assert found, f"nobody waits for {what}: {list(self.watch.refs())}"
+        for ref in found:
+            self.watch.arrived(ref, value)
+
+    def waits_for(self, *what: object) -> bool:
+        return any(ref.what[: len(what)] == what for ref in self.watch.refs())
+
+    def look(self, for_s: float = 0.0) -> None:
+        """Time passes, and it is looked once a second, as far as a thread that is awake does."""
+        end = self.now + for_s
+        while self.now < end - 1.0:
+            self.now += 1.0
+            self.watch.look()
+        self.now = end
+        self.watch.look()
+        self.fleet.look()
+
+    def serve(self) -> None:
+        """All replicas have started and joined."""
+        for index in self.room.indices:
+            self.answer("start", index)
+        self.fleet.attach(self.room)
+        for index in self.room.indices:
+            self.answer("join", index)
+        self.room.told.clear()
+
+    def health(self) -> dict[str, Health]:
+        return {part.name: part.health for part in self.roster.parts}
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    return World(monkeypatch, [0, 1], [])
+
+
+@pytest.fixture
+def evaluating(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch, [0, 1], [1])
+
+
+DIED = RoomFailed("inference replica 1 died")
+
+
+class TestStart:
+    def test_a_replica_joins_when_it_and_the_orchestrator_are_there(self, world: World) -> None:
+        world.answer("start", 0)
+        assert world.room.told == []
+        world.fleet.attach(world.room)
+        world.answer("start", 1)
+        assert world.room.told == [("join", 0, "client 0", False), ("join", 1, "client 1", False)]
+        assert world.health() == {"inference_0": Health.CATCHING_UP, "inference_1": Health.CATCHING_UP}
+        world.answer("join", 0)
+        assert world.fleet.missing(all_of_them=False) == []
+        assert world.fleet.missing(all_of_them=True) == ["inference replica 1"]
+
+    def test_a_replica_that_only_evaluates_is_not_enough(self, evaluating: World) -> None:
+        evaluating.answer("start", 1)
+        evaluating.fleet.attach(evaluating.room)
+        evaluating.answer("join", 1)
+        assert evaluating.room.told == [("join", 1, "client 1", True)]
+        assert evaluating.fleet.missing(all_of_them=False) == ["inference replica 0"]
+
+    def test_spares_are_made_when_nobody_else_starts(self, world: World) -> None:
+        world.answer("start", 0)
+        world.fleet.attach(world.room)
+        world.answer("join", 0)
+        assert ("keep spares",) not in world.room.told, "replica 1 is on its way, and has the cores"
+        world.answer("start", 1)
+        world.answer("join", 1)
+        assert world.room.told[-1] == ("keep spares",)
+        world.room.told.clear()
+        world.fleet.lost(1, DIED, died=True)
+        world.answer("start", 1)
+        assert ("keep spares",) not in world.room.told
+        world.answer("join", 1)
+        assert world.room.told[-1] == ("keep spares",), "the one that there was may be gone"
+        world.room.told.clear()
+        world.fleet.lost(1, DIED, died=True)
+        world.fleet.scale(1)
+        assert world.room.told[-1] == ("keep spares",), "nobody starts any more"
+
+    def test_spares_are_looked_after_now_and_then(self, world: World) -> None:
+        world.look(fleet_module.SPARES_EVERY_S)
+        assert world.room.told == [], "nobody serves yet"
+        world.serve()
+        world.look()
+        assert world.room.told == []
+        world.look(fleet_module.SPARES_EVERY_S)
+        assert world.room.told == [("keep spares",)]
+
+    def test_one_that_dies_as_it_starts_is_replaced(self, world: World) -> None:
+        world.answer("start", 0, value=DIED)
+        assert world.room.told == [("replace", 0)]
+        assert world.waits_for("start", 0)
+
+    def test_bad_input_is_no_reason_to_try_again(self, world: World) -> None:
+        with pytest.raises(BadInput, match="no such argument"):
+            world.answer("start", 0, value=BadInput("no such argument"))
+
+    def test_a_start_that_takes_too_long_is_given_up_but_waiting_for_a_place_is_not(self, world: World) -> None:
+        world.places = {1}
+        world.look(601.0)
+        assert world.room.told == [("replace", 0)]
+        world.look(601.0)
+        assert ("replace", 1) not in world.room.told
+        part = world.roster.part("inference_1")
+        assert part is not None
+        assert "waits for a place" in part.why
+
+
+class TestLoss:
+    def test_the_orchestrator_is_told_a_successor_starts_and_joins(self, world: World) -> None:
+        world.serve()
+        world.look()
+        world.answer("pulse", 1, value=DIED)
+        assert world.room.told == [("leave", 1), ("replace", 1)]
+        assert world.health() == {"inference_0": Health.HEALTHY, "inference_1": Health.STARTING}
+        world.answer("start", 1)
+        world.answer("join", 1)
+        assert world.health()["inference_1"] is Health.HEALTHY
+        assert [incident.part for incident in world.roster.incidents] == ["inference_1"] * 2
+        world.fleet.detach()
+        world.fleet.attach(world.room)
+        world.answer("join", 1)
+        assert len(world.roster.incidents) == 2, "that it joins the next attempt too is no news"
+
+    def test_an_attempt_has_nothing_to_do_with_a_loss_in_the_one_before(self, world: World) -> None:
+        """In deterministic mode the loss of a replica that serves ends the attempt: once."""
+        world.serve()
+        assert world.fleet.serves(0)
+        world.fleet.detach()
+        assert not world.fleet.serves(0)
+        world.fleet.lost(0, DIED, died=True)
+        world.fleet.attach(world.room)
+        assert not world.fleet.serves(0)
+        world.answer("start", 0)
+        world.answer("join", 0)
+        assert world.fleet.serves(0)
+
+    def test_one_that_says_itself_that_it_is_of_no_use_is_replaced(self, world: World) -> None:
+        world.serve()
+        world.look()
+        world.answer("pulse", 0, value=WeightsRefused("canary"))
+        assert ("replace", 0) in world.room.told
+
+    def test_a_silent_one_is_suspect_then_writes_its_stacks_and_is_killed(self, world: World) -> None:
+        world.serve()
+        world.look()
+        world.answer("pulse", value=Pulse((11, 12), "node"))
+        world.look(1.5)
+        world.answer("pulse", 0, value=Pulse((11, 12), "node"))
+        world.look(HEARTBEAT_S / 3)
+        assert world.health()["inference_1"] is Health.SUSPECT
+        assert world.signals == []
+        world.answer("pulse", 1, value=Pulse((11, 12), "node"))
+        assert world.health()["inference_1"] is Health.HEALTHY
+        world.look(1.5)
+        world.look(HEARTBEAT_S)
+        assert world.signals[:2] == [("inference_0", watch_module.STACKS), ("inference_0", 9)]
+        assert world.pids[:2] == [(11, 12), (11, 12)], "its engine too"
+        assert ("replace", 1) in world.room.told
+
+    def test_an_engine_that_does_not_answer_its_living_actor_counts_as_silent(self, world: World) -> None:
+        world.serve()
+        world.look()
+        world.answer("pulse", 1, value=Pulse((11, 12), "node", behind_s=ENGINE_S / 2))
+        assert world.health()["inference_1"] is Health.SUSPECT
+        world.look(2.0)
+        world.answer("pulse", 1, value=Pulse((11, 12), "node", behind_s=ENGINE_S))
+        assert ("replace", 1) in world.room.told
+
+    def test_beyond_the_budget_there_is_no_successor(self, world: World) -> None:
+        world.serve()
+        world.look()
+        world.refused = LimitReached("3 times")
+        with pytest.raises(LimitReached):
+            world.answer("pulse", 1, value=DIED)
+        assert world.room.told == [("leave", 1)]
+        assert world.health()["inference_1"] is Health.DEAD
+
+    def test_what_the_orchestrator_reports_is_believed_after_a_second_opinion(self, world: World) -> None:
+        world.serve()
+        world.answer("failure", value=(1, "names weights it was never given"))
+        world.look(SECOND_OPINION_S / 2)
+        assert world.room.told == []
+        world.look(SECOND_OPINION_S)
+        assert world.room.told == [("leave", 1), ("replace", 1)]
+        assert world.waits_for("failure")
+
+    def test_a_report_of_one_that_cannot_be_reached_waits_until_ray_knows(self, world: World) -> None:
+        """A successor would be placed on the node that is lost."""
+        unreached = RoomFailed("unavailable")
+        unreached.__cause__ = ActorUnavailableError("no connection", b"0" * 16)
+        world.serve()
+        world.look()
+        world.answer("pulse", 1, value=unreached)
+        world.answer("failure", value=(1, "does not answer"))
+        world.look(2 * SECOND_OPINION_S)
+        assert world.room.told == []
+        world.answer("pulse", 1, value=DIED)
+        assert world.room.told == [("leave", 1), ("replace", 1)]
+        world.look(2 * SECOND_OPINION_S)
+        assert world.room.told == [("leave", 1), ("replace", 1)]
+
+    def test_when_the_attempt_ends_meanwhile_the_replica_was_not_to_blame(self, world: World) -> None:
+        world.serve()
+        world.answer("failure", value=(1, "could not fetch the weights of a dead trainer"))
+        world.fleet.detach()
+        assert world.room.told == [("abort all",)]
+        world.fleet.attach(world.room)
+        world.look(2 * SECOND_OPINION_S)
+        assert world.room.told[1:] == [("join", 0, "client 0", False), ("join", 1, "client 1", False)]
+
+
+class TestScale:
+    def test_more_start_and_join(self, world: World) -> None:
+        world.serve()
+        assert world.fleet.scale(3) == (True, "2 replicas; 1 more to start")
+        assert world.room.told == [("take",), ("add", 2)]
+        world.answer("start", 2)
+        assert world.room.told[2:] == [("join", 2, "client 2", False)]
+
+    def test_the_youngest_leave_when_they_are_drained(self, world: World) -> None:
+        world.serve()
+        world.fleet.scale(1)
+        assert world.room.told == [("drain", 1)]
+        assert world.health()["inference_1"] is Health.DRAINING
+        world.answer("drain", 1)
+        assert world.room.told[1:] == [("remove", 1), ("give back", 1), ("keep spares",)]
+        assert world.health() == {"inference_0": Health.HEALTHY}
+
+    def test_one_that_dies_while_it_drains_has_no_successor(self, world: World) -> None:
+        world.serve()
+        world.look()
+        world.fleet.scale(1)
+        world.answer("pulse", 1, value=DIED)
+        assert world.room.told == [("drain", 1), ("leave", 1), ("remove", 1), ("give back", 1), ("keep spares",)]
+        assert not world.waits_for("drain", 1)
+
+    def test_one_that_starts_leaves_at_once(self, world: World) -> None:
+        world.answer("start", 0)
+        world.fleet.attach(world.room)
+        world.fleet.scale(1)
+        assert ("remove", 1) in world.room.told
+        assert not world.waits_for("start", 1)
+
+    def test_those_that_are_reserved_for_evaluations_stay(self, evaluating: World) -> None:
+        evaluating.serve()
+        evaluating.fleet.scale(3)
+        evaluating.answer("start", 2)
+        evaluating.answer("join", 2)
+        evaluating.fleet.scale(2)
+        assert ("drain", 2) in evaluating.room.told
+        assert evaluating.health()["inference_1"] is Health.HEALTHY
+
+    def test_as_many_as_there_are(self, world: World) -> None:
+        world.serve()
+        assert world.fleet.scale(2) == (True, "there are 2 already")
+        assert world.room.told == []

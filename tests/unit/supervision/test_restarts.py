@@ -1,0 +1,132 @@
+"""How often a part may be started again, and who is silent for too long."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trireme.core.errors import LimitReached, RoomFailed
+from trireme.supervision.pulses import EVERY_S, Pulses
+from trireme.supervision.restarts import Restarts
+
+DEATH = RoomFailed("trainer shard 1 died (exit type: SYSTEM_ERROR)")
+
+
+def take(restarts: Restarts, *, part: str = "replica 0", died: bool = True, step: int = 0, now: float = 0.0) -> None:
+    restarts.take(part, DEATH, died=died, step=step, now=now)
+
+
+class TestBudget:
+    def test_one_death_more_than_allowed_within_the_window_stops_the_run(self) -> None:
+        restarts = Restarts(2, 100.0)
+        take(restarts, now=0.0)
+        take(restarts, now=50.0)
+        with pytest.raises(LimitReached, match=r"replica 0 failed 3 times within 100 s.*max_restarts.*SYSTEM_ERROR"):
+            take(restarts, now=100.0)
+
+    def test_what_is_longer_ago_than_the_window_does_not_count(self) -> None:
+        restarts = Restarts(1, 100.0)
+        take(restarts, now=0.0)
+        take(restarts, now=100.1)
+
+    def test_each_part_has_a_budget_of_its_own(self) -> None:
+        restarts = Restarts(1, 100.0)
+        take(restarts, part="replica 0")
+        take(restarts, part="replica 1")
+
+    def test_with_none_the_failure_itself_is_raised(self) -> None:
+        with pytest.raises(RoomFailed) as raised:
+            take(Restarts(0, 100.0))
+        assert raised.value is DEATH
+
+    @given(st.lists(st.floats(0, 1000), max_size=40), st.integers(1, 5), st.floats(1, 500))
+    def test_no_window_has_more_restarts_than_the_limit(self, times: list[float], limit: int, window_s: float) -> None:
+        restarts, taken = Restarts(limit, window_s), []
+        for now in sorted(times):
+            try:
+                take(restarts, now=now)
+            except LimitReached:
+                continue
+            taken.append(now)
+        assert all(later - first > window_s for first, later in zip(taken, taken[limit:], strict=False))
+
+
+class TestTheSameErrorTwice:
+    def test_without_a_step_in_between_is_no_accident(self) -> None:
+        restarts = Restarts(3, 100.0)
+        take(restarts, died=False, step=4)
+        with pytest.raises(RoomFailed) as raised:
+            take(restarts, died=False, step=4)
+        assert raised.value is DEATH
+        assert any("raised it again" in note for note in raised.value.__notes__)
+
+    def test_after_another_step_may_be_one(self) -> None:
+        restarts = Restarts(3, 100.0)
+        take(restarts, died=False, step=4)
+        take(restarts, died=False, step=5)
+
+    def test_a_process_that_dies_says_nothing_of_the_kind(self) -> None:
+        restarts = Restarts(3, 100.0)
+        take(restarts, step=4)
+        take(restarts, step=4)
+
+    def test_process_ids_and_addresses_do_not_make_it_another_error(self) -> None:
+        restarts = Restarts(3, 100.0)
+        first, second = (RoomFailed(f"pid {pid} at 0x{pid:x}: out of memory") for pid in (1234, 98765))
+        restarts.take("replica 0", first, died=False, step=0, now=0.0)
+        with pytest.raises(RoomFailed, match="98765"):
+            restarts.take("replica 0", second, died=False, step=0, now=1.0)
+
+
+class TestPulses:
+    def test_who_has_not_answered_is_not_asked_again(self) -> None:
+        pulses = Pulses(60.0)
+        pulses.watch("a")
+        assert pulses.due(0.0) == ["a"]
+        assert pulses.due(10.0) == []
+        pulses.answered("a", 10.0)
+        assert pulses.due(10.0 + EVERY_S / 2) == []
+        assert pulses.due(10.0 + EVERY_S) == ["a"]
+
+    def test_silence_counts_from_the_question_that_has_no_answer(self) -> None:
+        pulses = Pulses(60.0)
+        pulses.watch("a")
+        pulses.watch("b")
+        pulses.due(5.0)
+        pulses.answered("b", 6.0)
+        for second in range(7, 25):
+            assert pulses.silent(float(second)) == {}
+        assert pulses.silent(25.0) == {"a": 20.0}
+
+    def test_a_watcher_that_slept_itself_blames_nobody_for_it(self) -> None:
+        """Stopped, or its machine was: the answers are there, it has only not looked yet."""
+        pulses = Pulses(60.0)
+        pulses.watch("a")
+        pulses.due(1.0)
+        assert pulses.silent(3600.0) == {}
+        for second in range(3601, 3605):
+            assert pulses.silent(float(second)) == {}
+        assert pulses.silent(3606.0)["a"] == 15.0 + 6.0, "it does answer nothing"
+
+    def test_who_could_not_be_reached_is_asked_again_and_silent_since_the_first_time(self) -> None:
+        pulses = Pulses(60.0)
+        pulses.watch("a")
+        for now in range(21):
+            assert pulses.due(float(now)) == ["a"]
+            pulses.unreached("a", float(now))
+        assert pulses.silent(20.0) == {"a": 20.0}
+        pulses.answered("a", 21.0)
+        assert pulses.silent(21.0) == {}
+
+    def test_a_successor_is_not_blamed_and_nobody_is_after_leaving(self) -> None:
+        pulses = Pulses(60.0)
+        pulses.watch("a")
+        pulses.due(0.0)
+        pulses.watch("a")
+        assert pulses.silent(100.0) == {}
+        pulses.due(100.0)
+        pulses.forget("a")
+        pulses.answered("a", 101.0)
+        assert pulses.silent(500.0) == {}
+        assert pulses.due(500.0) == []

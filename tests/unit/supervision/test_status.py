@@ -1,0 +1,294 @@
+"""STATUS, incidents.jsonl and requests to scale: what is written is what is read, whole, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from supervision_support import DEADLINE_S, driven, roster_of
+
+from trireme.core.errors import LimitReached
+from trireme.run.rundir import LOCK
+from trireme.supervision import status as module
+from trireme.supervision.roster import Health, Incident, Part, Roster
+from trireme.supervision.status import (
+    INCIDENTS,
+    STATUS,
+    Driver,
+    Ended,
+    ScaleAnswer,
+    ScaleRequest,
+    ScaleRequests,
+    Status,
+    StatusWriter,
+    asked_scale,
+    driver_of,
+    in_service,
+    read_incidents,
+    read_status,
+    roster_metrics,
+)
+
+RECOVERY = Path(__file__).parents[3] / "docs" / "recovery.md"
+
+
+@pytest.fixture
+def roster() -> Roster:
+    return roster_of(Health.HEALTHY, Health.STARTING)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.01)
+
+
+def said(root: Path) -> Status:
+    status = read_status(root)
+    assert status is not None
+    return status
+
+
+class TestStatus:
+    def test_what_is_read_is_what_the_roster_says(self, tmp_path: Path, roster: Roster) -> None:
+        roster.attempt = 2
+        roster.at_step(5)
+        roster.note("inference_1", "its engine died")
+        with StatusWriter(tmp_path, roster):
+            until((tmp_path / STATUS).exists)
+            status = said(tmp_path)
+            assert (status.pid, status.node) == (os.getpid(), os.uname().nodename)
+            assert (status.attempt, status.step, status.incidents_total, status.ended) == (2, 5, 1, None)
+            assert status.parts == tuple(roster.parts)
+            assert status.parts[0] == Part("inference_0", Health.HEALTHY, 1.8e9, "", (100, 200), "here", 0)
+            assert status.recent == tuple(roster.incidents)
+
+    def test_each_change_arrives(self, tmp_path: Path, roster: Roster) -> None:
+        with StatusWriter(tmp_path, roster):
+            for health in (Health.CATCHING_UP, Health.HEALTHY):
+                roster.set("inference_1", health)
+                until(lambda health=health: said(tmp_path).parts[1].health == health)
+
+    def test_many_changes_are_written_as_few(
+        self, tmp_path: Path, roster: Roster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        written: list[int] = []
+        put = module._put
+
+        def counted(file: Path, value: dict[str, object]) -> None:
+            written.append(1)
+            put(file, value)
+
+        monkeypatch.setattr(module, "_put", counted)
+        with StatusWriter(tmp_path, roster):
+            for step in range(5000):
+                roster.at_step(step)
+        assert len(written) < 100
+        assert said(tmp_path).step == 4999, "the last change is never lost"
+
+    def test_whoever_reads_finds_it_whole(
+        self, tmp_path: Path, roster: Roster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "SHORTEST_S", 0.0)
+        for n in range(200):
+            roster.set(f"trainer_{n}", Health.HEALTHY)
+        with StatusWriter(tmp_path, roster):
+            until((tmp_path / STATUS).exists)
+            for step in range(200):
+                roster.at_step(step)
+                assert len(json.loads((tmp_path / STATUS).read_bytes())["parts"]) == 202
+
+    def test_the_end_and_why(self, tmp_path: Path, roster: Roster) -> None:
+        with StatusWriter(tmp_path, roster):
+            pass
+        assert said(tmp_path).ended == Ended(0, "done")
+        with pytest.raises(LimitReached), StatusWriter(tmp_path, roster):
+            raise LimitReached("inference_1 failed\n  4 times")
+        assert said(tmp_path).ended == Ended(3, "inference_1 failed 4 times")
+        with pytest.raises(ZeroDivisionError), StatusWriter(tmp_path, roster):
+            raise ZeroDivisionError
+        assert said(tmp_path).ended == Ended(1, "ZeroDivisionError")
+
+    def test_what_comes_after_the_end_changes_nothing_but_is_kept(self, tmp_path: Path, roster: Roster) -> None:
+        with StatusWriter(tmp_path, roster):
+            pass
+        roster.note("inference_0", "stopped")
+        assert said(tmp_path).ended == Ended(0, "done")
+        assert [i.what for i in read_incidents(tmp_path)] == ["stopped"]
+
+    def test_nothing_and_torn(self, tmp_path: Path) -> None:
+        assert read_status(tmp_path) is None
+        (tmp_path / STATUS).write_bytes(b'{"at": 1')
+        assert read_status(tmp_path) is None
+
+    def test_a_directory_that_cannot_be_written_ends_no_run(
+        self, tmp_path: Path, roster: Roster, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.WARNING), StatusWriter(tmp_path / "gone", roster):
+            roster.note("inference_0", "died")
+            roster.note("inference_0", "died")
+        assert len([r for r in caplog.records if "cannot be written" in r.getMessage()]) == 1
+
+
+def test_the_example_in_the_docs_is_a_status(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```json\n(.*?)```", RECOVERY.read_text(), re.DOTALL)
+    (tmp_path / STATUS).write_text(example)
+    status = said(tmp_path)
+    assert status.parts[0].health is Health.HEALTHY
+    assert status.recent[0].part == status.parts[0].name
+    assert json.loads(json.dumps(asdict(status))) == json.loads(example), "and has every field"
+
+
+class TestIncidents:
+    def test_all_of_all_attempts_are_kept_in_order(self, tmp_path: Path) -> None:
+        for attempt in (1, 2):
+            roster = roster_of(Health.HEALTHY)
+            roster.attempt = attempt
+            with StatusWriter(tmp_path, roster):
+                roster.note("inference_0", f"died in attempt {attempt}")
+        first, second = read_incidents(tmp_path)
+        assert first == Incident(1.8e9, "inference_0", "died in attempt 1", 0, 1)
+        assert second.attempt == 2
+
+    def test_an_incident_is_there_as_soon_as_it_is_noted(self, tmp_path: Path, roster: Roster) -> None:
+        with StatusWriter(tmp_path, roster):
+            roster.note("inference_0", "died")
+            assert len(read_incidents(tmp_path)) == 1
+
+    def test_a_torn_line_costs_only_itself(self, tmp_path: Path, roster: Roster) -> None:
+        (tmp_path / INCIDENTS).write_text('{"at": 1.0, "part": "infer')
+        with StatusWriter(tmp_path, roster):
+            roster.note("inference_0", "died")
+        assert [i.what for i in read_incidents(tmp_path)] == ["died"]
+
+    def test_several_threads_write_whole_lines(self, tmp_path: Path, roster: Roster) -> None:
+        with StatusWriter(tmp_path, roster):
+            threads = [
+                threading.Thread(target=lambda: [roster.note("inference_0", "x" * 500) for _ in range(100)])
+                for _ in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(DEADLINE_S)
+        assert len(read_incidents(tmp_path)) == 400
+
+
+def test_metrics_count_those_that_serve() -> None:
+    roster = roster_of(Health.HEALTHY, Health.SUSPECT, Health.DEAD, Health.CATCHING_UP, Health.DRAINING, Health.HEALTHY)
+    roster.set("trainer_0", Health.HEALTHY)
+    roster.note("inference_2", "died")
+    assert in_service(roster.parts) == 2
+    assert roster_metrics(roster) == {"perf/incidents": 1.0, "perf/replicas": 2.0}
+
+
+class TestDriver:
+    def test_nobody_yet(self, tmp_path: Path) -> None:
+        assert driver_of(tmp_path) is None
+        (tmp_path / LOCK).write_text("")
+        assert driver_of(tmp_path) is None
+
+    def test_it_lives_as_long_as_it_holds_the_lock_file(self, tmp_path: Path) -> None:
+        here = os.uname().nodename
+        with driven(tmp_path):
+            assert driver_of(tmp_path) == Driver(os.getpid(), here, True)
+        assert driver_of(tmp_path) == Driver(os.getpid(), here, False)
+
+    def test_a_killed_one_is_dead(self, tmp_path: Path) -> None:
+        lock = tmp_path / LOCK
+        code = f"import time; held = open({str(lock)!r}); print(flush=True); time.sleep(600)"
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        lock.write_text(f"pid {process.pid} on {os.uname().nodename}\n")
+        assert process.stdout is not None
+        process.stdout.read(1)
+        driver = driver_of(tmp_path)
+        process.kill()
+        process.wait()
+        assert (driver, driver_of(tmp_path)) == (
+            Driver(process.pid, os.uname().nodename, True),
+            Driver(process.pid, os.uname().nodename, False),
+        )
+
+    def test_one_on_another_machine_cannot_be_seen(self, tmp_path: Path) -> None:
+        (tmp_path / LOCK).write_text("pid 1 on elsewhere\n")
+        assert driver_of(tmp_path) == Driver(1, "elsewhere", None)
+
+
+class TestScaleRequests:
+    @pytest.fixture(autouse=True)
+    def _lock(self, tmp_path: Path) -> None:
+        (tmp_path / LOCK).write_text(f"pid {os.getpid()} on {os.uname().nodename}\n")
+
+    def test_a_request_and_its_answer(self, tmp_path: Path) -> None:
+        requests = ScaleRequests(tmp_path)
+        assert requests.poll() is None
+        with asked_scale(tmp_path, 4) as answered:
+            request = requests.poll()
+            assert request is not None
+            assert request.replicas == 4
+            assert answered() is None
+            requests.answer(request, False, "the cluster is full")
+            assert answered() == ScaleAnswer(False, "the cluster is full")
+            assert requests.poll() is None, "it is answered"
+        assert list((tmp_path / "scale").iterdir()) == []
+
+    def test_the_oldest_comes_first_and_each_gets_its_own_answer(self, tmp_path: Path) -> None:
+        requests = ScaleRequests(tmp_path)
+        with asked_scale(tmp_path, 4) as first, asked_scale(tmp_path, 2) as second:
+            for expected in (4, 2):
+                request = requests.poll()
+                assert request is not None
+                assert request.replicas == expected
+                requests.answer(request, True, f"{expected}")
+            assert (first(), second()) == (ScaleAnswer(True, "4"), ScaleAnswer(True, "2"))
+
+    def test_who_gives_up_takes_the_request_back(self, tmp_path: Path) -> None:
+        requests = ScaleRequests(tmp_path)
+        with pytest.raises(KeyboardInterrupt), asked_scale(tmp_path, 4):
+            raise KeyboardInterrupt
+        assert requests.poll() is None
+
+    def test_an_answer_that_nobody_waits_for_is_no_harm(self, tmp_path: Path) -> None:
+        requests = ScaleRequests(tmp_path)
+        with asked_scale(tmp_path, 4):
+            request = requests.poll()
+        assert request is not None
+        requests.answer(request, True, "too late")
+        assert requests.poll() is None
+
+    def test_a_new_driver_does_nothing_that_an_older_one_was_asked(self, tmp_path: Path) -> None:
+        (tmp_path / "scale").mkdir()
+        old = tmp_path / "scale" / "0.json"
+        old.write_text(json.dumps(vars(ScaleRequest("0", 1.0, "pid 1 on elsewhere\n", 7))))
+        (tmp_path / "scale" / "0.answer").write_text("{}")
+        later = time.time() + 3600
+        os.utime(old, (later, later))  # the clock was set back since: it says nothing
+        assert ScaleRequests(tmp_path).poll() is None
+        assert list((tmp_path / "scale").iterdir()) == []
+
+    def test_what_it_was_asked_before_it_looked_counts(self, tmp_path: Path) -> None:
+        """Somebody asks while the rooms start."""
+        with asked_scale(tmp_path, 5):
+            request = ScaleRequests(tmp_path).poll()
+            assert request is not None
+            assert request.replicas == 5
+
+    def test_a_file_of_another_kind_is_passed_over(self, tmp_path: Path) -> None:
+        requests = ScaleRequests(tmp_path)
+        with asked_scale(tmp_path, 3):
+            for name, text in (("a", "4"), ("b", "{"), ("c", '{"replicas": 4}')):
+                (tmp_path / "scale" / f"{name}.json").write_text(text)
+            request = requests.poll()
+            assert request is not None
+            assert request.replicas == 3

@@ -1,0 +1,252 @@
+"""What the supervisor tells the driver. Rooms and references are stand-ins; the thread is real."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError
+from supervision_support import Ref, Room
+
+from trireme.config import Config
+from trireme.core.errors import LimitReached, RoomFailed, TriremeError
+from trireme.core.sampler import Pulse
+from trireme.process import waits
+from trireme.run.rundir import LOCK
+from trireme.supervision import heartbeats as watch_module
+from trireme.supervision import replica_manager as fleet_module
+from trireme.supervision.roster import Health, Roster
+from trireme.supervision.status import ScaleRequests
+from trireme.supervision.supervisor import Elastic, Supervisor
+
+DEADLINE_S = 20.0
+
+
+class Trainer:
+    """A shard that is asked for pulses."""
+
+    def pulses(self) -> dict[str, Callable[[], Any]]:
+        return {"trainer_0": lambda: Ref("trainer")}
+
+
+class Orchestrator(Room):
+    def pulses(self) -> dict[str, Callable[[], Any]]:
+        return {"orchestrator_0": lambda: Ref("orchestrator")}
+
+
+class World:
+    """A supervisor of one replica, and what each reference comes to: a Pulse unless `fails` says otherwise. Failures of
+    the orchestrator's are never reported."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, **config: Any) -> None:
+        self.fails: dict[str, TriremeError | type[Exception]] = {}
+        monkeypatch.setattr(waits, "ready", self._ready)
+        self.signals: list[str] = []
+        monkeypatch.setattr(fleet_module, "has_place", lambda _options: True)
+        monkeypatch.setattr(watch_module, "send", lambda part, _pids, _number: self.signals.append(part.name))
+        cfg = Config.model_validate(
+            {
+                "model": {"name": "m"},
+                "env": {"id": "sort"},
+                "orchestrator": {"batch_size": 4, "max_steps_off_policy": 0},
+                "inference": {"sampling": {"max_tokens": 4}},
+                **config,
+            }
+        )
+        (root / LOCK).touch()
+        self.supervised_config = cfg
+        self.roster, self.room = Roster(time.time), Orchestrator([0], [])
+        elastic = Elastic(cfg, self.room, ScaleRequests(root), self.room)
+        self.supervisor = Supervisor(cfg, self.roster, "trainer and orchestrator", elastic)
+
+    def _ready(self, refs: dict[Any, str], timeout_s: float) -> dict[Any, Any]:
+        time.sleep(0.01)
+        return {ref: self._outcome(ref) for ref in refs if ref.what[0] != "failure"}
+
+    def _outcome(self, ref: Ref) -> Any:
+        failure = self.fails.get(str(ref.what[0]))
+        if isinstance(failure, type):
+            raise failure("out of the blue")
+        return failure or Pulse((1,), "node")
+
+    def until(self, said: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not said():
+            assert time.monotonic() < deadline, (self.roster.parts, self.roster.incidents)
+            time.sleep(0.01)
+
+    @contextmanager
+    def serving(self) -> Iterator[Supervisor]:
+        """An attempt is under way, and its replica serves."""
+        with self.supervisor as supervisor:
+            self.begin()
+            yield supervisor
+
+    def begin(self) -> None:
+        self.supervisor.expect(Trainer(), self.room)
+        self.supervisor.attach(Trainer(), self.room, serving=self.room)
+        self.supervisor.await_replicas(Path("logs"), lambda _names, _waited: None)
+
+    def failure(self) -> TriremeError:
+        """What the driver's next look raises."""
+        found: list[TriremeError] = []
+
+        def raised() -> bool:
+            try:
+                self.supervisor.check()
+            except TriremeError as failure:
+                found.append(failure)
+            return bool(found)
+
+        self.until(raised)
+        return found[0]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
+    return World(monkeypatch, tmp_path)
+
+
+DIED = RoomFailed("trainer_0 died: process 7 was killed")
+
+
+def test_all_is_well(world: World) -> None:
+    with world.serving() as supervisor:
+        supervisor.check()
+        world.until(lambda: all(part.pids for part in world.roster.parts))
+        assert {part.name: part.health for part in world.roster.parts} == {
+            "inference_0": Health.HEALTHY,
+            "trainer_0": Health.HEALTHY,
+            "orchestrator_0": Health.HEALTHY,
+        }
+
+
+def test_a_lost_shard_ends_the_attempt_and_the_next_one_begins_with_the_replicas_that_are_there(world: World) -> None:
+    with world.serving() as supervisor:
+        world.fails["trainer"] = DIED
+        assert world.failure() is DIED
+        supervisor.detach(DIED)
+        supervisor.may_rebuild(DIED)
+        world.fails.clear()
+        world.room.told.clear()
+        world.begin()
+        supervisor.check()
+        assert [each for each in world.room.told if each != ("keep spares",)] == [("join", 0, "client 0", False)]
+        assert [part.restarts for part in world.roster.parts if part.name == "trainer_0"] == [1]
+
+
+def test_a_lost_replica_is_replaced_and_the_attempt_goes_on(world: World) -> None:
+    with world.serving() as supervisor:
+        world.fails["pulse"] = RoomFailed("inference_0 died")
+        world.until(lambda: ("replace", 0) in world.room.told)
+        world.fails.clear()
+        world.until(lambda: world.roster.parts[0].health is Health.HEALTHY)
+        supervisor.check()
+
+
+def test_in_deterministic_mode_it_ends_the_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    world = World(monkeypatch, tmp_path, deterministic=True)
+    with world.serving():
+        world.fails["pulse"] = RoomFailed("inference_0 died")
+        assert "inference_0 died" in str(world.failure())
+        assert ("replace", 0) in world.room.told
+
+
+def test_beyond_the_budget_the_run_ends_in_the_drivers_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    world = World(monkeypatch, tmp_path, cluster={"max_restarts": 1})
+    with world.serving() as supervisor:
+        world.fails["trainer"] = DIED
+        world.failure()
+        supervisor.detach(DIED)
+        supervisor.may_rebuild(DIED)
+        world.begin()
+        assert world.failure() is DIED
+        supervisor.detach(DIED)
+        with pytest.raises(LimitReached, match="trainer and orchestrator failed 2 times"):
+            supervisor.may_rebuild(DIED)
+
+
+def test_an_error_that_a_room_raised_again_at_the_same_step_ends_the_run_with_it(world: World) -> None:
+    bug = RoomFailed("trainer shard 0 raised ZeroDivisionError")
+    with world.serving() as supervisor:
+        supervisor.detach(bug)
+        assert "trainer_0" in world.signals, "it may hang: where is it?"
+        supervisor.may_rebuild(bug)
+        world.begin()
+        supervisor.detach(bug)
+        with pytest.raises(RoomFailed, match="ZeroDivisionError") as raised:
+            supervisor.may_rebuild(bug)
+        assert raised.value is bug
+
+
+def test_a_run_does_not_go_on_that_nobody_watches(world: World) -> None:
+    with world.serving():
+        world.fails["trainer"] = OSError
+        assert "the supervisor of the run: OSError: out of the blue" in str(world.failure())
+
+
+def test_when_the_run_ends_nobody_is_missed(world: World) -> None:
+    with world.serving() as supervisor:
+        supervisor.detach(None)
+        world.fails |= {"trainer": DIED, "pulse": DIED}
+        time.sleep(0.1)
+        supervisor.check()
+        assert world.roster.incidents == []
+
+
+def unreached(name: str) -> RoomFailed:
+    error = RoomFailed(f"{name} is unavailable")
+    error.__cause__ = ActorUnavailableError("the node may be gone", None)
+    return error
+
+
+def test_nothing_is_built_again_before_ray_knows_who_is_dead(world: World) -> None:
+    """A node is lost: first nobody knows, then the shard on it is dead."""
+    with world.serving() as supervisor:
+        world.fails["trainer"] = unreached("trainer_0")
+        gone: list[float] = []
+
+        def tell() -> None:
+            gone.append(time.monotonic())
+            world.fails["trainer"] = DIED
+
+        timer = threading.Timer(4.0, tell)
+        timer.start()
+        supervisor.detach(unreached("trainer_0"))
+        timer.join()
+        assert 0.0 <= time.monotonic() - gone[0] < 2.0, "it waits until it is known, and no longer"
+        supervisor.may_rebuild(unreached("trainer_0"))
+        assert [incident.what for incident in world.roster.incidents] == [str(DIED)]
+
+
+def test_an_attempt_that_failed_though_everybody_lives_is_built_again_soon(world: World) -> None:
+    with world.serving() as supervisor:
+        began = time.monotonic()
+        supervisor.detach(unreached("trainer_0"))
+        assert time.monotonic() - began < 5.0
+        supervisor.may_rebuild(unreached("trainer_0"))
+
+
+def test_a_run_without_replicas_is_watched_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    world = World(monkeypatch, tmp_path)
+    with Supervisor(world.supervised_config, world.roster, "the trainer") as supervisor:
+        supervisor.expect(Trainer())
+        supervisor.attach(Trainer())
+        supervisor.check()
+        world.fails["trainer"] = DIED
+        world.until(lambda: bool(world.roster.incidents))
+        with pytest.raises(RoomFailed, match="was killed"):
+            supervisor.check()
+        supervisor.detach(DIED)
+        supervisor.may_rebuild(DIED)
+        world.fails.clear()
+        supervisor.expect(Trainer())
+        supervisor.attach(Trainer())
+        supervisor.goes_on()
+    assert "the trainer" in [incident.part for incident in world.roster.incidents]
+    assert [part.restarts for part in world.roster.parts] == [1]

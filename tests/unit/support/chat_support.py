@@ -1,0 +1,75 @@
+"""Chats of a scripted policy with message environments."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from renderer_support import QWEN3, bpe, said, scattered
+
+from orchestrator.env import Trajectory
+from orchestrator.message_env import MessageEnv, MessageStep, RenderedEnv
+from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
+from trireme.config.schema import SamplingConfig
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.renderers import Message, Renderer, make_renderer
+
+
+class Questions(MessageEnv):
+    """Asks `turns` times, and remembers what it heard."""
+
+    def __init__(self, turns: int, role: str = "user", forgiving: bool = False) -> None:
+        self.turns, self.role, self.forgiving = turns, role, forgiving
+        self.heard: list[Message] = []
+        self.unread: list[bool] = []
+
+    async def initial_messages(self) -> Sequence[Message]:
+        return [said("system", "Answer."), said("user", "Question 0?")]
+
+    async def step(self, message: Message) -> MessageStep:
+        self.heard.append(message)
+        done = len(self.heard) == self.turns
+        asked = [said(self.role, f"Question {len(self.heard)}?")]
+        return MessageStep(1.0, done, () if done else asked, metrics={"heard": 1.0}, logs={"said": message["content"]})
+
+    async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
+        self.unread.append(cut_off)
+        return await (self.step if self.forgiving else super().unreadable)(
+            *[message, cut_off][: 1 + (not self.forgiving)]
+        )
+
+
+class Policy:
+    """Answers with what it is given, one after the other; each token has a logprob and a version of its own."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], stop_reason: Any = "stop") -> None:
+        self.answers, self.stop_reason = list(answers), stop_reason
+        self.requests: list[SampleRequest] = []
+        self.tokens = 0
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        tokens = self.answers[len(self.requests)]
+        self.requests.append(request)
+        first, self.tokens = self.tokens, self.tokens + len(tokens)
+        spans = tuple(VersionSpan(WeightIdentity(0, first + i, "d"), i, i + 1) for i in range(len(tokens)))
+        logprobs = -1.0 - np.arange(first, self.tokens, dtype=np.float32)
+        return SampledSequence(np.asarray(tokens, np.int32), logprobs, self.stop_reason, spans)
+
+
+def play(env: MessageEnv, renderer: Renderer, policy: Policy, vocab_size: int = 1000) -> Trajectory:
+    key = RolloutKey("chat", "0.0.0", 0, 0, "0")
+    limits = RolloutLimits(vocab_size, 100_000, decode=bpe().decode)
+    sampling = SamplingConfig(max_tokens=1000)
+    return asyncio.run(run_rollout(RenderedEnv(env, renderer), policy.sample, key, limits, sampling, 0))
+
+
+@cache
+def renderer(name: str = "qwen3", template: str | None = QWEN3, **options: Any) -> Renderer:
+    return make_renderer(name, bpe(template), **options)
+
+
+def ended(text: str, made: Renderer, seed: int = 0) -> list[int]:
+    return [*scattered(bpe(), text, seed), made.stop_tokens()[0]]

@@ -1,0 +1,241 @@
+"""A sampler, problems and a driver for the pipeline, all in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition, Trajectory
+from orchestrator.metrics import Released
+from orchestrator.pipeline import Pipeline
+from orchestrator.rollout import RolloutLimits
+from trireme.config import Config
+from trireme.core.sampler import ReplicaLoad
+from trireme.core.types import Minibatch, SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.core.weights import Canary, PublishedWeights, UpdateReport
+
+Reward = Callable[["Problem", int], Awaitable[float]]
+
+
+def published(version: int) -> PublishedWeights:
+    identity = WeightIdentity(0, version, f"d{version}")
+    return PublishedWeights(identity, (), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4))
+
+
+class FakeSampler:
+    """Answers at once with one token, the last of the prompt, unless the problem is held."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.requests: list[SampleRequest] = []
+        self.held: dict[int, asyncio.Event] = {}
+        self.held_updates: dict[int, asyncio.Event] = {}
+        self.update_error: Exception | None = None
+        self.label_with: int | None = None
+        self.mixes = False
+
+    def hold(self, problem: int) -> asyncio.Event:
+        return self.held.setdefault(problem, asyncio.Event())
+
+    def hold_update(self, version: int) -> asyncio.Event:
+        return self.held_updates.setdefault(version, asyncio.Event())
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        self.requests.append(request)
+        started = self.version
+        if event := self.held.get(request.prompt[0]):
+            await event.wait()
+        versions = sorted({started if self.label_with is None else self.label_with, self.version})
+        spans = tuple(
+            VersionSpan(WeightIdentity(0, v, f"d{v}"), i, i + 1, self.mixes and i > 0) for i, v in enumerate(versions)
+        )
+        n = len(versions)
+        return SampledSequence(np.full(n, request.prompt[-1], np.int32), np.full(n, -1.0, np.float32), "stop", spans)
+
+    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
+        version = weights.identity.version
+        if event := self.held_updates.get(version):
+            await event.wait()
+        if self.update_error:
+            raise self.update_error
+        self.version = version
+        return [UpdateReport(0, weights.identity, version / 100, 10 * version, 0.0)]
+
+    async def adopt(self, identity: WeightIdentity) -> None:
+        self.version = identity.version
+
+    def acknowledged(self) -> dict[int, int]:
+        return {} if self.version < 0 else {0: self.version}
+
+    async def load(self) -> dict[int, ReplicaLoad]:
+        return {0: ReplicaLoad(0, 0, 0.0, 0)}
+
+
+class Fleet(FakeSampler):
+    """With several replicas, each of which has acknowledged a version, and a log of what was said of them."""
+
+    def __init__(self, *indices: int) -> None:
+        super().__init__()
+        self.versions = dict.fromkeys(indices, -1)
+        self.late: set[int] = set()
+        self.said: list[tuple[Any, ...]] = []
+        self.failures: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+
+    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
+        reports = await super().update_weights(weights)
+        self.versions.update({index: self.version for index in self.versions if index not in self.late})
+        return reports
+
+    def acknowledged(self) -> dict[int, int]:
+        return {index: version for index, version in self.versions.items() if version >= 0}
+
+    async def join(self, index: int, client: Any) -> None:
+        self.said.append(("join", index, client))
+        self.versions[index] = self.version
+
+    def leave(self, index: int, reason: str) -> None:
+        self.said.append(("leave", index, reason))
+        self.versions.pop(index, None)
+
+    async def drain(self, index: int, timeout_s: float) -> None:
+        self.said.append(("drain", index, timeout_s))
+        self.versions.pop(index, None)
+
+    async def next_failure(self) -> tuple[int, str]:
+        return await self.failures.get()
+
+
+class OneStep(Env):
+    def __init__(self, problem: Problem, sample: int) -> None:
+        self.problem, self.sample = problem, sample
+
+    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+        return [self.problem.number, *[0] * self.problem.padding, self.sample], ()
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        self.problem.dataset.tries[self.problem.number, self.sample] += 1
+        reward = await self.problem.dataset.reward(self.problem, self.sample)
+        return StepResult(reward, True, metrics={"asked": 1.0})
+
+
+class Problem(EnvGroupBuilder):
+    def __init__(self, dataset: Problems, number: int, padding: int = 0) -> None:
+        self.dataset, self.number, self.padding = dataset, number, padding
+
+    async def make_envs(self) -> Sequence[Env]:
+        return [OneStep(self, sample) for sample in range(self.dataset.group_size)]
+
+    async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
+        return [(np.float32(10), {"shared": np.float32(2)}) for _ in trajectories_G]  # type: ignore[misc]
+
+    async def cleanup(self) -> None:
+        self.dataset.cleaned[self.number] += 1
+
+    def logging_tags(self) -> Sequence[str]:
+        return ["even" if self.number % 2 == 0 else "odd"]
+
+
+async def by_sample(problem: Problem, sample: int) -> float:
+    return float(sample)
+
+
+class Problems(RLDataset):
+    """Problem `n` shows its number and the sample's as tokens; 3 problems a batch, whatever the training batch."""
+
+    def __init__(self, reward: Reward = by_sample, group_size: int = 2, batches: int = 30) -> None:
+        self.reward, self.group_size, self.batches = reward, group_size, batches
+        self.tries: Counter[tuple[int, int]] = Counter()
+        self.cleaned: Counter[int] = Counter()
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return [Problem(self, 3 * index + i) for i in range(3)]
+
+    def __len__(self) -> int:
+        return self.batches
+
+
+def config(
+    batch_size: int = 2,
+    max_steps: int = 5,
+    substeps: int = 1,
+    minibatches: int = 1,
+    timeout_s: float = 60,
+    update_s: float = 60,
+    deterministic: bool = False,
+    temperature: float = 1.0,
+    **options: Any,
+) -> Config:
+    return Config.model_validate(
+        {
+            "max_steps": max_steps,
+            "deterministic": deterministic,
+            "model": {"name": "none"},
+            "trainer": {"num_substeps": substeps, "num_minibatches": minibatches},
+            "orchestrator": {"batch_size": batch_size, "group_size": 2, **options},
+            "env": {"id": "tests:Problems", "name": "fake"},
+            "inference": {"sampling": {"max_tokens": 4, "temperature": temperature}},
+            "timeouts": {"step_s": timeout_s, "update_s": update_s},
+        }
+    )
+
+
+class Run:
+    """A pipeline and what its driver does with it, from step `start` on."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        dataset: RLDataset | None = None,
+        limits: RolloutLimits | None = None,
+        sampler: FakeSampler | None = None,
+        start: int = 0,
+    ) -> None:
+        self.cfg, self.sampler, self.dataset, self.start = cfg, sampler or FakeSampler(), dataset or Problems(), start
+        self.pipeline = Pipeline(cfg, [self.dataset], self.sampler, limits or RolloutLimits(1000, 100))
+        self.rows: list[dict[str, float]] = []
+        self.released: list[Released] = []
+        self.batches: list[list[Minibatch]] = []
+
+    async def train(self) -> None:
+        """What a driver does between two minibatches; no time passes."""
+
+    async def step(self, step: int) -> None:
+        self.batches.append([])
+        for substep in range(self.cfg.trainer.num_substeps):
+            last = False
+            while not last:
+                minibatch = await self.pipeline.next_minibatch(step, substep)
+                self.batches[-1].append(minibatch)
+                await self.train()
+                last = minibatch.last
+        await self.pipeline.update_weights(published(step + 1))
+        self.released.append(self.pipeline.release(step))
+        self.rows.append(self.released[-1].metrics)
+
+    async def __aenter__(self) -> Run:
+        await self.pipeline.update_weights(published(self.start))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.pipeline.stop()
+
+
+async def quiesce() -> None:
+    """Lets everything run that can: no timer and nothing outside this loop is involved."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+def problems_of(minibatches: Sequence[Minibatch]) -> list[int]:
+    return [int(m.batch.datum(d).model_input.tokens[0]) for m in minibatches for d in range(len(m.batch))]
+
+
+async def whole_run(run: Run) -> Run:
+    async with run:
+        for step in range(run.start, run.cfg.max_steps):
+            await run.step(step)
+    return run

@@ -1,0 +1,43 @@
+"""Plans of small runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from model_support import FACTS
+
+from trireme.config import Config
+from trireme.config.model_facts import ModelFacts
+from trireme.plan.base import GIB
+from trireme.plan.rl import Plan, Resources
+
+LAPTOP = Resources(nodes=1, cpus=8, gpus=0, memory_bytes=16 * GIB, source="this machine")
+
+
+def plan(
+    *,
+    shards: int = 2,
+    replicas: int = 1,
+    resources: Resources = LAPTOP,
+    facts: ModelFacts | None = FACTS,
+    device: str = "auto",
+    orchestrator: dict | None = None,
+    inference: dict | None = None,
+    evaluation: dict | None = None,
+    kl: dict | None = None,
+    trainer: dict | None = None,
+    run_dir: Path | None = None,
+    warnings: tuple[str, ...] = (),
+) -> Plan:
+    config = Config.model_validate(
+        {
+            "model": {"name": "m"},
+            "env": {"id": "sort"},
+            "eval": evaluation or {},
+            "trainer": {"shards": shards, "micro_batch_tokens": 1000, "kl": kl or {}, **(trainer or {})},
+            "orchestrator": {"batch_size": 16, **(orchestrator or {})},
+            "inference": {"replicas": replicas, "sampling": {"max_tokens": 10}, **(inference or {})},
+            "cluster": {"device": device},
+        }
+    )
+    return Plan.of(config, facts, resources, run_dir, warnings)

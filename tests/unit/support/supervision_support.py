@@ -1,0 +1,129 @@
+"""Stand-ins: a driver of a run, as those see it who look at the run directory from outside; and its rooms, as its
+supervisor sees them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trireme.run.rundir import LOCK
+from trireme.supervision.roster import Health, Roster
+from trireme.supervision.status import ScaleRequest, ScaleRequests
+
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def driven(root: Path) -> Iterator[None]:
+    """This process holds the lock file of the run in `root`."""
+    lock = root / LOCK
+    lock.write_text(f"pid {os.getpid()} on {os.uname().nodename}\n")
+    with lock.open():
+        yield
+
+
+@contextmanager
+def answering(root: Path, on_request: Callable[[ScaleRequests, ScaleRequest], None]) -> Iterator[None]:
+    """A thread that looks for requests, as a driver does, and lets `on_request` answer them."""
+    requests, ending = ScaleRequests(root), threading.Event()
+
+    def poll() -> None:
+        while not ending.wait(0.02):
+            if request := requests.poll():
+                on_request(requests, request)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join(DEADLINE_S)
+
+
+def roster_of(*healths: Health) -> Roster:
+    """Replicas of that health, in order."""
+    roster = Roster(lambda: 1_800_000_000.0)
+    for index, health in enumerate(healths):
+        roster.set(f"inference_{index}", health, pids=(100 + index, 200 + index), node="here")
+    return roster
+
+
+class Ref:
+    """A reference, with what it is to."""
+
+    def __init__(self, *what: object) -> None:
+        self.what = what
+
+    def __repr__(self) -> str:
+        return f"Ref{self.what}"
+
+
+class Room:
+    """The inference room, places for it, and the orchestrator: write down what they are told, give references."""
+
+    def __init__(self, indices: list[int], reserved: list[int]) -> None:
+        self.indices, self._reserved, self.next = indices, reserved, len(indices)
+        self.told: list[tuple[object, ...]] = []
+
+    def _ref(self, *what: object) -> Ref:
+        self.told.append(what)
+        return Ref(*what)
+
+    def ready_ref(self, index: int) -> Ref:
+        return Ref("start", index)
+
+    def replace(self, index: int) -> Ref:
+        self._ref("replace", index)
+        return Ref("start", index)
+
+    def add(self, _options: dict[str, Any]) -> int:
+        self.next += 1
+        self.told.append(("add", self.next - 1))
+        return self.next - 1
+
+    def remove(self, index: int) -> dict[str, Any]:
+        self.told.append(("remove", index))
+        return self.options(index)
+
+    def take(self) -> dict[str, Any]:
+        self.told.append(("take",))
+        return {}
+
+    def give_back(self, options: dict[str, Any]) -> None:
+        self.told.append(("give back", options["place of"]))
+
+    def keep_spares(self) -> None:
+        self.told.append(("keep spares",))
+
+    def abort_all(self) -> None:
+        self.told.append(("abort all",))
+
+    def pulse_ref(self, index: int) -> Ref:
+        return Ref("pulse", index)
+
+    def client(self, index: int) -> str:
+        return f"client {index}"
+
+    def options(self, index: int) -> dict[str, Any]:
+        return {"place of": index}
+
+    def is_reserved(self, index: int) -> bool:
+        return index in self._reserved
+
+    def join(self, index: int, client: str, *, reserved: bool) -> Ref:
+        return self._ref("join", index, client, reserved)
+
+    def leave(self, index: int, reason: str) -> Ref:
+        self.told.append(("leave", index))
+        return Ref("leave", index)
+
+    def drain(self, index: int, _timeout_s: float) -> Ref:
+        return self._ref("drain", index)
+
+    def next_failure(self) -> Ref:
+        return Ref("failure")

@@ -1,0 +1,70 @@
+"""Runs with commits of real parts: a model in Hugging Face layout, an orchestrator's state, bytes for the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from checkpoint_support import manifest
+from transformers import AutoModelForCausalLM
+
+from orchestrator.state import Snapshot, write_snapshot
+from trainer.export import model_files, tokenizer_files, write_model
+from trainer.publish import Packer
+from trireme.checkpoint.files import FileRecord, write_bytes
+from trireme.checkpoint.manifest import CommitRef
+from trireme.checkpoint.store import CheckpointStore, Head
+
+BASE_MODEL = Path(__file__).parents[3] / "assets" / "sort-base"
+TENSOR_FILE_BYTES = 400_000
+"""The model's 1.2 MB come in several files."""
+
+
+@cache
+def base_model() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(BASE_MODEL)
+
+
+@cache
+def companions() -> dict[str, bytes]:
+    return model_files(base_model(), torch.float32) | tokenizer_files(str(BASE_MODEL))
+
+
+def write_parts(draft: Path, scale: float) -> tuple[FileRecord, ...]:
+    """All rooms' parts, as the rooms write them: the model's weights are those of the base model times `scale`."""
+    weights = {name: p.detach() * scale for name, p in base_model().named_parameters()}
+    entries, buckets = Packer(np.copy).pack([[item] for item in weights.items()])
+    groups = [
+        {"index": i, "problem": f"p{i}", "requeues": 0, "floor": 1, "finished": done}
+        for i, done in enumerate([1, 1, 0])
+    ]
+    state = Snapshot({}, {"groups": groups}, {}, (), (), {}, {}, {})
+    return (
+        write_bytes(draft / "trainer", "__0_0.distcp", b"\0" * 3000),
+        *write_snapshot(state, draft / "orchestrator"),
+        *write_model(draft / "inference", entries, buckets, companions(), TENSOR_FILE_BYTES),
+    )
+
+
+def make_run(root: Path, *steps: int) -> CheckpointStore:
+    """A run with a commit of each step; the weights of step s are those of the base model times s."""
+    root.mkdir()
+    (root / "config.json").write_text("{}")
+    (root / "logs" / "attempt_1").mkdir(parents=True)
+    store = CheckpointStore(root)
+    store.write_head(Head.new())
+    for step in steps:
+        commit(store, step)
+    return store
+
+
+def commit(store: CheckpointStore, step: int) -> Path:
+    head = store.head()
+    assert head is not None
+    draft = store.draft(step, head.attempt)
+    parent = CommitRef(head.lineage, step - 2) if step > 2 else None
+    about = manifest(step, head.lineage, head.attempt, parent)
+    return store.publish(draft, replace(about, files=write_parts(draft, scale=float(step))))

@@ -1,0 +1,63 @@
+"""What a loop of one's own is configured with, and which actors it has. Rooms start in tests/e2e/test_examples.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trireme.api import LoopPlan, TrainerPlan, loop_config
+from trireme.config.model_facts import ModelFacts
+from trireme.core.errors import BadInput
+from trireme.plan.base import Resources
+
+ROOT = Path(__file__).parents[2]
+MODEL = ["--model.name", str(ROOT / "assets" / "sort-base"), "--model.max-seq-len", "160"]
+
+
+def test_a_model_is_all_that_must_be_named_and_files_and_flags_overlay_the_rest(tmp_path: Path) -> None:
+    config = loop_config(MODEL)
+    assert (config.orchestrator.batch_size, config.inference.sampling.max_tokens) == (16, 128)
+    assert config.loss_fn == "importance_sampling", "synchronous"
+    file = tmp_path / "own.toml"
+    file.write_text("[orchestrator]\nbatch_size = 3\n[trainer]\nshards = 2\n")
+    config = loop_config([*MODEL, "@", str(file), "--trainer.shards", "4"])
+    assert (config.orchestrator.batch_size, config.trainer.shards) == (3, 4)
+
+
+def test_what_cannot_work_is_refused_in_the_words_of_rl() -> None:
+    with pytest.raises(BadInput, match=r"--trainer.shard 2(.|\n)*did you mean `--trainer.shards`"):
+        loop_config([*MODEL, "--trainer.shard", "2"])
+    with pytest.raises(BadInput, match=r"trainer\.kl\.coef = 0\.1 without a reference"):
+        loop_config([*MODEL, "--trainer.kl.coef", "0.1"])
+
+
+def test_warnings_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    loop_config([*MODEL, "--inference.sampling.top-p", "0.9"])
+    assert "warning: inference.sampling.top_p = 0.9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gpus", "trainer_gpus", "replica_gpus"), [(0, 0.0, 0.0), (4, 1.0, 1.0)])
+def test_the_actors_of_both_kinds(gpus: int, trainer_gpus: float, replica_gpus: float) -> None:
+    config = loop_config([*MODEL, "--trainer.shards", "2", "--inference.replicas", "2"])
+    has = Resources(1, 8, gpus, 2**40, "a test")
+    facts = ModelFacts.of(config, required=True)
+    both, alone = LoopPlan.of(config, facts, has, None), TrainerPlan.of(config, facts, has, None)
+    shards = ["trainer shard 0", "trainer shard 1"]
+    assert both.actor_names == [*shards, "inference replica 0", "inference replica 1"]
+    assert alone.actor_names == shards
+    assert [options["num_gpus"] for options in both.trainer_options_R] == [trainer_gpus] * 2
+    assert [options["num_gpus"] for options in both.inference_options_N] == [replica_gpus] * 2
+    assert alone.inference_options_N == []
+    assert (both.gpus_needed, alone.gpus_needed) == ((4, 2) if gpus else (0, 0))
+    assert (both.threads, alone.threads) == (2, 4)
+
+
+def test_ray_is_imported_only_when_rooms_are_opened() -> None:
+    """Ray reads much of the environment at that moment, which is prepared before."""
+    code = (
+        "import sys, trireme.api, trainer.schedule, trireme.core.types; assert not {'ray', 'vllm'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,221 @@
+"""`trireme inspect`: what it says about runs that went on, went back, were damaged, or are under way."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapter_support import make_adapter_run, make_base
+from checkpoint_support import flip, truncate
+from supervision_support import roster_of
+from tools_support import commit, make_run
+
+from trireme.checkpoint.store import CheckpointStore
+from trireme.cli.trireme import main
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+from trireme.supervision.roster import Health
+from trireme.supervision.status import StatusWriter
+from trireme.tools.inspection import age
+
+
+def inspected(root: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["inspect", str(root), "--json", *flags]) == EXIT_OK
+    said = capsys.readouterr()
+    assert said.err == ""
+    return json.loads(said.out)
+
+
+def shown(root: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert main(["inspect", str(root), *flags]) == EXIT_OK
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return make_run(tmp_path / "run", 2, 4, 6)
+
+
+def test_a_commit_with_what_each_room_put_into_it(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
+    head = store.head()
+    report = inspected(store.root, capsys)
+    assert [c["step"] for c in report["commits"]] == [2, 4, 6]
+    last = report["commits"][-1]
+    assert last["verifies"]
+    assert last["branch"] is None
+    assert (last["lineage"], last["attempt"], last["shards"], last["replicas"]) == (head.lineage, 1, 2, 1)
+    assert last["parent"] == {"lineage": head.lineage, "step": 4}
+    files = [file for file in store.commit(6).rglob("*") if file.is_file() and file.name != "manifest.json"]
+    assert last["bytes"] == sum(file.stat().st_size for file in files)
+    parts = last["parts"]
+    assert parts["trainer"] == {"files": 1, "bytes": 3000, "holds": {"shards": 2}}
+    assert parts["orchestrator"]["holds"] == {"groups_finished": 2, "groups_in_flight": 1}
+    assert parts["inference"]["holds"] == {"replicas": 1, "dtype": "float32"}
+    assert sum(part["files"] for part in parts.values()) == len(files)
+    assert report["newest"] == 6
+    text = shown(store.root, capsys)
+    for expected in (
+        head.run_id,
+        head.lineage,
+        "groups finished 2, groups in flight 1",
+        "trainer 3.0 kB, shards 2",
+        "dtype float32",
+    ):
+        assert expected in text
+
+
+def test_a_commit_of_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = make_adapter_run(tmp_path / "run", make_base(tmp_path / "base"))
+    capsys.readouterr()
+    (only,) = inspected(store.root, capsys)["commits"]
+    assert only["verifies"]
+    assert only["parts"]["inference"]["holds"] == {"replicas": 1, "adapter_rank": 8}
+    assert "adapter rank 8" in shown(store.root, capsys)
+
+
+def test_the_command_that_goes_on_names_the_run(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
+    place = f"--run.output-dir {store.root.parent} --run.name run --resume"
+    command = f"uv run rl @ {store.root}/config.json {place}"
+    assert inspected(store.root, capsys)["resume"] == command
+    assert f"go on from step 6\n  {command}\n" in shown(store.root, capsys)
+
+
+def test_damaged_commits_and_unfinished_ones_come_with_the_reason(
+    store: CheckpointStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(store.commit(6) / "orchestrator" / "groups.safetensors")
+    torn = store.commit(4) / "manifest.json"
+    torn.write_bytes(torn.read_bytes()[:200])
+    (store.draft(8, 3) / "part").write_bytes(b"12345")
+    report = inspected(store.root, capsys)
+    reasons = {c["step"]: c["reason"] for c in report["commits"]}
+    assert reasons[2] is None
+    assert "manifest.json is torn" in reasons[4]
+    assert "the contents of orchestrator/groups.safetensors were altered" in reasons[6]
+    assert [c["lineage"] for c in report["commits"]].count(None) == 1  # of the torn manifest nothing is known
+    assert report["newest"] == 2
+    (draft,) = report["leftovers"]
+    assert (draft["path"], draft["bytes"]) == ("checkpoints/step_000008.partial-3", 5)
+    assert draft["what"] == "attempt 3 is writing it, or ended while it did"
+    text = shown(store.root, capsys)
+    assert "checkpoints/step_000006 does not verify: the contents of orchestrator/groups.safetensors" in text
+    assert "go on from step 2\n" in text
+
+
+def test_a_quick_look_sees_what_is_missing_or_too_short_but_reads_no_contents(
+    store: CheckpointStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(store.commit(6) / "orchestrator" / "groups.safetensors")
+    truncate(store.commit(4) / "orchestrator" / "groups.safetensors")
+    report = inspected(store.root, capsys, "--quick")
+    assert report["quick"]
+    assert {c["step"]: c["verifies"] for c in report["commits"]} == {2: True, 4: False, 6: True}
+    assert "sizes fit" in shown(store.root, capsys, "--quick")
+    assert {c["step"]: c["verifies"] for c in inspected(store.root, capsys)["commits"]}[6] is False
+    assert "sizes fit" not in shown(store.root, capsys)
+
+
+def test_lineages_that_were_left_and_what_they_left(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
+    first = store.head().lineage
+    store.checkout(4)
+    second = store.head().lineage
+    commit(store, 8)
+    store.checkout(2)
+    third = store.head().lineage
+    report = inspected(store.root, capsys)
+    assert report["head"]["lineage"] == third
+    assert report["lineages"][-1]["lineage"] == third
+    bases = {lineage["lineage"]: lineage["base"] for lineage in report["lineages"]}
+    assert bases == {
+        first: None,
+        second: {"lineage": first, "step": 4},
+        third: {"lineage": first, "step": 2},
+    }
+    where = {(c["step"], c["branch"], c["lineage"]) for c in report["commits"]}
+    assert where == {(2, None, first), (6, first, first), (4, second, first), (8, second, second)}
+    assert all((store.root / c["path"]).is_dir() and c["verifies"] for c in report["commits"])
+    text = shown(store.root, capsys)
+    assert f"── {first} from the beginning (left in attempt 1, see branches/{first})" in text
+    below = {line[8:] for line in text.splitlines() if line[:7] in ("    ├──", "    └──")}
+    assert below == {
+        f"{second} from step 4 (left in attempt 1, see branches/{second})",
+        f"{third} from step 2 (current)",
+    }
+    assert f"superseded commits, in branches/{second}" in text
+
+
+def test_a_run_that_has_no_commit_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "run")
+    report = inspected(tmp_path / "run", capsys)
+    assert (report["commits"], report["newest"], report["attempts"]) == ([], None, [1])
+    assert "no commits" in (text := shown(tmp_path / "run", capsys))
+    assert "go on from the beginning" in text
+
+
+def test_incidents_are_told_the_newest_ten(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspected(store.root, capsys)["incidents"] == []
+    assert "incidents.jsonl" not in shown(store.root, capsys)
+    with StatusWriter(store.root, roster := roster_of(Health.HEALTHY)):
+        roster.at_step(4)
+        for n in range(12):
+            roster.note("inference_0", f"died [{n}]")
+    found = inspected(store.root, capsys)["incidents"]
+    assert [incident["what"] for incident in found] == [f"died [{n}]" for n in range(12)]
+    text = shown(store.root, capsys)
+    assert "12 incidents, all in incidents.jsonl; the newest:" in text
+    assert "2027-01-15 08:00:00 UTC, attempt 1, step 4: inference_0: died [11]" in text
+    assert "died [2]" in text
+    assert "died [1]\n" not in text
+
+
+def test_a_damaged_head_does_not_hide_the_commits(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
+    (store.root / "HEAD").write_text("{")
+    report = inspected(store.root, capsys)
+    assert report["head"] is None
+    assert "HEAD is damaged" in report["damage"]
+    assert report["newest"] == 6
+    assert "damaged: " in shown(store.root, capsys)
+
+
+def test_looking_changes_nothing(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
+    store.draft(8, 1)
+    before = {file: file.stat().st_mtime_ns for file in store.root.rglob("*")}
+    shown(store.root, capsys)
+    assert {file: file.stat().st_mtime_ns for file in store.root.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "expected"),
+    [
+        (["inspect", "no/such/run"], "no/such/run, which is no directory", "the directory of a run"),
+        (["inspect", "."], "., which holds none of config.json, HEAD, checkpoints", "the directory of a run"),
+        (["inspect"], "the following arguments are required: RUN", "trireme inspect [-h] [--json] [--quick] RUN"),
+        (["inspect", ".", "--jsn"], "unrecognized arguments: --jsn", "trireme"),
+        (["export", ".", "--dtype", "int8"], "'int8'", "--dtype {bfloat16,float16,float32}"),
+        (["expotr", "."], "'expotr'", "COMMAND"),
+        ([], "required: COMMAND", "COMMAND"),
+    ],
+)
+def test_wrong_inputs_are_refused(
+    arguments: list[str],
+    given: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == EXIT_BAD_INPUT
+    error, wanted, do = capsys.readouterr().err.splitlines()
+    assert given in error.removeprefix("error: given: ")
+    assert expected in wanted.removeprefix("  expected: ")
+    assert do.startswith("  to do: ")
+
+
+def test_age_in_the_largest_unit_that_fits() -> None:
+    now = datetime(2026, 3, 1, tzinfo=UTC)
+    past = {timedelta(seconds=59): "59 s ago", timedelta(minutes=61): "1 h ago", timedelta(days=3, hours=5): "3 d ago"}
+    assert [age((now - by).isoformat(), now) for by in past] == list(past.values())
+    assert age("2026-03-01T00:00:01+00:00", now) == "2026-03-01T00:00:01+00:00"  # the clock was set back

@@ -1,0 +1,167 @@
+"""`trireme scale`: what is refused, what the driver is asked, and when the command returns."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from supervision_support import answering, driven, roster_of
+
+from trireme.cli.trireme import main
+from trireme.config.load import load
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK
+from trireme.supervision.roster import Health, Roster
+from trireme.supervision.status import ScaleRequest, ScaleRequests, StatusWriter
+from trireme.tools.scale import standing
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
+
+
+def make_run(root: Path, **config: Any) -> Path:
+    root.mkdir()
+    known = load(["@", str(QUICKSTART)]).config.model_dump(mode="json")
+    (root / "config.json").write_text(json.dumps(known | config))
+    return root
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert main(["scale", *map(str, argv)]) == EXIT_BAD_INPUT
+    text = capsys.readouterr().err
+    for part in ("given: ", "expected: ", "to do: "):
+        assert part in text
+    return text
+
+
+def accept(requests: ScaleRequests, request: ScaleRequest) -> None:
+    requests.answer(request, True, f"{request.replicas} replicas from now on")
+
+
+# ---------------------------------------------------------------------------------------------- what needs no answer
+
+
+@pytest.mark.parametrize("replicas", [0, -1])
+def test_less_than_one(run: Path, replicas: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with driven(run):
+        assert "1 or more" in refused(capsys, run, f"--replicas={replicas}")
+
+
+def test_none_beside_the_reserved_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", eval={"replicas": 2})
+    with driven(run):
+        assert "3 or more" in refused(capsys, run, "--replicas", 2)
+
+
+def test_a_deterministic_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", deterministic=True)
+    with driven(run):
+        assert "deterministic" in refused(capsys, run, "--replicas", 2)
+
+
+def test_a_run_without_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", data={"train": "x"})
+    with driven(run):
+        assert "a run of sft" in refused(capsys, run, "--replicas", 2)
+
+
+def test_a_run_that_nobody_drives(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nobody drives" in refused(capsys, run, "--replicas", 2)
+    with driven(run):
+        pass
+    text = refused(capsys, run, "--replicas", 2)
+    assert "--resume --inference.replicas 2" in text
+    assert not (run / "scale").exists(), "no request is left for the next driver"
+
+
+def test_no_number_and_no_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--replicas" in refused(capsys, run)
+    assert "holds none" in refused(capsys, tmp_path, "--replicas", 2)
+
+
+# ---------------------------------------------------------------------------------------------- what the driver says
+
+
+def test_the_driver_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(requests: ScaleRequests, request: ScaleRequest) -> None:
+        requests.answer(request, False, f"no place for {request.replicas}")
+
+    with driven(run), answering(run, refuse):
+        assert "no place for 9" in refused(capsys, run, "--replicas", 9)
+
+
+def test_accepted_is_enough_where_nobody_waits(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with driven(run), answering(run, accept):
+        assert main(["scale", str(run), "--replicas", "3", "--no-wait"]) == EXIT_OK
+    assert capsys.readouterr().out == "3 replicas from now on\n"
+    assert list((run / "scale").iterdir()) == []
+
+
+def scaled(run: Path, roster: Roster, replicas: int, changes: Callable[[Roster], None]) -> int:
+    """The exit code of a command whose request is accepted, after which `changes` happen."""
+
+    def serve(requests: ScaleRequests, request: ScaleRequest) -> None:
+        accept(requests, request)
+        changes(roster)
+
+    with driven(run), StatusWriter(run, roster), answering(run, serve):
+        return main(["scale", str(run), "--replicas", str(replicas)])
+
+
+def test_it_returns_when_all_serve(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def changes(roster: Roster) -> None:
+        for health in (Health.STARTING, Health.CATCHING_UP, Health.HEALTHY):
+            for index in (1, 2):
+                roster.set(f"inference_{index}", health)
+
+    assert scaled(run, roster_of(Health.HEALTHY), 3, changes) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "3 replicas from now on"
+    assert lines[-1] == "3 of 3 replicas serve"
+
+
+def test_it_waits_for_those_that_leave(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def changes(roster: Roster) -> None:
+        roster.set("inference_1", Health.DRAINING)
+        roster.remove("inference_1")
+
+    assert scaled(run, roster_of(Health.HEALTHY, Health.HEALTHY), 1, changes) == EXIT_OK
+    assert capsys.readouterr().out.splitlines()[-1] == "1 of 1 replicas serve"
+
+
+def test_a_driver_that_ends_is_not_waited_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ends(_requests: ScaleRequests, _request: ScaleRequest) -> None:
+        (run / "driver.lock").write_text(f"pid 999999999 on {os.uname().nodename}\n")
+
+    with driven(run), answering(run, ends):
+        assert main(["scale", str(run), "--replicas", "3"]) == EXIT_FAILED
+    assert "ended" in capsys.readouterr().err
+    assert list((run / "scale").iterdir()) == []
+
+
+def test_it_does_not_wait_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", timeouts={"start_s": 0.2, "update_s": 0.1})
+    with driven(run):
+        assert main(["scale", str(run), "--replicas", "3"]) == EXIT_FAILED
+    assert "waited 0 s for the driver" in capsys.readouterr().err
+    assert scaled(run, roster_of(Health.HEALTHY, Health.STARTING), 3, lambda _: None) == EXIT_FAILED
+    assert "1 of 3 replicas serve; inference_1 starting" in capsys.readouterr().err
+
+
+def test_how_it_stands(run: Path) -> None:
+    assert standing(run, 2) == "0 of 2 replicas serve"
+    roster = roster_of(Health.HEALTHY, Health.HEALTHY, Health.DEAD, Health.STARTING)
+    roster.set("trainer_0", Health.HEALTHY)
+    roster.set("inference_3", Health.STARTING, "it waits for a place")
+    with StatusWriter(run, roster):
+        pass
+    others = "inference_2 dead, inference_3 starting (it waits for a place)"
+    assert standing(run, 4) == f"2 of 4 replicas serve; {others}"
+    assert standing(run, 1) == f"2 replicas serve, 1 are wanted; {others}"

@@ -1,0 +1,208 @@
+"""Sweeps: the grid that is asked for, what is run and what is not run again, failures, signals, table and plot. The
+runs are stand-ins (`fake_run.py`) in processes of their own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from trireme.core.errors import EXIT_FAILED, EXIT_OK, EXIT_SIGTERM, BadInput
+from trireme.tools.sweep import directory, running
+from trireme.tools.sweep.directory import Sweep
+from trireme.tools.sweep.request import Knob, read_knob, read_request, runs_of
+from trireme.tools.sweep.running import last_error, run_all
+from trireme.tools.sweep.table import Outcome, Result, plot
+
+HERE = Path(__file__).parents[1] / "support"
+BASE = [
+    "--model.name",
+    "m",
+    "--env.id",
+    "sort",
+    "--orchestrator.batch-size",
+    "2",
+    "--inference.sampling.max-tokens",
+    "3",
+]
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(directory.MODULES, "rl", "fake_run")
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setattr(running, "POLL_S", 0.01)
+
+
+def words(tmp_path: Path, *more: str) -> list[str]:
+    return [*BASE, "--run.output-dir", str(tmp_path), "--name", "s", "--metric", "reward/total", *more]
+
+
+def swept(tmp_path: Path, *more: str) -> tuple[int, Sweep]:
+    sweep = Sweep.open(read_request("rl", words(tmp_path, *more)))
+    return run_all(sweep, lambda _: None), sweep
+
+
+def starts(tmp_path: Path) -> list[str]:
+    return (tmp_path / "s" / "starts.txt").read_text().splitlines()
+
+
+class TestRequest:
+    def test_the_rest_is_that_of_each_run(self) -> None:
+        request = read_request("rl", ["@", "f.toml", "--grid", "seed=0,1", "--a.b", "c", "--metric=m", "--jobs", "2"])
+        assert request.base == ("@", "f.toml", "--a.b", "c")
+        assert (request.metric, request.jobs, request.window) == ("m", 2, 1)
+
+    @pytest.mark.parametrize(
+        ("text", "texts"),
+        [("k=1e-4,2e-4", ("1e-4", "2e-4")), ('k=[{"a": 1}, "x"]', ('{"a": 1}', "x")), ("k=none", ("none",))],
+    )
+    def test_values(self, text: str, texts: tuple[str, ...]) -> None:
+        assert read_knob(text) == Knob("k", texts)
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            (["--metric", "m"], "--grid"),
+            (["--grid", "seed=0"], "--metric"),
+            (["--grid", "seed", "--metric", "m"], "KEY=VALUE"),
+            (["--grid", "seed=0,,1", "--metric", "m"], "KEY=VALUE"),
+            (["--grid", "seed=0,0", "--metric", "m"], "each value once"),
+            (["--grid", "seed=[1", "--metric", "m"], "JSON"),
+            (["--grid", "seed=0", "--metric", "m", "--jobs", "0"], "at least 1"),
+            (["--grid", "seed=0", "--metric", "m", "--knob", "x"], "one of the grid's: seed"),
+            (["--grid", "seed=0", "--metric"], "without a value"),
+            (["--grid", "seed=0", "--metric", "m", "--metric", "n"], "one of them"),
+        ],
+    )
+    def test_is_refused(self, given: list[str], said: str) -> None:
+        with pytest.raises(BadInput, match="given: ") as refused:
+            read_request("rl", given)
+        assert said in str(refused.value)
+
+    def test_every_combination_has_a_name_of_its_own(self) -> None:
+        runs = runs_of([Knob("trainer.learning_rate", ("1e-4", "2e-4")), Knob("env.args", ('{"a": 1}', '{"a": 2}'))])
+        assert len({run.name for run in runs}) == 4
+        assert runs[0].name.startswith("learning_rate=1e-4,args=")
+        assert all("/" not in run.name and '"' not in run.name for run in runs)
+
+    def test_keys_that_end_alike_are_written_out(self) -> None:
+        (run,) = runs_of([Knob("run.name", ("a",)), Knob("wandb.name", ("b",))])
+        assert run.name == "run.name=a,wandb.name=b"
+
+
+class TestRunning:
+    GRID = ("--grid", "trainer.learning-rate=1,2", "--grid", "seed=0,1")
+
+    def test_a_grid_becomes_a_table_and_a_plot(self, tmp_path: Path) -> None:
+        code, sweep = swept(tmp_path, *self.GRID, "--jobs", "2")
+        assert code == EXIT_OK
+        with (sweep.root / "table.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [row["reward/total"] for row in rows] == ["1000", "1001", "2000", "2001"]
+        assert [(row["trainer.learning_rate"], row["seed"]) for row in rows] == [
+            ("1", "0"),
+            ("1", "1"),
+            ("2", "0"),
+            ("2", "1"),
+        ]
+        assert {row["state"] for row in rows} == {"done"}
+        assert "| 2 | 1 | 2001 | 2 |" in (sweep.root / "table.md").read_text()
+        assert len(list(ElementTree.parse(sweep.root / "plot.svg").iter("{http://www.w3.org/2000/svg}circle"))) == 4
+
+    def test_finished_runs_are_not_repeated(self, tmp_path: Path) -> None:
+        swept(tmp_path, "--grid", "seed=0,1")
+        assert swept(tmp_path, "--grid", "seed=0,1,2")[0] == EXIT_OK  # a larger grid is the same sweep
+        assert starts(tmp_path) == ["seed=0 new", "seed=1 new", "seed=2 new"]
+
+    def test_a_mean_of_the_last_values(self, tmp_path: Path) -> None:
+        _, sweep = swept(tmp_path, "--grid", "trainer.learning-rate=1", "--window", "2")
+        assert sweep.outcome(next(iter(sweep.results.values()))).metric == 999.5
+
+    def test_a_run_that_fails_is_recorded_and_the_others_go_on(self, tmp_path: Path) -> None:
+        grid = ("--grid", "trainer.learning-rate=3,1")
+        code, sweep = swept(tmp_path, *grid)
+        assert code == EXIT_FAILED
+        assert [result.code for result in sweep.results.values()] == [2, 0]
+        assert "exit code 2: given: a rate of 3" in (sweep.root / "table.md").read_text()
+        (sweep.root / "mended").touch()
+        assert swept(tmp_path, *grid)[0] == EXIT_OK
+        assert starts(tmp_path) == ["learning_rate=3 new", "learning_rate=1 new", "learning_rate=3 again"]
+
+    def test_another_configuration_is_refused(self, tmp_path: Path) -> None:
+        swept(tmp_path, "--grid", "seed=0")
+        with pytest.raises(BadInput, match=r"trainer\.shards: 1 before, 2 now") as refused:
+            swept(tmp_path, "--grid", "seed=0", "--trainer.shards", "2")
+        assert "--name" in str(refused.value)
+
+    @pytest.mark.parametrize(
+        ("more", "said"),
+        [
+            (["--grid", "trainer.learning-rat=1"], "trainer.learning_rate"),
+            (["--grid", "trainer.shards=1,two"], "two"),
+            (["--grid", "seed=0", "--resume"], "goes on by itself"),
+            (["--grid", "seed=0", "--clean"], "goes on by itself"),
+        ],
+    )
+    def test_bad_input_is_refused_before_any_run(self, more: list[str], said: str, tmp_path: Path) -> None:
+        with pytest.raises(BadInput) as refused:
+            swept(tmp_path, *more)
+        assert said in str(refused.value)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_directory_of_something_else_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "s").mkdir()
+        (tmp_path / "s" / "mine").touch()
+        with pytest.raises(BadInput, match="no sweep"):
+            swept(tmp_path, "--grid", "seed=0")
+
+    def test_a_metric_that_no_row_has(self, tmp_path: Path) -> None:
+        said: list[str] = []
+        given = [*BASE, "--run.output-dir", str(tmp_path), "--grid", "seed=0", "--metric", "reward/totl"]
+        run_all(Sweep.open(read_request("rl", given)), said.append)
+        assert "none of its rows has reward/totl (there is reward/total)" in said[-1]
+
+
+def test_a_signal_is_passed_on_and_the_sweep_goes_on_later(tmp_path: Path) -> None:
+    """The sweep in a process of its own: SIGTERM ends the run under way, starts no other, and its code is that of a
+    run."""
+    given = words(tmp_path, "--grid", "trainer.learning-rate=4,1")
+    script = (
+        "import sys; from trireme.tools.sweep import directory, running; directory.MODULES['rl'] = 'fake_run';"
+        "sys.exit(running.main(['rl', *sys.argv[1:]]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, *given], env=os.environ, stdout=subprocess.PIPE)
+    ready = tmp_path / "s" / "learning_rate=4" / "ready"
+    deadline = time.monotonic() + 120
+    while not ready.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == EXIT_SIGTERM, out
+    recorded = json.loads((tmp_path / "s" / "results.json").read_bytes())
+    assert [result["code"] for result in recorded] == [EXIT_SIGTERM, None]
+    assert swept(tmp_path, "--grid", "trainer.learning-rate=4,1")[0] == EXIT_OK
+    assert starts(tmp_path) == ["learning_rate=4 new", "learning_rate=4 again", "learning_rate=1 new"]
+
+
+def test_more_lines_than_colours_are_drawn_as_one() -> None:
+    knobs = ["--grid", "trainer.learning-rate=1,2", "--grid", "trainer.warmup-steps=0,1,2,3,4,5,6"]
+    request = read_request("rl", [*knobs, "--metric", "m"])
+    runs = runs_of(request.knobs)
+    drawn = plot(request, [Outcome(Result(run.name, run.values, 0), 1.0 * n, 1) for n, run in enumerate(runs)])
+    lines = list(ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}polyline"))
+    assert len(lines) == 1
+
+
+def test_the_last_words_of_a_run() -> None:
+    assert last_error("a\nerror: given: x\n  expected: y\nlater\n") == "given: x"
+    assert last_error("Traceback\nValueError: z\n\n") == "ValueError: z"
+    assert last_error("") == ""

@@ -1,0 +1,194 @@
+"""What is read back from traces: which attempt, which steps, which rows, and never too many spans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trace_support import SECOND, START, begin, counter, end, span, write_trace
+
+from trireme.core.errors import EXIT_BAD_INPUT, BadInput
+from trireme.process import trace
+from trireme.tools import timeline as module
+from trireme.tools.timeline import Span, Timeline, Track, join_files, json_lines, timeline, traces
+
+
+def read(root: Path, wanted: tuple[int, int] | None = None) -> Timeline:
+    found = timeline(root, wanted, lambda _: None)
+    assert found is not None
+    return found
+
+
+def steps(root: Path, attempt: int, numbers: Sequence[int]) -> Path:
+    """A driver that traced these steps, of one second each, one after the other."""
+    spans = [
+        event
+        for at, number in enumerate(numbers)
+        for event in (
+            span("step", 0, at, at + 1, step=number),
+            span("wait_for_batch", 0, at, at + 0.25),
+            span("forward_backward", 0, at + 0.25, at + 0.9),
+        )
+    ]
+    return write_trace(root, attempt, "driver_0", ["main"], spans)
+
+
+def only(found: Timeline, process: str, track: str) -> Track:
+    (one,) = [t for p in found.processes if p.name == process for t in p.tracks if t.name == track]
+    return one
+
+
+def test_a_run_without_a_trace(tmp_path: Path) -> None:
+    assert timeline(tmp_path, None, lambda _: None) is None
+
+
+def test_what_the_tracer_writes(tmp_path: Path) -> None:
+    for process in ("inference_0", "driver_0"):
+        trace.start(tmp_path / "logs" / "attempt_3", process, 1)
+        with trace.span("step", step=5), trace.span("update", "update", version=4), trace.life("group", 1):
+            pass
+        trace.stop()
+    (tmp_path / "trace" / "attempt_3" / "all.json").write_text("[]")  # which somebody put there
+    found = traces(tmp_path)
+    assert [file.stem for file in found[3]] == ["driver_0", "inference_0"]
+    assert read(tmp_path).traced == (5, 5)
+
+
+def test_steps_bound_what_is_shown(tmp_path: Path) -> None:
+    steps(tmp_path, 1, range(10))
+    found = read(tmp_path, (4, 6))
+    assert (found.start, found.end) == (START + 4 * SECOND, START + 7 * SECOND)
+    assert list(found.steps) == [4, 5, 6]
+    assert found.traced == (0, 9)
+    (row,) = only(found, "driver_0", "main").rows
+    assert [s.name for s in row] == ["wait_for_batch", "forward_backward"] * 3
+
+
+def test_before_the_first_step_and_after_the_last(tmp_path: Path) -> None:
+    steps(tmp_path, 1, range(3))
+    write_trace(tmp_path, 1, "trainer_0", ["main"], [span("publish", 0, -2, -1), span("publish", 0, 4, 5)])
+    whole, middle = read(tmp_path), read(tmp_path, (1, 1))
+    assert (whole.start, whole.end) == (START - 2 * SECOND, START + 5 * SECOND)
+    assert (middle.start, middle.end) == (START + SECOND, START + 2 * SECOND)
+    assert [p.name for p in middle.processes if p.tracks] == ["driver_0"]
+
+
+def test_the_newest_steps_unless_others_are_wanted(tmp_path: Path) -> None:
+    steps(tmp_path, 1, range(module.NEWEST_STEPS + 10))
+    assert list(read(tmp_path).steps) == list(range(10, module.NEWEST_STEPS + 10))
+
+
+def test_the_newest_attempt_that_traced_the_steps(tmp_path: Path) -> None:
+    steps(tmp_path, 1, range(6))
+    steps(tmp_path, 2, range(4, 8))
+    write_trace(tmp_path, 10, "driver_0", ["main"], [])  # which has not finished a step
+    assert read(tmp_path).attempt == 10
+    assert read(tmp_path, (4, 5)).attempt == 2
+    assert read(tmp_path, (1, 2)).attempt == 1
+
+
+def test_replicas_outlive_the_attempt_in_which_they_were_started(tmp_path: Path) -> None:
+    steps(tmp_path, 1, [0, 1])
+    write_trace(tmp_path, 1, "trainer_1", ["main"], [span("optim", 0, 1, 2)])
+    spans = [span("sampling", 0, at, at + 1, version=at) for at in range(14)]
+    write_trace(tmp_path, 1, "inference_0", ["sampling"], spans)
+    write_trace(tmp_path, 1, "inference_1", ["sampling"], spans[:2])
+    driver = [
+        event for at in (10, 11) for event in (span("step", 0, at, at + 1, step=at), span("optim", 0, at, at + 1))
+    ]
+    write_trace(tmp_path, 2, "driver_0", ["main"], driver)
+    second, first = read(tmp_path), read(tmp_path, (0, 1))
+    assert (second.attempt, [p.name for p in second.processes]) == (2, ["driver_0", "inference_0"])
+    assert [s.args["version"] for s in only(second, "inference_0", "sampling").rows[0]] == [10, 11, 12, 13]
+    assert (first.attempt, first.end) == (1, START + 10 * SECOND), "what it did later belongs to the next attempt"
+    assert len(only(first, "inference_0", "sampling").rows[0]) == 10
+
+
+def test_steps_that_nobody_traced(tmp_path: Path) -> None:
+    steps(tmp_path, 1, range(6))
+    with pytest.raises(BadInput, match=r"some of the steps that are: 0:5 \(attempt 1\)") as refused:
+        read(tmp_path, (7, 9))
+    assert refused.value.exit_code == EXIT_BAD_INPUT
+
+
+def test_spans_within_spans_are_below_them(tmp_path: Path) -> None:
+    parts = [span("fetch", 0, 0, 1), span("take", 0, 1, 3), span("update", 0, 0, 3), span("update", 0, 3, 4)]
+    write_trace(tmp_path, 1, "inference_0", ["update"], parts)
+    rows = only(read(tmp_path), "inference_0", "update").rows
+    assert [[s.name for s in row] for row in rows] == [["update", "update"], ["fetch", "take"]]
+
+
+def test_what_overlaps_takes_the_first_free_row(tmp_path: Path) -> None:
+    lives = [begin(1, 0), begin(2, 1), end(1, 2), begin(3, 3), begin(4, 3.5), end(2, 4)]  # 3 and 4 are not over
+    write_trace(tmp_path, 1, "orchestrator_0", [], lives)
+    rows = only(read(tmp_path), "orchestrator_0", "group").rows
+    assert [[(s.start - START) / SECOND for s in row] for row in rows] == [[0, 3], [1], [3.5]]
+    assert [s.end is None for row in rows for s in row] == [False, True, False, True]
+
+
+def test_more_at_once_than_there_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_ROWS", 3)
+    write_trace(tmp_path, 1, "orchestrator_0", [], [begin(i, i) for i in range(5)])
+    track = only(read(tmp_path), "orchestrator_0", "group")
+    assert (len(track.rows), track.left_out) == (3, 2)
+
+
+def test_counters_keep_their_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_POINTS", 10)
+    points = [counter("sampling", i / 10, 7 if i == 33 else 1) for i in range(100)]
+    write_trace(tmp_path, 1, "inference_0", [], points)
+    (kept,) = [p.counters["sampling"] for p in read(tmp_path).processes]
+    assert len(kept) == 10
+    assert max(value for _, value in kept) == 7
+
+
+def test_a_trace_that_is_full_says_so(tmp_path: Path) -> None:
+    file = steps(tmp_path, 1, range(2))
+    write_trace(tmp_path, 1, "trainer_0", [], [])
+    with file.open("a") as more:
+        more.write("\n," + json.dumps({"ph": "i", "name": trace.FULL, "ts": START}))
+    assert [(p.name, p.full) for p in read(tmp_path).processes] == [("driver_0", True), ("trainer_0", False)]
+
+
+def test_a_torn_line_is_passed_over(tmp_path: Path) -> None:
+    file = steps(tmp_path, 1, range(2))
+    with file.open("a") as more:
+        more.write('\n,{"ph":"X","na')
+    assert list(read(tmp_path).steps) == [0, 1]
+
+
+def test_one_file_for_all_processes(tmp_path: Path) -> None:
+    files = [steps(tmp_path, 1, range(2)), write_trace(tmp_path, 1, "trainer_0", ["main"], [span("optim", 0, 0, 1)])]
+    join_files(files, tmp_path / "all.json")
+    assert json.loads((tmp_path / "all.json").read_text()) == [e for file in files for e in json_lines(file)]
+
+
+moments = st.integers(min_value=0, max_value=10_000)
+
+
+@given(st.lists(st.tuples(moments, st.integers(min_value=1, max_value=500)), max_size=200), st.integers(1, 60))
+def test_never_more_spans_than_the_bound(spans: list[tuple[int, int]], most: int) -> None:
+    """Whatever there is: the bound holds, nothing overlaps, no time between the first and the last is lost."""
+    row, free = [], 0
+    for start, length in sorted(spans):
+        at = max(start, free)
+        free = at + length
+        row.append(Span("ab"[length % 2], at, free, {}))
+    process = module.Process("trainer_0", [Track("main", [list(row)])], {}, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MOST_SPANS", most)
+        resolution = module._bound([process], free)
+    ((joined,),) = [track.rows for track in process.tracks]
+    assert len(joined) <= max(most, 1)
+    assert sum(s.joined for s in joined) == len(row)
+    assert (resolution == 0) == (joined == row)
+    for one, other in pairwise(joined):
+        assert one.end is not None
+        assert one.end <= other.start
+    for s in row:
+        assert any(j.start <= s.start and s.end <= j.end for j in joined)

@@ -1,0 +1,105 @@
+"""Steps that are refused and a sampler that drifts: what is said, and when the run stops."""
+
+import math
+
+import pytest
+
+from trireme.config import Config
+from trireme.core.errors import LimitReached, NonFiniteGradient
+from trireme.core.types import OptimStepResponse
+from trireme.train.guards import Guard
+
+
+def config(**trainer) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"name": "m"},
+            "env": {"id": "sort"},
+            "orchestrator": {"batch_size": 4},
+            "inference": {"sampling": {"max_tokens": 8, "temperature": 0.7}},
+            "trainer": trainer,
+        }
+    )
+
+
+def refuse() -> OptimStepResponse:
+    raise NonFiniteGradient("the gradient norm is nan.")
+
+
+def step() -> OptimStepResponse:
+    return OptimStepResponse({"lr": 0.1, "grad_norm": 2.0})
+
+
+def row(step=0, refused=0.0, kl=0.0):
+    return {"step": step, "optim/refused": refused, "optim/kl_sample_train_v2": kl, "off_policy/mean": 1.5}
+
+
+def test_a_refused_step_names_its_problems_and_the_run_goes_on():
+    said: list[str] = []
+    guard = Guard(config(), said.append)
+    refused = guard.update(refuse, ["7", "7", "3"])
+    assert refused["refused"] == 1
+    assert math.isnan(refused["grad_norm"])
+    assert "gradient norm is nan" in said[0]
+    assert said[0].endswith("Their problems: 7, 3")
+    assert guard.update(step, []) == {"lr": 0.1, "grad_norm": 2.0, "refused": 0.0}
+    assert len(said) == 1
+
+
+def test_only_refused_steps_in_a_row_stop_the_run():
+    guard = Guard(config(max_refused_steps=2), print)
+    guard.check(row(0, refused=1))
+    guard.check(row(1))
+    guard.check(row(2, refused=1))
+    with pytest.raises(LimitReached, match=r"2 steps in a row.*trainer.max_refused_steps = 2"):
+        guard.check(row(3, refused=1))
+
+
+def test_the_alarm_sounds_once_per_stretch_and_names_age_and_temperature():
+    said: list[str] = []
+    guard = Guard(config(), said.append)
+    for number, kl in enumerate([0.001, 0.02, 0.03, 0.001, 0.02]):
+        guard.check(row(number, kl=kl))
+    assert [line.split(":")[0] for line in said] == ["step 1", "step 4"]
+    assert "1.50 steps, temperature 0.7" in said[0]
+
+
+def test_the_run_stops_beyond_kl_stop():
+    guard = Guard(config(kl={"stop": 0.5}), lambda _: None)
+    guard.check(row(kl=0.5))
+    with pytest.raises(LimitReached, match=r"step 1: kl_sample_train_v2 = 0.51 .* trainer.kl.stop = 0.5"):
+        guard.check(row(1, kl=0.51))
+
+
+def shares(env: str, bad: float = 0.0, good: float = 0.0):
+    return {f"env/{env}/by_group/frac_all_bad": bad, f"env/{env}/by_group/frac_all_good": good}
+
+
+@pytest.mark.parametrize(("kind", "instead"), [("bad", "easier"), ("good", "harder")])
+def test_problems_that_teach_nothing_are_warned_of_once_per_stretch(kind: str, instead: str):
+    said: list[str] = []
+    guard = Guard(config(), said.append)
+    for n in range(4):
+        guard.check(row(n) | shares("sort", **{kind: 0.9}))
+    guard.check(row(4) | shares("sort", **{kind: 0.89}))
+    assert said == []
+    for n in range(5, 15):
+        guard.check(row(n) | shares("sort", **{kind: 1.0}))
+    (warning,) = said
+    assert warning.startswith("step 9: for 5 steps the rollouts of at least 90% of the problems of sort")
+    assert f"choose {instead} ones" in warning
+    guard.check(row(15) | shares("sort"))
+    for n in range(16, 21):
+        guard.check(row(n) | shares("sort", **{kind: 1.0}))
+    assert len(said) == 2
+
+
+def test_each_environment_is_judged_by_itself_and_only_where_it_has_problems():
+    given = config().model_dump() | {"env": [{"id": "sort", "name": "easy"}, {"id": "sort", "name": "rare"}]}
+    said: list[str] = []
+    guard = Guard(Config.model_validate(given), said.append)
+    for n in range(9):
+        guard.check(row(n) | shares("all", bad=1.0) | shares("easy") | (shares("rare", bad=1.0) if n % 2 == 0 else {}))
+    (warning,) = said
+    assert "step 8" in warning
+    assert "of rare" in warning

@@ -1,0 +1,127 @@
+"""The penalty towards a reference: exact numbers, no leak onto observed tokens, one mean per substep."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trireme.core.types import Datum, ForwardBackwardOutput, Minibatch, ModelInput, Provenance, TokenBatch
+from trireme.train.kl_penalty import KlPenalty, discounted_future_sum, divergence, mean_divergence, penalized
+
+VECTORS = json.loads((Path(__file__).parents[2] / "oracles" / "vectors.json").read_text())
+ORACLE = VECTORS["kl_penalty"]
+
+
+def of_the_vectors():
+    data_D = [
+        Datum(
+            ModelInput.from_ints(d["input"]),
+            {"target_tokens": d["target"], **{name: d[name] for name in ("mask", "logprobs", "advantages")}},
+        )
+        for d in VECTORS["trajectory_to_data"]["datums"]
+    ]
+    batch = TokenBatch.from_datums(data_D)
+    return batch, np.full(len(batch.tokens), ORACLE["reference_logprob_everywhere"], np.float32)
+
+
+def test_advantages_of_the_vectors():
+    batch, reference = of_the_vectors()
+    d = divergence(batch, reference)
+    mean = mean_divergence([batch], [d])
+    assert mean == pytest.approx(ORACLE["kl_policy_base"])
+    result = penalized(batch, d, mean, ORACLE["coef"], 0.0).columns["advantages"]
+    assert result == pytest.approx(np.concatenate(ORACLE["advantages_discount_0"]), abs=1e-6)
+
+
+def test_a_discounted_penalty_is_masked_again():
+    batch, reference = of_the_vectors()
+    d = divergence(batch, reference)
+    result = penalized(batch, d, 0.58, 0.1, 0.5).columns["advantages"]
+    assert result[[0, 3, 5]].tolist() == [0, 0, 0], "observed tokens"
+    # positions 1, 2, 4 of the first datum: c(t) = 0.1 (0.58 - d); the future within the datum, position 3 adds nothing
+    c1, c2, c4 = 0.008, 0.018, 0.028
+    assert result[[1, 2, 4]] == pytest.approx([0.5 + c1 + c2 / 2 + c4 / 8, 0.5 + c2 + c4 / 4, 0.5 + c4], abs=1e-6)
+    assert result[[6, 7]] == pytest.approx([0.5 - 0.032 - 0.011, 0.5 - 0.022], abs=1e-6)
+
+
+def test_the_sum_of_the_vectors():
+    oracle = VECTORS["discounted_future_sum"]
+    x = np.array(oracle["x"], np.float32)
+    assert discounted_future_sum(x, np.array([0, 3]), oracle["gamma"]).tolist() == oracle["y"]
+
+
+@given(st.lists(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=7), min_size=1, max_size=6), st.floats(0, 1))
+def test_sums_never_cross_datums(parts, discount):
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+    sums = discounted_future_sum(np.concatenate([np.array(p, np.float32) for p in parts]), offsets, discount)
+    for part, start in zip(parts, offsets, strict=False):
+        total = 0.0
+        for i in reversed(range(len(part))):
+            total = part[i] + discount * total
+            assert sums[start + i] == pytest.approx(total, abs=1e-4)
+
+
+class Trainer:
+    """A reference that gives every token the same log-probability; remembers what it was asked in which order."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def forward(self, data, which="policy"):
+        self.log.append(which)
+        return ForwardBackwardOutput(np.full(len(data.tokens), -1.0, np.float32), data.offsets, {})
+
+    def update_reference(self):
+        self.log.append("becomes the policy")
+
+
+def minibatches(batch, log):
+    for last in (False, True):
+        log.append("sampled")
+        provenance = Provenance(0, np.zeros(len(batch), np.int32), ())
+        yield Minibatch(batch, provenance, ("p",) * len(batch), last, 1, 5)
+
+
+def test_references_look_at_each_part_as_it_comes_and_one_mean_holds_for_all():
+    batch, _ = of_the_vectors()
+    log: list[str] = []
+    penalty = KlPenalty(Trainer(log), coef=0.1, discount=0.0)
+    parts = list(penalty(minibatches(batch, log)))
+    assert log == ["sampled", "reference", "sampled", "reference"]
+    assert [part.last for part in parts] == [False, True]
+    for part in parts:
+        assert part.batch.columns["advantages"][1] == pytest.approx(0.508)
+    assert penalty.take() == {"kl_policy_base": pytest.approx(0.58)}
+    assert penalty.take() == {}
+
+
+def test_the_reference_becomes_the_policy_between_steps_at_multiples_and_never_within_one():
+    batch, _ = of_the_vectors()
+    log: list[str] = []
+    penalty = KlPenalty(Trainer(log), coef=0.1, discount=0.0, update_every=2)
+    for step in range(4):
+        list(penalty(minibatches(batch, log)))
+        penalty.end_step(step + 1)
+    one = ["sampled", "reference"] * 2
+    assert log == [*one, *one, "becomes the policy"] * 2
+    never = KlPenalty(Trainer(log), coef=0.1, discount=0.0)
+    never.end_step(4)
+    assert len(log) == 18
+
+
+def test_without_a_coefficient_nothing_waits_and_nothing_changes():
+    batch, _ = of_the_vectors()
+    log: list[str] = []
+    stream = KlPenalty(Trainer(log), coef=0.0, discount=0.0)(minibatches(batch, log))
+    assert next(stream).batch is batch
+    assert log == ["sampled"]
+
+
+def test_a_policy_is_at_no_distance_from_itself():
+    batch, _ = of_the_vectors()
+    d = divergence(batch, batch.columns["logprobs"])
+    assert not d.any()
+    assert mean_divergence([batch], [d]) == 0

@@ -1,0 +1,124 @@
+"""The order of the driver's calls. Rooms are stand-ins that write down what they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from trireme.config import Config
+from trireme.core.errors import LimitReached
+from trireme.core.types import ForwardBackwardOutput, OptimStepResponse, WeightIdentity
+from trireme.process.signals import Stop
+from trireme.supervision.roster import Roster
+from trireme.train.rl_loop import train
+
+RELEASED = {"perf/tokens": 4.0, "perf/rollouts": 2.0, "perf/inference_idle_s": 0.0}
+
+
+class Asked(list[str]):
+    """What all rooms were asked, in order."""
+
+    def note(self, *words: object) -> None:
+        self.append(" ".join(map(str, words)))
+
+
+class StandIns(SimpleNamespace):
+    """Trainer, orchestrator, journal, commits and guard in one."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__(asked=Asked(), parts=parts)
+
+    def publish_weights(self, version: int) -> Any:
+        self.asked.note("publish", version)
+        return SimpleNamespace(identity=WeightIdentity(1, version, f"d{version}"), nbytes=8)
+
+    def forward_backward(self, batch: Any, *_: object) -> ForwardBackwardOutput:
+        self.asked.note("forward_backward", batch)
+        return ForwardBackwardOutput(np.zeros(1, np.float32), np.arange(2), {"loss:sum": 1.0, "loss_tokens:sum": 2.0})
+
+    def optim_step(self, *_: object) -> OptimStepResponse:
+        self.asked.note("optim_step")
+        return OptimStepResponse({"grad_norm": 1.0})
+
+    def update(self, step: Callable[[], OptimStepResponse], _suspects: object) -> Mapping[str, float]:
+        return step().metrics
+
+    def update_weights(self, weights: Any, *_: object) -> None:
+        self.asked.note("begin update", weights.identity.version)
+
+    def minibatches(self, step: int, substep: int, *_: object) -> Iterator[Any]:
+        for part in range(self.parts):
+            self.asked.note("wait for", f"{step}.{substep}.{part}")
+            yield SimpleNamespace(batch=f"{step}.{substep}.{part}", provenance=None, num_loss_tokens=2, problems_D=())
+
+    def release(self, step: int) -> Any:
+        self.asked.note("release", step)
+        return SimpleNamespace(metrics=RELEASED, trained=[], records=["{}"])
+
+    def begin(self, weights: Any) -> None:
+        self.asked.note("begin", weights.identity.version)
+
+    def leave_boundary(self) -> None:
+        self.asked.note("leave boundary")
+
+    def at_boundary(self, weights: Any) -> None:
+        self.asked.note("at boundary", weights.identity.version)
+
+    def write(self, row: Mapping[str, Any], _trained: object, records: object) -> None:
+        self.asked.note("row", row["step"], records)
+
+    def seal(self) -> None:
+        self.asked.note("seal")
+
+    def check(self, _row: object) -> None:
+        """Nothing is wrong."""
+
+
+def asked(check: Callable[[], None] = lambda: None, max_steps: int = 1, **trainer: int) -> list[str]:
+    config = Config.model_validate(
+        {
+            "max_steps": max_steps,
+            "model": {"name": "m"},
+            "env": {"id": "sort"},
+            "trainer": trainer,
+            "orchestrator": {"batch_size": 4},
+            "inference": {"sampling": {"max_tokens": 4}},
+        }
+    )
+    all_: Any = StandIns(config.trainer.num_minibatches)
+    rooms: Any = SimpleNamespace(trainer=all_, orchestrator=all_)
+    roster = Roster(lambda: 0.0)
+    watching = SimpleNamespace(roster=roster, check=check)
+    try:
+        train(config, rooms, 0, lambda step: 1e-3, all_, all_, all_, Stop(), watching)
+    except LimitReached:
+        return [*all_.asked, "limit reached"]
+    assert roster.step == max_steps
+    return list(all_.asked)
+
+
+def test_a_step_is_published_its_update_begun_and_then_released_and_committed() -> None:
+    start = ["publish 0", "begin 0", "begin update 0"]
+    step = ["wait for 0.0.0", "forward_backward 0.0.0", "leave boundary", "optim_step"]
+    end = ["publish 1", "begin update 1", "release 0", "at boundary 1", "row 0 ['{}']", "seal"]
+    assert asked() == start + step + end
+
+
+def test_what_ends_the_run_is_seen_between_two_steps_where_it_can_be_committed() -> None:
+    """Also when no room is ever waited for."""
+    looks = iter([None, LimitReached("a replica died too often")])
+
+    def check() -> None:
+        if failure := next(looks):
+            raise failure
+
+    assert asked(check, max_steps=9)[-3:] == ["row 0 ['{}']", "seal", "limit reached"]
+
+
+def test_a_streamed_minibatch_is_trained_on_before_the_next_one_is_there() -> None:
+    parts = ["0.0.0", "0.0.1", "0.1.0", "0.1.1"]
+    expected = [f"{what} {part}" for part in parts for what in ("wait for", "forward_backward")]
+    assert [call for call in asked(num_minibatches=2, num_substeps=2) if call.split()[-1] in parts] == expected

@@ -1,0 +1,94 @@
+"""Packed rows: no token sees another sequence, whichever function computes them."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from trainer import attention
+from trainer.attention import masked_attention, packed_attention
+from trireme.core.errors import BadInput
+
+LENGTHS = (3, 1, 6, 2)
+HEADS, KEY_HEADS, DIM = 4, 2, 8
+STARTS = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+
+
+def states(batch=1, length=12):
+    """In float64: what differs by more than rounding is wrong."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(batch, heads, length, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def one_by_one(query, key, value, lengths, window=None):
+    """Each sequence alone: [1, T, heads, dim]."""
+    parts = zip(*(tokens.split(list(lengths), dim=2) for tokens in (query, key, value)), strict=True)
+    outputs = []
+    for q, k, v in parts:
+        back = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+        mask = (back >= 0) & (back < (window or q.shape[2] + 1))
+        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True))
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_sequences_of_a_row_are_as_if_alone(window):
+    inputs, upstream = states(), torch.randn(1, sum(LENGTHS), HEADS, DIM, dtype=torch.float64)
+    out, _ = packed_attention(
+        nn.Module(), *inputs, None, scaling=0.3, sliding_window=window, cu_seq_lens_q=STARTS, max_length_q=max(LENGTHS)
+    )
+    expected = one_by_one(*inputs, LENGTHS, window)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(out, inputs, upstream)
+    for got, wanted in zip(gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_without_starts_each_row_is_a_sequence():
+    inputs = states(batch=3, length=5)
+    out, _ = packed_attention(nn.Module(), *inputs, None, scaling=0.3)
+    for row in range(3):
+        alone = one_by_one(*(tokens[row : row + 1] for tokens in inputs), (5,))
+        torch.testing.assert_close(out[row : row + 1], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_what_the_kernel_of_gpus_is_given(monkeypatch):
+    """Its documented arguments: tokens first, starts in int32, (-1, 0) for causal, (W - 1, 0) for a window of W."""
+    calls = []
+
+    def kernel(query, key, value, starts, key_starts, longest, longest_key, **options):
+        assert starts is key_starts
+        assert (starts.dtype, longest, longest_key) == (torch.int32, max(LENGTHS), max(LENGTHS))
+        assert (query.shape, key.shape) == ((sum(LENGTHS), HEADS, DIM), (sum(LENGTHS), KEY_HEADS, DIM))
+        calls.append(options)
+        return masked_attention(query, key, value, starts, key_starts, longest, longest_key, **options)
+
+    monkeypatch.setattr(attention, "has_kernel", lambda device, dtype: True)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    for window in (None, 4):
+        packed_attention(
+            nn.Module(),
+            *states(),
+            None,
+            scaling=0.3,
+            sliding_window=window,
+            cu_seq_lens_q=STARTS,
+            max_length_q=max(LENGTHS),
+        )
+    assert calls == [{"scale": 0.3, "window_size": (w, 0), "enable_gqa": True} for w in (-1, 3)]
+
+
+def test_where_there_is_a_kernel():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert attention.has_kernel(gpu, torch.bfloat16)
+    assert not attention.has_kernel(gpu, torch.float32)
+    assert not attention.has_kernel(cpu, torch.bfloat16)
+
+
+@pytest.mark.parametrize("option", [{"s_aux": torch.ones(HEADS)}, {"softcap": 30.0}, {"dropout": 0.1}])
+def test_what_packed_rows_cannot_is_refused(option):
+    with pytest.raises(BadInput, match=r"--trainer.packing rows"):
+        packed_attention(nn.Module(), *states(), None, **option)

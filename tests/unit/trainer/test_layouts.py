@@ -1,0 +1,245 @@
+"""One gradient, however it is computed: shards, copies of shards, packed or in rows, with layers computed twice, state
+offloaded; in dense models and in one with experts. All against the unsharded Hugging Face model, in float32."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks_support import run_ranks
+
+# The tiny models and batches are the end-to-end tests' too.
+from trainer_support import VOCAB, make_batch, make_config, make_model
+from transformers import AutoModelForCausalLM
+
+from trainer.batching import ShardOutput, scatter_outputs
+from trainer.logprobs import token_logprobs
+from trainer.losses import resolve_loss
+from trainer.model import again_if_large
+from trainer.shard import Shard
+from trireme.core.types import AdamParams
+from trireme.core.weights import TensorEntry
+from trireme.plan import memory
+
+LENGTHS = (30, 3, 3, 4, 5, 29, 7, 1)
+BUDGET = 24  # less than the longest: shards have unequal numbers of micro-batches, some nothing but fillers
+FAMILIES = ("qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank made of one step: its part of logprobs and metrics, the whole gradient, the update's metrics, and the
+    weights that it published then (rank 0)."""
+
+    output: ShardOutput
+    gradient: dict[str, torch.Tensor]
+    update: dict[str, float]
+    after: dict[str, np.ndarray]
+
+
+def published(one: Shard, version: int) -> dict[str, np.ndarray]:
+    weights = one.publish_weights(version)
+    if weights is None:
+        return {}
+
+    def tensor(entry: TensorEntry) -> np.ndarray:
+        flat = weights.buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
+        return flat.view(np.float32).reshape(entry.shape).copy()
+
+    return {entry.name: tensor(entry) for entry in weights.entries}
+
+
+def make_shard(rank, world_size, store, model, options):
+    """With `layer_by_layer` among the options nothing stays gathered between micro-batches, as with large models. When
+    compiled, layers are traced, forward and backward, but no code is made of them: that takes half a minute."""
+    options = {"trainer__micro_batch_tokens": BUDGET, **options}
+    with pytest.MonkeyPatch.context() as patch:
+        if options.pop("layer_by_layer", False):
+            patch.setattr(memory, "WHOLE_ON_CPU", 0)
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        return Shard(make_config(model, **options), rank, world_size, store, np.copy)
+
+
+def one_step(rank, world_size, store, model, options, save_to=None):
+    one = make_shard(rank, world_size, store, model, options)
+    output = one.forward_backward(make_batch(LENGTHS), "ppo", {}, None)
+    names = [name for name, p in one._model.named_parameters() if p.requires_grad]
+    gradient = {name: p.grad.full_tensor().clone() for name, p in zip(names, one._parameters, strict=True)}
+    update = one.optim_step(AdamParams(learning_rate=1e-2), 40.0).metrics
+    after = published(one, 1)
+    if save_to:
+        one.begin_save(save_to)
+        one.finish_save(save_to)
+    dist.destroy_process_group()
+    return Step(output, gradient, dict(update), after)
+
+
+def alone(work, *args):
+    return work(0, 1, dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False), *args)
+
+
+def logprobs(steps):
+    return scatter_outputs(make_batch(LENGTHS), [step.output for step in steps])
+
+
+def assert_close_to_the_norm(got, wanted, bound=1e-5):
+    """Each tensor within `bound` of the norm of what is wanted."""
+    assert got.keys() == wanted.keys()
+    for name, expected in wanted.items():
+        difference = float((torch.as_tensor(got[name]) - torch.as_tensor(expected)).norm())
+        assert difference <= bound * float(torch.as_tensor(expected).norm()) + 1e-9, name
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return {family: make_model(tmp_path_factory.mktemp("model"), family, True) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def unsharded(models):
+    """Logprobs [T] and gradients of the same loss by the Hugging Face model, each datum alone, without padding."""
+    found = {}
+    for family, model in models.items():
+        policy, batch = AutoModelForCausalLM.from_pretrained(model), make_batch(LENGTHS)
+        function, config = resolve_loss("ppo", {})
+        rows = []
+        for start, end in itertools.pairwise(batch.offsets):
+            columns = {name: torch.from_numpy(column[start:end]) for name, column in batch.columns.items()}
+            logits = policy(torch.from_numpy(batch.tokens[start:end]).long()[None]).logits[0] / batch.temperatures[0]
+            p = logits.log_softmax(-1).gather(-1, columns["target_tokens"].long()[:, None])[:, 0]
+            function(p, columns, config)[0].backward()
+            rows.append(p.detach())
+        found[family] = torch.cat(rows).numpy(), {name: p.grad for name, p in policy.named_parameters()}
+    return found
+
+
+WAYS = {
+    "rows": {},
+    "packed": {"trainer__packing": "packed"},
+    "checkpointing": {"trainer__checkpointing": True},
+    "packed, checkpointing": {"trainer__packing": "packed", "trainer__checkpointing": True},
+    "offload": {"trainer__offload": "cpu"},
+    "compiled": {"trainer__compile": True},
+    "compiled, packed, checkpointing": {
+        "trainer__compile": True,
+        "trainer__packing": "packed",
+        "trainer__checkpointing": True,
+    },
+    "layer by layer": {"layer_by_layer": True},
+    "layer by layer, checkpointing": {"layer_by_layer": True, "trainer__checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_one_process(models, unsharded, family, way):
+    step = alone(one_step, models[family], WAYS[way])
+    expected, gradient = unsharded[family]
+    np.testing.assert_allclose(logprobs([step]), expected, atol=1e-5)
+    assert_close_to_the_norm(step.gradient, gradient)
+
+
+# (shards, copies): which model, and how else
+GROUPS = {
+    (2, 1): ("qwen3_moe", WAYS["packed"]),
+    (1, 2): ("qwen3", WAYS["rows"]),
+    (3, 1): ("qwen3", {**WAYS["packed, checkpointing"], "layer_by_layer": True}),
+    (2, 2): ("qwen3_moe", WAYS["layer by layer"]),
+}
+
+
+@pytest.mark.parametrize("shape", GROUPS, ids=[f"{shards} shards x {copies}" for shards, copies in GROUPS])
+def test_several_processes(models, unsharded, shape, tmp_path):
+    shards, copies = shape
+    family, options = GROUPS[shape]
+    steps = run_ranks(
+        shards * copies, one_step, models[family], {**options, "trainer__replicate": copies}, tmp_path / "trainer"
+    )
+    expected, gradient = unsharded[family]
+    np.testing.assert_allclose(logprobs(steps), expected, atol=1e-5)
+    single = alone(one_step, models[family], {})
+    for step in steps:
+        assert_close_to_the_norm(step.gradient, gradient)
+        assert step.update == pytest.approx(single.update, rel=1e-5)
+    assert [bool(step.after) for step in steps] == [True] + [False] * (len(steps) - 1)
+    assert_close_to_the_norm(steps[0].after, single.after, 1e-4)
+
+    # What they saved is whole, is there once, and one process goes on from it.
+    states = 12 * sum(p.numel() for p in gradient.values())
+    files = sum(file.stat().st_size for file in (tmp_path / "trainer").glob("*.distcp"))
+    assert states < files < 1.3 * states + 500_000
+    assert_close_to_the_norm(alone(load_and_publish, models[family], tmp_path / "trainer"), steps[0].after, 0.0)
+
+
+def load_and_publish(rank, world_size, store, model, path):
+    one = make_shard(rank, world_size, store, model, {})
+    one.load_state(path, [])
+    after = published(one, 1)
+    dist.destroy_process_group()
+    return after
+
+
+def low_precision_step(rank, world_size, store, model, options):
+    one = make_shard(rank, world_size, store, model, options)
+    output = one.forward_backward(make_batch(LENGTHS), "importance_sampling", {}, None)
+    dtypes = {p.dtype for p in one._parameters}, {p.grad.dtype for p in one._parameters}
+    gradient = torch.cat([p.grad.full_tensor().float().flatten() for p in one._parameters])
+    one.optim_step(AdamParams(learning_rate=1e-2), 40.0)
+    moved = sum(bool((p.full_tensor() != 0).any()) for p in one._parameters)
+    dist.destroy_process_group()
+    return output, dtypes, gradient, moved
+
+
+@pytest.mark.parametrize(
+    ("master", "dtype"), [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_master_weights_and_what_computes(models, master, dtype):
+    """Two ranks: gradients in bfloat16 are summed in float32, and stored in the dtype of the master weights."""
+    options = {"trainer__master_dtype": master, "model__dtype": dtype}
+    ranks = run_ranks(2, low_precision_step, models["qwen3"], options)
+    expected = alone(low_precision_step, models["qwen3"], {})[2]
+    for _, dtypes, gradient, moved in ranks:
+        assert dtypes == ({getattr(torch, master)},) * 2
+        assert moved
+        assert gradient.isfinite().all()
+    assert torch.equal(ranks[0][2], ranks[1][2])
+    assert torch.nn.functional.cosine_similarity(ranks[0][2], expected, dim=0) > 0.9
+
+
+def every_token(model, temperature, length=5):
+    """Log-probability of every token after each of some others [V, L]."""
+    tokens = torch.arange(length).expand(VOCAB, length)
+    targets = torch.arange(VOCAB)[:, None].expand(VOCAB, length)
+    with torch.no_grad():
+        return token_logprobs(model, tokens, targets, torch.full((VOCAB,), temperature))
+
+
+def low_precision_temperatures(rank, world_size, store, model, options):
+    one = make_shard(rank, world_size, store, model, options)
+    expected = (every_token(one._model, 1.0) / 0.7).log_softmax(0)
+    torch.testing.assert_close(every_token(one._model, 0.7), expected, rtol=0, atol=1e-5)
+    dist.destroy_process_group()
+
+
+def test_the_temperature_is_exact_whatever_the_model_computes_in(models):
+    """bfloat16 has no .7: a gradient for another temperature than what was sampled with would be off-policy."""
+    alone(low_precision_temperatures, models["qwen3"], {"model__dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize(("tokens", "times"), [(10, 1), (11, 2)])
+def test_only_passes_over_many_tokens_are_computed_again(tokens, times):
+    passes = []
+
+    def forward(hidden):
+        passes.append(hidden.shape)
+        return hidden.sin()
+
+    hidden = torch.ones(1, tokens, 4, requires_grad=True)
+    again_if_large(forward, 10, hidden).sum().backward()
+    assert len(passes) == times
+    assert torch.equal(hidden.grad, hidden.cos())

@@ -1,0 +1,67 @@
+"""Log-probabilities in chunks are those of the whole logits, and so are their gradients."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from trainer import logprobs
+from trainer.logprobs import SelectedLogprobs, add_token_logprobs
+from trireme.core.errors import BadInput
+
+TOKENS, HIDDEN, VOCABULARY = 37, 8, 50
+
+
+def inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    temperature = 0.5 + torch.rand(TOKENS, generator=generator)
+    return hidden, weight, targets, temperature, torch.randn(TOKENS, generator=generator)
+
+
+def whole(hidden, weight, targets, temperature):
+    scaled = (hidden @ weight.T).float() / temperature[:, None]
+    return scaled.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 7 * VOCABULARY, 10**6], ids=["one token", "seven tokens", "all"])
+def test_values_and_gradients_are_those_of_the_whole_logits(monkeypatch, chunk):
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk)
+    hidden, weight, targets, temperature, upstream = inputs()
+    p = SelectedLogprobs.apply(hidden, weight, targets, temperature)
+    gradients = torch.autograd.grad(p, (hidden, weight), upstream)
+    expected = whole(hidden, weight, targets, temperature)
+    torch.testing.assert_close(p, expected, rtol=1e-5, atol=1e-6)
+    for got, wanted in zip(gradients, torch.autograd.grad(expected, (hidden, weight), upstream), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_in_bfloat16_sums_are_taken_in_float32(monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", VOCABULARY)  # 37 chunks, whose gradients are added up
+    hidden, weight, targets, temperature, upstream = inputs(torch.bfloat16)
+    p = SelectedLogprobs.apply(hidden, weight, targets, temperature)
+    assert p.dtype == torch.float32
+    _, gradient = torch.autograd.grad(p, (hidden, weight), upstream)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    wanted = torch.autograd.grad(whole(*exact, targets, temperature), exact, upstream)[1]
+    assert gradient.dtype == torch.bfloat16
+    assert float((gradient - wanted).norm() / wanted.norm()) < 0.01
+
+
+def tiny(**options):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=16, num_key_value_heads=1, head_dim=16, **sizes, **options))
+
+
+def test_models_that_change_their_logits_are_refused():
+    model = tiny()
+    add_token_logprobs(model)
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(BadInput, match="final_logit_softcapping"):
+        add_token_logprobs(model)
+    model.config.final_logit_softcapping = None
+    model.lm_head = nn.Linear(32, 16, bias=True)
+    with pytest.raises(BadInput, match="bias"):
+        add_token_logprobs(model)

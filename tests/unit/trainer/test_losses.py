@@ -1,0 +1,213 @@
+"""Losses against exact numbers, against closed forms by autograd, and their behaviour at masked tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.losses import LOSS_FNS, monitors, resolve_loss
+from trireme.core.errors import BadInput
+
+VECTORS = json.loads((Path(__file__).parents[2] / "oracles" / "vectors.json").read_text())
+
+
+def columns(q, advantages, mask=None):
+    q = torch.tensor(q, dtype=torch.float32)
+    return {
+        "logprobs": q,
+        "advantages": torch.tensor(advantages, dtype=torch.float32),
+        "mask": torch.ones_like(q) if mask is None else torch.tensor(mask, dtype=torch.float32),
+    }
+
+
+def gradient(name, p, cols, config=None):
+    function, full = resolve_loss(name, config or {})
+    p = torch.tensor(p, dtype=torch.float32, requires_grad=True)
+    loss, metrics = function(p, cols, full)
+    loss.backward()
+    return p.grad, float(loss.detach()), metrics
+
+
+VECTOR_KEYS = {
+    "importance_sampling": ("importance_sampling", {}),
+    "ppo": ("ppo_0.8_1.2", {}),
+    "cispo": ("cispo_0_4", {}),
+    "dro": ("dro_beta_0.05_mask_0_1", {"beta": 0.05}),
+}
+
+
+@pytest.mark.parametrize("name", VECTOR_KEYS)
+def test_gradients_of_the_vectors(name):
+    oracle = VECTORS["loss_gradients_wrt_p"]
+    key, config = VECTOR_KEYS[name]
+    mask = [0, 1] if "mask" in key else None
+    grad, _, _ = gradient(name, oracle["p"], columns(oracle["q"], oracle["A"], mask), config)
+    assert grad.tolist() == pytest.approx(oracle[key], abs=1e-6)
+
+
+def test_dro_without_the_mask_would_train_on_the_prompt():
+    oracle = VECTORS["loss_gradients_wrt_p"]
+    grad, _, _ = gradient("dro", oracle["p"], columns(oracle["q"], oracle["A"]), {"beta": 0.05})
+    assert grad.tolist() == pytest.approx(oracle["dro_beta_0.05_unmasked_is_wrong"], abs=1e-6)
+
+
+def test_monitors_of_the_vectors():
+    datums = VECTORS["trajectory_to_data"]["datums"]
+    flat = {key: [value for d in datums for value in d[key]] for key in ("logprobs", "advantages", "mask")}
+    oracle = VECTORS["kl_monitors"]
+    sums = monitors(
+        torch.tensor([value for row in oracle["trainer_logprobs"] for value in row]),
+        columns(flat["logprobs"], flat["advantages"], flat["mask"]),
+    )
+    assert sums["loss_tokens:sum"] == 5
+    for name in ("kl_sample_train_v1", "kl_sample_train_v2", "entropy"):
+        assert sums[f"{name}:sum"] / sums["loss_tokens:sum"] == pytest.approx(oracle[name], abs=1e-6)
+    assert sums["ratio:max"] == pytest.approx(torch.tensor(0.1).exp().item())
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+P, Q, A = (torch.randn(4, 50, generator=GENERATOR) for _ in range(3))
+M = (torch.rand(4, 50, generator=GENERATOR) < 0.5).float()
+BETA, LOW, HIGH = 0.3, 0.7, 1.5
+
+
+def closed_forms():
+    """Name, parameters, and what value and gradient must be, written out."""
+    r = (P - Q).exp()
+    inside = ~((r > HIGH) & (A > 0)) & ~((r < LOW) & (A < 0))  # where the smaller is not the clamped constant
+    s = (((P - Q) * M).sum(-1, keepdim=True) / M.sum(-1, keepdim=True)).exp().expand_as(P)
+    s_inside = ~((s > HIGH) & (A > 0)) & ~((s < LOW) & (A < 0))
+    s_grad = (M * s * A * s_inside).sum(-1, keepdim=True) / M.sum(-1, keepdim=True)
+    clip = {"clip_low_threshold": LOW, "clip_high_threshold": HIGH}
+    return {
+        "importance_sampling": ({}, -(M * r * A).sum(), -M * r * A),
+        "ppo": (clip, -(M * torch.minimum(r * A, r.clamp(LOW, HIGH) * A)).sum(), -M * r * A * inside),
+        "cispo": (clip, -(M * r.clamp(LOW, HIGH) * P * A).sum(), -M * r.clamp(LOW, HIGH) * A),
+        "dro": ({"beta": BETA}, -(M * (P * A - BETA / 2 * (P - Q) ** 2)).sum(), -M * (A - BETA * (P - Q))),
+        "gspo": (clip, -(M * torch.minimum(s * A, s.clamp(LOW, HIGH) * A)).sum(), -M * s_grad),
+    }
+
+
+@pytest.mark.parametrize("name", closed_forms())
+def test_value_and_gradient_are_the_closed_form(name):
+    config, value, expected = closed_forms()[name]
+    grad, loss, _ = gradient(name, P.tolist(), columns(Q.tolist(), A.tolist(), M.tolist()), config)
+    assert loss == pytest.approx(value.item(), rel=1e-5)
+    torch.testing.assert_close(grad, expected)
+
+
+def test_cross_entropy_is_weighted_and_passes_over_weight_zero():
+    p = torch.tensor([-1.0, float("-inf"), -2.0], requires_grad=True)
+    function, full = resolve_loss("cross_entropy", {})
+    loss, metrics = function(p, {"weights": torch.tensor([0.5, 0.0, 2.0])}, full)
+    loss.backward()
+    assert (loss.item(), metrics) == (4.5, {"loss_tokens:sum": 2.0})
+    assert p.grad.tolist() == [-0.5, 0.0, -2.0]
+
+
+RATIO_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo")
+
+
+@pytest.mark.parametrize("name", RATIO_LOSSES)
+def test_a_truncated_ratio_keeps_its_direction(name):
+    wide = {"clip_low_threshold": 0, "clip_high_threshold": 1e9} if name != "importance_sampling" else {}
+    ratios = torch.tensor([[1.0], [7.0]])
+    cols = columns([[0.0], [0.0]], [[1.0], [1.0]])
+    grad, _, metrics = gradient(name, ratios.log().tolist(), cols, {**wide, "max_ratio": 3.0})
+    assert grad.flatten().tolist() == pytest.approx([-1.0, -3.0], rel=1e-5)
+    assert metrics["truncated_frac:sum"] == 1
+
+
+@pytest.mark.parametrize("name", [*RATIO_LOSSES, "dro"])
+def test_tokens_whose_ratio_is_outside_the_range_are_as_if_masked(name):
+    config = {"beta": 0.1} if name == "dro" else {}
+    ratios, advantages, q = torch.tensor([0.1, 0.9, 1.1, 9.0]).log().tolist(), [1.0, 2.0, -1.0, 3.0], [0.0] * 4
+    by_range = gradient(name, ratios, columns(q, advantages), {**config, "mask_ratio_low": 0.5, "mask_ratio_high": 2.0})
+    by_mask = gradient(name, ratios, columns(q, advantages, [0, 1, 1, 0]), config)
+    torch.testing.assert_close(by_range[0], by_mask[0])
+    assert by_range[1] == by_mask[1]
+    assert (by_range[2]["ratio_masked_frac:sum"], by_mask[2]["ratio_masked_frac:sum"]) == (2, 0)
+
+
+@pytest.mark.parametrize("name", ["ppo", "cispo", "gspo"])
+def test_thresholds_may_be_given_token_by_token(name):
+    ratios, advantages, q = torch.tensor([2.0, 2.0]).log().tolist(), [1.0, 1.0], [0.0, 0.0]
+    cols = columns(q, advantages) | {
+        "clip_low_threshold": torch.tensor([0.0, 0.0]),
+        "clip_high_threshold": torch.tensor([1.5, 3.0]),
+    }
+    _, loss, metrics = gradient(name, ratios, cols)
+    assert metrics["clip_frac:sum"] == 1
+    if name != "cispo":
+        assert loss == pytest.approx(-(1.5 + 2.0))
+
+
+def squared(p, columns, config):
+    return (columns["mask"] * (p - config["centre"]) ** 2).sum(), {
+        "distance:max": float((p.detach() - config["centre"]).max())
+    }
+
+
+def test_a_loss_of_ones_own_by_its_import_path():
+    grad, _, metrics = gradient(
+        f"{__name__}:squared", [1.0, 2.0], columns([0.0] * 2, [0.0] * 2, [1, 0]), {"centre": 0.5}
+    )
+    assert (grad.tolist(), metrics) == ([1.0, 0.0], {"distance:max": 1.5})
+    for path in ("nowhere.at_all:loss", f"{__name__}:nothing", f"{__name__}:BETA"):
+        with pytest.raises(BadInput, match=path):
+            resolve_loss(path, {})
+
+
+def test_ppo_cuts_the_gradient_only_where_the_clamp_binds():
+    ratios = torch.tensor([0.5, 0.5, 1.0, 1.1, 2.0, 2.0])
+    advantages = [1.0, -1.0, 1.0, -1.0, 1.0, -1.0]
+    grad, loss, metrics = gradient("ppo", ratios.log().tolist(), columns([0.0] * 6, advantages))
+    assert grad.tolist() == pytest.approx([-0.5, 0, -1.0, 1.1, 0, 2.0], abs=1e-6)
+    assert loss == pytest.approx(-(0.5 - 0.8 + 1.0 - 1.1 + 1.2 - 2.0), abs=1e-6)
+    assert metrics["clip_frac:sum"] == 2
+
+
+def test_ppo_thresholds_are_absolute_ratios():
+    wide, _, _ = gradient("ppo", [1.0], columns([0.0], [1.0]), {"clip_low_threshold": 0, "clip_high_threshold": 4})
+    narrow, _, _ = gradient("ppo", [1.0], columns([0.0], [1.0]))
+    assert wide.item() == pytest.approx(-torch.tensor(1.0).exp().item())
+    assert narrow.item() == 0
+
+
+@pytest.mark.parametrize("name", [name for name in LOSS_FNS if name != "cross_entropy"])
+def test_masked_tokens_do_not_count_whatever_they_hold(name):
+    config = {"beta": 0.1} if name == "dro" else {}
+    cols = columns([0.0, float("-inf"), -500.0], [1.0, float("nan"), 7.0], [1, 0, 0])
+    grad, loss, metrics = gradient(name, [0.0, -1.0, 500.0], cols, config)
+    assert grad.tolist() == [-1.0, 0.0, 0.0]
+    assert loss == (0 if name in ("cispo", "dro") else -1.0)
+    assert not any(metrics.values())
+    sums = monitors(torch.tensor([0.0, -1.0, 500.0]), cols)
+    assert (sums["kl_sample_train_v1:sum"], sums["ratio:max"], sums["entropy:sum"]) == (0, 1, 0)
+
+
+def test_unknown_loss_and_keys_name_the_known_ones():
+    with pytest.raises(BadInput, match=r"importance_sampling, ppo, cispo, dro, gspo"):
+        resolve_loss("reinforce", {})
+    with pytest.raises(BadInput, match=r"clip_low_treshold.*\n.*clip_low_threshold"):
+        resolve_loss("ppo", {"clip_low_treshold": 0.7})
+    with pytest.raises(BadInput, match="parameters of cross_entropy: none"):
+        resolve_loss("cross_entropy", {"clip_low_threshold": 0.8})
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "says"),
+    [
+        ("ppo", {"clip_low_threshold": 0.2, "clip_high_threshold": 0.1}, "0.8 and 1.2"),
+        ("ppo", {"mask_ratio_low": 1.2}, "mask_ratio_low = 1.2"),
+        ("cispo", {"max_ratio": 0.5}, "max_ratio = 0.5"),
+        ("dro", {}, "without beta"),
+        ("dro", {"beta": -1.0}, "beta = -1"),
+        ("dro", {"beta": 0.1, "max_ratio": 2.0}, "parameters of dro: beta, mask_ratio_low, mask_ratio_high"),
+        ("ppo", {"clip_high_threshold": float("nan")}, "clip_high_threshold = nan"),
+    ],
+)
+def test_parameters_that_cannot_work_are_refused(name, config, says):
+    with pytest.raises(BadInput, match=says):
+        resolve_loss(name, config)

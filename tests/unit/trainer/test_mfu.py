@@ -1,0 +1,52 @@
+"""What counts as a model's own arithmetic, and the peaks that it is compared with."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.mfu import peak_flops, train_flops
+from trireme.config.model_facts import ModelFacts
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 50,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 1024,
+}
+
+
+@pytest.mark.parametrize("length", [16, 512])
+def test_operations_are_those_that_pytorch_counts(length: int) -> None:
+    """But for causality: attention without a mask computes all pairs, of which half count here."""
+    facts = ModelFacts.from_json("m", json.dumps({**SIZES, "model_type": "qwen3"}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SIZES), attn_implementation="eager")
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(input_ids=torch.zeros((1, length), dtype=torch.long), use_cache=False).logits.sum().backward()
+    pairs = 12 * facts.attention_width * length**2
+    assert counter.get_total_flops() - pairs / 2 == pytest.approx(train_flops(facts, np.array([length])), rel=0.02)
+
+
+def test_sequences_add_up() -> None:
+    facts = ModelFacts.from_json("m", json.dumps({**SIZES, "model_type": "qwen3"}))
+    one, two = (train_flops(facts, np.array([n])) for n in (100, 200))
+    assert train_flops(facts, np.array([100, 200])) == one + two
+    assert two > 2 * one
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H200", 989)],
+)
+def test_peaks(name: str, tflops: int) -> None:
+    assert peak_flops(name) == tflops * 1e12
+    assert peak_flops("NVIDIA GeForce GTX 970") is None

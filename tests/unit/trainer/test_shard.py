@@ -1,0 +1,254 @@
+"""One shard alone, in a gloo group of one: what it computes against an unsharded model, and what it publishes."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+# The tiny models and batches are the end-to-end tests' too.
+from trainer_support import make_batch, make_config, make_model
+from transformers import AutoModelForCausalLM
+
+from trainer.batch_checks import check_provenance
+from trainer.batching import ShardOutput, scatter_outputs
+from trainer.losses import resolve_loss
+from trainer.publish import Packer, canary_tokens, canary_tolerance, fused_group
+from trainer.shard import Shard
+from trireme.core.errors import BadInput, ProvenanceError
+from trireme.core.types import AdamParams, Provenance, TokenBatch, WeightIdentity
+from trireme.core.weights import check_canary, check_received
+
+LENGTHS = (5, 9, 1, 7, 9)
+
+
+def importance_sampling(p, columns):
+    function, config = resolve_loss("importance_sampling", {})
+    return function(p, columns, config)
+
+
+@pytest.fixture(scope="module", params=[("qwen3", True), ("llama", False)], ids=["qwen3-tied", "llama-untied"])
+def model(request, tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), *request.param)
+
+
+@pytest.fixture
+def shard(model):
+    """A function that makes a shard with some options, in a process group of one that ends with the test."""
+
+    def make(**options):
+        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+        return Shard(make_config(model, **options), 0, 1, store, put=np.copy)
+
+    yield make
+    dist.destroy_process_group()
+
+
+def reference(model, batch):
+    """Logprobs of each datum by the unsharded model, one datum at a time, in order: [T], and the model."""
+    unsharded = AutoModelForCausalLM.from_pretrained(model)
+    rows = []
+    for datum in (batch.datum(d) for d in range(len(batch))):
+        logits = unsharded(torch.from_numpy(datum.model_input.tokens.astype(np.int64))[None]).logits[0]
+        targets = datum.loss_fn_inputs["target_tokens"].to_torch().long()
+        rows.append((logits / datum.temperature).log_softmax(-1).gather(-1, targets[:, None])[:, 0])
+    return torch.cat(rows), unsharded
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 10_000])
+def test_logprobs_are_those_of_the_unsharded_model_at_the_temperature(shard, model, micro_batch_tokens):
+    batch = make_batch(LENGTHS, temperature=0.6)
+    one = shard(trainer__micro_batch_tokens=micro_batch_tokens)
+    np.testing.assert_allclose(
+        scatter_outputs(batch, [one.forward(batch)]), reference(model, batch)[0].detach().numpy(), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(("bound", "at"), [("tokens", 1), ("tokens", 20), ("tokens", 10_000), ("size", 2)])
+def test_gradient_is_that_of_the_whole_sum_whatever_the_micro_batches(shard, model, bound, at):
+    batch = make_batch(LENGTHS)
+    one = shard(**{f"trainer__micro_batch_{bound}": at})
+    output = one.forward_backward(batch, "importance_sampling", {}, None)
+    if bound == "size":
+        assert [len(micro.datums) for micro in one._micro_batches(batch)] == [2, 2, 1]
+    p, unsharded = reference(model, batch)
+    loss, _ = importance_sampling(p, {name: torch.from_numpy(c) for name, c in batch.columns.items()})
+    loss.backward()
+    assert output.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
+    assert output.metrics["loss_tokens:sum"] == sum(LENGTHS) - len(LENGTHS)
+    for (name, expected), parameter in zip(unsharded.named_parameters(), one._parameters, strict=True):
+        torch.testing.assert_close(parameter.grad.to_local(), expected.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_streamed_parts_accumulate_to_the_gradient_of_the_whole_batch(shard):
+    batch, one = make_batch(LENGTHS), shard()
+    datums = [batch.datum(d) for d in range(len(batch))]
+
+    def gradients(parts):
+        for part in parts:
+            one.forward_backward(TokenBatch.from_datums(part), "ppo", {}, None)
+        found = [parameter.grad.to_local().clone() for parameter in one._parameters]
+        for parameter in one._parameters:
+            parameter.grad = None
+        return found
+
+    whole, streamed = gradients([datums]), gradients([datums[3:], datums[:1], datums[1:3]])
+    for expected, gradient in zip(whole, streamed, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_update_is_adamw_on_the_normalised_and_clipped_gradient(shard, model):
+    batch = make_batch(LENGTHS)
+    one = shard()
+    p, unsharded = reference(model, batch)
+    columns = {name: torch.from_numpy(c) for name, c in batch.columns.items()}
+    (importance_sampling(p, columns)[0] / 8.0).backward()
+    norm = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.5)
+    optimizer = torch.optim.AdamW(unsharded.parameters(), lr=1e-2, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)
+    optimizer.step()
+
+    one.forward_backward(batch, "importance_sampling", {}, None)
+    response = one.optim_step(AdamParams(1e-2, 0.8, 0.9, 1e-3, 0.1, max_grad_norm=0.5), 8.0)
+    assert response.metrics == pytest.approx({"lr": 1e-2, "grad_norm": float(norm)}, rel=1e-5)
+    assert float(norm) > 0.5, "nothing was clipped"
+    for expected, parameter in zip(unsharded.parameters(), one._parameters, strict=True):
+        torch.testing.assert_close(parameter.to_local(), expected, rtol=1e-4, atol=1e-5)
+        assert parameter.grad is None
+
+
+def test_what_is_published_is_the_cast_state_dict_and_its_canary(shard, model):
+    published = shard(model__dtype="bfloat16").publish_weights(3)
+    check_received(published.identity, published.entries, published.buckets)
+    unsharded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    expected = dict(unsharded.named_parameters())
+    assert {e.name for e in published.entries} == expected.keys()
+    for e in published.entries:
+        got = torch.from_numpy(published.buckets[e.bucket][e.offset : e.offset + e.nbytes]).view(torch.bfloat16)
+        assert torch.equal(got.view(e.shape), expected[e.name])
+        assert (e.dtype, e.offset % 64) == ("BF16", 0)
+    assert (published.identity.attempt, published.identity.version) == (1, 3)
+    tokens = torch.from_numpy(published.canary.tokens.astype(np.int64))
+    logits = unsharded.float()(tokens[None, :-1]).logits[0]
+    logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].detach().numpy()
+    assert 1e-4 < check_canary(published.identity, published.canary, logprobs) < published.canary.tolerance < 1
+
+
+def test_fused_tensors_share_a_bucket_and_the_buffer_is_reused():
+    buckets = []
+
+    def put(bucket):
+        buckets.append(bucket.copy())
+        return len(buckets) - 1
+
+    names = [f"layers.{i}.{part}.weight" for i in range(2) for part in ("attn.q_proj", "attn.k_proj", "norm")]
+    packer = Packer(put, bucket_bytes=512)
+    for version in range(2):
+        buckets.clear()
+        units = [[(name, torch.full((50 + i,), float(i + version))) for i, name in enumerate(names)]]
+        entries, references = packer.pack(units)
+        assert list(references) == list(range(len(buckets)))
+        for i, e in enumerate(entries):
+            got = buckets[e.bucket][e.offset : e.offset + e.nbytes].view(np.float32)
+            assert (e.name, set(got.tolist()), len(got)) == (names[i], {float(i + version)}, 50 + i)
+        place = {
+            fused_group(e.name): {x.bucket for x in entries if fused_group(x.name) == fused_group(e.name)}
+            for e in entries
+        }
+        assert all(len(where) == 1 for where in place.values())
+        assert len(references) > 1
+
+
+def test_digest_depends_on_the_weights_alone(shard):
+    one = shard()
+    first, second = one.publish_weights(0).identity, one.publish_weights(1).identity
+    assert (first.digest, first.version + 1) == (second.digest, second.version)
+
+
+def test_canary_fits_the_context_and_the_vocabulary():
+    assert len(canary_tokens(50, 4096)) == 8
+    assert len(canary_tokens(50, 6)) == 5
+    assert canary_tokens(7, 100).max() < 7
+    assert len(set(canary_tokens(150_000, 100).tolist())) == 8
+    assert canary_tolerance(torch.float32, 30.0, 36) == 1e-4
+
+
+def test_missing_columns_are_named(shard):
+    batch = make_batch((3,))
+    batch.columns.pop("mask")
+    with pytest.raises(BadInput, match="missing: mask"):
+        shard().forward_backward(batch, "ppo", {}, None)
+
+
+def test_results_return_to_the_order_of_the_batch():
+    batch = make_batch((2, 1, 3))
+    outputs = [
+        ShardOutput((2, 1), np.array([3, 4, 5, 2], dtype=np.float32), {}),
+        ShardOutput((0,), np.array([0, 1], dtype=np.float32), {}),
+    ]
+    assert scatter_outputs(batch, outputs).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_nothing_published_means_nothing_accepted():
+    provenance = Provenance(0, np.zeros(1, dtype=np.int32), (WeightIdentity(1, 0, "aa"),))
+    with pytest.raises(ProvenanceError, match="holds version None"):
+        check_provenance(provenance, [], 1)
+    check_provenance(provenance, [WeightIdentity(1, 0, "aa")], 0)
+
+
+def test_an_advantage_where_the_mask_is_0_is_refused_by_its_datum(shard):
+    batch = make_batch(LENGTHS)
+    batch.columns["advantages"][LENGTHS[0]] = 2.0
+    with pytest.raises(BadInput, match="datum 1 has an advantage of 2 on its token 0, whose mask is 0"):
+        shard().forward_backward(batch, "ppo", {}, None)
+
+
+@pytest.mark.parametrize("loss_fn", ["cispo", "gspo", "cross_entropy"])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
+def test_other_losses_too_do_not_depend_on_micro_batches(shard, model, loss_fn, micro_batch_tokens):
+    batch = make_batch(LENGTHS)
+    if loss_fn == "cross_entropy":
+        columns = {"target_tokens": batch.columns["target_tokens"], "weights": batch.columns["mask"] * 0.5}
+        batch = replace(batch, columns=columns)
+    one = shard(trainer__micro_batch_tokens=micro_batch_tokens)
+    output = one.forward_backward(batch, loss_fn, {}, None)
+    p, _ = reference(model, batch)
+    function, config = resolve_loss(loss_fn, {})
+    rows = [slice(int(a), int(b)) for a, b in itertools.pairwise(batch.offsets)]
+    expected = sum(
+        float(function(p[row], {name: torch.from_numpy(c[row]) for name, c in batch.columns.items()}, config)[0])
+        for row in rows
+    )
+    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    assert output.metrics["loss_tokens:sum"] == sum(LENGTHS) - len(LENGTHS)
+
+
+def test_a_reference_stays_while_the_policy_moves(shard, model):
+    batch = make_batch(LENGTHS)
+    one = shard(trainer__kl={"coef": 0.1, "reference": {"base_model": str(model)}})
+    before = one.forward(batch).logprobs
+    np.testing.assert_array_equal(one.forward(batch, "reference").logprobs, before)
+    one.forward_backward(batch, "importance_sampling", {}, None)
+    one.optim_step(AdamParams(learning_rate=1e-2), 10.0)
+    np.testing.assert_array_equal(one.forward(batch, "reference").logprobs, before)
+    assert np.abs(one.forward(batch).logprobs - before).max() > 1e-3
+
+
+def test_a_reference_of_other_weights(shard, model, tmp_path):
+    other = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.9)
+    other.save_pretrained(tmp_path)
+    reference_config = {"base_model": str(model), "load_checkpoint_path": str(tmp_path)}
+    one = shard(trainer__kl={"coef": 0.1, "reference": reference_config})
+    batch = make_batch(LENGTHS)
+    got = scatter_outputs(batch, [one.forward(batch, "reference")])
+    np.testing.assert_allclose(got, reference(tmp_path, batch)[0].detach().numpy(), atol=1e-5)
+    assert np.abs(got - reference(model, batch)[0].detach().numpy()).max() > 1e-3
+
+
+def test_without_a_reference_asking_it_is_refused(shard):
+    with pytest.raises(BadInput, match=r"trainer.kl.reference.base_model"):
+        shard().forward(make_batch(LENGTHS), "reference")
