@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from inference.client import SamplingClient
     from trainer.handle import TrainerGroup
 
-UNREAD = Path(__file__).with_name("loop.toml")
+UNREAD = Path(__file__).with_name("api.toml")
 
 
 @dataclass(frozen=True)
