@@ -43,7 +43,7 @@ from _common import DEADLINE_S, Result, cpu_by_room, median
 from trireme.process.environ import prepare_local_cluster
 
 if TYPE_CHECKING:
-    from trainer.handle import TrainerGroup
+    from trainer.handle import TrainerHandle
     from trireme.core.weights import PublishedWeights
 
 SHARDS = 2
@@ -96,11 +96,11 @@ def make_model(directory: Path) -> int:
 
 
 @contextmanager
-def trainer(model: Path, temp_dir: Path) -> Iterator[TrainerGroup]:
+def trainer(model: Path, temp_dir: Path) -> Iterator[TrainerHandle]:
     """Two shards in a Ray cluster of their own, each with its share of the machine's cores."""
     import ray
 
-    from trainer.handle import TrainerGroup
+    from trainer.handle import TrainerHandle
     from trireme.config import Config
     from trireme.process import waits
 
@@ -121,7 +121,7 @@ def trainer(model: Path, temp_dir: Path) -> Iterator[TrainerGroup]:
         object_store_memory=4 * 2**30,
         _temp_dir=str(temp_dir),
     )
-    group = TrainerGroup.start(config, [{"num_cpus": 1}] * SHARDS, None)
+    group = TrainerHandle.start(config, [{"num_cpus": 1}] * SHARDS, None)
     refs, names = group.ready_refs()
     waits.get_all(refs, who=names, timeout_s=DEADLINE_S)
     yield group
@@ -132,7 +132,7 @@ def trainer(model: Path, temp_dir: Path) -> Iterator[TrainerGroup]:
 class Run:
     """The trainer's part of a run's loop, and its commits."""
 
-    def __init__(self, group: TrainerGroup, directory: Path) -> None:
+    def __init__(self, group: TrainerHandle, directory: Path) -> None:
         from trireme.core.types import Datum, ModelInput, TokenBatch
 
         self._group, self._directory = group, directory

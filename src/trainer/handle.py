@@ -170,7 +170,7 @@ def blame(suspects: Sequence[Sequence[int]]) -> str:
     return f"Not finite: the loss of {'; '.join(named)}." if named else "The loss of each datum was finite."
 
 
-class TrainerGroup:
+class TrainerHandle:
     """All shards. Every verb is collective and waits for all of them, at most `timeouts.step_s`.
 
     A shard that raises, dies or hangs ends the call with one RoomFailed that names it, with its traceback and its log;
@@ -196,7 +196,7 @@ class TrainerGroup:
     @classmethod
     def start(
         cls, config: CommonConfig, options_R: Sequence[Mapping[str, Any]], log_dir: Path | None, attempt: int = 1
-    ) -> TrainerGroup:
+    ) -> TrainerHandle:
         """Creates one actor per entry of `options_R` (options of Ray actors) and returns at once; see `ready_refs`."""
         actor = ray.remote(concurrency_groups={"watch": 1, "save": 2})(ShardActor)
         actors_R = [

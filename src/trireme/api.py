@@ -33,7 +33,7 @@ from trireme.train.kl_reference import keep_reference, resolve_reference
 
 if TYPE_CHECKING:
     from inference.client import SamplingClient
-    from trainer.handle import TrainerGroup
+    from trainer.handle import TrainerHandle
 
 UNREAD = Path(__file__).with_name("api.toml")
 
@@ -76,7 +76,7 @@ def loop_config(argv: Sequence[str]) -> Config:
 
 
 @contextmanager
-def open_rooms(config: Config, logs: Path) -> Iterator[tuple[TrainerGroup, SamplingClient]]:
+def open_rooms(config: Config, logs: Path) -> Iterator[tuple[TrainerHandle, SamplingClient]]:
     """A trainer, and a sampler on `inference.replicas` replicas, ready; taken down again at the end. Both start with
     `model.name`, but replicas sample only once weights were published to them. `logs`: directory of the actors' logs.
 
@@ -95,14 +95,14 @@ def open_rooms(config: Config, logs: Path) -> Iterator[tuple[TrainerGroup, Sampl
 
 
 @contextmanager
-def open_trainer(config: Config, logs: Path) -> Iterator[TrainerGroup]:
+def open_trainer(config: Config, logs: Path) -> Iterator[TrainerHandle]:
     """As `open_rooms`, for a loop that samples nothing."""
     with _opened(config, TrainerPlan, logs.absolute()) as (trainer, _):
         yield trainer
 
 
 @contextmanager
-def _opened(config: Config, kind: type[LoopPlan], logs: Path) -> Iterator[tuple[TrainerGroup, Any]]:
+def _opened(config: Config, kind: type[LoopPlan], logs: Path) -> Iterator[tuple[TrainerHandle, Any]]:
     plan = kind.of(config, ModelFacts.of(config, required=True), Resources.of_this_machine(), None)
     prepare_cluster(config, plan)
     from trireme.process.ray_cluster import ray_cluster
@@ -115,10 +115,10 @@ def _opened(config: Config, kind: type[LoopPlan], logs: Path) -> Iterator[tuple[
         yield _start(with_device(config, plan), plan, logs, ending)
 
 
-def _start(config: Config, plan: LoopPlan, logs: Path, ending: ExitStack) -> tuple[TrainerGroup, Any]:
+def _start(config: Config, plan: LoopPlan, logs: Path, ending: ExitStack) -> tuple[TrainerHandle, Any]:
     """The shards, and the group of replicas if there are any: started side by side. `ending` gets their stops."""
     from inference.handle import InferenceGroup
-    from trainer.handle import TrainerGroup
+    from trainer.handle import TrainerHandle
     from trireme.process import waits
     from trireme.process.ray_cluster import reserve
 
@@ -130,7 +130,7 @@ def _start(config: Config, plan: LoopPlan, logs: Path, ending: ExitStack) -> tup
     inference = InferenceGroup.start(config, options[shards:], logs) if options[shards:] else None
     if inference:
         ending.callback(inference.stop)
-    trainer = TrainerGroup.start(config, options[:shards], logs)
+    trainer = TrainerHandle.start(config, options[:shards], logs)
     ending.callback(trainer.stop)
     refs, names = trainer.ready_refs()
     for room_refs, room_names in [inference.ready_refs()] if inference else []:

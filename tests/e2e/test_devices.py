@@ -16,7 +16,7 @@ import orchestrator.handle
 import trainer.handle
 from inference.handle import InferenceGroup
 from orchestrator.handle import OrchestratorHandle
-from trainer.handle import TrainerGroup
+from trainer.handle import TrainerHandle
 from trireme.config import Config
 from trireme.process.waits import get_all
 
@@ -65,7 +65,7 @@ def test_an_actor_sees_the_gpus_that_it_has_and_no_others(cluster_with_gpus: Non
     # of what a test or a user gives an actor, nothing is lost
     own = {**ON_CPU, "runtime_env": {"env_vars": {"MINE": "1"}}}
     started: Any = [
-        TrainerGroup.start(config, [ON_CPU, ON_GPU], None),
+        TrainerHandle.start(config, [ON_CPU, ON_GPU], None),
         InferenceGroup.start(config, [own, ON_GPU], None),
         OrchestratorHandle.start(config, SimpleNamespace, ON_CPU, None),
     ]

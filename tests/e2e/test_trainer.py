@@ -15,7 +15,7 @@ from trainer_support import make_batch, make_config, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.batching import plan, scatter_outputs
-from trainer.handle import TrainerGroup
+from trainer.handle import TrainerHandle
 from trainer.shard import Shard
 from trainer.state import kinds
 from trireme.checkpoint.files import checksum_of
@@ -90,7 +90,7 @@ def groups(models, log_root, ray_cluster):
     started = {}
     for key, shards in ((QWEN, 2), (QWEN, 3), (LLAMA, 2)):
         config = make_config(models[key], trainer__micro_batch_tokens=24)
-        started[key, shards] = TrainerGroup.start(config, [{"num_cpus": 1}] * shards, log_root / f"{key[0]}_{shards}")
+        started[key, shards] = TrainerHandle.start(config, [{"num_cpus": 1}] * shards, log_root / f"{key[0]}_{shards}")
     yield {key: ready(group) for key, group in started.items()}
     for group in started.values():
         group.stop()

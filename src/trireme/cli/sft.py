@@ -30,7 +30,7 @@ from trireme.supervision.roster import Roster
 from trireme.train.guards import RefusedSteps
 
 if TYPE_CHECKING:
-    from trainer.handle import TrainerGroup
+    from trainer.handle import TrainerHandle
 
 
 def sft() -> None:
@@ -101,10 +101,10 @@ def _run(config: SftConfig, facts: ModelFacts, data: Data, plan: SftPlan, consol
                 Supervisor(config, roster, "the trainer") as supervisor,
             ):
 
-                def begun(run: RunDir) -> AbstractContextManager[TrainerGroup]:
+                def begun(run: RunDir) -> AbstractContextManager[TrainerHandle]:
                     return launch.attempt(config, plan, run, data, supervisor, StartProgress(console), console.print)
 
-                def work(run: RunDir, trainer: TrainerGroup) -> None:
+                def work(run: RunDir, trainer: TrainerHandle) -> None:
                     train_and_commit(config, facts, run, fixed, trainer, data, roster, wandb, console)
 
                 attempts(config, run, fixed, supervisor, begun, work, console.print)
@@ -116,7 +116,7 @@ def train_and_commit(
     facts: ModelFacts,
     run: RunDir,
     fixed: Mapping[str, Any],
-    trainer: TrainerGroup,
+    trainer: TrainerHandle,
     data: Data,
     roster: Roster,
     wandb: WandbSink | None,

@@ -14,7 +14,7 @@ from ray.util.placement_group import placement_group_table
 from inference.engine import engine_args
 from inference.handle import InferenceGroup
 from orchestrator.handle import OrchestratorHandle
-from trainer.handle import TrainerGroup
+from trainer.handle import TrainerHandle
 from trainer.schedule import learning_rate_schedule
 from trireme.cli.common import told_roster
 from trireme.config import Config
@@ -34,7 +34,7 @@ from trireme.supervision.supervisor import Elastic, Supervisor
 class Rooms:
     """The three rooms of an attempt, ready."""
 
-    trainer: TrainerGroup
+    trainer: TrainerHandle
     inference: InferenceGroup
     orchestrator: OrchestratorHandle
 
@@ -89,7 +89,7 @@ def attempt(
     supervisor.roster.attempt = run.start.attempt
     supervisor.roster.at_step(run.start.step)
     with ExitStack() as ending:
-        trainer = TrainerGroup.start(config, places.trainer_R, run.logs, run.start.attempt)
+        trainer = TrainerHandle.start(config, places.trainer_R, run.logs, run.start.attempt)
         ending.callback(trainer.stop)
         orchestrator = OrchestratorHandle.start(
             config,

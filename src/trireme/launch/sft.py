@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.handle import TrainerGroup
+from trainer.handle import TrainerHandle
 from trainer.schedule import learning_rate_schedule
 from trireme.config.model_facts import ModelFacts
 from trireme.config.sft import SftConfig
@@ -45,14 +45,14 @@ def attempt(
     supervisor: Supervisor,
     progress: Progress,
     say: Callable[[str], None],
-) -> Iterator[TrainerGroup]:
+) -> Iterator[TrainerHandle]:
     """All shards, ready, which have loaded what the attempt starts from, as `data` has; stopped however it ends."""
     started, log_dir, limit = time.monotonic(), run.logs, config.timeouts.start_s
     supervisor.roster.attempt = run.start.attempt
     supervisor.roster.at_step(run.start.step)
     with ExitStack() as ending:
         _, options = reserve(plan.trainer_options_R, limit, progress, ending, plan.trainer_blocks)
-        trainer = TrainerGroup.start(with_device(config, plan), options, log_dir, run.start.attempt)
+        trainer = TrainerHandle.start(with_device(config, plan), options, log_dir, run.start.attempt)
         ending.callback(trainer.stop)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
         supervisor.expect(trainer)
