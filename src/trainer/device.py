@@ -8,7 +8,7 @@ import torch
 
 from trireme.config import CommonConfig
 from trireme.config.checks import INSTALL_GPU
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 
 
 def device_of(config: CommonConfig) -> torch.device:
@@ -20,7 +20,7 @@ def device_of(config: CommonConfig) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise Problem(
+        raise Refusal(
             f"cluster.device = gpu, and no GPU that PyTorch {torch.__version__} can use in a trainer shard "
             f"(CUDA_VISIBLE_DEVICES is {'not set' if visible is None else repr(visible)})",
             "PyTorch's CUDA build, an NVIDIA driver that is not too old for it, and a GPU for each shard",

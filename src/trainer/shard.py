@@ -132,7 +132,7 @@ class Shard:
         """
         fault_point("trainer.forward_backward")
         if provenance is not None:
-            check_provenance(provenance, self._published, self._config.staleness_bound)
+            check_provenance(provenance, self._published, self._config.max_steps_off_policy)
         function, loss_config = resolve_loss(loss_fn, loss_fn_config)
         check_tokens(batch, self._facts.vocab_size)
         check_columns(batch, loss_fn)
@@ -229,7 +229,7 @@ class Shard:
         canary = compute_canary(self._model, self._max_seq_len, self._device)
         identities = [WeightIdentity(self._attempt, version, weights_digest(entries, self._adapter))]
         dist.broadcast_object_list(identities, src=0, device=self._device)
-        self._published = recent([*self._published, *identities], self._config.staleness_bound)
+        self._published = recent([*self._published, *identities], self._config.max_steps_off_policy)
         return PublishedWeights(identities[0], entries, buckets, canary, self._adapter) if self._rank == 0 else None
 
     def begin_save(self, path: Path) -> None:

@@ -14,7 +14,7 @@ from trireme.checkpoint.files import make_directory
 from trireme.checkpoint.manifest import Manifest, step_of, verify
 from trireme.checkpoint.rows import ROW_FILES, read_rows, write_rows
 from trireme.checkpoint.store import CheckpointStore
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.config.resume_compat import REFERENCE_WEIGHTS
 from trireme.core.errors import CheckpointInvalid
 
@@ -42,7 +42,7 @@ def choose(store: CheckpointStore, step: int | None) -> Chosen | None:
         return Chosen(found.commit, found.manifest, tuple(str(each) for each in found.passed_over))
     if not found.passed_over:
         return None
-    raise Problem(
+    raise Refusal(
         f"the run in {store.root}, none of whose commits verifies: "
         + "; ".join(f"{each.commit.name}: {each.reason}" for each in found.passed_over),
         "a commit that is whole",
@@ -54,7 +54,7 @@ def _of_step(store: CheckpointStore, step: int) -> Chosen:
     commit = store.commit(step)
     steps = ", ".join(str(step_of(each.name)) for each in store.commits()) or "none"
     if not commit.exists():
-        raise Problem(
+        raise Refusal(
             f"--resume.step {step}, of which {store.checkpoints} holds no commit",
             f"a step that was committed and not superseded; there are: {steps}",
             "choose one of these, or the newest with --resume alone",
@@ -62,7 +62,7 @@ def _of_step(store: CheckpointStore, step: int) -> Chosen:
     try:
         return Chosen(commit, verify(commit))
     except CheckpointInvalid as error:
-        raise Problem(
+        raise Refusal(
             f"--resume.step {step}, whose commit {commit} does not verify: {error}",
             f"a commit that is whole; there are: {steps}",
             "choose another step, or the newest that verifies with --resume alone",
@@ -99,7 +99,7 @@ def check_fixed(chosen: Chosen, fixed: Mapping[str, Any], force: bool) -> tuple[
         committed = {**committed, "loss": {**before, REFERENCE_WEIGHTS: now[REFERENCE_WEIGHTS]}}
     changed = differences(committed, fixed)
     if changed and not force:
-        raise Problem(
+        raise Refusal(
             f"to go on from {chosen.commit} with other values of what a run is made of:\n    " + "\n    ".join(changed),
             "the same model, tokenizer, loss and data order as in the commit",
             "give the values of the commit, start a new run, or go on all the same with --resume.force",

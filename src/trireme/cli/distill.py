@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trireme.checkpoint.files import replace_file, storage_errors
 from trireme.config.checks import check_installed
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.core.errors import EXIT_OK
 from trireme.core.tokenizer import load_tokenizer
 from trireme.renderers import Message, Renderer, make_renderer
@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> int:
     """Runs the command and returns its exit code. Raises BadInput, StorageFailed."""
     options = _parser().parse_args(words)
     if options.output.exists():
-        raise Problem(
+        raise Refusal(
             f"--output {options.output}, which exists", "a new file: nothing is overwritten", "choose another"
         ).error()
     model = str(weights_of(options.model))
@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> int:
         llm.llm_engine.output_processor.tokenizer = tokenizer
     examples, cut = sample(llm, questions, options)
     if not examples:
-        raise Problem(
+        raise Refusal(
             f"--max-tokens {options.max_tokens}, at which all {cut} answers were cut",
             "room for whole answers",
             "raise it",
@@ -76,7 +76,7 @@ def main(words: Sequence[str]) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise Problem(message, " ".join(self.format_usage().split()[1:]), f"{self.prog} --help").error()
+        raise Refusal(message, " ".join(self.format_usage().split()[1:]), f"{self.prog} --help").error()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,7 +101,7 @@ def _text_of(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise Problem(f"{file}: {error}", "a text file", "correct the path").error() from None
+        raise Refusal(f"{file}: {error}", "a text file", "correct the path").error() from None
 
 
 def questions_of(file: Path, teacher: str, tokenizer: Any, renderer_name: str) -> Iterator[Question]:
@@ -121,12 +121,12 @@ def questions_of(file: Path, teacher: str, tokenizer: Any, renderer_name: str) -
                 case _:
                     raise Wrong("neither messages nor a prompt", 'an object with "messages" or "prompt"')
         except ValueError as error:
-            raise Problem(
+            raise Refusal(
                 f"{file}:{number}: no JSON ({error})", "one JSON object a line", "correct it"
             ).error() from None
         except Wrong as wrong:
             given, expected, do = wrong.args
-            raise Problem(f"{file}:{number}: {given}", expected, do).error() from None
+            raise Refusal(f"{file}:{number}: {given}", expected, do).error() from None
 
 
 def _of_messages(messages: Sequence[Message], teacher: str, renderer: Renderer) -> Question:

@@ -31,7 +31,7 @@ from trireme.config import Config
 from trireme.config.checks import check, check_installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts, with_absolute_paths
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.config.schema import LoraConfig
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.types import WeightIdentity
@@ -64,7 +64,7 @@ class Subject:
         if (path / HEAD).exists():
             return cls._of_commit(chosen_commit(CheckpointStore(path), step))
         if step is not None:
-            raise Problem(f"--step {step} for {given}", "the directory of a run before it", "leave --step out").error()
+            raise Refusal(f"--step {step} for {given}", "the directory of a run before it", "leave --step out").error()
         for commit in (path, path.parent):
             if (commit / MANIFEST).exists():
                 return cls._of_commit(commit)
@@ -75,7 +75,7 @@ class Subject:
         try:
             verify(commit)
         except CheckpointInvalid as error:
-            raise Problem(
+            raise Refusal(
                 f"the commit {commit}: {error}", "one that verifies", "choose another --step"
             ).error() from None
         model = commit / "inference"

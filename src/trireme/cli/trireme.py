@@ -15,7 +15,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.filesize import decimal
 
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_OK, TriremeError
 from trireme.core.tokenizer import load_tokenizer
 from trireme.tools.export import DTYPES, export
@@ -72,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().removeprefix("usage:").split())
-        raise Problem(message, usage, f"{self.prog} --help").error()
+        raise Refusal(message, usage, f"{self.prog} --help").error()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,7 +151,7 @@ def _export(options: argparse.Namespace) -> None:
 def _steps(text: str) -> tuple[int, int]:
     first, _, last = text.partition(":")
     if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
-        raise Problem(f"--steps {text}", "the first and the last step to show", "for example --steps 100:120").error()
+        raise Refusal(f"--steps {text}", "the first and the last step to show", "for example --steps 100:120").error()
     return int(first), int(last)
 
 
@@ -169,7 +169,7 @@ def _report(options: argparse.Namespace) -> None:
 
 def _write_trace(root: Path, shown: Timeline | None, out: Path) -> None:
     if shown is None:
-        raise Problem(
+        raise Refusal(
             f"--trace for {root}, which has no trace",
             "a run with trace/attempt_N/",
             "leave --trace out; the next run has a trace unless trace.max_mb is 0",
@@ -201,7 +201,7 @@ def _writable(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Problem(
+        raise Refusal(
             f"{file}: {error.strerror}", "a file that can be written", "choose another with --output or --trace"
         ).error() from None
 
@@ -209,7 +209,7 @@ def _writable(file: Path) -> Iterator[None]:
 def _run_directory(given: Path) -> Path:
     root = given.expanduser().absolute()
     if not any((root / mark).exists() for mark in MARKS):
-        raise Problem(
+        raise Refusal(
             f"{given}, which holds none of {', '.join(MARKS)}" if root.is_dir() else f"{given}, which is no directory",
             "the directory of a run, as `rl` makes it: run.output_dir/run.name",
             f"ls {given.parent}",

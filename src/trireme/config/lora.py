@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from trireme.config.model_facts import ModelFacts
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig, LoraConfig
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -44,7 +44,7 @@ def lora_parameters(lora: LoraConfig, facts: ModelFacts) -> int:
     return lora.rank * (facts.num_layers * layer + head)
 
 
-def lora_problems(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Problem]:
+def lora_refusals(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
     """`facts` none leaves out what depends on the model."""
     lora = config.trainer.lora
     if lora.rank is None:
@@ -67,49 +67,49 @@ def lora_warnings(config: CommonConfig) -> Iterator[str]:
         )
 
 
-def _unread(lora: LoraConfig) -> Iterator[Problem]:
+def _unread(lora: LoraConfig) -> Iterator[Refusal]:
     changed = [name for name, value in lora.model_dump().items() if value != getattr(LoraConfig(), name)]
     if changed:
-        yield Problem(
+        yield Refusal(
             f"trainer.lora.{changed[0]} without trainer.lora.rank",
             "a rank, without which all weights are trained and there is no adapter",
             "set --trainer.lora.rank (16 or 32 is usual), or leave the other keys of trainer.lora out",
         )
 
 
-def _rank(rank: int) -> Iterator[Problem]:
+def _rank(rank: int) -> Iterator[Refusal]:
     if rank in RANKS:
         return
     around = [pair for pair in pairwise(RANKS) if pair[0] < rank < pair[1]]
     nearest = " or ".join(map(str, around[0])) if around else str(RANKS[-1])
-    yield Problem(
+    yield Refusal(
         f"trainer.lora.rank = {rank}",
         f"a rank that vLLM takes: {', '.join(map(str, RANKS))}",
         f"set --trainer.lora.rank to {nearest}",
     )
 
 
-def _targets(lora: LoraConfig) -> Iterator[Problem]:
+def _targets(lora: LoraConfig) -> Iterator[Refusal]:
     targets = lora_targets(lora)
     unknown = [name for name in targets if name not in KNOWN]
     if unknown:
-        yield Problem(
+        yield Refusal(
             f"trainer.lora.targets with {', '.join(unknown)}",
             f"names of a decoder's linear layers: {', '.join(KNOWN)}",
             "correct --trainer.lora.targets, or leave it out: train_attn, train_mlp and train_unembed choose",
         )
     elif not set(targets) - set(UNEMBED):
-        yield Problem(
+        yield Refusal(
             f"trainer.lora for {'the output matrix alone' if targets else 'no layer at all'}",
             f"at least one of {', '.join((*ATTENTION, *MLP))}",
             "set --trainer.lora.train-attn true, or --trainer.lora.train-mlp true",
         )
 
 
-def _reference(config: CommonConfig) -> Iterator[Problem]:
+def _reference(config: CommonConfig) -> Iterator[Refusal]:
     reference = config.kl_reference
     if reference and reference.update_every and not config.base_is_reference:
-        yield Problem(
+        yield Refusal(
             f"trainer.kl.reference.update_every = {reference.update_every} with trainer.lora.rank and another model as "
             "the reference",
             "the base as the reference, whose adapters then become the policy's: another model has none",
@@ -117,16 +117,16 @@ def _reference(config: CommonConfig) -> Iterator[Problem]:
         )
 
 
-def _model(lora: LoraConfig, facts: ModelFacts) -> Iterator[Problem]:
+def _model(lora: LoraConfig, facts: ModelFacts) -> Iterator[Refusal]:
     targets = lora_targets(lora)
     if "lm_head" in targets and facts.tied_embeddings:
-        yield Problem(
+        yield Refusal(
             f"an adapter for lm_head of {facts.name}, whose output matrix is that of its embeddings",
             "an output matrix of its own: merged into a shared one, the adapter would change the inputs too",
             "leave --trainer.lora.train-unembed out (and lm_head out of --trainer.lora.targets)",
         )
     if facts.num_chosen and set(targets) & set(MLP):
-        yield Problem(
+        yield Refusal(
             f"adapters for the MLPs of {facts.name}, a mixture of experts",
             "MLPs that are single matrices: experts are stacked, and get no adapters",
             "set --trainer.lora.train-mlp false",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig
 
 HUB_TIMEOUT_S = 5.0
@@ -105,7 +105,7 @@ class ModelFacts:
                 described=config,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Problem(
+            raise Refusal(
                 f"model.name = {name}, whose config.json cannot be used ({type(error).__name__}: {error})",
                 "the config.json of a decoder-only text model (Qwen3, Llama, ...)",
                 "give another model, or repair the file",
@@ -173,7 +173,7 @@ def _read_local(name: str) -> str:
     what = "a directory without config.json" if file.parent.is_dir() else f"no directory, seen from {Path.cwd()}"
     if (file.parent / "adapter_config.json").is_file():
         what = "a LoRA adapter without the model it belongs to (trireme export RUN --merge makes a whole one)"
-    raise Problem(
+    raise Refusal(
         f"model.name = {name}, which is {what}",
         "a Hugging Face model directory (config.json, *.safetensors, tokenizer.json), or a name on the hub",
         "correct --model.name, or start in the directory that the path is relative to",
@@ -195,15 +195,15 @@ def _read_hub(name: str, required: bool) -> str | None:
                 return None
         return Path(hub.hf_hub_download(name, "config.json")).read_text(encoding="utf-8")
     except (HfHubHTTPError, HFValidationError) as error:
-        raise Problem(
+        raise Refusal(
             f"model.name = {name}: {str(error).splitlines()[0]}",
             f"a model on {hub.constants.ENDPOINT}, or a directory (none of that name, seen from {Path.cwd()})",
             "correct the name; for a gated model accept its licence and log in with `hf auth login`",
         ).error() from None
 
 
-def _unreachable(name: str, endpoint: str) -> Problem:
-    return Problem(
+def _unreachable(name: str, endpoint: str) -> Refusal:
+    return Refusal(
         f"model.name = {name}: no directory of that name, seen from {Path.cwd()}; not in the local cache; "
         f"and {endpoint} cannot be reached",
         "a local directory, a cached model, or a reachable hub",

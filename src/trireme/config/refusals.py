@@ -9,7 +9,7 @@ from trireme.core.errors import BadInput
 
 
 @dataclass(frozen=True)
-class Problem:
+class Refusal:
     given: str
     expected: str
     do: str
@@ -21,7 +21,7 @@ class Problem:
         return BadInput(str(self))
 
 
-def refuse(problems: Sequence[Problem]) -> None:
+def refuse(problems: Sequence[Refusal]) -> None:
     """Raises one BadInput that lists all `problems`; does nothing when there is none."""
     if len(problems) == 1:
         raise problems[0].error()

@@ -509,7 +509,7 @@ class CommonConfig(Section, ABC):
         """What the run is about: the beginning of its default name."""
 
     @property
-    def staleness_bound(self) -> int:
+    def max_steps_off_policy(self) -> int:
         """How many steps old what is trained on may be."""
         return 0
 
@@ -579,7 +579,7 @@ class Config(CommonConfig):
         return "+".join(env.label for env in self.env)
 
     @property
-    def staleness_bound(self) -> int:
+    def max_steps_off_policy(self) -> int:
         return self.orchestrator.max_steps_off_policy
 
     @property

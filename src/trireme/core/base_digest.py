@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trireme.config.model_facts import looks_like_path
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.core.weights import TensorEntry, hash_bytes, weights_digest
 
 SINGLE = "model.safetensors"
@@ -36,7 +36,7 @@ def weight_files(name: str) -> list[Path]:
     if index is None:
         single = _find(name, SINGLE)
         if single is None:
-            raise Problem(
+            raise Refusal(
                 f"model.name = {name}, which has neither {SINGLE} nor {INDEX}",
                 "a model whose weights are in the safetensors format: adapters name their base by its digest",
                 "save it again with save_pretrained, or train all its weights (leave --trainer.lora.rank out)",
@@ -46,7 +46,7 @@ def weight_files(name: str) -> list[Path]:
     found = [(file, _find(name, file)) for file in names]
     missing = [file for file, path in found if path is None]
     if missing:
-        raise Problem(
+        raise Refusal(
             f"model.name = {name}, which lacks {', '.join(missing)}",
             f"all files that its {INDEX} names",
             "fetch the model again",

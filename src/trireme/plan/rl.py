@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trireme.config.checks import check_cpu_build, check_gpu_build, seq_limit
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.config.schema import Config
 from trireme.plan.base import CommonPlan, Resources, count, gib, package_versions
 from trireme.plan.memory import GIB
@@ -84,7 +84,7 @@ class Plan(CommonPlan):
             ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SHARED_GPU_UTILIZATION - 0.1:g}")
         options, replicas = self.config.trainer, self.config.inference.replicas
         copies = f" x trainer.replicate = {options.replicate}" if options.replicate > 1 else ""
-        raise Problem(
+        raise Refusal(
             f"trainer.shards = {options.shards}{copies} and inference.replicas = {replicas}, "
             f"which need {self.gpus_needed} GPUs",
             f"at most {self.resources.gpus} GPUs, which is what {self.resources.source} has",

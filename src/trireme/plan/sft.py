@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.config.sft import SftConfig
 from trireme.plan.base import CommonPlan, count, gib, package_versions
 from trireme.sft.data import Data, Examples
@@ -29,7 +29,7 @@ class SftPlan(CommonPlan):
         """Raises BadInput when the run needs more GPUs than there are."""
         if self.gpus_needed <= self.resources.gpus:
             return
-        raise Problem(
+        raise Refusal(
             f"trainer.shards = {self.config.trainer.shards} x trainer.replicate = {self.config.trainer.replicate}, "
             f"which need {self.gpus_needed} GPUs",
             f"at most {self.resources.gpus} GPUs, which is what {self.resources.source} has",

@@ -127,7 +127,7 @@ class Commits:
     def arrive(self, weights: PublishedWeights) -> None:
         """The run is at the boundary of `weights`: if it ends here, that is what is committed."""
         self._boundary = weights
-        oldest = weights.identity.version - self._config.staleness_bound
+        oldest = weights.identity.version - self._config.max_steps_off_policy
         self._identities = [i for i in self._identities if i.version >= oldest] + [weights.identity]
 
     def leave_boundary(self) -> None:

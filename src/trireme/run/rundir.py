@@ -21,7 +21,7 @@ from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.resume import Chosen, check_fixed, choose, fork
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import HEAD, CheckpointStore, Head
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig
 from trireme.core.errors import CheckpointInvalid
 from trireme.run.rollout_records import ROLLOUTS
@@ -178,7 +178,7 @@ def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> Chosen | None:
     store = CheckpointStore(Path(config.resume.dir).expanduser().absolute())
     chosen = choose(store, config.resume.step)
     if chosen is None:
-        raise Problem(
+        raise Refusal(
             f"--resume.dir {store.root}, which holds no commit",
             "the directory of a run with a commit in its checkpoints/",
             "give another directory; `trireme inspect` lists what a run holds",
@@ -195,7 +195,7 @@ def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
         return root, (f"--resume without --run.name: the newest run is {root}",)
     name = name or default_name(config, secrets.token_hex(4))
     if name == ".." or name != Path(name).name:
-        raise Problem(
+        raise Refusal(
             f"run.name = {name!r}",
             "the name of a directory, without slashes",
             "choose another --run.name; where it lies is said by --run.output-dir",
@@ -212,7 +212,7 @@ def _latest_run(output_dir: Path, prefix: str) -> Path:
         if re.fullmatch(re.escape(prefix) + "[0-9a-f]{8}", file.parent.name)
     ]
     if not found:
-        raise Problem(
+        raise Refusal(
             f"--resume without --run.name, and no run {prefix}<8 hex digits> in {output_dir}",
             "a run of this environment and model to go on with",
             "say which with --run.name and --run.output-dir, or start a new one without --resume",
@@ -272,8 +272,8 @@ def _begun(store: CheckpointStore) -> Head | None:
     return head
 
 
-def _headless(store: CheckpointStore, what: str) -> Problem:
-    return Problem(
+def _headless(store: CheckpointStore, what: str) -> Refusal:
+    return Refusal(
         f"a run to resume, of which {what}",
         "the HEAD of a run; where a fork was interrupted there is none yet",
         f"repeat the fork with its --resume.dir, or fork this run: --resume.dir {store.root} with another --run.name",
@@ -308,7 +308,7 @@ def _writable(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Problem(
+        raise Refusal(
             f"the run directory {root}: {error.strerror or error}",
             "a directory that can be made and written",
             "choose another --run.output-dir, make room, or correct its permissions",
@@ -319,8 +319,8 @@ def _contents(root: Path) -> list[Path]:
     return [entry for entry in root.iterdir() if entry.name not in BEFORE_MARKS]
 
 
-def _in_use(root: Path, contents: list[Path], other_way: str) -> Problem:
-    return Problem(
+def _in_use(root: Path, contents: list[Path], other_way: str) -> Refusal:
+    return Refusal(
         f"the run directory {root}, which is in use ({len(contents)} entries)",
         "a new or an empty directory",
         f"choose another --run.name (without one a new name is made), or {other_way}",
@@ -334,7 +334,7 @@ def _refuse_foreign(root: Path, clean: bool) -> None:
         return
     if not clean:
         raise _in_use(root, contents, "another --run.output-dir").error()
-    raise Problem(
+    raise Refusal(
         f"--clean for {root}, which holds neither {' nor '.join(MARKS)}",
         "a run directory: nothing else is ever emptied",
         "choose another --run.name or --run.output-dir, or empty the directory yourself",
@@ -350,7 +350,7 @@ def _locked(root: Path) -> IO[str]:
         lock.seek(0)
         holder = lock.read().strip() or "another process"
         lock.close()
-        raise Problem(
+        raise Refusal(
             f"the run directory {root}, whose driver ({holder}) is running",
             "a directory that no living driver holds",
             "wait for that run or stop it, or choose another --run.name",

@@ -17,7 +17,7 @@ import xxhash
 from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.config.checks import seq_limit
 from trireme.config.model_facts import ModelFacts
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.config.sft import SftConfig
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import TokenBatch
@@ -196,7 +196,7 @@ def hold_out(examples: Examples, number: int, seed: int) -> tuple[Examples, Exam
     """The others, and `number` examples that the seed chooses, both in their order. Raises BadInput when nothing would
     be left."""
     if number >= len(examples):
-        raise Problem(
+        raise Refusal(
             f"data.test_examples = {number} of {len(examples)} examples",
             "some that are trained on",
             "lower --data.test-examples",

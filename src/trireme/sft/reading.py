@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trireme.config.refusals import Problem, refuse
+from trireme.config.refusals import Refusal, refuse
 from trireme.renderers.types import Message, Renderer, TrainOn
 
 Tokens = npt.NDArray[np.int32]
@@ -74,7 +74,7 @@ class Shortened:
 
 
 class Wrong(Exception):
-    """What is wrong with one example; becomes a Problem with its place."""
+    """What is wrong with one example; becomes a Refusal with its place."""
 
     def __init__(self, given: str, expected: str, do: str = "correct it") -> None:
         super().__init__(given, expected, do)
@@ -85,7 +85,7 @@ def files_of(key: str, pattern: str) -> list[Path]:
     exact = Path(pattern).expanduser()
     files = [exact] if exact.is_file() else sorted(Path(name) for name in glob(str(exact)) if Path(name).is_file())
     if not files:
-        raise Problem(
+        raise Refusal(
             f"{key} = {pattern}, which is no file, seen from {Path.cwd()}",
             "a file of conversations or tokens (.jsonl, .npz), or a pattern that some match",
             "correct the path",
@@ -101,7 +101,7 @@ def read(
     Raises BadInput that lists the first problems of all files, and for files without an example.
     """
     examples: list[Example] = []
-    problems: list[Problem] = []
+    problems: list[Refusal] = []
     shortened = Shortened()
     for file in files:
         for place, make in _sources(file, rules):
@@ -109,7 +109,7 @@ def read(
                 example = _checked(*make(), place, rules, shortened)
             except Wrong as wrong:
                 given, expected, do = wrong.args
-                problems.append(Problem(f"{place}: {given}", expected, do))
+                problems.append(Refusal(f"{place}: {given}", expected, do))
                 if len(problems) == MOST_PROBLEMS:
                     refuse(problems)
                 continue
@@ -120,7 +120,7 @@ def read(
     refuse(problems)
     if not examples:
         names = ", ".join(map(str, files))
-        raise Problem(f"{names}: no example in it", "at least one", "give another file, or fill it").error()
+        raise Refusal(f"{names}: no example in it", "at least one", "give another file, or fill it").error()
     return examples, shortened.notes(rules)
 
 
@@ -218,7 +218,7 @@ def _from_arrays(file: Path) -> Iterator[tuple[str, Maker]]:
             arrays = {name: archive[name] for name in ARRAYS}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         expected = f"an npz file with {', '.join(ARRAYS)}"
-        raise Problem(f"{file}: {error}", expected, "correct the file").error() from None
+        raise Refusal(f"{file}: {error}", expected, "correct the file").error() from None
     _check_arrays(file, arrays)
     for number, (start, end) in enumerate(pairwise(arrays["offsets"])):
         yield f"{file}[{number}]", partial(_part, arrays, slice(int(start), int(end)))
@@ -235,7 +235,7 @@ def _check_arrays(file: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         ends = offsets.astype(np.int64)
         if ends[0] == 0 and ends[-1] == len(tokens) and np.all(np.diff(ends) >= 0):
             return
-    raise Problem(
+    raise Refusal(
         f"{file}: " + ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in arrays.items()),
         "tokens (whole numbers) and weights of one length T, offsets that rise from 0 to T",
         "write it again with numpy.savez",

@@ -17,7 +17,7 @@ import xxhash
 from trireme.checkpoint.files import FileRecord, storage_errors
 from trireme.checkpoint.manifest import read_manifest, step_of
 from trireme.checkpoint.store import CheckpointStore
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.core.errors import CheckpointInvalid
 from trireme.tools.merge import ADAPTER, merged_files
 
@@ -75,7 +75,7 @@ def chosen_commit(store: CheckpointStore, step: int | None) -> Path:
     steps = ", ".join(str(step_of(commit.name)) for commit in store.commits()) or "none"
     if step is not None:
         if not store.commit(step).exists():
-            raise Problem(
+            raise Refusal(
                 f"--step {step}, of which {store.checkpoints} holds no commit",
                 f"the step of a commit; there are: {steps}",
                 f"choose one of these, or look at them with: trireme inspect {store.root}",
@@ -84,7 +84,7 @@ def chosen_commit(store: CheckpointStore, step: int | None) -> Path:
     found = store.newest()
     if found.commit is None:
         reasons = "; ".join(map(str, found.passed_over)) or f"{store.checkpoints} holds none"
-        raise Problem(
+        raise Refusal(
             f"a run without a commit that verifies ({reasons})",
             f"a commit to export; there are: {steps}",
             "let the run go on to its first commit, or choose another run",
@@ -92,8 +92,8 @@ def chosen_commit(store: CheckpointStore, step: int | None) -> Path:
     return found.commit
 
 
-def _damaged(commit: Path, reason: str) -> Problem:
-    return Problem(
+def _damaged(commit: Path, reason: str) -> Refusal:
+    return Refusal(
         f"the commit {commit}, which is damaged: {reason}",
         "a commit whose inference/ is as it was written",
         "choose another --step; without one the newest that verifies is taken",
@@ -102,7 +102,7 @@ def _damaged(commit: Path, reason: str) -> Problem:
 
 def _refuse_whole(commit: Path, records: Mapping[str, FileRecord], merge: bool) -> None:
     if merge and ADAPTER not in records:
-        raise Problem(
+        raise Refusal(
             f"--merge for {commit}, which holds a whole model",
             "a commit of a run that trained LoRA adapters",
             "leave --merge out",
@@ -111,7 +111,7 @@ def _refuse_whole(commit: Path, records: Mapping[str, FileRecord], merge: bool) 
 
 def _refuse_used(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise Problem(
+        raise Refusal(
             f"--out {out}, which exists and is not an empty directory",
             "a new or an empty directory: nothing is overwritten",
             "choose another --out, or remove it",
@@ -195,7 +195,7 @@ def cast_tensors(data: bytes, dtype: str) -> tuple[bytes, int]:
 
 def _refuse_overflow(name: str, before: torch.Tensor, after: torch.Tensor) -> None:
     if not after.isfinite().all() and before.isfinite().all():
-        raise Problem(
+        raise Refusal(
             f"tensor {name}, with numbers up to {before.abs().max():.3g}, in {after.dtype}",
             "a dtype that can hold them",
             "choose --dtype bfloat16 or float32",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.core.base_digest import INDEX, base_digest, weight_files
 from trireme.core.errors import CheckpointInvalid
 
@@ -59,7 +59,7 @@ def base_of(about: Mapping[str, Any]) -> str:
         found = f"now has weights with digest {digest}"
     else:
         return str(name)
-    raise Problem(
+    raise Refusal(
         f"an adapter of {name}, which {found}",
         f"the weights that it was trained on, with digest {expected}",
         "bring them back there, or export the adapter without --merge",

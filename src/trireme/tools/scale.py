@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.core.errors import RoomFailed
 from trireme.run.rundir import command_of, resume_command
 from trireme.supervision.roster import Health, Part
@@ -35,7 +35,7 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
     with asked_scale(root, replicas) as answered:
         answer = deadline.until(answered, lambda: "it has not answered yet; it does when all rooms have started")
     if not answer.accepted:
-        raise Problem(
+        raise Refusal(
             f"--replicas {replicas} for {root}",
             f"a number that its driver accepts; it says: {answer.what}",
             "ask for another number, or mend what the driver says and ask again",
@@ -49,17 +49,17 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
 def _check(root: Path, config: Mapping[str, Any], replicas: int) -> None:
     """Raises BadInput for what needs no answer."""
     if command_of(root) != "rl":
-        raise Problem(f"scale for {root}, a run of {command_of(root)}", "a run of rl", "it has no replicas").error()
+        raise Refusal(f"scale for {root}, a run of {command_of(root)}", "a run of rl", "it has no replicas").error()
     fewest = config["eval"]["replicas"] + 1
     if replicas < fewest:
         reserved = f", beside the {fewest - 1} of eval.replicas" if fewest > 1 else ""
-        raise Problem(
+        raise Refusal(
             f"--replicas {replicas}",
             f"{fewest} or more: one at least samples what is trained on{reserved}",
             f"to end the run, send its driver SIGTERM; to keep it going, ask for --replicas {fewest}",
         ).error()
     if config["deterministic"]:
-        raise Problem(
+        raise Refusal(
             f"scale for {root}, which is deterministic",
             "a run that need not repeat bit for bit: what is sampled depends on the number of replicas",
             f"start another one with --inference.replicas {replicas}",
@@ -69,10 +69,10 @@ def _check(root: Path, config: Mapping[str, Any], replicas: int) -> None:
         raise _no_driver(root, replicas).error()
 
 
-def _no_driver(root: Path, replicas: int) -> Problem:
+def _no_driver(root: Path, replicas: int) -> Refusal:
     begun = (root / "config.json").exists()
     go_on = f"{resume_command(root)} --inference.replicas {replicas}" if begun else "start it first"
-    return Problem(f"scale for {root}, which nobody drives", "a run that is under way", go_on)
+    return Refusal(f"scale for {root}, which nobody drives", "a run that is under way", go_on)
 
 
 class _Deadline:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.process.trace import ROOMS
 
 NEWEST_STEPS = 50
@@ -166,7 +166,7 @@ def timeline(root: Path, wanted: tuple[int, int] | None, on_file: Callable[[Path
     if wanted is None:
         return None
     ranges = [f"{min(known)}:{max(known)} (attempt {attempt})" for attempt, known in steps.items() if known]
-    raise Problem(
+    raise Refusal(
         f"--steps {wanted[0]}:{wanted[1]}, none of which is in a trace",
         f"some of the steps that are: {', '.join(ranges) or 'there are none yet'}",
         "choose others, or leave --steps out",

@@ -8,7 +8,7 @@ from trireme.checkpoint.manifest import MANIFEST
 from trireme.checkpoint.store import KEEP
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts, looks_like_path
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.config.resume_compat import IRRELEVANT
 
 INFERENCE = "inference"
@@ -47,7 +47,7 @@ def keep_reference(config: Config) -> None:
     try:
         (Path(path).parent / KEEP).touch()
     except OSError as error:
-        raise Problem(
+        raise Refusal(
             f"trainer.kl.reference.load_checkpoint_path in {Path(path).parent}, where no file can be made ({error})",
             f"a commit that can be marked with a file {KEEP}, so that its run does not prune it",
             f"give a copy of its directory {INFERENCE}/",
@@ -63,7 +63,7 @@ def _check(key: str, name: str, config: Config, facts: ModelFacts) -> None:
         raise
     assert found is not None, "required"
     if found.vocab_size != facts.vocab_size:
-        raise Problem(
+        raise Refusal(
             f"{key} = {name} with a vocabulary of {found.vocab_size} tokens",
             f"the {facts.vocab_size} tokens of {facts.name}: both look at the same tokens",
             "choose a reference of the same family",
@@ -71,7 +71,7 @@ def _check(key: str, name: str, config: Config, facts: ModelFacts) -> None:
     other = sorted(name for name, _ in _computed(found) ^ _computed(facts))
     if other and config.trainer.kl.reference.update_every:
         every = config.trainer.kl.reference.update_every
-        raise Problem(
+        raise Refusal(
             f"trainer.kl.reference.update_every = {every} with {key} = {name}, whose config.json differs"
             f" from that of {facts.name} in {', '.join(dict.fromkeys(other))}",
             "a reference of the model's own architecture: it will hold the model's weights",

@@ -24,7 +24,7 @@ from trireme.checkpoint.resume import differences
 from trireme.config import CommonConfig, Config
 from trireme.config.keys import keys_of
 from trireme.config.load import load_as
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.config.sft import SftConfig
 from trireme.tools.sweep.request import Knob, Request, Run, runs_of
 from trireme.tools.sweep.table import Outcome, Result, as_csv, markdown, plot
@@ -98,13 +98,13 @@ class Sweep:
         if file.exists():
             changed = differences(json.loads(file.read_bytes()), known, "before")
             if changed:
-                raise Problem(
+                raise Refusal(
                     f"the sweep {self.root}, begun with other values:\n    " + "\n    ".join(changed),
                     "the same command, or one with more values in its --grid",
                     "choose another --name, or give the values of before",
                 ).error()
         elif self.root.is_dir() and any(self.root.iterdir()):
-            raise Problem(f"{self.root}, which holds no sweep", "a new directory", "choose another --name").error()
+            raise Refusal(f"{self.root}, which holds no sweep", "a new directory", "choose another --name").error()
         (self.root / "logs").mkdir(parents=True, exist_ok=True)
         write(file, json.dumps(known, indent=1))
 
@@ -122,7 +122,7 @@ def _common(request: Request, runs: Sequence[Run]) -> tuple[CommonConfig, dict[s
     configs = [load_as(schema, [*request.base, *run.flags]).config for run in runs]
     config = configs[0]
     if config.resume.wanted or config.clean:
-        raise Problem("--resume or --clean for a sweep", "neither", "the same sweep again goes on by itself").error()
+        raise Refusal("--resume or --clean for a sweep", "neither", "the same sweep again goes on by itself").error()
     shared = config.model_dump(mode="json", exclude={"run"})
     for path in paths:
         _remove(shared, path)
@@ -136,7 +136,7 @@ def _path_of(knob: Knob, schema: type[CommonConfig]) -> tuple[str, ...]:
     if path is None:
         near = known.nearest(spelling)
         meant = f"did you mean {'.'.join(near)}? " if near else ""
-        raise Problem(f"--grid {knob.key}=...", "a known key", f"{meant}{known.help}").error()
+        raise Refusal(f"--grid {knob.key}=...", "a known key", f"{meant}{known.help}").error()
     return path
 
 

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from itertools import product
 from typing import Any
 
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 
 LONGEST_NAME = 120
 USAGE = """usage: trireme sweep {rl,sft} [@ FILE.toml ...] [--key value ...]
@@ -84,12 +84,12 @@ def read_request(kind: str, words: Sequence[str]) -> Request:
         elif equals or left:
             given[option].append(value if equals else left.pop(0))
         else:
-            raise Problem(f"`{option}` without a value", f"`{option} {OPTIONS[option]}`", "add it").error()
+            raise Refusal(f"`{option}` without a value", f"`{option} {OPTIONS[option]}`", "add it").error()
     for option, values in given.items():
         if len(values) > 1 and option != "--grid":
-            raise Problem(f"{option} {' and '.join(values)}", "one of them", "leave the others out").error()
+            raise Refusal(f"{option} {' and '.join(values)}", "one of them", "leave the others out").error()
     if not given["--grid"] or not given["--metric"]:
-        raise Problem(
+        raise Refusal(
             f"a sweep without {'--grid' if given['--metric'] else '--metric'}",
             "at least one --grid KEY=VALUE,VALUE and the --metric to compare",
             f"for example: trireme sweep {kind} @ FILE.toml --grid seed=0,1 "
@@ -98,7 +98,7 @@ def read_request(kind: str, words: Sequence[str]) -> Request:
     knobs = tuple(map(read_knob, given["--grid"]))
     wanted = next(iter(given["--knob"]), None)
     if wanted not in (None, *(knob.key for knob in knobs)):
-        raise Problem(
+        raise Refusal(
             f"--knob {wanted}", f"one of the grid's: {', '.join(knob.key for knob in knobs)}", "correct it"
         ).error()
     return Request(
@@ -116,7 +116,7 @@ def read_request(kind: str, words: Sequence[str]) -> Request:
 def _number(option: str, given: Sequence[str]) -> int:
     text = given[0] if given else "1"
     if not text.isdigit() or int(text) < 1:
-        raise Problem(f"{option} {text}", "a whole number of at least 1", "correct it").error()
+        raise Refusal(f"{option} {text}", "a whole number of at least 1", "correct it").error()
     return int(text)
 
 
@@ -129,9 +129,9 @@ def read_knob(text: str) -> Knob:
     key, _, listed = text.partition("=")
     texts = _json_list(listed) if listed.startswith("[") else [part.strip() for part in listed.split(",")]
     if not key or not texts or not all(texts):
-        raise Problem(f"--grid {text}", "a key and its values: KEY=VALUE,VALUE,...", "correct it").error()
+        raise Refusal(f"--grid {text}", "a key and its values: KEY=VALUE,VALUE,...", "correct it").error()
     if len(set(texts)) < len(texts):
-        raise Problem(f"--grid {text}", "each value once", "leave the others out").error()
+        raise Refusal(f"--grid {text}", "each value once", "leave the others out").error()
     return Knob(key.removeprefix("--").replace("-", "_"), tuple(texts))
 
 
@@ -139,7 +139,7 @@ def _json_list(text: str) -> list[str]:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise Problem(f"the values {text} ({error})", "a list in JSON", "correct it").error() from None
+        raise Refusal(f"the values {text} ({error})", "a list in JSON", "correct it").error() from None
     return [value if isinstance(value, str) else json.dumps(value) for value in values]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from trireme.checkpoint.files import storage_errors
-from trireme.config.refusals import Problem
+from trireme.config.refusals import Refusal
 from trireme.core.errors import EXIT_FAILED, EXIT_OK
 from trireme.process.signals import EXIT_CODES
 from trireme.tools.sweep.directory import MODULES, Sweep
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
         print(USAGE)
         return EXIT_OK
     if words[0] not in MODULES:
-        raise Problem(f"trireme sweep {words[0]}", f"one of {', '.join(MODULES)}", USAGE).error()
+        raise Refusal(f"trireme sweep {words[0]}", f"one of {', '.join(MODULES)}", USAGE).error()
     sweep = Sweep.open(read_request(words[0], words[1:]))
     code = run_all(sweep, lambda text: print(text, flush=True))
     sweep.tabulate()
