@@ -125,28 +125,28 @@ class Steps:
 @contextmanager
 def step_log() -> Iterator[Steps]:
     """Listens to the statistics that come with each step."""
-    from inference.engine_stats import LoadLog
+    from inference.engine_stats import EngineStats
 
     steps = Steps()
-    record = LoadLog.record
+    record = EngineStats.record
 
-    def recorded(self: LoadLog, scheduler: Any, iteration: Any, *args: Any, **kwargs: Any) -> None:
+    def recorded(self: EngineStats, scheduler: Any, iteration: Any, *args: Any, **kwargs: Any) -> None:
         record(self, scheduler, iteration, *args, **kwargs)
         if iteration is not None:
             steps.at.append(time.monotonic())
             steps.tokens.append(iteration.num_generation_tokens)
             steps.arrived.set()
 
-    LoadLog.record = recorded  # type: ignore[method-assign]
+    EngineStats.record = recorded  # type: ignore[method-assign]
     yield steps
-    LoadLog.record = record  # type: ignore[method-assign]
+    EngineStats.record = record  # type: ignore[method-assign]
 
 
 def replica_that_notes_resumptions(cfg: Config, steps: Steps) -> Any:
     """A replica with `resumed` and `steps_before`: when its engine last went on, and after how many steps."""
-    from inference.actor import Replica
+    from inference.actor import ReplicaActor
 
-    class Noting(Replica):
+    class Noting(ReplicaActor):
         async def resume(self) -> None:
             await super().resume()
             self.resumed, self.steps_before = time.monotonic(), len(steps.at)

@@ -39,7 +39,7 @@ import psutil
 import uvloop
 from _common import ROOT, Result, median, run_for_json
 
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.core.weights import Canary, PublishedWeights, UpdateReport
 from trireme.process.environ import prepare_local_cluster
@@ -99,8 +99,8 @@ class ReadyAnswers:
         self._answers = [answer(rng, weights.identity) for _ in range(DISTINCT_ANSWERS)]
         return UpdateReport(0, weights.identity, 0.0, 0, 0.0)
 
-    async def load(self) -> ReplicaLoad:
-        return ReplicaLoad(running=0, waiting=0, kv_used=0.0, preemptions=0)
+    async def stats(self) -> ReplicaStats:
+        return ReplicaStats(running=0, waiting=0, kv_used=0.0, preemptions=0)
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, Any]:
         """Nothing is unfinished for long."""
@@ -111,7 +111,7 @@ class ReadyAnswers:
 
 
 class ReadyActor(ReadyAnswers):
-    """The same as an actor, which speaks as `inference.actor.Replica` does: answers that are there go together."""
+    """The same as an actor, which speaks as `inference.actor.ReplicaActor` does: answers that are there go together."""
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, SampledSequence]]]:  # type: ignore[override]
         yield [each async for each in super().sample(requests)]

@@ -261,10 +261,10 @@ def start_bare(room: str, config_json: Path, commit: Path | None) -> float:
 
 
 def start_replica(config: Any, log_dir: Path, _commit: Path | None) -> float:
-    from inference.handle import InferenceGroup
+    from inference.handle import InferenceHandle
 
     began = time.monotonic()
-    group = InferenceGroup.start(config, [{"num_cpus": 1}], log_dir)
+    group = InferenceHandle.start(config, [{"num_cpus": 1}], log_dir)
     return until_ready(group, began, lambda: None)
 
 

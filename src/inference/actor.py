@@ -33,7 +33,7 @@ from inference.weight_files import Shipment, in_memory_files
 from trireme.config import Config
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import RoomFailed, WeightsRefused
-from trireme.core.sampler import Pulse, ReplicaLoad
+from trireme.core.sampler import Pulse, ReplicaStats
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport, check_canary
 from trireme.process import logs, trace
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Health:
+class ReplicaInfo:
     """A living replica: process id of its engine, the weights it samples from (None before the first update), Ray's id
     of its node, and the GPUs that it has there (as CUDA_VISIBLE_DEVICES names them; None where that is not set)."""
 
@@ -67,7 +67,7 @@ class Health:
     devices: str | None
 
 
-class Replica(SamplingEngine):
+class ReplicaActor(SamplingEngine):
     """Ray actor (many concurrent calls). `index` is its number; `start` must have answered before any other verb.
 
     Without a number it is a spare: `prepare` has it import what takes most of a start, and `succeed`, instead of
@@ -102,7 +102,7 @@ class Replica(SamplingEngine):
             self._prepared = True
             log.info("process %d is a spare: all is imported", os.getpid())
 
-    async def succeed(self, index: int, lost: Health) -> Health:
+    async def succeed(self, index: int, lost: ReplicaInfo) -> ReplicaInfo:
         """`start` of a spare, in the place of replica `index`, on the GPUs that it had."""
         self._become(index)
         log.info("process %d, a spare until now, succeeds replica %d", os.getpid(), index)
@@ -118,13 +118,13 @@ class Replica(SamplingEngine):
             )
         return await self.start()
 
-    async def start(self) -> Health:
+    async def start(self) -> ReplicaInfo:
         """Starts the engine and samples once: the first logprobs compile a function that a request would wait for."""
         fault_point("inference.start")
         self.engine = start_engine(self.cfg)
-        from inference.engine_stats import load_log  # imports vLLM
+        from inference.engine_stats import engine_stats  # imports vLLM
 
-        self.load_log = load_log(self.engine)
+        self.engine_stats = engine_stats(self.engine)
         self.end_ids = end_of_sequence_ids(self.engine)
         if self.cfg.trainer.lora.on:
             self.base = await asyncio.to_thread(base_digest, self.cfg.model.name)
@@ -132,11 +132,11 @@ class Replica(SamplingEngine):
         self.proved.set()
         return await self.health()
 
-    async def health(self) -> Health:
+    async def health(self) -> ReplicaInfo:
         """Raises RoomFailed or WeightsRefused, with the reason, when this replica is of no more use."""
         self._raise_if_broken()
         node = ray.get_runtime_context().get_node_id()
-        return Health(self._engine_pid, self.identity, node, os.environ.get(DEVICES))
+        return ReplicaInfo(self._engine_pid, self.identity, node, os.environ.get(DEVICES))
 
     async def pulse(self) -> Pulse:
         """Answers at once. Raises RoomFailed or WeightsRefused, with the reason, when it is of no more use."""
@@ -153,10 +153,10 @@ class Replica(SamplingEngine):
         label = await self._guarded("its version", self.engine.get_weight_version(), self.cfg.timeouts.update_s)
         return WeightIdentity.parse(label) if self.identity else None
 
-    async def load(self) -> ReplicaLoad:
+    async def stats(self) -> ReplicaStats:
         """What there is to do, by the engine's last step. Raises RoomFailed or WeightsRefused when broken."""
         self._raise_if_broken()
-        return self.load_log.load(len(self.engine.output_processor.request_states))
+        return self.engine_stats.stats(len(self.engine.output_processor.request_states))
 
     async def stop(self) -> None:
         """Ends the engine process, if there is one: a spare that succeeds a lost replica may still wait to start it."""
@@ -272,7 +272,7 @@ class Replica(SamplingEngine):
 
     def _cleared(self) -> int:
         """How many tokens are prefilled again: see `prefilled_tokens`."""
-        self.load_log.cache_cleared()
+        self.engine_stats.cache_cleared()
         return prefilled_tokens(self.engine.output_processor.request_states.values())
 
     async def _submit_canary(self, published: PublishedWeights) -> RequestOutputCollector:

@@ -56,10 +56,10 @@ def start_engine(cfg: Config) -> AsyncLLM:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from inference.engine_stats import LoadLog
+    from inference.engine_stats import EngineStats
 
     arguments = AsyncEngineArgs(**engine_args(cfg, on_cpu))
-    return AsyncLLM.from_engine_args(arguments, stat_loggers=[LoadLog])
+    return AsyncLLM.from_engine_args(arguments, stat_loggers=[EngineStats])
 
 
 def engine_args(cfg: Config, on_cpu: bool) -> dict[str, Any]:

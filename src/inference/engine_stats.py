@@ -12,10 +12,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 
 
-class LoadLog(PrometheusStatLogger):
+class EngineStats(PrometheusStatLogger):
     """Keeps the newest statistics. It only says that it is a Prometheus logger: vLLM would add a real one otherwise,
     which enters every token of every sequence in histograms that nobody reads."""
 
@@ -56,10 +56,10 @@ class LoadLog(PrometheusStatLogger):
         """Seconds since the engine answered."""
         return time.monotonic() - self._heard
 
-    def load(self, unfinished: int) -> ReplicaLoad:
+    def stats(self, unfinished: int) -> ReplicaStats:
         """`unfinished`: all sequences that the engine was given and has not answered."""
         running = min(self.running, unfinished)
-        return ReplicaLoad(running, unfinished - running, self.kv_used, self.preemptions)
+        return ReplicaStats(running, unfinished - running, self.kv_used, self.preemptions)
 
     def log(self) -> None:
         pass
@@ -71,9 +71,9 @@ class LoadLog(PrometheusStatLogger):
         pass
 
 
-def load_log(engine: AsyncLLM) -> LoadLog:
+def engine_stats(engine: AsyncLLM) -> EngineStats:
     """The one that `engine` was started with."""
     assert engine.logger_manager is not None
     (log,) = engine.logger_manager.stat_loggers
-    assert isinstance(log, LoadLog)
+    assert isinstance(log, EngineStats)
     return log

@@ -12,13 +12,13 @@ from typing import Any
 
 import ray
 
-from inference.actor import Health, Replica
+from inference.actor import ReplicaActor, ReplicaInfo
 from inference.handover import Outcome, Progress
 from inference.router import Router
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import RoomFailed, TriremeError
-from trireme.core.sampler import ReplicaLoad, Sampler
+from trireme.core.sampler import ReplicaStats, Sampler
 from trireme.core.types import SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
 from trireme.process.ray_cluster import on_node
@@ -74,9 +74,9 @@ class RayReplica:
         reference = self.handle.adopt.remote(identity)
         await get_async(reference, who=f"{self.name}, naming its weights", timeout_s=self.update_s, log=self.log)
 
-    async def load(self) -> ReplicaLoad:
+    async def stats(self) -> ReplicaStats:
         who = f"{self.name}, asked for its load"
-        return await get_async(self.handle.load.remote(), who=who, timeout_s=self.update_s, log=self.log)
+        return await get_async(self.handle.stats.remote(), who=who, timeout_s=self.update_s, log=self.log)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         reference = self.handle.abort.remote(list(request_ids))
@@ -103,7 +103,7 @@ class Spare:
     prepared: Any
 
 
-class InferenceGroup:
+class InferenceHandle:
     """Handle of all replicas: `replicas` {number: actor handle}, `options` {number: Ray's options of the actor}.
 
     Numbers are never used again. The last `eval.replicas` of those that it starts with are reserved for evaluations;
@@ -127,7 +127,7 @@ class InferenceGroup:
         self._dead_spares = 0
 
     @classmethod
-    def start(cls, cfg: Config, options_N: list[dict[str, Any]], log_dir: Path | None) -> InferenceGroup:
+    def start(cls, cfg: Config, options_N: list[dict[str, Any]], log_dir: Path | None) -> InferenceHandle:
         """Creates one replica actor per entry of `options_N` (Ray's actor options) and returns at once."""
         options = dict(enumerate(options_N))
         return cls(cfg, {i: _create(cfg, i, options[i], log_dir) for i in options}, log_dir, options)
@@ -155,7 +155,7 @@ class InferenceGroup:
         return RayReplica(self.replicas[index], self.name(index), self._log(index), timeouts.step_s, timeouts.update_s)
 
     def ready_ref(self, index: int) -> Any:
-        """Resolves (to `Health`) when replica `index` can take weights."""
+        """Resolves (to `ReplicaInfo`) when replica `index` can take weights."""
         return self._ready[index]
 
     def pulse_ref(self, index: int) -> Any:
@@ -238,15 +238,15 @@ class InferenceGroup:
         ray.kill(spare.handle)
         return None
 
-    def _health(self, index: int) -> Health | None:
+    def _health(self, index: int) -> ReplicaInfo | None:
         """Of replica `index` when it had started; None if it has not, or could not."""
         there = ready({self._ready[index]: self.name(index)}, timeout_s=0.0)
-        return next((health for health in there.values() if isinstance(health, Health)), None)
+        return next((health for health in there.values() if isinstance(health, ReplicaInfo)), None)
 
     # ----------------------------------------------------------------------------------------------------------- all
 
     def ready_refs(self) -> tuple[list[Any], list[str]]:
-        """References that resolve (to `Health`) when the replicas can take weights, and the replicas' names."""
+        """References that resolve (to `ReplicaInfo`) when the replicas can take weights, and the replicas' names."""
         return list(self._ready.values()), [self.name(index) for index in self._ready]
 
     def router_factory(self, indices: Sequence[int] | None = None) -> Callable[[], Sampler]:
@@ -278,4 +278,4 @@ class InferenceGroup:
 def _create(cfg: Config, index: int | None, options: dict[str, Any], log_dir: Path | None) -> Any:
     if index is not None:  # a spare is given those of the replica that it succeeds
         options = seeing_own_gpus(options)
-    return ray.remote(Replica).options(max_concurrency=MAX_CALLS, **options).remote(cfg, index, log_dir)
+    return ray.remote(ReplicaActor).options(max_concurrency=MAX_CALLS, **options).remote(cfg, index, log_dir)

@@ -13,7 +13,7 @@ import numpy as np
 
 from inference.handover import Kept, Outcome, Progress
 from trireme.core.errors import ProvenanceError, RoomFailed, TriremeError, WeightsRefused
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
 
@@ -43,7 +43,7 @@ class ReplicaClient(Protocol):
 
     async def adopt(self, identity: WeightIdentity) -> None: ...
 
-    async def load(self) -> ReplicaLoad: ...
+    async def stats(self) -> ReplicaStats: ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests in flight; they end as Progress."""

@@ -17,7 +17,7 @@ from typing import Any
 from inference.handover import Kept, Outcome, Progress
 from inference.members import Asked, Fleet, Member, Moved, ReplicaClient
 from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
 
@@ -74,13 +74,15 @@ class Router:
         """Version that each live replica has acknowledged: {replica: version}. Empty before the first update."""
         return {m.index: m.acknowledged for m in self._fleet.live if m.acknowledged is not None}
 
-    async def load(self) -> dict[int, ReplicaLoad]:
+    async def stats(self) -> dict[int, ReplicaStats]:
         """What each live replica has to do: {replica: load}. One that can not say is used no more; raises RoomFailed
         when none is left."""
         while True:
             asked = await self._fleet.someone()
-            loads = await asyncio.gather(*(self._fleet.call(m, m.client.load()) for m in asked), return_exceptions=True)
-            found = {m.index: load for m, load in zip(asked, loads, strict=True) if isinstance(load, ReplicaLoad)}
+            loads = await asyncio.gather(
+                *(self._fleet.call(m, m.client.stats()) for m in asked), return_exceptions=True
+            )
+            found = {m.index: load for m, load in zip(asked, loads, strict=True) if isinstance(load, ReplicaStats)}
             if found:
                 return found
 

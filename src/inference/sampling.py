@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-    from inference.engine_stats import LoadLog
+    from inference.engine_stats import EngineStats
 
 Value = TypeVar("Value")
 HEALTH_TICK_S = 0.5
@@ -47,10 +47,10 @@ class Running:
 
 
 class SamplingEngine:
-    """The part of a replica that samples. `engine`, `load_log` and `end_ids` are there once it has started."""
+    """The part of a replica that samples. `engine`, `engine_stats` and `end_ids` are there once it has started."""
 
     engine: AsyncLLM
-    load_log: LoadLog
+    engine_stats: EngineStats
     end_ids: list[int]
 
     def __init__(self, cfg: Config, name: str) -> None:
@@ -73,7 +73,7 @@ class SamplingEngine:
         """Seconds for which the engine, which has something to do, has said nothing. Nothing is expected of it while it
         stands still for an update, which has a deadline of its own."""
         works = bool(self.engine.output_processor.request_states) or self.halting
-        return self.load_log.silent_s if works and not self.standing else 0.0
+        return self.engine_stats.silent_s if works and not self.standing else 0.0
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, Outcome]]]:
         """Samples all `requests` at once; yields (index, sequence or that request's error) of those that have finished,
@@ -209,7 +209,7 @@ class SamplingEngine:
         from vllm.inputs import tokens_input
 
         if not self.engine.output_processor.request_states:
-            self.load_log.listen()
+            self.engine_stats.listen()
         prompt = tokens_input(list(tokens), cache_salt=salt)
         return await self.engine.add_request(name, prompt, params, lora_request=self.adapter, priority=priority)
 
@@ -228,7 +228,7 @@ class SamplingEngine:
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
         if not self.engine.output_processor.request_states:
-            self.load_log.listen()
+            self.engine_stats.listen()
         self.halting = True
         # AsyncLLM.pause_generation would do no more but sleep for 20 ms in the end.
         await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
@@ -238,7 +238,7 @@ class SamplingEngine:
         """Goes on with the requests."""
         await self.engine.resume_generation()
         self.standing = False
-        self.load_log.listen()
+        self.engine_stats.listen()
         self.sampling.resume(version=self.identity.version if self.identity else None)
 
     # ------------------------------------------------------------------------------------------------------ failures

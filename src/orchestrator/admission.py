@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from trireme.config import Config
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 
 KV_HIGH = 0.8
 """No more is let in while a replica uses more than this share of its KV cache."""
@@ -146,7 +146,7 @@ class Backpressure:
         self._kv_now = self._kv_used = 0.0
         self._preemptions = 0
 
-    def look(self, loads: Mapping[int, ReplicaLoad]) -> None:
+    def look(self, loads: Mapping[int, ReplicaStats]) -> None:
         """Takes note of the live replicas' load, and sets the limit by it."""
         preemptions = sum(max(load.preemptions - self._preempted.get(replica, 0), 0) for replica, load in loads.items())
         self._preempted = {replica: load.preemptions for replica, load in loads.items()}

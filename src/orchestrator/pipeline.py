@@ -395,7 +395,7 @@ class Pipeline:
 
     async def _load_loop(self) -> None:
         while True:
-            self._pressure.look(await self._sampler.load())
+            self._pressure.look(await self._sampler.stats())
             await asyncio.sleep(LOAD_TICK_S)
 
     async def _lag_loop(self) -> None:

@@ -117,7 +117,7 @@ def _opened(config: Config, kind: type[LoopPlan], logs: Path) -> Iterator[tuple[
 
 def _start(config: Config, plan: LoopPlan, logs: Path, ending: ExitStack) -> tuple[TrainerHandle, Any]:
     """The shards, and the group of replicas if there are any: started side by side. `ending` gets their stops."""
-    from inference.handle import InferenceGroup
+    from inference.handle import InferenceHandle
     from trainer.handle import TrainerHandle
     from trireme.process import waits
     from trireme.process.ray_cluster import reserve
@@ -127,7 +127,7 @@ def _start(config: Config, plan: LoopPlan, logs: Path, ending: ExitStack) -> tup
     deadline, shards = time.monotonic() + config.timeouts.start_s, len(plan.trainer_options_R)
     resources = [*plan.trainer_options_R, *plan.inference_options_N]
     _, options = reserve(resources, config.timeouts.start_s, progress, ending, plan.trainer_blocks)
-    inference = InferenceGroup.start(config, options[shards:], logs) if options[shards:] else None
+    inference = InferenceHandle.start(config, options[shards:], logs) if options[shards:] else None
     if inference:
         ending.callback(inference.stop)
     trainer = TrainerHandle.start(config, options[:shards], logs)

@@ -20,8 +20,8 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from inference.actor import Replica
-from inference.handle import MAX_CALLS, InferenceGroup, RayReplica
+from inference.actor import ReplicaActor
+from inference.handle import MAX_CALLS, InferenceHandle, RayReplica
 from inference.router import Router
 from trireme.config import Config
 from trireme.core.sampler import Sampler
@@ -113,7 +113,7 @@ class Room:
 
     family: str
     tied: bool
-    group: InferenceGroup
+    group: InferenceHandle
     router: Sampler
     engine_pid: int
     models: dict[int, Any] = field(default_factory=dict)
@@ -162,7 +162,7 @@ def start_rooms(
         threads = "2" if name in deterministic else "1"
         environment = {"OMP_NUM_THREADS": threads, "TRIREME_FAULTS": faults.get(name, "")}
         options = {"num_cpus": 1, "runtime_env": {"env_vars": environment}}
-        groups[name] = InferenceGroup.start(
+        groups[name] = InferenceHandle.start(
             make_config(path, name in deterministic), [options], directory / "logs" / name
         )
     rooms = {}
@@ -173,16 +173,16 @@ def start_rooms(
     return rooms
 
 
-def start_pair(directory: Path) -> tuple[InferenceGroup, dict[str, Room]]:
+def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
     """Two replicas, the first of which keeps KV over updates and the second drains, as three rooms: one for each, and
     one of both, in which they update one after the other."""
     path = directory / "pair"
     random_model("qwen3", False, seed=0).save_pretrained(path)
     options: dict[str, Any] = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
-    actor = ray.remote(Replica).options(max_concurrency=MAX_CALLS, **options)
+    actor = ray.remote(ReplicaActor).options(max_concurrency=MAX_CALLS, **options)
     cfgs = {mode: make_config(path, False, on_update=mode, max_updating=1) for mode in ("keep_kv", "drain")}
     replicas = {i: actor.remote(cfg, i, directory / "logs" / "pair") for i, cfg in enumerate(cfgs.values())}
-    group = InferenceGroup(cfgs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
+    group = InferenceHandle(cfgs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
     references, who = group.ready_refs()
     pids = [health.engine_pid for health in get_all(references, who=who, timeout_s=300)]
     clients = {i: RayReplica(handle, f"replica {i}", None, 120, 60) for i, handle in replicas.items()}

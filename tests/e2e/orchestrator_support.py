@@ -11,7 +11,7 @@ import numpy as np
 
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.workers import run_in_worker
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan
 from trireme.core.weights import PublishedWeights, UpdateReport
 
@@ -35,8 +35,8 @@ class SeededSampler:
     def acknowledged(self) -> dict[int, int]:
         return {} if self.weights is None else {0: self.weights.identity.version}
 
-    async def load(self) -> dict[int, ReplicaLoad]:
-        return {0: ReplicaLoad(running=0, waiting=0, kv_used=0.0, preemptions=0)}
+    async def stats(self) -> dict[int, ReplicaStats]:
+        return {0: ReplicaStats(running=0, waiting=0, kv_used=0.0, preemptions=0)}
 
 
 class GuessEnv(Env):

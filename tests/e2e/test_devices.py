@@ -14,7 +14,7 @@ import ray
 import inference.handle
 import orchestrator.handle
 import trainer.handle
-from inference.handle import InferenceGroup
+from inference.handle import InferenceHandle
 from orchestrator.handle import OrchestratorHandle
 from trainer.handle import TrainerHandle
 from trireme.config import Config
@@ -41,7 +41,7 @@ def probe() -> type:
 @pytest.fixture
 def cluster_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On a machine that may have none; all actors are probes."""
-    for module, name in ((trainer.group, "ShardActor"), (inference.group, "Replica")):
+    for module, name in ((trainer.handle, "ShardActor"), (inference.handle, "ReplicaActor")):
         monkeypatch.setattr(module, name, probe())
     monkeypatch.setattr(orchestrator.handle, "OrchestratorActor", probe())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -66,7 +66,7 @@ def test_an_actor_sees_the_gpus_that_it_has_and_no_others(cluster_with_gpus: Non
     own = {**ON_CPU, "runtime_env": {"env_vars": {"MINE": "1"}}}
     started: Any = [
         TrainerHandle.start(config, [ON_CPU, ON_GPU], None),
-        InferenceGroup.start(config, [own, ON_GPU], None),
+        InferenceHandle.start(config, [own, ON_GPU], None),
         OrchestratorHandle.start(config, SimpleNamespace, ON_CPU, None),
     ]
     refs = [ref for room in started for ref in room.ready_refs()[0]]

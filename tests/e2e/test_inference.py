@@ -33,7 +33,7 @@ from run_support import shm_left_since
 
 from inference.client import SamplingClient
 from trireme.core.errors import RoomFailed, WeightsRefused
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 from trireme.core.stop_strings import tokens_until
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import ModelInput, SampleRequest, SamplingParams
@@ -259,7 +259,7 @@ def test_while_one_replica_updates_new_requests_go_to_the_other(pair: dict[str, 
             stay += begin(room, [request("long", prompt_of(5), 8)])
             if room.router.acknowledged()[0] == 1:
                 new += begin(room, [request(f"new {len(new)}", prompt_of(5), 8)])
-            assert (await room.router.load()).keys() == {0, 1}
+            assert (await room.router.stats()).keys() == {0, 1}
             await asyncio.sleep(0.05)
         await update
         assert room.router.acknowledged() == {0: 1, 1: 1}
@@ -277,8 +277,8 @@ def test_while_one_replica_updates_new_requests_go_to_the_other(pair: dict[str, 
 def test_a_replica_says_what_it_has_to_do(pair: dict[str, Room]) -> None:
     room = pair["drain"]
 
-    async def load_of() -> ReplicaLoad:
-        (load,) = (await room.router.load()).values()
+    async def load_of() -> ReplicaStats:
+        (load,) = (await room.router.stats()).values()
         return load
 
     async def run() -> None:
@@ -292,7 +292,7 @@ def test_a_replica_says_what_it_has_to_do(pair: dict[str, Room]) -> None:
         await asyncio.gather(*running)
         while (await load_of()).running:
             pass
-        assert await load_of() == ReplicaLoad(0, 0, 0.0, 0)
+        assert await load_of() == ReplicaStats(0, 0, 0.0, 0)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -313,7 +313,7 @@ def test_a_replica_answers_whoever_asks_however_many_requests_it_has(pair: dict[
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        while (await room.router.load())[1].running:
+        while (await room.router.stats())[1].running:
             await some_tokens_later(room, "probe calls")
 
     asyncio.run(asyncio.wait_for(run(), 120))

@@ -30,7 +30,7 @@ from inference_support import (
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model, get_peft_model_state_dict
 
-from inference.handle import InferenceGroup
+from inference.handle import InferenceHandle
 from inference.router import Router
 from trireme.config.lora import lora_targets
 from trireme.config.schema import LoraConfig
@@ -96,7 +96,7 @@ def rooms(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         trainer = config.trainer.model_copy(update={"lora": LoraConfig.model_validate(lora)})
         options = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
         config = config.model_copy(update={"trainer": trainer})
-        groups[name] = InferenceGroup.start(config, [options], directory / "logs" / name)
+        groups[name] = InferenceHandle.start(config, [options], directory / "logs" / name)
     started = {}
     for name, group in groups.items():
         family, tied, _, lora = KINDS[name]

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from inference import handle as group_module
-from inference.handle import InferenceGroup
+from inference.handle import InferenceHandle
 from trireme.config import Config
 from trireme.process.ray_cluster import PlacesForMore, has_place, reserve
 from trireme.supervision.heartbeats import Watch
@@ -51,7 +51,7 @@ def free_gpus(expected: int) -> float:
     return free
 
 
-def all_are_placed(group: InferenceGroup) -> bool:
+def all_are_placed(group: InferenceHandle) -> bool:
     refs, _ = group.ready_refs()
     return len(ray.wait(refs, num_returns=len(refs), timeout=DEADLINE_S)[0]) == len(refs)
 
@@ -72,7 +72,7 @@ def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPa
     )
     with ExitStack() as ending:
         _, options = reserve([RESOURCES] * 2, DEADLINE_S, lambda *_: None, ending)
-        group = InferenceGroup.start(config, options, None)
+        group = InferenceHandle.start(config, options, None)
         roster = Roster(time.time)
         watch = Watch(roster, 30.0, 30.0, lambda *_: None)
         fleet = Fleet(config, group, roster, watch, lambda *_: None, PlacesForMore(RESOURCES, ending))

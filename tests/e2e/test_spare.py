@@ -18,8 +18,8 @@ from inference_support import Room, make_config, prompt_of, random_model, reques
 from run_support import assert_bound_and_conservation
 
 from inference import handle as group_module
-from inference.actor import Replica, has_ended
-from inference.handle import MAX_CALLS, InferenceGroup
+from inference.actor import ReplicaActor, has_ended
+from inference.handle import MAX_CALLS, InferenceHandle
 from trireme.core.errors import EXIT_SIGTERM
 from trireme.process.waits import get
 from trireme.supervision.heartbeats import STACKS
@@ -29,28 +29,28 @@ START_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def group(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceGroup]:
+def group(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceHandle]:
     """One replica, which has two GPUs as far as its environment says, and a spare, whose environment has none."""
     directory = tmp_path_factory.mktemp("spare")
     random_model("qwen3", False, seed=0).save_pretrained(directory / "model")
     config = make_config(directory / "model", False, spare=True)
     options: dict[str, Any] = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
     environment = {"env_vars": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": GPUS}}
-    actor = ray.remote(Replica).options(max_concurrency=MAX_CALLS, **{**options, "runtime_env": environment})
+    actor = ray.remote(ReplicaActor).options(max_concurrency=MAX_CALLS, **{**options, "runtime_env": environment})
     logs = directory / "logs"
-    made = InferenceGroup(config, {0: actor.remote(config, 0, logs)}, logs, {0: options})
+    made = InferenceHandle(config, {0: actor.remote(config, 0, logs)}, logs, {0: options})
     get(made.ready_ref(0), who="the replica", timeout_s=START_S)
     yield made
     made.stop()
 
 
-def pids(group: InferenceGroup) -> tuple[int, ...]:
+def pids(group: InferenceHandle) -> tuple[int, ...]:
     """Of the replica: its actor and its engine."""
     found: tuple[int, ...] = get(group.pulse_ref(0), who="the replica", timeout_s=START_S).pids
     return found
 
 
-def test_it_takes_over_number_place_and_gpus_of_a_killed_one(group: InferenceGroup) -> None:
+def test_it_takes_over_number_place_and_gpus_of_a_killed_one(group: InferenceHandle) -> None:
     logs = group.log_dir
     assert logs is not None
     group.keep_spares()
@@ -88,7 +88,7 @@ def test_it_takes_over_number_place_and_gpus_of_a_killed_one(group: InferenceGro
 
 
 def test_the_loss_of_a_spare_is_the_loss_of_nothing_else(
-    group: InferenceGroup, monkeypatch: pytest.MonkeyPatch
+    group: InferenceHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group.keep_spares()
     (spare,) = group._spares.values()

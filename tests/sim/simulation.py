@@ -41,7 +41,7 @@ from orchestrator.rollout import RolloutLimits
 from trainer.batch_checks import check_provenance, recent
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 from trireme.core.types import Minibatch, SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
 from trireme.core.weights import Canary, PublishedWeights, UpdateReport
 
@@ -279,9 +279,9 @@ class SimReplica:
     async def adopt(self, identity: WeightIdentity) -> None:
         self._identity = identity
 
-    async def load(self) -> ReplicaLoad:
+    async def stats(self) -> ReplicaStats:
         await self._check_alive()
-        return ReplicaLoad(len(self._running), len(self._waiting), 0.5 * len(self._running) / self._scenario.slots, 0)
+        return ReplicaStats(len(self._running), len(self._waiting), 0.5 * len(self._running) / self._scenario.slots, 0)
 
     def die(self) -> None:
         self._dead = RoomFailed(f"{self.name} died")

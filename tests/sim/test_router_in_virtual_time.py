@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from inference.handover import NOTHING, Outcome, Progress
 from inference.router import Router
 from trireme.core.errors import RoomFailed, TriremeError
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import Canary, PublishedWeights, UpdateReport
 
@@ -95,9 +95,9 @@ class Slow:
     async def adopt(self, identity: WeightIdentity) -> None:
         self.identity = identity
 
-    async def load(self) -> ReplicaLoad:
+    async def stats(self) -> ReplicaStats:
         await self.alive()
-        return ReplicaLoad(0, 0, 0.0, 0)
+        return ReplicaStats(0, 0, 0.0, 0)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.alive()

@@ -10,7 +10,7 @@ from trireme.core.weights import PublishedWeights, UpdateReport
 
 
 @dataclass(frozen=True)
-class ReplicaLoad:
+class ReplicaStats:
     """What a replica has to do: sequences that it decodes, sequences that wait for a place, the share of its KV cache
     that is in use (0 to 1), and how often it gave up a sequence's KV for want of space since it started."""
 
@@ -53,7 +53,7 @@ class Sampler(Protocol):
         """Version that each live replica has acknowledged: {replica id: version}."""
         ...
 
-    async def load(self) -> dict[int, ReplicaLoad]:
+    async def stats(self) -> dict[int, ReplicaStats]:
         """What each live replica has to do: {replica id: load}. Raises RoomFailed when no replica is left."""
         ...
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from ray.util.placement_group import placement_group_table
 
 from inference.engine import engine_args
-from inference.handle import InferenceGroup
+from inference.handle import InferenceHandle
 from orchestrator.handle import OrchestratorHandle
 from trainer.handle import TrainerHandle
 from trainer.schedule import learning_rate_schedule
@@ -35,7 +35,7 @@ class Rooms:
     """The three rooms of an attempt, ready."""
 
     trainer: TrainerHandle
-    inference: InferenceGroup
+    inference: InferenceHandle
     orchestrator: OrchestratorHandle
 
 
@@ -48,7 +48,7 @@ class Places:
     nodes: int
     trainer_R: list[dict[str, Any]]
     orchestrator: dict[str, Any]
-    inference: InferenceGroup
+    inference: InferenceHandle
     for_more: PlacesForMore
 
 
@@ -61,7 +61,7 @@ def places(config: Config, plan: Plan, run: RunDir, progress: Progress) -> Itera
         group, options = reserve(resources, config.timeouts.start_s, progress, ending, plan.trainer_blocks)
         shards, replicas = len(plan.trainer_options_R), len(plan.inference_options_N)
         for_more = PlacesForMore(plan.added_replica_options, ending)
-        inference = InferenceGroup.start(config, options[shards : shards + replicas], run.logs)
+        inference = InferenceHandle.start(config, options[shards : shards + replicas], run.logs)
         ending.callback(inference.stop)
         nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
         yield Places(config, nodes, options[:shards], options[-1], inference, for_more)
@@ -134,7 +134,7 @@ def evaluation_rooms(
     _, options = reserve(
         [*plan.inference_options_N, plan.orchestrator_options], config.timeouts.start_s, progress, ending
     )
-    inference = InferenceGroup.start(config, options[:-1], log_dir)
+    inference = InferenceHandle.start(config, options[:-1], log_dir)
     ending.callback(inference.stop)
     orchestrator = OrchestratorHandle.start(config, inference.router_factory(), options[-1], log_dir)
     ending.callback(orchestrator.stop)

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from inference import actor as replica_module
-from inference.actor import Replica
+from inference.actor import ReplicaActor
 from inference.engine import engine_args, vllm_params
-from inference.engine_stats import LoadLog
+from inference.engine_stats import EngineStats
 from inference.handover import NOTHING
 from inference.weight_files import Shipment, in_memory_files
 from inference.wrong import made_wrong
@@ -46,10 +46,10 @@ def config(deterministic: bool = False, update_s: float = 60.0, **inference: Any
     )
 
 
-def replica(engine_dead: bool = False) -> Replica:
-    made = Replica(config(), 0, None)
+def replica(engine_dead: bool = False) -> ReplicaActor:
+    made = ReplicaActor(config(), 0, None)
     made.engine = SimpleNamespace(errored=engine_dead)
-    made.load_log = LoadLog(None)
+    made.engine_stats = EngineStats(None)
     return made
 
 
@@ -186,7 +186,7 @@ class EngineOfRequests:
         )
 
 
-class SamplingReplica(Replica):
+class SamplingReplica(ReplicaActor):
     """With that engine, which is spared vLLM's types."""
 
     engine: Any
@@ -194,7 +194,7 @@ class SamplingReplica(Replica):
     def __init__(self, deterministic: bool, **settings: Any) -> None:
         super().__init__(config(deterministic, **settings), 0, None)
         self.engine, self.identity = EngineOfRequests(), IDENTITY
-        self.load_log = LoadLog(None)
+        self.engine_stats = EngineStats(None)
         self.proved.set()
 
     async def _submit(self, request: SampleRequest, salt: str) -> Any:
@@ -210,7 +210,7 @@ def requests_of(*names: str) -> list[SampleRequest]:
     return [SampleRequest(name, (1,), SamplingParams(max_tokens=1), name) for name in names]
 
 
-async def outcomes(of: Replica, requests: list[SampleRequest]) -> list[Any]:
+async def outcomes(of: ReplicaActor, requests: list[SampleRequest]) -> list[Any]:
     found = dict([answer async for together in of.sample(requests) for answer in together])
     return [found[index] for index in sorted(found)]
 
@@ -254,7 +254,7 @@ def test_a_pulse_tells_for_how_long_an_engine_with_work_is_silent(monkeypatch: p
         made.engine.going.clear()
         sampling = asyncio.create_task(outcomes(made, requests_of("a")))
         await turns()
-        made.load_log.listen()
+        made.engine_stats.listen()
         now[0] = 107.0
         assert (await made.pulse()).behind_s == 7
         pause = asyncio.create_task(made.pause())
@@ -385,7 +385,7 @@ def test_answers_that_finish_together_go_together() -> None:
         made.engine.going.set()
         assert [[index for index, _ in group] for group in await answering] == [[0, 1, 2]]
 
-    async def together(made: Replica) -> list[Any]:
+    async def together(made: ReplicaActor) -> list[Any]:
         return [group async for group in made.sample(requests_of("a", "b", "c"))]
 
     asyncio.run(run())

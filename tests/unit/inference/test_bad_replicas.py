@@ -18,7 +18,7 @@ from inference.handover import Progress
 from inference.members import SENSELESS
 from inference.router import Router
 from trireme.core.errors import LimitReached, RoomFailed
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
 
@@ -55,8 +55,8 @@ class Replica:
     async def adopt(self, identity: WeightIdentity) -> None:
         self.identity = identity
 
-    async def load(self) -> ReplicaLoad:
-        return ReplicaLoad(0, 0, 0.0, 0)
+    async def stats(self) -> ReplicaStats:
+        return ReplicaStats(0, 0, 0.0, 0)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         return

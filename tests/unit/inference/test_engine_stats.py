@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from inference.engine_stats import LoadLog
-from trireme.core.sampler import ReplicaLoad
+from inference.engine_stats import EngineStats
+from trireme.core.sampler import ReplicaStats
 
 
 def step(running: int, kv_used: float = 0.5, preempted: int = 0) -> tuple[SchedulerStats, IterationStats]:
@@ -18,40 +18,40 @@ def step(running: int, kv_used: float = 0.5, preempted: int = 0) -> tuple[Schedu
 
 
 def test_the_newest_step_counts_and_what_it_has_not_seen_waits() -> None:
-    log = LoadLog(None)
-    assert log.load(0) == ReplicaLoad(0, 0, 0.0, 0)
+    log = EngineStats(None)
+    assert log.stats(0) == ReplicaStats(0, 0, 0.0, 0)
     log.record(*step(running=9, kv_used=0.9))
     log.record(*step(running=4, kv_used=0.25))
-    assert log.load(7) == ReplicaLoad(running=4, waiting=3, kv_used=0.25, preemptions=0)
-    assert log.load(1) == ReplicaLoad(running=1, waiting=0, kv_used=0.25, preemptions=0)
+    assert log.stats(7) == ReplicaStats(running=4, waiting=3, kv_used=0.25, preemptions=0)
+    assert log.stats(1) == ReplicaStats(running=1, waiting=0, kv_used=0.25, preemptions=0)
 
 
 def test_preemptions_for_want_of_space_are_counted_and_those_of_an_update_are_not() -> None:
-    log = LoadLog(None)
+    log = EngineStats(None)
     log.record(*step(running=3, preempted=2))
     log.cache_cleared()
-    assert log.load(3) == ReplicaLoad(running=0, waiting=3, kv_used=0.0, preemptions=2)
+    assert log.stats(3) == ReplicaStats(running=0, waiting=3, kv_used=0.0, preemptions=2)
     log.record(*step(running=2, preempted=2))
     log.record(*step(running=3, preempted=1))
-    assert log.load(3).preemptions == 2
+    assert log.stats(3).preemptions == 2
     log.record(*step(running=2, preempted=1))
-    assert log.load(3).preemptions == 3
+    assert log.stats(3).preemptions == 3
 
 
 def test_a_sequence_that_ended_during_an_update_excuses_nothing_after_the_next() -> None:
-    log = LoadLog(None)
+    log = EngineStats(None)
     log.record(*step(running=3))
     log.cache_cleared()
     log.record(*step(running=1, preempted=1))
     log.cache_cleared()
     log.record(*step(running=1, preempted=2))
-    assert log.load(1).preemptions == 1
+    assert log.stats(1).preemptions == 1
 
 
 def test_an_engine_is_silent_since_its_last_step_or_since_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("inference.engine_stats.time", SimpleNamespace(monotonic=lambda: now[0]))
-    log = LoadLog(None)
+    log = EngineStats(None)
     log.listen()
     now[0] = 103.0
     assert log.silent_s == 3

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from inference import handle as group_module
-from inference.actor import Health
-from inference.handle import InferenceGroup
+from inference.actor import ReplicaInfo
+from inference.handle import InferenceHandle
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
 
@@ -52,9 +52,9 @@ class World:
                 "inference": {"sampling": {"max_tokens": 4}, "replicas": 2, "spare": spare},
             }
         )
-        self.group = InferenceGroup.start(config, [{"num_cpus": 2, "num_gpus": 1}] * 2, None)
+        self.group = InferenceHandle.start(config, [{"num_cpus": 2, "num_gpus": 1}] * 2, None)
         for index, node in enumerate("ab"):
-            self.answers[self.group.ready_ref(index)] = Health(100 + index, None, node, str(index))
+            self.answers[self.group.ready_ref(index)] = ReplicaInfo(100 + index, None, node, str(index))
 
     def _create(self, _cfg: Config, index: int | None, options: dict[str, Any], _log_dir: None) -> Actor:
         self.made.append(Actor(index, options))

@@ -17,7 +17,7 @@ from inference.engine import check_spans
 from inference.handover import NOTHING, Outcome, Progress
 from inference.router import Router
 from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import Canary, PublishedWeights, UpdateReport
 
@@ -65,7 +65,7 @@ class FakeReplica:
         self.update = asyncio.get_running_loop().create_future()
         self.updates = 0
         self.spans: tuple[VersionSpan, ...] = ()
-        self.loaded: ReplicaLoad | TriremeError = ReplicaLoad(0, 0, 0.0, 0)
+        self.loaded: ReplicaStats | TriremeError = ReplicaStats(0, 0, 0.0, 0)
         self.made: dict[str, Progress] = {}
         self.asked: list[SampleRequest] = []
 
@@ -95,7 +95,7 @@ class FakeReplica:
         if self.failure:
             raise self.failure
 
-    async def load(self) -> ReplicaLoad:
+    async def stats(self) -> ReplicaStats:
         if isinstance(self.loaded, TriremeError):
             raise self.loaded
         return self.loaded
@@ -321,7 +321,7 @@ async def test_a_replica_that_failed_while_it_waited_for_its_turn_is_not_updated
     update = asyncio.create_task(router.update_weights(WEIGHTS))
     await turns()
     second.loaded = RoomFailed("replica 1 died")
-    await router.load()
+    await router.stats()
     first.update.set_result(report(0))
     assert await update == [report(0)]
     assert second.updates == 0
@@ -396,15 +396,15 @@ async def test_tokens_of_weights_that_are_on_their_way_are_known() -> None:
 @in_loop
 async def test_the_load_of_all_that_live() -> None:
     router, (first, second) = fleet(2)
-    first.loaded = ReplicaLoad(3, 1, 0.5, 0)
-    assert await router.load() == {0: first.loaded, 1: second.loaded}
+    first.loaded = ReplicaStats(3, 1, 0.5, 0)
+    assert await router.stats() == {0: first.loaded, 1: second.loaded}
     first.loaded = RoomFailed("replica 0 died")
-    assert await router.load() == {1: second.loaded}
+    assert await router.stats() == {1: second.loaded}
     first.loaded = second.loaded
-    assert await router.load() == {1: second.loaded}  # used no more
+    assert await router.stats() == {1: second.loaded}  # used no more
     second.loaded = RoomFailed("replica 1 died")
     with pytest.raises(RoomFailed, match=r"no inference replica is left.*replica 0 died.*replica 1 died"):
-        await router.load()
+        await router.stats()
 
 
 def test_spans_must_cover_every_token() -> None:
@@ -562,7 +562,7 @@ async def test_a_failure_of_which_there_is_a_successor_is_not_reported() -> None
     router, (first,) = fleet(1)
     first.loaded = RoomFailed("replica 0 died")
     with pytest.raises(RoomFailed):
-        await router.load()
+        await router.stats()
     await router.join(0, FakeReplica("replica 0"))
     failure = asyncio.create_task(router.next_failure())
     await turns()
@@ -576,7 +576,7 @@ async def test_requests_updates_and_questions_wait_for_a_joiner_when_nobody_is_l
     only.update.set_exception(RoomFailed("replica 0 died"))
     update = asyncio.create_task(router.update_weights(WEIGHTS))
     await turns()
-    sampling, load = asyncio.create_task(router.sample(request("r"))), asyncio.create_task(router.load())
+    sampling, load = asyncio.create_task(router.sample(request("r"))), asyncio.create_task(router.stats())
     assert await router.next_failure() == (0, "replica 0 died")
     await turns()
     assert not any(task.done() for task in (update, sampling, load))
@@ -619,7 +619,7 @@ async def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> 
     first.go.set()
     assert text(await task) == "a0"
     await drain
-    assert (await router.load()).keys() == {1}
+    assert (await router.stats()).keys() == {1}
     await router.drain(0, 20.0)
 
 

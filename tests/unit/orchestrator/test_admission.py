@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from orchestrator_fakes import config
 
 from orchestrator.admission import BACK_OFF, KV_HIGH, Backpressure, Gate, Kind, Room
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 
 LIMIT = 12
 
@@ -183,8 +183,8 @@ def test_without_a_limit_nobody_waits_not_even_a_turn() -> None:
     asyncio.run(scenario())
 
 
-def load(waiting: int = 0, kv_used: float = 0.1, preemptions: int = 0) -> ReplicaLoad:
-    return ReplicaLoad(running=8, waiting=waiting, kv_used=kv_used, preemptions=preemptions)
+def load(waiting: int = 0, kv_used: float = 0.1, preemptions: int = 0) -> ReplicaStats:
+    return ReplicaStats(running=8, waiting=waiting, kv_used=kv_used, preemptions=preemptions)
 
 
 class Looked:
@@ -223,7 +223,7 @@ FIRST = 80
         ({0: load(), 1: load(preemptions=7)}, False, int(BACK_OFF * FIRST)),
     ],
 )
-def test_the_limit_follows_the_replicas(loads: dict[int, ReplicaLoad], held_back: bool, then: int) -> None:
+def test_the_limit_follows_the_replicas(loads: dict[int, ReplicaStats], held_back: bool, then: int) -> None:
     async def scenario() -> None:
         async with Looked(held_back) as looked:
             assert looked.pressure.gate.limit == FIRST

@@ -30,7 +30,7 @@ from orchestrator.limits import MIN_WINDOW
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trireme.core.errors import LimitReached, ProvenanceError, RoomFailed, WeightsRefused
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest
 
 
@@ -191,7 +191,7 @@ def test_waiting_for_room_does_not_count_as_time_of_a_rollout_but_all_its_turns_
 
 def test_a_source_of_load_that_fails_ends_the_run() -> None:
     class Unwell(FakeSampler):
-        async def load(self) -> dict[int, ReplicaLoad]:
+        async def stats(self) -> dict[int, ReplicaStats]:
             raise RoomFailed("inference replica 0 does not say what it has to do")
 
     async def scenario() -> None:
@@ -208,9 +208,9 @@ def test_the_limit_follows_the_load_and_stands_in_the_row() -> None:
     class Busy(FakeSampler):
         looks = 0
 
-        async def load(self) -> dict[int, ReplicaLoad]:
+        async def stats(self) -> dict[int, ReplicaStats]:
             self.looks += 1
-            return {0: ReplicaLoad(8, 1, 0.75, preemptions=3 * self.looks)}
+            return {0: ReplicaStats(8, 1, 0.75, preemptions=3 * self.looks)}
 
         async def sample(self, request: SampleRequest) -> SampledSequence:
             await asyncio.sleep(5)

@@ -14,7 +14,7 @@ from orchestrator.metrics import Released
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trireme.config import Config
-from trireme.core.sampler import ReplicaLoad
+from trireme.core.sampler import ReplicaStats
 from trireme.core.types import Minibatch, SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.core.weights import Canary, PublishedWeights, UpdateReport
 
@@ -71,8 +71,8 @@ class FakeSampler:
     def acknowledged(self) -> dict[int, int]:
         return {} if self.version < 0 else {0: self.version}
 
-    async def load(self) -> dict[int, ReplicaLoad]:
-        return {0: ReplicaLoad(0, 0, 0.0, 0)}
+    async def stats(self) -> dict[int, ReplicaStats]:
+        return {0: ReplicaStats(0, 0, 0.0, 0)}
 
 
 class Fleet(FakeSampler):
