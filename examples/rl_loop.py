@@ -15,9 +15,16 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from trainer.schedule import scale_lr
-from trireme.api import loop_config, open_rooms
-from trireme.core.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams
+from trireme.api import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    SampledSequence,
+    SamplingParams,
+    loop_config,
+    open_rooms,
+    scale_lr,
+)
 
 LEARNING_RATE, REFERENCE_BATCH = 2e-4, 16  # what suits 16 problems a step; for others it is scaled
 SAVE_S = 600.0

@@ -15,9 +15,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer.schedule import get_lr, lr_at
-from trireme.api import loop_config, open_trainer
-from trireme.core.types import AdamParams, Datum, ModelInput
+from trireme.api import AdamParams, Datum, ModelInput, get_lr, loop_config, lr_at, open_trainer
 
 TINY = 30  # a model of a third of a million parameters takes much more than what suits large ones
 WARMUP_STEPS = 5

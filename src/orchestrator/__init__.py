@@ -5,3 +5,5 @@ is trained on when); `data` (trajectories to training data); `lockstep` (who wai
 `limits` (when a run stops by itself); `metrics`; `pipeline` (the loops that join them); `snapshot` (state as files);
 `actor` and `handle` (the Ray actor and the driver's side of it). Nothing here imports torch.
 """
+
+import trireme as trireme  # the paths that modules here had before (trireme.core.aliases)

@@ -22,11 +22,25 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from trainer.schedule import get_lr, lr_at, scale_lr
 from trireme.cli.common import StartProgress, prepare_cluster
 from trireme.config import Config
 from trireme.config.checks import check, check_installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts, with_absolute_paths
+from trireme.config.schema import LoraConfig
+from trireme.core.errors import BadInput, NonFiniteGradient, RoomFailed
+from trireme.core.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    ModelInput,
+    OptimStepResponse,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    TensorData,
+)
 from trireme.plan.base import Resources, with_device
 from trireme.plan.rl import Plan
 from trireme.train.kl_reference import keep_reference, resolve_reference
@@ -34,6 +48,29 @@ from trireme.train.kl_reference import keep_reference, resolve_reference
 if TYPE_CHECKING:
     from inference.client import SamplingClient
     from trainer.handle import TrainerHandle
+
+__all__ = [
+    "AdamParams",
+    "BadInput",
+    "Config",
+    "Datum",
+    "ForwardBackwardOutput",
+    "LoraConfig",
+    "ModelInput",
+    "NonFiniteGradient",
+    "OptimStepResponse",
+    "RoomFailed",
+    "SampleResponse",
+    "SampledSequence",
+    "SamplingParams",
+    "TensorData",
+    "get_lr",
+    "loop_config",
+    "lr_at",
+    "open_rooms",
+    "open_trainer",
+    "scale_lr",
+]
 
 UNREAD = Path(__file__).with_name("api.toml")
 
