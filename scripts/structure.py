@@ -11,7 +11,7 @@ How it counts, of all files below `src` unless another place is named:
 - Code lines hold something besides blanks, comments and strings that are statements (docstrings, documentation of
   fields); a statement over three lines counts three.
 - Public names are the classes and functions at the top of a module that do not begin with an underscore.
-- Names that were only underscored are `_name` anywhere in the tree after, where `name` was public before and is not now.
+- Names that were only underscored: `_name` is somewhere in the tree after, `name` was public before and is not now.
 - Contracts are those of import-linter in `pyproject.toml`: the entries below a root package, and the single files
   among them.
 """

@@ -41,11 +41,7 @@ def probe() -> type:
 @pytest.fixture
 def cluster_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On a machine that may have none; all actors are probes."""
-<<<<<<< Updated upstream
     for module, name in ((trainer.handle, "ShardActor"), (inference.handle, "ReplicaActor")):
-=======
-    for module, name in ((trainer.handle, "ShardActor"), (inference.handle, "Replica")):
->>>>>>> Stashed changes
         monkeypatch.setattr(module, name, probe())
     monkeypatch.setattr(orchestrator.handle, "OrchestratorActor", probe())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
