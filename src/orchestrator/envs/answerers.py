@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Protocol
-
-import httpx
+from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator.workers import run_in_worker
+from trireme.core.extras import require
 from trireme.renderers import Message
+
+if TYPE_CHECKING:
+    import httpx
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Before each further try of an answerer that is down."""
@@ -46,6 +48,9 @@ class UrlAnswerer:
     key: str = "none"
     pauses_s: tuple[float, ...] = PAUSES_S
 
+    def __post_init__(self) -> None:
+        require("httpx", extra="answerers", what_for=f"an answerer at {self.url}")
+
     async def answer(self, messages: list[Message]) -> str:
         body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": MAX_TOKENS, "seed": 0}
         for pause_s in (*self.pauses_s, None):
@@ -59,6 +64,8 @@ class UrlAnswerer:
 
     async def _try(self, body: dict[str, Any]) -> str | Exception:
         """Its answer, or why there is none now. Raises AnswererDown where another try would not help."""
+        import httpx
+
         try:
             reply = await self._client.post("/chat/completions", json=body)
         except httpx.TransportError as error:
@@ -73,6 +80,8 @@ class UrlAnswerer:
 
     @cached_property
     def _client(self) -> httpx.AsyncClient:
+        import httpx
+
         headers = {"Authorization": f"Bearer {self.key}"}
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=REPLY_S)
 

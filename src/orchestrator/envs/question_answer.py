@@ -21,6 +21,7 @@ from orchestrator.env import EnvContext, EnvGroupBuilder, RLDataset
 from orchestrator.envs.text import is_held_out
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
 from orchestrator.workers import run_in_worker
+from trireme.core.extras import require
 from trireme.renderers import Message
 
 MARK = "####"
@@ -109,6 +110,8 @@ class QuestionAnswerDataset(RLDataset):
                 f"grading = {grading!r}, grading_limit_s = {grading_limit_s}, batch_size = {batch_size}; expected "
                 "'math' or 'exact', more than 0, at least 1"
             )
+        if grading == "math":
+            require("math_verify", extra="math", what_for='an environment with grading = "math"')
         file = Path(eval_path if eval_path and context.split == "eval" else path).expanduser()
         found = list(read_questions(file, question, answer))
         if eval_path is None:
@@ -157,8 +160,6 @@ def _json_rows(file: Path) -> Iterator[Any]:
 
 
 def _parquet_rows(file: Path) -> list[Any]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(f"{file} is a parquet file, which takes pyarrow to read: `uv sync --extra parquet`") from None
-    return pyarrow.parquet.read_table(file).to_pylist()
+    parquet = require("pyarrow.parquet", extra="parquet", what_for=f"the parquet file {file}")
+    rows: list[Any] = parquet.read_table(file).to_pylist()
+    return rows

@@ -17,6 +17,7 @@ from rich.filesize import decimal
 
 from trireme.config.refusals import Refusal
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_OK, TriremeError
+from trireme.core.extras import require
 from trireme.core.tokenizer import load_tokenizer
 from trireme.tools.export import DTYPES, export
 from trireme.tools.inspection import inspect, render, to_json
@@ -186,6 +187,7 @@ def _watch(options: argparse.Namespace) -> None:
     if options.plain or not sys.stdout.isatty():
         follow(follower, partial(print, flush=True))
         return
+    require("textual_plotext", extra="watch", what_for="the screen of trireme watch (--plain does without it)")
     from trireme.tools.watch.app import Watch  # a screen is what only this command pays for
 
     tokenizer = tokenizer_of(follower.config)

@@ -1,0 +1,23 @@
+"""Packages that only some commands and environments need: they are imported when they are used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from trireme.core.errors import BadInput
+
+
+def require(module: str, *, extra: str, what_for: str) -> Any:
+    """Imports and returns `module`, which the optional dependencies `extra` install.
+
+    Raises BadInput with the command that installs them where it is missing; `what_for` is what needs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise BadInput(
+            f"given: {what_for}, without the package {module.partition('.')[0]} ({error})\n"
+            f"  expected: the extra `{extra}`\n"
+            f'  to do: uv sync --extra {extra}, or uv pip install "trireme[{extra}]"'
+        ) from None

@@ -1,0 +1,52 @@
+"""Optional packages: nothing of the quickstart needs them, and what does names the command that installs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trireme.core.errors import BadInput
+from trireme.core.extras import require
+
+REPOSITORY = Path(__file__).parents[3]
+OPTIONAL = ("httpx", "math_verify", "matplotlib", "pyarrow", "renderers", "textual", "textual_plotext", "verifiers")
+WITHOUT = f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
+
+
+def without_extras(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT + code], capture_output=True, text=True, cwd=REPOSITORY, timeout=300
+    )
+
+
+def test_the_quickstart_needs_no_extra() -> None:
+    done = without_extras(
+        "import trireme.cli.sft, trireme.cli.trireme, orchestrator.envs.sort, trireme.renderers, trireme.tools.sweep\n"
+        "from trireme.cli.rl import main\n"
+        "sys.exit(main(['@', 'configs/quickstart.toml', '--dry-run']))"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sort" in done.stdout
+
+
+def test_watch_names_the_extra_that_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    done = without_extras(
+        "sys.stdout.isatty = lambda: True\n"
+        "from trireme.cli.trireme import main\n"
+        f"sys.exit(main(['watch', {str(tmp_path)!r}]))"
+    )
+    assert done.returncode == 2
+    assert "without the package textual_plotext" in done.stderr
+    assert "uv sync --extra watch" in done.stderr
+
+
+def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(BadInput, match=r"given: grading, without the package math_verify.*\n.*`math`\n.*--extra math,"):
+        require("math_verify", extra="math", what_for="grading")
+    assert require("json", extra="math", what_for="grading") is json
