@@ -1,13 +1,33 @@
 """Laws of the code base that no linter knows."""
 
 import ast
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structure
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
+MODULES = structure.modules_of(ROOT)
+ROOMS = {"trainer", "orchestrator", "inference"}
+RAY, VLLM = {"ray"}, {"vllm"}
+FORBIDDEN_IMPORTS = {
+    **{
+        f"trireme.{package}": RAY | VLLM | ROOMS
+        for package in ("core", "config", "renderers", "plan", "checkpoint", "run", "train", "sft", "tools")
+    },
+    **{f"trireme.{package}": VLLM | ROOMS for package in ("process", "supervision")},
+    "trireme.launch": VLLM,
+    "trireme.cli": VLLM,
+    **{room: RAY | VLLM | ROOMS - {room} for room in ("trainer", "orchestrator")},
+    "inference": RAY | ROOMS - {"inference"},
+}
+"""What a new module may not import, by the package in which it lies."""
 BARE_WAITS = {("ray", "get"), ("ray", "wait")}
 
 
@@ -92,3 +112,32 @@ def test_no_sentence_names_this_machine() -> None:
         if any(host in (ROOT / name).read_text(errors="replace") for host in hosts)
     ]
     assert named == []
+
+
+def test_no_module_lies_outside_a_package() -> None:
+    assert structure.loose_modules(ROOT) == []
+
+
+def test_contracts_name_packages() -> None:
+    """A list of files would leave out each new one until somebody adds it."""
+    assert [name for name in structure.contract_entries(ROOT) if structure.is_file(ROOT, name)] == []
+
+
+def test_a_stray_import_is_refused_in_every_package(tmp_path: Path) -> None:
+    """A new module is checked by where it lies: one of each package that imports all that is forbidden there."""
+    shutil.copytree(ROOT / "src", tmp_path / "src")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    packages = {path.parent.name for path in (ROOT / "src" / "trireme").glob("*/__init__.py")}
+    assert {f"trireme.{package}" for package in packages} | ROOMS == set(FORBIDDEN_IMPORTS), "the table is complete"
+    for package, forbidden in FORBIDDEN_IMPORTS.items():
+        stray = Path(tmp_path, "src", *package.split("."), "stray.py")
+        stray.write_text("".join(f"import {name}\n" for name in sorted(forbidden)))
+    checked = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()", "--no-cache"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "src"), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+    strays = {f"{package}.stray -> {name}" for package, names in FORBIDDEN_IMPORTS.items() for name in names}
+    assert {stray for stray in strays if stray not in checked.stdout} == set(), checked.stdout + checked.stderr
