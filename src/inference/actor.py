@@ -33,7 +33,7 @@ from inference.weight_files import Shipment, in_memory_files
 from trireme.config import Config
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import RoomFailed, WeightsRefused
-from trireme.core.sampler import Pulse, ReplicaStats
+from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport, check_canary
 from trireme.process import logs, trace
@@ -138,10 +138,10 @@ class ReplicaActor(SamplingEngine):
         node = ray.get_runtime_context().get_node_id()
         return ReplicaInfo(self._engine_pid, self.identity, node, os.environ.get(DEVICES))
 
-    async def pulse(self) -> Pulse:
+    async def heartbeat(self) -> Heartbeat:
         """Answers at once. Raises RoomFailed or WeightsRefused, with the reason, when it is of no more use."""
         self._raise_if_broken()
-        return Pulse((os.getpid(), self._engine_pid), ray.get_runtime_context().get_node_id(), self.behind_s)
+        return Heartbeat((os.getpid(), self._engine_pid), ray.get_runtime_context().get_node_id(), self.behind_s)
 
     @property
     def _engine_pid(self) -> int:

@@ -26,7 +26,7 @@ from trireme.process.visible_gpus import seeing_own_gpus
 from trireme.process.waits import get_all, get_async, ready
 
 MAX_CALLS = 100_000
-"""At once to one replica. Each request may be a call of its own, and what comes beyond that waits, be it a pulse."""
+"""Concurrent calls to one replica. Each request may be a call of its own; calls beyond this wait, heartbeats too."""
 GRACE_S = 30.0
 SPARES = "a spare replica"
 STOP_S = 10.0
@@ -158,9 +158,9 @@ class InferenceHandle:
         """Resolves (to `ReplicaInfo`) when replica `index` can take weights."""
         return self._ready[index]
 
-    def pulse_ref(self, index: int) -> Any:
-        """Resolves to a `Pulse`, at once; raises when the replica is dead, or broken for good. Once it is ready."""
-        return self.replicas[index].pulse.remote()
+    def heartbeat_ref(self, index: int) -> Any:
+        """Resolves to a `Heartbeat`, at once; raises when the replica is dead, or broken for good. Once it is ready."""
+        return self.replicas[index].heartbeat.remote()
 
     def replace(self, index: int) -> Any:
         """Ends what is left of replica `index` by force, and starts a new one in its place; as `ready_ref`."""

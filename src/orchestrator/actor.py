@@ -18,7 +18,7 @@ from orchestrator.state import Snapshot, read_snapshot, write_snapshot
 from orchestrator.workers import close_workers, open_workers
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
-from trireme.core.sampler import Pulse, Sampler
+from trireme.core.sampler import Heartbeat, Sampler
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import Minibatch, WeightIdentity
 from trireme.core.weights import PublishedWeights
@@ -77,11 +77,11 @@ class OrchestratorActor:
     async def give_up_evaluation(self) -> None:
         self._pipeline.give_up_evaluation()
 
-    async def pulse(self) -> Pulse:
+    async def heartbeat(self) -> Heartbeat:
         """Answers at once."""
         import ray  # an actor's process has it; whoever only builds a pipeline needs none
 
-        return Pulse((os.getpid(),), ray.get_runtime_context().get_node_id())
+        return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
 
     async def join(self, index: int, client: Any, reserved: bool) -> None:
         await self._pipeline.join(index, client, reserved=reserved)

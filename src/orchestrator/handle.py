@@ -113,9 +113,9 @@ class OrchestratorHandle:
 
     # ------------------------------------------------------------- for the supervisor: references, which it waits for
 
-    def pulses(self) -> Mapping[str, Callable[[], Any]]:
-        """By the name of the process: what asks it for a sign of life, and gives a reference to its `Pulse`."""
-        return {"orchestrator_0": self._actor.pulse.remote}
+    def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
+        """By the name of the process: what asks it for a sign of life, and gives a reference to its `Heartbeat`."""
+        return {"orchestrator_0": self._actor.heartbeat.remote}
 
     def join(self, index: int, client: Any, *, reserved: bool) -> Any:
         """Resolves when replica `index` has the newest weights and serves; `reserved`: for evaluations alone. Raises

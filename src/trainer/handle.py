@@ -23,7 +23,7 @@ from trainer.custom import CustomLoss, surrogate
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
 from trireme.core.errors import NonFiniteGradient, RoomFailed
-from trireme.core.sampler import Pulse
+from trireme.core.sampler import Heartbeat
 from trireme.core.types import (
     AdamParams,
     Data,
@@ -135,9 +135,9 @@ class ShardActor:
             return self._shard.save_weights(path, published.entries, buckets)
 
     @ray.method(concurrency_group="watch")
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> Heartbeat:
         """Answered even while a verb is under way."""
-        return Pulse((os.getpid(),), ray.get_runtime_context().get_node_id())
+        return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
 
     @ray.method(concurrency_group="watch")
     def stack(self) -> str:
@@ -279,9 +279,9 @@ class TrainerHandle:
         """As `save_state`: begins to write `published` as a Hugging Face directory, on the node of shard 0."""
         return Pending([self._actors_R[0].save_weights.remote(path, published)], self._names()[:1])
 
-    def pulses(self) -> dict[str, Callable[[], Any]]:
-        """By its name in logs: what asks each shard for a Pulse, and gives a reference to the answer."""
-        return {f"trainer_{rank}": actor.pulse.remote for rank, actor in enumerate(self._actors_R)}
+    def heartbeats(self) -> dict[str, Callable[[], Any]]:
+        """By its name in logs: what asks each shard for a Heartbeat, and gives a reference to the answer."""
+        return {f"trainer_{rank}": actor.heartbeat.remote for rank, actor in enumerate(self._actors_R)}
 
     def stop(self) -> None:
         """Ends the shards' processes."""

@@ -33,8 +33,8 @@ from run_support import (
 
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.errors import EXIT_OK
-from trireme.supervision.roster import Health
-from trireme.supervision.status import read_status, room_of
+from trireme.supervision.roster import PartHealth
+from trireme.supervision.status import Status
 
 STEPS, BATCH, GROUP, BOUND, HEARTBEAT_S = 8, 4, 4, 1, 20
 CHAOS = [
@@ -225,9 +225,9 @@ def run_cell(place: Path, cell: Cell, flags: Sequence[str] = CHAOS) -> Ended:
 
 def successors_serve(root: Path) -> bool:
     """Whether all replicas serve, and one of them is not the first in its place."""
-    status = read_status(root)
-    replicas = [part for part in status.parts if room_of(part.name) == "inference"] if status else []
-    return all(part.health == Health.HEALTHY for part in replicas) and any(part.restarts for part in replicas)
+    status = Status.read(root)
+    replicas = [part for part in status.parts if part.room == "inference"] if status else []
+    return all(part.health == PartHealth.HEALTHY for part in replicas) and any(part.restarts for part in replicas)
 
 
 def end_of(running: Running, place: Path) -> Ended:

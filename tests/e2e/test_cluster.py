@@ -13,7 +13,7 @@ from cluster_support import Nodes, ask, cluster_of_two, free_port
 from run_support import DEADLINE_S, ROOT, TINY, assert_bound_and_conservation, run_rl
 
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_SIGTERM
-from trireme.supervision.status import read_status
+from trireme.supervision.status import Status
 
 CPUS_PER_NODE = 2  # four actors of one CPU each fill both nodes
 SIZES = ["--trainer.shards", "2", "--trainer.gpus-per-node", "2", "--max-steps", "9999"]
@@ -60,7 +60,7 @@ def test_a_run_spans_two_nodes_and_a_replica_for_which_there_is_no_room_waits_fo
     assert "1 replica; 1 more to start" in said, said
     assert any(line.endswith("steps or more meanwhile") and int(line.split()[0]) >= 2 for line in said), said
     assert said[-1] == "2 of 2 replicas serve"
-    status = read_status(ended.root)
+    status = Status.read(ended.root)
     assert status is not None
     node_of = {part.name: part.node for part in status.parts}
     assert node_of["trainer_0"] == node_of["trainer_1"]

@@ -308,7 +308,7 @@ def test_a_replica_answers_whoever_asks_however_many_requests_it_has(pair: dict[
             running += begin(room, [request(f"call {i}", prompt_of(5), 1000)])
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-        await asyncio.to_thread(get, room.group.pulse_ref(1), who="the replica", timeout_s=60)
+        await asyncio.to_thread(get, room.group.heartbeat_ref(1), who="the replica", timeout_s=60)
         assert sum(task.done() for task in running) < 100
         for task in running:
             task.cancel()
@@ -576,9 +576,9 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         running = begin(room, [request(f"actor {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
         await asyncio.gather(*(some_tokens_later(room, f"probe actor {i}") for i in range(2)))
         await asyncio.sleep(0.3)
-        pulse = get(group.pulse_ref(1), who="the other replica", timeout_s=60)
-        assert pulse.behind_s < 30
-        os.kill(pulse.pids[0], signal.SIGKILL)
+        heartbeat = get(group.heartbeat_ref(1), who="the other replica", timeout_s=60)
+        assert heartbeat.behind_s < 30
+        os.kill(heartbeat.pids[0], signal.SIGKILL)
         return await asyncio.gather(*running)
 
     asked.clear()

@@ -14,9 +14,9 @@ import ray
 from inference import handle as group_module
 from inference.handle import InferenceHandle
 from trireme.config import Config
-from trireme.process.ray_cluster import PlacesForMore, has_place, reserve
-from trireme.supervision.heartbeats import Watch
-from trireme.supervision.replica_manager import Fleet
+from trireme.process.ray_cluster import PlacePool, has_place, reserve
+from trireme.supervision.heartbeats import HeartbeatMonitor
+from trireme.supervision.replica_manager import ReplicaManager
 from trireme.supervision.roster import Roster
 
 GPUS = 4
@@ -74,8 +74,8 @@ def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPa
         _, options = reserve([RESOURCES] * 2, DEADLINE_S, lambda *_: None, ending)
         group = InferenceHandle.start(config, options, None)
         roster = Roster(time.time)
-        watch = Watch(roster, 30.0, 30.0, lambda *_: None)
-        fleet = Fleet(config, group, roster, watch, lambda *_: None, PlacesForMore(RESOURCES, ending))
+        watch = HeartbeatMonitor(roster, 30.0, 30.0, lambda *_: None)
+        fleet = ReplicaManager(config, group, roster, watch, lambda *_: None, PlacePool(RESOURCES, ending))
         fleet.begin()
         for _ in range(2):
             fleet.scale(4)

@@ -20,7 +20,7 @@ from trainer_support import VOCAB, make_model
 from trireme.checkpoint.store import CheckpointStore
 from trireme.cli.trireme import main as trireme
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_SIGTERM
-from trireme.supervision.status import read_incidents, read_status
+from trireme.supervision.status import Status, read_incidents
 
 EXAMPLES, BATCH, EPOCHS = 21, 5, 2
 STEPS = 8  # 2 epochs of 18, in batches of 5: the last step has one example
@@ -107,7 +107,7 @@ def test_killed_and_stopped_it_comes_to_the_same(config: Path, reference: Ended,
     lost, built = read_incidents(ended.root)
     assert "built again" in built.what
     assert f"! {lost.part}: {lost.what}" in ended.out
-    status = read_status(ended.root)
+    status = Status.read(ended.root)
     assert status is not None
     assert status.ended is not None
     assert {(part.name, part.restarts) for part in status.parts} == {("trainer_0", 1), ("trainer_1", 1)}

@@ -46,7 +46,7 @@ def group(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def pids(group: InferenceHandle) -> tuple[int, ...]:
     """Of the replica: its actor and its engine."""
-    found: tuple[int, ...] = get(group.pulse_ref(0), who="the replica", timeout_s=START_S).pids
+    found: tuple[int, ...] = get(group.heartbeat_ref(0), who="the replica", timeout_s=START_S).pids
     return found
 
 

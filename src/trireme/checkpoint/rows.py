@@ -11,11 +11,11 @@ from typing import Any
 from trireme.checkpoint.files import make_directory, replace_file
 
 ROW_FILES = ("metrics.jsonl", "trained.jsonl")
-"""Row files of a run that a commit of step N cuts at row N."""
+"""StepRow files of a run that a commit of step N cuts at row N."""
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """`line` is the text that was written, with its end of line; `values` what it says."""
 
     line: bytes
@@ -34,17 +34,17 @@ class Cut:
     torn: int
 
 
-def _row(line: bytes) -> Row | None:
+def _row(line: bytes) -> StepRow | None:
     try:
         values = json.loads(line)
     except ValueError:
         return None
     if not isinstance(values, dict) or not isinstance(values.get("step"), int):
         return None
-    return Row(line.rstrip(b"\n") + b"\n", values)
+    return StepRow(line.rstrip(b"\n") + b"\n", values)
 
 
-def read_rows(file: Path) -> tuple[list[Row], int]:
+def read_rows(file: Path) -> tuple[list[StepRow], int]:
     """The rows of `file`, and the number of lines that are none (a torn last one). No file has no rows."""
     if not file.exists():
         return [], 0
@@ -53,12 +53,12 @@ def read_rows(file: Path) -> tuple[list[Row], int]:
     return whole, len(rows) - len(whole)
 
 
-def write_rows(file: Path, rows: list[Row]) -> None:
+def write_rows(file: Path, rows: list[StepRow]) -> None:
     """Makes `rows` the contents of `file`, at once. Raises OSError."""
     replace_file(file, b"".join(row.line for row in rows))
 
 
-def cut(file: Path, goes: Callable[[Row], bool], branch_file: Path) -> Cut:
+def cut(file: Path, goes: Callable[[StepRow], bool], branch_file: Path) -> Cut:
     """Moves the rows of `file` that `goes` is true of to the end of `branch_file`; lines that are no rows are dropped.
 
     A crash at any point leaves every row in at least one of the two, and another call makes it exactly one. Raises

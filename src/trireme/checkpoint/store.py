@@ -22,7 +22,7 @@ from pathlib import Path
 
 from trireme.checkpoint.files import fsync_directory, make_directory, replace_file, storage_errors, write_bytes
 from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest, read_manifest, step_name, step_of, verify
-from trireme.checkpoint.rows import ROW_FILES, Row, cut, read_rows, write_rows
+from trireme.checkpoint.rows import ROW_FILES, StepRow, cut, read_rows, write_rows
 from trireme.core.errors import CheckpointInvalid
 from trireme.process.faults import fault_point
 from trireme.run.rollout_records import ROLLOUTS, recorded_steps
@@ -212,7 +212,7 @@ class CheckpointStore:
         if missing or torn:
             write_rows(self.rows, [*rows, *missing])
 
-    def _commit_row(self, commit: Path) -> Row:
+    def _commit_row(self, commit: Path) -> StepRow:
         manifest = read_manifest(commit)
         values = {
             "name": commit.name,
@@ -221,7 +221,7 @@ class CheckpointStore:
             "path": str(commit.relative_to(self.root)),
             "identity": str(manifest.identity),
         }
-        return Row((json.dumps(values) + "\n").encode(), values)
+        return StepRow((json.dumps(values) + "\n").encode(), values)
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Deletes commits that are neither among the `keep_last` newest, nor of a step divisible by `keep_every`, nor

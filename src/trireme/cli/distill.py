@@ -25,7 +25,7 @@ from trireme.config.refusals import Refusal
 from trireme.core.errors import EXIT_OK
 from trireme.core.tokenizer import load_tokenizer
 from trireme.renderers import Message, Renderer, make_renderer
-from trireme.sft.reading import Wrong, check_messages
+from trireme.sft.reading import BadExample, check_messages
 from trireme.train.kl_reference import weights_of
 
 if TYPE_CHECKING:
@@ -119,12 +119,12 @@ def questions_of(file: Path, teacher: str, tokenizer: Any, renderer_name: str) -
                 case {"prompt": str(prompt)}:
                     yield _of_text(prompt, teacher, tokenizer)
                 case _:
-                    raise Wrong("neither messages nor a prompt", 'an object with "messages" or "prompt"')
+                    raise BadExample("neither messages nor a prompt", 'an object with "messages" or "prompt"')
         except ValueError as error:
             raise Refusal(
                 f"{file}:{number}: no JSON ({error})", "one JSON object a line", "correct it"
             ).error() from None
-        except Wrong as wrong:
+        except BadExample as wrong:
             given, expected, do = wrong.args
             raise Refusal(f"{file}:{number}: {given}", expected, do).error() from None
 
@@ -139,7 +139,9 @@ def _of_messages(messages: Sequence[Message], teacher: str, renderer: Renderer) 
 
 def _of_text(prompt: str, teacher: str, tokenizer: Any) -> Question:
     if tokenizer.eos_token_id is None:
-        raise Wrong("a tokenizer without an end of sequence, which would end an answer", "one with it", "use messages")
+        raise BadExample(
+            "a tokenizer without an end of sequence, which would end an answer", "one with it", "use messages"
+        )
     asked, plain = (list(tokenizer(text)["input_ids"]) for text in (teacher + prompt, prompt))
     return Question(asked, plain, (tokenizer.eos_token_id,))
 

@@ -24,7 +24,7 @@ from trireme.plan.sft import SftPlan
 from trireme.process import signals
 from trireme.run.metrics import WandbSink, wandb_run
 from trireme.run.rundir import RunDir, resume_command
-from trireme.sft.data import Data, load_data, with_absolute_files, with_steps
+from trireme.sft.data import SftData, load_data, with_absolute_files, with_steps
 from trireme.supervision.attempts import attempts
 from trireme.supervision.roster import Roster
 from trireme.train.guards import RefusedSteps
@@ -66,13 +66,13 @@ def _show(plan: SftPlan, config: SftConfig, console: Console) -> None:
     console.print(config.model_dump_json(indent=2), markup=False)
 
 
-def fixed_parts(config: SftConfig, facts: ModelFacts, data: Data) -> dict[str, Any]:
+def fixed_parts(config: SftConfig, facts: ModelFacts, data: SftData) -> dict[str, Any]:
     """What a resume must find unchanged: the model, its tokenizer, the loss, the examples and their order."""
     loss = {"trainer.loss_normalization": config.trainer.loss_normalization}
     return {**common_parts(config, facts), "loss": loss, "data": data.fixed()}
 
 
-def _run(config: SftConfig, facts: ModelFacts, data: Data, plan: SftPlan, console: Console) -> None:
+def _run(config: SftConfig, facts: ModelFacts, data: SftData, plan: SftPlan, console: Console) -> None:
     prepare_cluster(config, plan)
     from trireme.launch import sft as launch
     from trireme.process import (
@@ -117,7 +117,7 @@ def train_and_commit(
     run: RunDir,
     fixed: Mapping[str, Any],
     trainer: TrainerHandle,
-    data: Data,
+    data: SftData,
     roster: Roster,
     wandb: WandbSink | None,
     console: Console,

@@ -21,7 +21,7 @@ class ReplicaStats:
 
 
 @dataclass(frozen=True)
-class Pulse:
+class Heartbeat:
     """A sign of life. `pids`: process ids of an actor and of what it started, on the node with Ray's id `node`.
     `behind_s`: seconds for which a process behind it, which has work, has not answered it."""
 

@@ -22,7 +22,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.plan.base import with_device
 from trireme.plan.rl import Plan
 from trireme.process import trace, waits
-from trireme.process.ray_cluster import PlacesForMore, Progress, reserve
+from trireme.process.ray_cluster import PlacePool, Progress, reserve
 from trireme.run.metrics import ConsoleSink, Journal, JsonlSink, Reader, Sink, WandbSink
 from trireme.run.rollout_records import RolloutFiles
 from trireme.run.rundir import RunDir
@@ -49,7 +49,7 @@ class Places:
     trainer_R: list[dict[str, Any]]
     orchestrator: dict[str, Any]
     inference: InferenceHandle
-    for_more: PlacesForMore
+    for_more: PlacePool
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def places(config: Config, plan: Plan, run: RunDir, progress: Progress) -> Itera
         resources = [*plan.trainer_options_R, *plan.inference_options_N, plan.orchestrator_options]
         group, options = reserve(resources, config.timeouts.start_s, progress, ending, plan.trainer_blocks)
         shards, replicas = len(plan.trainer_options_R), len(plan.inference_options_N)
-        for_more = PlacesForMore(plan.added_replica_options, ending)
+        for_more = PlacePool(plan.added_replica_options, ending)
         inference = InferenceHandle.start(config, options[shards : shards + replicas], run.logs)
         ending.callback(inference.stop)
         nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))

@@ -18,7 +18,7 @@ from trireme.process import trace, waits
 from trireme.process.ray_cluster import Progress, reserve
 from trireme.run.metrics import JsonlSink, Sink, WandbSink
 from trireme.run.rundir import RunDir
-from trireme.sft.data import Data
+from trireme.sft.data import SftData
 from trireme.supervision.roster import Roster
 from trireme.supervision.supervisor import Supervisor
 from trireme.train.sft_loop import Rows
@@ -41,7 +41,7 @@ def attempt(
     config: SftConfig,
     plan: SftPlan,
     run: RunDir,
-    data: Data,
+    data: SftData,
     supervisor: Supervisor,
     progress: Progress,
     say: Callable[[str], None],

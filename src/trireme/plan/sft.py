@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trireme.config.refusals import Refusal
 from trireme.config.sft import SftConfig
 from trireme.plan.base import CommonPlan, count, gib, package_versions
-from trireme.sft.data import Data, Examples
+from trireme.sft.data import Examples, SftData
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class SftPlan(CommonPlan):
     """`config` with the number of its steps; `data` none: it could not be read, in a dry run without a hub."""
 
     config: SftConfig
-    data: Data | None = None
+    data: SftData | None = None
 
     @property
     def actor_names(self) -> list[str]:

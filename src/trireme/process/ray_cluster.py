@@ -187,7 +187,7 @@ def reserve(
     return group, [{**r, "scheduling_strategy": s} for r, s in zip(resources, strategies, strict=True)]
 
 
-class PlacesForMore:
+class PlacePool:
     """Places for actors with these Ray resources, which come and go. `ending` gives back those that are taken then.
 
     A place that `reserve` made cannot be given back to Ray without all others: it is kept for who comes next."""

@@ -22,7 +22,7 @@ from trireme.config.sft import SftConfig
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import TokenBatch
 from trireme.renderers import Renderer, make_renderer
-from trireme.sft.reading import Example, Rules, files_of, read
+from trireme.sft.reading import Example, ExampleRules, files_of, read
 
 STATE = "state.json"
 
@@ -88,7 +88,7 @@ class Examples:
 
 
 @dataclass
-class Cursor:
+class ExampleCursor:
     """The stream of examples, epoch after epoch, each epoch in an order of its own, up to `end` examples in all (None:
     it never ends). `epoch`, and `position` in it, are its state."""
 
@@ -149,12 +149,12 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Data:
+class SftData:
     """What a run is trained on, and what is held out (none: nothing is). `notes`: what a person should know."""
 
     train: Examples
     test: Examples | None
-    cursor: Cursor
+    cursor: ExampleCursor
     notes: tuple[str, ...] = ()
 
     def save_state(self, path: Path) -> Written:
@@ -171,12 +171,14 @@ class Data:
         return {"digest": self.train.digest, "examples": cursor.size, "seed": cursor.seed, "shuffle": cursor.shuffle}
 
 
-def load_data(config: SftConfig, facts: ModelFacts, say: Callable[[str], None]) -> Data:
+def load_data(config: SftConfig, facts: ModelFacts, say: Callable[[str], None]) -> SftData:
     """Reads all examples of a run. Raises BadInput."""
     options = config.data
     limit = seq_limit(config, facts)
     assert limit is not None, "the model has one"
-    rules = Rules(cache(lambda: renderer_of(config)), options.train_on, facts.vocab_size, limit, options.too_long)
+    rules = ExampleRules(
+        cache(lambda: renderer_of(config)), options.train_on, facts.vocab_size, limit, options.too_long
+    )
     found, notes = read(files_of("data.train", options.train), rules, say)
     train, test = Examples.of(found), None
     if options.test is not None:
@@ -184,7 +186,7 @@ def load_data(config: SftConfig, facts: ModelFacts, say: Callable[[str], None]) 
         test, notes = Examples.of(held_out), notes + more
     elif options.test_examples:
         train, test = hold_out(train, options.test_examples, config.seed)
-    return Data(train, test, Cursor(len(train), config.seed, options.shuffle), tuple(notes))
+    return SftData(train, test, ExampleCursor(len(train), config.seed, options.shuffle), tuple(notes))
 
 
 def renderer_of(config: SftConfig) -> Renderer:
@@ -205,7 +207,7 @@ def hold_out(examples: Examples, number: int, seed: int) -> tuple[Examples, Exam
     return examples.part(np.sort(mixed[number:]).tolist()), examples.part(np.sort(mixed[:number]).tolist())
 
 
-def with_steps(config: SftConfig, start: int, cursor: Cursor) -> SftConfig:
+def with_steps(config: SftConfig, start: int, cursor: ExampleCursor) -> SftConfig:
     """The configuration with the number of steps that `data.epochs` take from step `start`, where the cursor is, unless
     it says one itself; and the cursor ends with them: the last step may be smaller."""
     if config.max_steps:

@@ -46,7 +46,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Rules:
+class ExampleRules:
     """What an example must be, and how a conversation becomes one. `renderer` is asked for when there is one.
     `max_seq_len`: the most tokens of an example."""
 
@@ -64,7 +64,7 @@ class Shortened:
     truncated: int = 0
     dropped: int = 0
 
-    def notes(self, rules: Rules) -> list[str]:
+    def notes(self, rules: ExampleRules) -> list[str]:
         counted = {"truncated": self.truncated, "left out": self.dropped}
         return [
             f"{number} examples longer than {rules.max_seq_len} tokens were {what} (data.too_long = {rules.too_long})"
@@ -73,7 +73,7 @@ class Shortened:
         ]
 
 
-class Wrong(Exception):
+class BadExample(Exception):
     """What is wrong with one example; becomes a Refusal with its place."""
 
     def __init__(self, given: str, expected: str, do: str = "correct it") -> None:
@@ -94,7 +94,7 @@ def files_of(key: str, pattern: str) -> list[Path]:
 
 
 def read(
-    files: Sequence[Path], rules: Rules, say: Callable[[str], None] = lambda _: None
+    files: Sequence[Path], rules: ExampleRules, say: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Example], list[str]]:
     """All examples of some files in order, and notes on what was cut or left out; `say` tells of long work.
 
@@ -107,7 +107,7 @@ def read(
         for place, make in _sources(file, rules):
             try:
                 example = _checked(*make(), place, rules, shortened)
-            except Wrong as wrong:
+            except BadExample as wrong:
                 given, expected, do = wrong.args
                 problems.append(Refusal(f"{place}: {given}", expected, do))
                 if len(problems) == MOST_PROBLEMS:
@@ -127,8 +127,8 @@ def read(
 Maker = Callable[[], tuple[Tokens, Weights]]
 
 
-def _sources(file: Path, rules: Rules) -> Iterator[tuple[str, Maker]]:
-    """Each example's place, and what reads it (and may raise Wrong)."""
+def _sources(file: Path, rules: ExampleRules) -> Iterator[tuple[str, Maker]]:
+    """Each example's place, and what reads it (and may raise BadExample)."""
     if file.suffix == ".npz":
         yield from _from_arrays(file)
         return
@@ -138,32 +138,32 @@ def _sources(file: Path, rules: Rules) -> Iterator[tuple[str, Maker]]:
                 yield f"{file}:{number}", partial(_from_line, line, rules)
 
 
-def _from_line(line: bytes, rules: Rules) -> tuple[Tokens, Weights]:
+def _from_line(line: bytes, rules: ExampleRules) -> tuple[Tokens, Weights]:
     try:
         values = json.loads(line)
     except ValueError as error:
-        raise Wrong(f"no JSON ({error})", "one JSON object a line") from None
+        raise BadExample(f"no JSON ({error})", "one JSON object a line") from None
     match values:
         case {"messages": _, "tokens": _}:
-            raise Wrong("both messages and tokens", "one of them")
+            raise BadExample("both messages and tokens", "one of them")
         case {"messages": messages}:
             return _from_messages(messages, values.get("tools", []), rules)
         case {"tokens": tokens}:
             return _from_tokens(tokens, values.get("weights"))
-    raise Wrong(
+    raise BadExample(
         f"a {type(values).__name__}" + (f" with {', '.join(values) or 'nothing'}" if isinstance(values, dict) else ""),
         'an object with "messages" or "tokens"',
     )
 
 
-def _from_messages(messages: Any, tools: Any, rules: Rules) -> tuple[Tokens, Weights]:
+def _from_messages(messages: Any, tools: Any, rules: ExampleRules) -> tuple[Tokens, Weights]:
     check_messages(messages)
     if not isinstance(tools, list):
-        raise Wrong(f"tools = {_short(tools)}", "a list of tools")
+        raise BadExample(f"tools = {_short(tools)}", "a list of tools")
     try:
         return rules.renderer().supervised_example(messages, rules.train_on, tools)
     except (ValueError, KeyError, TypeError) as error:
-        raise Wrong(
+        raise BadExample(
             f"{type(error).__name__}: {error}",
             f"a conversation that the renderer can write, with something to train on (data.train_on = "
             f"{rules.train_on})",
@@ -172,43 +172,45 @@ def _from_messages(messages: Any, tools: Any, rules: Rules) -> tuple[Tokens, Wei
 
 
 def check_messages(messages: Any) -> None:
-    """Raises Wrong unless these are messages."""
+    """Raises BadExample unless these are messages."""
     if not isinstance(messages, list) or not messages:
-        raise Wrong(f"messages = {_short(messages)}", "a list of messages, at least one")
+        raise BadExample(f"messages = {_short(messages)}", "a list of messages, at least one")
     for number, message in enumerate(messages, 1):
         _check_message(number, message)
 
 
 def _check_message(number: int, message: Any) -> None:
     if not isinstance(message, dict):
-        raise Wrong(f"message {number} is {_short(message)}", 'an object with "role" and "content"')
+        raise BadExample(f"message {number} is {_short(message)}", 'an object with "role" and "content"')
     known = list(Message.__annotations__)
     unknown = [name for name in message if name not in known]
     if unknown:
-        raise Wrong(f"message {number} with {', '.join(map(repr, unknown))}", f"only {', '.join(known)}")
+        raise BadExample(f"message {number} with {', '.join(map(repr, unknown))}", f"only {', '.join(known)}")
     if message.get("role") not in ROLES:
-        raise Wrong(f"message {number} with role {message.get('role')!r}", f"one of {', '.join(ROLES)}")
+        raise BadExample(f"message {number} with role {message.get('role')!r}", f"one of {', '.join(ROLES)}")
     if not isinstance(message.get("content"), str):
-        raise Wrong(f"message {number} with content {_short(message.get('content'))}", "a text, which may be empty")
+        raise BadExample(
+            f"message {number} with content {_short(message.get('content'))}", "a text, which may be empty"
+        )
 
 
 def _from_tokens(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise Wrong(f"tokens = {_short(tokens)}", "a list of token ids, whole numbers")
+        raise BadExample(f"tokens = {_short(tokens)}", "a list of token ids, whole numbers")
     if weights is None:
         weights = [1.0] * len(tokens)
     if not isinstance(weights, list) or not all(type(weight) in (int, float) for weight in weights):
-        raise Wrong(f"weights = {_short(weights)}", "a list of numbers, one for each token")
+        raise BadExample(f"weights = {_short(weights)}", "a list of numbers, one for each token")
     if len(weights) != len(tokens):
-        raise Wrong(f"{len(tokens)} tokens with {len(weights)} weights", "a weight for each token")
+        raise BadExample(f"{len(tokens)} tokens with {len(weights)} weights", "a weight for each token")
     return _as_ids(tokens), np.asarray(weights, np.float32)
 
 
 def _as_ids(tokens: Any) -> Tokens:
-    """As int32. Raises Wrong for what does not fit, which is in no vocabulary either."""
+    """As int32. Raises BadExample for what does not fit, which is in no vocabulary either."""
     ids = np.asarray(tokens, np.int64)
     if ids.max(initial=0) >= 2**31:
-        raise Wrong(f"token id {ids.max()}", "ids of the model's vocabulary")
+        raise BadExample(f"token id {ids.max()}", "ids of the model's vocabulary")
     return ids.astype(np.int32)
 
 
@@ -242,14 +244,14 @@ def _check_arrays(file: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     ).error()
 
 
-def _checked(tokens: Tokens, weights: Weights, place: str, rules: Rules, shortened: Shortened) -> Example | None:
-    """The example within the limits; None for one that is left out. Raises Wrong."""
+def _checked(tokens: Tokens, weights: Weights, place: str, rules: ExampleRules, shortened: Shortened) -> Example | None:
+    """The example within the limits; None for one that is left out. Raises BadExample."""
     if len(tokens) > rules.max_seq_len:
         if rules.too_long == "drop":
             shortened.dropped += 1
             return None
         if rules.too_long == "refuse":
-            raise Wrong(
+            raise BadExample(
                 f"{len(tokens)} tokens",
                 f"at most {rules.max_seq_len} (model.max_seq_len, or the model's limit)",
                 "shorten it, or set --data.too-long truncate or drop",
@@ -260,19 +262,19 @@ def _checked(tokens: Tokens, weights: Weights, place: str, rules: Rules, shorten
     return Example(tokens, weights, place)
 
 
-def _check_values(tokens: Tokens, weights: Weights, rules: Rules) -> None:
+def _check_values(tokens: Tokens, weights: Weights, rules: ExampleRules) -> None:
     strange = tokens[(tokens < 0) | (tokens >= rules.vocab_size)]
     if len(strange):
-        raise Wrong(
+        raise BadExample(
             f"token id {strange[0]}",
             f"ids of the model's vocabulary, below {rules.vocab_size}",
             "make the tokens with the model's tokenizer",
         )
     if not np.all(np.isfinite(weights)) or weights.min(initial=0.0) < 0:
-        raise Wrong("a weight that is negative, or no number", "weights of 0 or more")
+        raise BadExample("a weight that is negative, or no number", "weights of 0 or more")
     if not np.any(weights[1:] > 0):
         cut = rules.too_long == "truncate" and len(tokens) == rules.max_seq_len
-        raise Wrong(
+        raise BadExample(
             f"{len(tokens)} tokens of which none is trained on" + (" (what was is cut off)" if cut else ""),
             "at least one token with a weight, after the first (nothing predicts that one)",
             "leave it out" + (", raise --model.max-seq-len, or set --data.too-long drop" if cut else ""),

@@ -20,8 +20,8 @@ from trireme.core.errors import BadInput, RoomFailed, TriremeError
 from trireme.plan.base import count
 from trireme.process import waits
 from trireme.process.ray_cluster import has_place
-from trireme.supervision.heartbeats import Watch
-from trireme.supervision.roster import Health, Roster
+from trireme.supervision.heartbeats import HeartbeatMonitor
+from trireme.supervision.roster import PartHealth, Roster
 
 SECOND_OPINION_S = 3.0
 """The orchestrator found a replica failed: for so long the end of trainer or orchestrator may turn out to be why."""
@@ -53,7 +53,7 @@ class Replicas(Protocol):
 
     def ready_ref(self, index: int) -> Any: ...
 
-    def pulse_ref(self, index: int) -> Any: ...
+    def heartbeat_ref(self, index: int) -> Any: ...
 
     def replace(self, index: int) -> Any: ...
 
@@ -91,11 +91,11 @@ class State(Enum):
 
 
 SHOWN = {
-    State.STARTING: Health.STARTING,
-    State.READY: Health.CATCHING_UP,
-    State.JOINING: Health.CATCHING_UP,
-    State.SERVING: Health.HEALTHY,
-    State.DRAINING: Health.DRAINING,
+    State.STARTING: PartHealth.STARTING,
+    State.READY: PartHealth.CATCHING_UP,
+    State.JOINING: PartHealth.CATCHING_UP,
+    State.SERVING: PartHealth.HEALTHY,
+    State.DRAINING: PartHealth.DRAINING,
 }
 
 
@@ -104,7 +104,7 @@ def index_of(name: str) -> int | None:
     return int(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
 
 
-class Fleet:
+class ReplicaManager:
     """`again(name, failure, died)` is asked before a successor is started, and raises when there must be none. Replicas
     that are added take their places from `places`; all that leave give theirs back. Not for several threads at once."""
 
@@ -113,7 +113,7 @@ class Fleet:
         config: Config,
         replicas: Replicas,
         roster: Roster,
-        watch: Watch,
+        watch: HeartbeatMonitor,
         again: Again,
         places: Places,
     ) -> None:
@@ -210,14 +210,14 @@ class Fleet:
         self._states[index] = State.STARTING
         if successor:
             self._successors.add(index)
-        self._roster.set(name_of(index), Health.STARTING, pids=(), successor=successor)
+        self._roster.set(name_of(index), PartHealth.STARTING, pids=(), successor=successor)
         self._watch.wait_for(ready, name_of(index), partial(self._started, index))
 
     def _started(self, index: int, outcome: Any) -> None:
         if isinstance(outcome, TriremeError):
             self._fail(index, str(outcome), outcome)
             return
-        self._watch.add(name_of(index), partial(self._replicas.pulse_ref, index))
+        self._watch.add(name_of(index), partial(self._replicas.heartbeat_ref, index))
         self._become(index, State.READY)
         if self._serving:
             self._join(index)
@@ -272,7 +272,7 @@ class Fleet:
         limit = self._config.timeouts.start_s
         if not has_place(self._replicas.options(index)):
             self._since[index] = now
-            self._roster.set(name_of(index), Health.STARTING, "it waits for a place in the cluster")
+            self._roster.set(name_of(index), PartHealth.STARTING, "it waits for a place in the cluster")
         elif now - self._since[index] > limit:
             self._fail(index, f"it did not start within {limit:g} s (timeouts.start_s)")
 
@@ -280,7 +280,7 @@ class Fleet:
         name = f"inference replica {index}"
         failure = failure or RoomFailed(reason if reason.startswith(name) else f"{name}: {reason}")
         self._watch.drop(name_of(index))
-        self._roster.set(name_of(index), Health.DEAD, str(failure))
+        self._roster.set(name_of(index), PartHealth.DEAD, str(failure))
         self._roster.note(name_of(index), str(failure))
         self.lost(index, failure, waits.died(failure))
 

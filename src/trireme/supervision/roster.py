@@ -1,11 +1,10 @@
-"""The health of every part of a run, and the history of what happened to them. No Ray, no clock of its own.
+"""The health of each part of a run, and the history of what happened to the parts. Pure: no Ray, no clock of its own.
 
     starting -> catching up -> healthy <-> suspect -> dead -> starting (its successor)
                                    |
-                                   +-> draining -> gone (not in the roster any more)
+                                   +-> draining -> gone (removed from the roster)
 
-A part is a process with a room's name and number, as its log has it: `trainer_0`, `inference_1`, `orchestrator_0`,
-`driver_0`. Whoever watches calls `set`; whoever shows reads `parts` and `incidents`, or listens.
+A part is a process. Its name is a room and a number, as in its log's name: `trainer_0`, `inference_1`, `driver_0`.
 """
 
 from __future__ import annotations
@@ -17,47 +16,53 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 KEPT = 200
-"""Incidents that are kept in memory; the file has all."""
+"""Number of incidents that are kept in memory; the file has all."""
 LONGEST = 500
-"""Characters of a line that says why: the end of a long traceback is in the log."""
+"""Characters of a line that gives a reason; the rest of a long traceback is in the log."""
 
 
-class Health(StrEnum):
-    """Of a part. `suspect`: it has not answered for some time; `catching up`: it takes the newest weights before it
-    serves; `draining`: it gets no new work and leaves."""
+class PartHealth(StrEnum):
+    """The health of one part."""
 
     STARTING = "starting"
-    CATCHING_UP = "catching up"
+    CATCHING_UP = "catching up"  # it takes the newest weights before it serves
     HEALTHY = "healthy"
-    SUSPECT = "suspect"
-    DRAINING = "draining"
+    SUSPECT = "suspect"  # it has not answered for some time
+    DRAINING = "draining"  # it gets no new work and leaves
     DEAD = "dead"
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of a run. `since`: seconds since 1970 at which `health` began; `why`: one line, empty while healthy.
-    `pids`: of its processes, the actor's first; empty while they are not known. `restarts`: how many successors it had
-    in this run of the command."""
+class RunPart:
+    """One part of a run."""
 
-    name: str
-    health: Health
-    since: float
-    why: str = ""
-    pids: tuple[int, ...] = ()
-    node: str = ""
-    restarts: int = 0
+    name: str  # room and number
+    health: PartHealth
+    since: float  # when `health` began, in seconds since 1970
+    why: str = ""  # the reason in one line, empty while healthy
+    pids: tuple[int, ...] = ()  # its processes, the actor's first; empty while unknown
+    node: str = ""  # Ray's id of its node
+    restarts: int = 0  # number of its successors in this run of the command
+
+    @property
+    def room(self) -> str:
+        """The room of the part: `inference` for `inference_1`."""
+        return self.name.rpartition("_")[0]
+
+    @property
+    def serves(self) -> bool:
+        """True for a replica that samples."""
+        return self.room == "inference" and self.health == PartHealth.HEALTHY
 
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that happened to a part, or to the run. `at`: seconds since 1970. `what`: one line for people. `step`:
-    how many were done."""
+    """Something that happened to a part or to the run."""
 
-    at: float
-    part: str
-    what: str
-    step: int
+    at: float  # seconds since 1970
+    part: str  # the part's name
+    what: str  # one line for people
+    step: int  # training steps completed by then
     attempt: int
 
 
@@ -65,60 +70,65 @@ Listener = Callable[["Roster", Incident | None], None]
 
 
 class Roster:
-    """All parts and incidents of one command. May be used by several threads. `now` gives seconds since 1970.
+    """All parts and incidents of one command. Thread-safe. `now` gives seconds since 1970.
 
-    A listener is called after each change, in the thread that made it: with an incident if there was one.
+    Listeners are called after each change, in the thread that made it: with the incident, or None if there was none.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._lock = threading.Lock()
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, RunPart] = {}
         self._incidents: deque[Incident] = deque(maxlen=KEPT)
-        self._unsuspected: dict[str, Health] = {}
+        self._unsuspected: dict[str, PartHealth] = {}  # the health of each suspect before it became one
         self._listeners: list[Listener] = []
         self.step = 0
         self.attempt = 1
         self.incidents_total = 0
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Calls `listener` after each change, until what this returns is called."""
+        """Calls `listener` after each change. Returns a function that ends this."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     @property
-    def parts(self) -> list[Part]:
-        """In the order in which they came."""
+    def parts(self) -> list[RunPart]:
+        """All parts in the order in which they were added."""
         with self._lock:
             return list(self._parts.values())
 
     @property
     def incidents(self) -> list[Incident]:
-        """The newest, oldest first."""
+        """The newest incidents, oldest first."""
         with self._lock:
             return list(self._incidents)
 
-    def part(self, name: str) -> Part | None:
+    def part(self, name: str) -> RunPart | None:
         with self._lock:
             return self._parts.get(name)
+
+    def metrics(self) -> dict[str, float]:
+        """The roster's columns in the row of a step."""
+        serving = sum(part.serves for part in self.parts)
+        return {"perf/incidents": float(self.incidents_total), "perf/replicas": float(serving)}
 
     def set(
         self,
         name: str,
-        health: Health,
+        health: PartHealth,
         why: str = "",
         *,
         pids: tuple[int, ...] | None = None,
         node: str | None = None,
         successor: bool = False,
     ) -> None:
-        """Part `name` is `health` from now on; does nothing when it is already, for the same reason. `successor`: it is
-        a new process in the place of one that is gone. None leaves `pids` and `node` as they are."""
+        """Sets the health of part `name`; does nothing when nothing changes. `successor`: the part is a new process in
+        the place of one that is gone. None leaves `pids` and `node` as they are."""
         with self._lock:
-            before = self._parts.get(name) or Part(name, health, self._now())
-            if health is Health.SUSPECT and before.health is not Health.SUSPECT:
+            before = self._parts.get(name) or RunPart(name, health, self._now())
+            if health is PartHealth.SUSPECT and before.health is not PartHealth.SUSPECT:
                 self._unsuspected[name] = before.health
-            changed = Part(
+            changed = RunPart(
                 name,
                 health,
                 before.since if before.health == health else self._now(),
@@ -132,28 +142,24 @@ class Roster:
             self._parts[name] = changed
         self._tell(None)
 
-    def found(self, name: str, pids: tuple[int, ...], node: str) -> None:
-        """Part `name` is these processes, on this node."""
+    def answered(self, name: str, pids: tuple[int, ...], node: str, *, in_time: bool = True) -> None:
+        """Records the processes and the node that part `name` named. If it answered `in_time` it is a suspect no more,
+        and has the health that it had before."""
         part = self.part(name)
-        if part:
-            self.set(name, part.health, part.why, pids=pids, node=node)
-
-    def no_suspect(self, name: str) -> None:
-        """Part `name` has answered: if it was suspect, it is what it was before."""
-        with self._lock:
-            before = self._unsuspected.pop(name, None)
-        part = self.part(name)
-        if before and part and part.health is Health.SUSPECT:
+        if part is None:
+            return
+        self.set(name, part.health, part.why, pids=pids, node=node)
+        if in_time and part.health is PartHealth.SUSPECT and (before := self._unsuspected.pop(name, None)):
             self.set(name, before)
 
     def remove(self, name: str) -> None:
-        """Part `name` has left."""
+        """Removes part `name`, which has left."""
         with self._lock:
             self._parts.pop(name, None)
         self._tell(None)
 
     def note(self, part: str, what: str) -> None:
-        """Something happened that a person should know of."""
+        """Records an incident."""
         incident = Incident(self._now(), part, _line(what), self.step, self.attempt)
         with self._lock:
             self._incidents.append(incident)
@@ -161,11 +167,11 @@ class Roster:
         self._tell(incident)
 
     def note_return(self, part: str, took_s: float) -> None:
-        """Part `part` was built again, and the attempt begins."""
+        """Records that `part` was built again, and that an attempt begins."""
         self.note(part, f"built again in {took_s:.1f} s: attempt {self.attempt} goes on from step {self.step}")
 
     def at_step(self, step: int) -> None:
-        """The run has completed `step` steps."""
+        """Records that the run has completed `step` steps."""
         self.step = step
         self._tell(None)
 

@@ -1,11 +1,11 @@
-"""What a run says of itself while it runs, and what it can be asked for, as files in its directory.
+"""What a run reports while it runs, and what it can be asked for, as files in its directory.
 
-    STATUS             the health of every part and the newest incidents, as JSON: `Status`
-    incidents.jsonl    all incidents of all attempts, one a line: `Incident`; only ever added to
+    STATUS             the health of each part and the newest incidents, as JSON: `Status`
+    incidents.jsonl    all incidents of all attempts, one `Incident` a line; only appended to
     scale/             requests for another number of replicas, and the driver's answers
 
-A run never reads STATUS or incidents again, and nothing that is compared or resumed depends on them. No Ray here:
-`trireme watch` and `trireme scale` are at the other end.
+A run never reads STATUS or incidents again, and no comparison or resume depends on them. Imports no Ray:
+`trireme watch` and `trireme scale` read and write these files from outside.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -29,15 +28,15 @@ import psutil
 from trireme.checkpoint.rows import read_rows
 from trireme.core.errors import EXIT_FAILED, EXIT_OK
 from trireme.run.rundir import LOCK
-from trireme.supervision.roster import Health, Incident, Part, Roster
+from trireme.supervision.roster import Incident, PartHealth, Roster, RunPart
 
 STATUS, INCIDENTS, SCALE = "STATUS", "incidents.jsonl", "scale"
 SHORTEST_S = 0.5
-"""Between two versions of STATUS."""
+"""Shortest time between two versions of STATUS."""
 LONGEST_S = 10.0
-"""So old is STATUS at most while its driver works, whether anything has changed or not."""
+"""Longest time between two versions of STATUS while the driver works, even if nothing has changed."""
 RECENT = 10
-"""Incidents that stand in STATUS."""
+"""Number of incidents in STATUS."""
 JOIN_S = 5.0
 HOLDER = re.compile(r"pid (\d+) on ([^\s,]+)")
 """Contents of the lock file."""
@@ -46,70 +45,56 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How the driver's command ended: its exit code (`trireme.core.errors`), and one line of why."""
+class RunEnd:
+    """How the driver's command ended."""
 
-    exit_code: int
-    why: str
+    exit_code: int  # one of `trireme.core.errors`
+    why: str  # one line
 
 
 @dataclass(frozen=True)
 class Status:
-    """The contents of STATUS. `at`: when it was written, in seconds since 1970. `pid`, `node`: of the driver. `step`:
-    how many steps are done. `incidents_total`: of this command, of which `recent` are the newest. `ended` None: the
-    driver works, or it was killed (`driver_of` knows)."""
+    """The contents of STATUS."""
 
-    at: float
-    pid: int
-    node: str
+    at: float  # when it was written, in seconds since 1970
+    pid: int  # the driver's
+    node: str  # the driver's host name
     attempt: int
-    step: int
-    parts: tuple[Part, ...]
-    incidents_total: int
-    recent: tuple[Incident, ...]
-    ended: Ended | None
+    step: int  # training steps completed
+    parts: tuple[RunPart, ...]
+    incidents_total: int  # incidents of this command
+    recent: tuple[Incident, ...]  # the newest of them, oldest first
+    ended: RunEnd | None  # None: the driver works or was killed (`DriverProcess` tells)
 
-
-def read_status(root: Path) -> Status | None:
-    """What the run in `root` said last of itself; None when there is nothing, or a crash of the machine tore it."""
-    try:
-        said = json.loads((root / STATUS).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    parts = (Part(**part | {"health": Health(part["health"]), "pids": tuple(part["pids"])}) for part in said["parts"])
-    recent = (Incident(**incident) for incident in said["recent"])
-    ended = Ended(**said["ended"]) if said["ended"] else None
-    return Status(**said | {"parts": tuple(parts), "recent": tuple(recent), "ended": ended})
+    @classmethod
+    def read(cls, root: Path) -> Status | None:
+        """Reads the last status of the run in `root`; None if there is none or a crash of the machine damaged it."""
+        try:
+            said = json.loads((root / STATUS).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        parts = (
+            RunPart(**part | {"health": PartHealth(part["health"]), "pids": tuple(part["pids"])})
+            for part in said["parts"]
+        )
+        recent = (Incident(**incident) for incident in said["recent"])
+        ended = RunEnd(**said["ended"]) if said["ended"] else None
+        return cls(**said | {"parts": tuple(parts), "recent": tuple(recent), "ended": ended})
 
 
 def read_incidents(root: Path) -> list[Incident]:
-    """All that ever happened to the run in `root`, oldest first."""
+    """Reads all incidents of the run in `root`, oldest first."""
     return [Incident(**row.values) for row in read_rows(root / INCIDENTS)[0]]
-
-
-def room_of(part: str) -> str:
-    """`inference` of `inference_1`."""
-    return part.rpartition("_")[0]
-
-
-def in_service(parts: Iterable[Part]) -> int:
-    """How many replicas sample, of all parts."""
-    return sum(room_of(part.name) == "inference" and part.health == Health.HEALTHY for part in parts)
-
-
-def roster_metrics(roster: Roster) -> dict[str, float]:
-    """What a step's row says of the roster."""
-    return {"perf/incidents": float(roster.incidents_total), "perf/replicas": float(in_service(roster.parts))}
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
 class StatusWriter:
-    """Keeps STATUS and incidents.jsonl of the run in `root` as `roster` says, until the end of its block; then STATUS
-    says how that ended. To be entered by the process that holds the run's lock, in it.
+    """Writes STATUS and incidents.jsonl of the run in `root` whenever `roster` changes, and how the block ended at its
+    end. Enter it in the process that holds the run's lock.
 
-    Nothing that goes wrong here ends a run: a file that cannot be written is warned of, once.
+    A file that cannot be written causes one warning and does not end the run.
     """
 
     def __init__(self, root: Path, roster: Roster) -> None:
@@ -125,11 +110,13 @@ class StatusWriter:
         self._thread.start()
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self._ending.set()
         self._changed.set()
         self._thread.join(JOIN_S)
-        self._write(_ended(error))
+        why = "done" if error is None else " ".join(str(error).split()) or type(error).__name__
+        exit_code = EXIT_OK if error is None else getattr(error, "exit_code", EXIT_FAILED)
+        self._write(RunEnd(exit_code, why[:1000]))
 
     def _listen(self, _roster: Roster, incident: Incident | None) -> None:
         if incident:
@@ -143,7 +130,7 @@ class StatusWriter:
             self._changed.clear()
             self._write(None)
 
-    def _write(self, ended: Ended | None) -> None:
+    def _write(self, ended: RunEnd | None) -> None:
         roster = self._roster
         said = Status(
             at=time.time(),
@@ -157,10 +144,10 @@ class StatusWriter:
             ended=ended,
         )
         with self._warning():
-            _put(self._root / STATUS, asdict(said))
+            _replace_json(self._root / STATUS, asdict(said))
 
     def _end_torn_line(self) -> None:
-        """What a driver that was killed while it wrote left at the end of incidents.jsonl stays a line of its own."""
+        """Ends the line that a killed driver left unfinished in incidents.jsonl, so that the next one is a new line."""
         file = self._root / INCIDENTS
         with self._warning():
             if file.exists() and not file.read_bytes().endswith(b"\n"):
@@ -177,15 +164,9 @@ class StatusWriter:
             self._warned = True
 
 
-def _ended(error: BaseException | None) -> Ended:
-    if error is None:
-        return Ended(EXIT_OK, "done")
-    why = " ".join(str(error).split()) or type(error).__name__
-    return Ended(getattr(error, "exit_code", EXIT_FAILED), why[:1000])
-
-
-def _put(file: Path, value: dict[str, Any]) -> None:
-    """Whoever reads `file` finds it whole. Not forced onto the disk: after a crash of the machine it is old news."""
+def _replace_json(file: Path, value: dict[str, Any]) -> None:
+    """Replaces `file` whole, so that no reader sees half of it. Does not force it onto the disk: after a crash of the
+    machine it is out of date anyway."""
     new = file.with_name(f"{file.name}.new")
     new.write_text(json.dumps(value, indent=1) + "\n")
     new.replace(file)
@@ -195,26 +176,26 @@ def _put(file: Path, value: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Driver:
-    """The process that a run's lock file names. `alive` None: it is on another machine, where nobody can see it."""
+class DriverProcess:
+    """The process that a run's lock file names."""
 
     pid: int
-    node: str
-    alive: bool | None
+    node: str  # host name
+    alive: bool | None  # None: it is on another machine, where it cannot be seen
 
-
-def driver_of(root: Path) -> Driver | None:
-    """Who drives, or drove, the run in `root`; None before anybody did. Takes no lock."""
-    file = root / LOCK
-    holder = HOLDER.match(file.read_text()) if file.exists() else None
-    if holder is None:
-        return None
-    pid, node = int(holder[1]), holder[2]
-    return Driver(pid, node, _holds(pid, file) if node == os.uname().nodename else None)
+    @classmethod
+    def read(cls, root: Path) -> DriverProcess | None:
+        """Reads who drives, or drove, the run in `root`; None if it never had a driver. Takes no lock."""
+        file = root / LOCK
+        holder = HOLDER.match(file.read_text()) if file.exists() else None
+        if holder is None:
+            return None
+        pid, node = int(holder[1]), holder[2]
+        return cls(pid, node, _holds(pid, file) if node == os.uname().nodename else None)
 
 
 def _holds(pid: int, lock: Path) -> bool:
-    """Whether process `pid` has the lock file open: its number alone may be another one's by now."""
+    """Returns True if process `pid` has the lock file open. (Its number alone may be reused by another process.)"""
     try:
         return any(Path(opened.path) == lock for opened in psutil.Process(pid).open_files())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -226,27 +207,26 @@ def _holds(pid: int, lock: Path) -> bool:
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """Somebody wants so many `replicas`, those that are reserved for evaluations among them (as `inference.replicas`).
-    More than 0 and more than are reserved, and the run is not deterministic: who asks has seen to that. `at`: seconds
-    since 1970. `driver`: whom it was asked, as the run's lock file names it."""
+    """A request for another number of replicas. The sender has checked that it is more than the reserved ones and that
+    the run is not deterministic."""
 
     id: str
-    at: float
-    driver: str
-    replicas: int
+    at: float  # seconds since 1970
+    driver: str  # text of the lock file, which names the driver that is asked
+    replicas: int  # number wanted, those reserved for evaluations included
 
 
 @dataclass(frozen=True)
 class ScaleAnswer:
-    """`what`, for people: what happens now, or why nothing does. Accepted is not done: STATUS says how far it is."""
+    """The driver's answer. Accepted does not mean done: STATUS shows the progress."""
 
     accepted: bool
-    what: str
+    what: str  # for people: what happens now, or why nothing does
 
 
 class ScaleRequests:
-    """The driver's side; made by the process that holds the run's lock. What a driver before this one was asked is
-    forgotten."""
+    """The driver's side of requests. Make it in the process that holds the run's lock. Deletes the requests that were
+    meant for an earlier driver."""
 
     def __init__(self, root: Path) -> None:
         self._place = root / SCALE
@@ -258,18 +238,18 @@ class ScaleRequests:
             file.unlink(missing_ok=True)
 
     def poll(self) -> ScaleRequest | None:
-        """The oldest request that has no answer; returns at once."""
+        """Returns the oldest request that has no answer, or None, without waiting."""
         found = [request for file in self._place.glob("*.json") if (request := _request(file))]
         return min(found, key=lambda request: request.at, default=None)
 
     def answer(self, request: ScaleRequest, accepted: bool, what: str) -> None:
-        """Raises OSError."""
-        _put(self._place / f"{request.id}.answer", asdict(ScaleAnswer(accepted, what)))
+        """Answers `request`. Raises OSError."""
+        _replace_json(self._place / f"{request.id}.answer", asdict(ScaleAnswer(accepted, what)))
         (self._place / f"{request.id}.json").unlink(missing_ok=True)
 
 
 def _request(file: Path) -> ScaleRequest | None:
-    """None of a file that is gone by now, or that no `trireme scale` wrote."""
+    """Reads a request; None if the file is gone by now or was not written by `trireme scale`."""
     try:
         return ScaleRequest(**json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -277,13 +257,13 @@ def _request(file: Path) -> ScaleRequest | None:
 
 
 @contextmanager
-def asked_scale(root: Path, replicas: int) -> Iterator[Callable[[], ScaleAnswer | None]]:
-    """Asks the driver of the run in `root` for `replicas`. Yields a function that says what was answered: None as long
-    as there is nothing. The request is withdrawn at the end of the block. Raises OSError."""
+def request_scale(root: Path, replicas: int) -> Iterator[Callable[[], ScaleAnswer | None]]:
+    """Asks the driver of the run in `root` for `replicas`. Yields a function that returns the answer, or None before
+    there is one. The end of the block withdraws the request. Raises OSError."""
     request = ScaleRequest(secrets.token_hex(8), time.time(), (root / LOCK).read_text(), replicas)
     question, answer = (root / SCALE / f"{request.id}.{kind}" for kind in ("json", "answer"))
     question.parent.mkdir(exist_ok=True)
-    _put(question, asdict(request))
+    _replace_json(question, asdict(request))
 
     def answered() -> ScaleAnswer | None:
         return ScaleAnswer(**json.loads(answer.read_bytes())) if answer.exists() else None

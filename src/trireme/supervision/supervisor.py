@@ -1,6 +1,6 @@
 """Watches all actors of a run while it goes on, and replaces what is lost. A thread of the driver.
 
-pulses     each process is asked for a sign of life once a second. One that is silent for timeouts.heartbeat_s, or
+heartbeats     each process is asked for a sign of life once a second. One that is silent for timeouts.heartbeat_s, or
            has not heard from its own engine for so long, writes its stacks to its log and is killed (`watch.py`).
 replicas   a lost one's requests go on elsewhere; a successor is started in its place, takes the newest weights and
            serves. The run goes on meanwhile (`fleet.py`).
@@ -30,11 +30,10 @@ from trireme.core.errors import RoomFailed, TriremeError
 from trireme.process import waits
 from trireme.process.ray_cluster import Progress
 from trireme.process.signals import RoomLost
-from trireme.supervision.heartbeats import Watch
-from trireme.supervision.pulses import EVERY_S
-from trireme.supervision.replica_manager import Fleet, Places, Replicas, Serving, index_of
+from trireme.supervision.heartbeats import EVERY_S, HeartbeatMonitor
+from trireme.supervision.replica_manager import Places, ReplicaManager, Replicas, Serving, index_of
 from trireme.supervision.restarts import Restarts
-from trireme.supervision.roster import Health, Roster
+from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequests
 
 TICK_S = 0.2
@@ -46,8 +45,8 @@ log = logging.getLogger(__name__)
 class Watched(Protocol):
     """Processes of one room."""
 
-    def pulses(self) -> Mapping[str, Callable[[], Any]]:
-        """By their names in the roster: what asks each for a Pulse, and gives a reference to the answer."""
+    def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
+        """By their names in the roster: what asks each for a Heartbeat, and gives a reference to the answer."""
         ...
 
 
@@ -70,9 +69,9 @@ class Supervisor:
         self._config, self._core, self._elastic = config, core, elastic
         self._restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
         engine_s = elastic.config.timeouts.update_s if elastic else math.inf
-        self._watch = Watch(roster, config.timeouts.heartbeat_s, engine_s, self._lost)
+        self._watch = HeartbeatMonitor(roster, config.timeouts.heartbeat_s, engine_s, self._lost)
         self._fleet = (
-            Fleet(elastic.config, elastic.replicas, roster, self._watch, self._again, elastic.places)
+            ReplicaManager(elastic.config, elastic.replicas, roster, self._watch, self._again, elastic.places)
             if elastic
             else None
         )
@@ -102,14 +101,14 @@ class Supervisor:
     def expect(self, *rooms: Watched) -> None:
         """These rooms of an attempt have begun to start."""
         self._attempts += 1
-        for name in (name for room in rooms for name in room.pulses()):
-            self.roster.set(name, Health.STARTING, pids=(), successor=self._attempts > 1)
+        for name in (name for room in rooms for name in room.heartbeats()):
+            self.roster.set(name, PartHealth.STARTING, pids=(), successor=self._attempts > 1)
 
     def attach(self, *rooms: Watched, serving: Serving | None = None) -> None:
         """They are there: they are watched, and `serving`, one of them, gets every replica that is ready."""
         with self._lock:
-            for name, ask in ((name, ask) for room in rooms for name, ask in room.pulses().items()):
-                self.roster.set(name, Health.HEALTHY)
+            for name, ask in ((name, ask) for room in rooms for name, ask in room.heartbeats().items()):
+                self.roster.set(name, PartHealth.HEALTHY)
                 self._watch.add(name, ask)
             if self._fleet and serving:
                 self._fleet.attach(serving)

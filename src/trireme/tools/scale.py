@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from trireme.config.refusals import Refusal
 from trireme.core.errors import RoomFailed
 from trireme.run.rundir import command_of, resume_command
-from trireme.supervision.roster import Health, Part
-from trireme.supervision.status import asked_scale, driver_of, in_service, read_status, room_of
+from trireme.supervision.roster import PartHealth, RunPart
+from trireme.supervision.status import DriverProcess, Status, request_scale
 
 POLL_S = 0.2
 PATIENCE_S = 1.0
@@ -32,7 +32,7 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
     _check(root, config, replicas)
     timeouts = config["timeouts"]
     deadline = _Deadline(root, timeouts["start_s"] + timeouts["update_s"], say)
-    with asked_scale(root, replicas) as answered:
+    with request_scale(root, replicas) as answered:
         answer = deadline.until(answered, lambda: "it has not answered yet; it does when all rooms have started")
     if not answer.accepted:
         raise Refusal(
@@ -64,7 +64,7 @@ def _check(root: Path, config: Mapping[str, Any], replicas: int) -> None:
             "a run that need not repeat bit for bit: what is sampled depends on the number of replicas",
             f"start another one with --inference.replicas {replicas}",
         ).error()
-    driver = driver_of(root)
+    driver = DriverProcess.read(root)
     if driver is None or driver.alive is False:
         raise _no_driver(root, replicas).error()
 
@@ -90,7 +90,7 @@ class _Deadline:
             if what() != said and time.monotonic() > patient_until:
                 said = what()
                 self._say(said)
-            driver = driver_of(self._root)
+            driver = DriverProcess.read(self._root)
             if driver is None or driver.alive is False:
                 raise RoomFailed(f"the driver of {self._root} ended{_last_words(self._root)}")
             if time.monotonic() > self._end:
@@ -103,19 +103,19 @@ class _Deadline:
 
 
 def _last_words(root: Path) -> str:
-    status = read_status(root)
+    status = Status.read(root)
     return f": {status.ended.why}" if status and status.ended else ""
 
 
-def _replicas(root: Path) -> list[Part]:
-    status = read_status(root)
-    return [part for part in status.parts if room_of(part.name) == "inference"] if status else []
+def _replicas(root: Path) -> list[RunPart]:
+    status = Status.read(root)
+    return [part for part in status.parts if part.room == "inference"] if status else []
 
 
 def all_serve(root: Path, wanted: int) -> bool:
     """Whether there are as many replicas as are wanted, and all of them serve."""
     replicas = _replicas(root)
-    return len(replicas) == in_service(replicas) == wanted
+    return len(replicas) == sum(part.serves for part in replicas) == wanted
 
 
 def standing(root: Path, wanted: int) -> str:
@@ -127,9 +127,9 @@ def standing(root: Path, wanted: int) -> str:
     others = [
         f"{part.name} {part.health}" + (f" ({part.why})" if part.why else "")
         for part in replicas
-        if part.health != Health.HEALTHY
+        if part.health != PartHealth.HEALTHY
     ]
-    serving = in_service(replicas)
+    serving = sum(part.serves for part in replicas)
     line = (
         f"{serving} replicas serve, {wanted} are wanted"
         if serving > wanted

@@ -12,7 +12,6 @@ from trireme.process.signals import Stop
 from trireme.run.commits import Commits
 from trireme.run.metrics import Clock, Journal, reduce_metrics
 from trireme.supervision.roster import Roster
-from trireme.supervision.status import roster_metrics
 from trireme.train.guards import Guard
 from trireme.train.kl_penalty import KlPenalty
 from trireme.train.steps import loss_normalizer, step_position
@@ -96,7 +95,7 @@ def train(
             "weights/digest": weights.identity.digest,
             "weights/bytes": weights.nbytes,
             **time_metrics(clock.seconds, released.metrics, peak_s),
-            **roster_metrics(roster),
+            **roster.metrics(),
         }
         journal.write(row, released.trained, released.records)
         commits.seal()

@@ -15,7 +15,7 @@ from trireme.core.weights import PublishedWeights
 from trireme.process.signals import GraceOver, Stop, Stopped
 from trireme.run.commits import Commits, SavingTrainer
 from trireme.run.metrics import Clock, Sink
-from trireme.sft.data import Data, Examples
+from trireme.sft.data import Examples, SftData
 from trireme.train.guards import RefusedSteps
 from trireme.train.steps import loss_normalizer, step_position
 
@@ -52,7 +52,7 @@ class Rows:
 def train(
     config: SftConfig,
     trainer: Trainer,
-    data: Data,
+    data: SftData,
     start: int,
     learning_rate: Callable[[int], float],
     rows: Rows,

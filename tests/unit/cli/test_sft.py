@@ -20,7 +20,7 @@ from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 from trireme.plan.base import Resources
 from trireme.plan.sft import SftPlan
 from trireme.run.rundir import command_of, resume_command
-from trireme.sft.data import Cursor, Data, Examples
+from trireme.sft.data import ExampleCursor, Examples, SftData
 from trireme.sft.reading import Example
 
 ROOT = Path(__file__).parents[3]
@@ -129,7 +129,7 @@ def test_what_may_change_between_commit_and_resume(flags: list[str]) -> None:
         import numpy as np
 
         examples = Examples.of([Example(np.arange(3, dtype=np.int32), np.ones(3, np.float32), "f:1")])
-        return fixed_parts(config, facts, Data(examples, None, Cursor(1, seed, True)))
+        return fixed_parts(config, facts, SftData(examples, None, ExampleCursor(1, seed, True)))
 
     may = (
         ["--trainer.shards", "3"],

@@ -26,7 +26,7 @@ from inference.wrong import made_wrong
 from trireme.config import Config
 from trireme.config.schema import SamplingConfig
 from trireme.core.errors import BadInput, RoomFailed, WeightsRefused
-from trireme.core.sampler import Pulse
+from trireme.core.sampler import Heartbeat
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import Canary, PublishedWeights
 
@@ -75,7 +75,7 @@ def test_a_broken_replica_refuses_every_request_with_the_reason() -> None:
     with pytest.raises(WeightsRefused, match="tensor w"):  # so the router uses it no more
         asyncio.run(sample())
     assert answers == [NOTHING, NOTHING], "another one may sample them"
-    for verb in (broken.health, broken.pulse, partial(broken.progress, {})):
+    for verb in (broken.health, broken.heartbeat, partial(broken.progress, {})):
         with pytest.raises(WeightsRefused, match="tensor w"):
             asyncio.run(verb())
 
@@ -241,7 +241,7 @@ class PulsingReplica(SamplingReplica):
     _engine_pid = 4242
 
 
-def test_a_pulse_tells_for_how_long_an_engine_with_work_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_tells_for_how_long_an_engine_with_work_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("inference.engine_stats.time", SimpleNamespace(monotonic=lambda: now[0]))
     node = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "a node"))
@@ -250,26 +250,26 @@ def test_a_pulse_tells_for_how_long_an_engine_with_work_is_silent(monkeypatch: p
     async def run() -> None:
         made = PulsingReplica(deterministic=False)
         now[0] = 100.0
-        assert await made.pulse() == Pulse((os.getpid(), 4242), "a node", 0.0), "it has nothing to do"
+        assert await made.heartbeat() == Heartbeat((os.getpid(), 4242), "a node", 0.0), "it has nothing to do"
         made.engine.going.clear()
         sampling = asyncio.create_task(outcomes(made, requests_of("a")))
         await turns()
         made.engine_stats.listen()
         now[0] = 107.0
-        assert (await made.pulse()).behind_s == 7
+        assert (await made.heartbeat()).behind_s == 7
         pause = asyncio.create_task(made.pause())
         await asyncio.sleep(0)
-        assert (await made.pulse()).behind_s == 7, "it has not heard yet that it is to stand still"
+        assert (await made.heartbeat()).behind_s == 7, "it has not heard yet that it is to stand still"
         await pause
-        assert (await made.pulse()).behind_s == 0
+        assert (await made.heartbeat()).behind_s == 0
         await made.resume()
         now[0] = 109.0
         await sampling
-        assert (await made.pulse()).behind_s == 0
+        assert (await made.heartbeat()).behind_s == 0
         pause = asyncio.create_task(made.pause())
         await asyncio.sleep(0)
         now[0] = 112.0
-        assert (await made.pulse()).behind_s == 3, "it was asked for something, though not to sample"
+        assert (await made.heartbeat()).behind_s == 3, "it was asked for something, though not to sample"
         await pause
 
     asyncio.run(run())

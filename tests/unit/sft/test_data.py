@@ -15,7 +15,16 @@ from sft_support import config, some
 
 from trireme.config.sft_checks import check
 from trireme.core.errors import BadInput
-from trireme.sft.data import Cursor, Data, Examples, hold_out, load_data, order, with_absolute_files, with_steps
+from trireme.sft.data import (
+    ExampleCursor,
+    Examples,
+    SftData,
+    hold_out,
+    load_data,
+    order,
+    with_absolute_files,
+    with_steps,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -50,7 +59,7 @@ class TestCursor:
     @settings(deadline=None)
     @given(size=st.integers(1, 12), parts=st.lists(st.integers(0, 20), max_size=8))
     def test_every_epoch_has_every_example_once(self, size: int, parts: list[int]) -> None:
-        cursor = Cursor(size, 0, True)
+        cursor = ExampleCursor(size, 0, True)
         taken = [n for part in parts for n in cursor.take(part)]
         assert len(taken) == sum(parts) == cursor.consumed
         for epoch in range(len(taken) // size):
@@ -59,7 +68,7 @@ class TestCursor:
     @settings(deadline=None)
     @given(size=st.integers(1, 12), before=st.integers(0, 30), after=st.integers(0, 30))
     def test_a_cursor_that_goes_on_takes_what_the_other_would_have(self, size: int, before: int, after: int) -> None:
-        cursor, again = Cursor(size, 5, True), Cursor(size, 5, True)
+        cursor, again = ExampleCursor(size, 5, True), ExampleCursor(size, 5, True)
         cursor.take(before)
         again.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
         assert again.take(after) == cursor.take(after)
@@ -70,7 +79,7 @@ class TestCursor:
         assert order(3, 0, 7, False).tolist() == [0, 1, 2]
 
     def test_it_ends_where_it_is_told(self) -> None:
-        cursor = Cursor(5, 0, False, end=7)
+        cursor = ExampleCursor(5, 0, False, end=7)
         assert cursor.take(4) == [0, 1, 2, 3]
         assert cursor.take(4) == [4, 0, 1]
         assert cursor.take(4) == []
@@ -79,39 +88,39 @@ class TestCursor:
 class TestSteps:
     @pytest.mark.parametrize(("epochs", "steps", "last"), [(1, 3, 2), (2, 5, 4)])
     def test_epochs_become_steps_of_which_the_last_may_be_smaller(self, epochs: int, steps: int, last: int) -> None:
-        cursor = Cursor(10, 0, True)
+        cursor = ExampleCursor(10, 0, True)
         resolved = with_steps(config(data__epochs=epochs), 0, cursor)
         assert resolved.max_steps == steps
         sizes = [len(cursor.take(4)) for _ in range(steps)]
         assert sizes == [4] * (steps - 1) + [last]
 
     def test_max_steps_is_taken_at_its_word(self) -> None:
-        cursor = Cursor(10, 0, True)
+        cursor = ExampleCursor(10, 0, True)
         assert with_steps(config(max_steps=7), 0, cursor).max_steps == 7
         assert cursor.end is None
 
     def test_a_resumed_run_counts_from_where_it_is(self) -> None:
-        cursor = Cursor(10, 0, True, position=8)  # two steps of 4, and now of 1
+        cursor = ExampleCursor(10, 0, True, position=8)  # two steps of 4, and now of 1
         changed = config(data__batch_size=1)
         assert with_steps(changed, 2, cursor).max_steps == 4
 
     def test_a_run_of_epochs_that_is_done_has_no_further_step(self) -> None:
-        assert with_steps(config(), 3, Cursor(10, 0, True, epoch=1)).max_steps == 3
+        assert with_steps(config(), 3, ExampleCursor(10, 0, True, epoch=1)).max_steps == 3
 
 
 def test_the_state_is_the_place_in_the_data(tmp_path: Path) -> None:
-    data = Data(some(2, 2, 2), None, Cursor(3, 0, True))
+    data = SftData(some(2, 2, 2), None, ExampleCursor(3, 0, True))
     data.cursor.take(4)
     (record,) = data.save_state(tmp_path / "data").wait(1)
     assert record.path == "data/state.json"
-    again = Data(some(2, 2, 2), None, Cursor(3, 0, True))
+    again = SftData(some(2, 2, 2), None, ExampleCursor(3, 0, True))
     again.load_state(tmp_path / "data")
     assert again.cursor.consumed == 4
 
 
 def test_what_may_not_change_is_the_examples_and_their_order() -> None:
     def fixed(examples: Examples, seed: int = 0, shuffle: bool = True) -> dict[str, Any]:
-        return Data(examples, None, Cursor(len(examples), seed, shuffle)).fixed()
+        return SftData(examples, None, ExampleCursor(len(examples), seed, shuffle)).fixed()
 
     same = fixed(some(2, 3))
     assert fixed(some(2, 3)) == same

@@ -12,7 +12,7 @@ import pytest
 
 from trireme.core.errors import EXIT_BAD_INPUT, BadInput
 from trireme.renderers import Message, ToolSpec, TrainOn
-from trireme.sft.reading import MOST_PROBLEMS, Example, Rules, files_of, read
+from trireme.sft.reading import MOST_PROBLEMS, Example, ExampleRules, files_of, read
 
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
@@ -30,10 +30,10 @@ class Letters:
         return np.asarray(tokens, np.int32), np.asarray(counted, np.float32)
 
 
-def rules(**changes: Any) -> Rules:
+def rules(**changes: Any) -> ExampleRules:
     letters: Any = Letters()
     values = {"vocab_size": 128, "max_seq_len": 8, "too_long": "refuse", "train_on": "all_assistant_messages"}
-    return Rules(lambda: letters, **{**values, **changes})
+    return ExampleRules(lambda: letters, **{**values, **changes})
 
 
 def written(tmp_path: Path, *lines: Mapping[str, Any] | str, name: str = "f.jsonl") -> Path:

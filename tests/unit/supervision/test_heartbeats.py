@@ -9,10 +9,10 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from trireme.core.errors import RoomFailed, TriremeError
-from trireme.core.sampler import Pulse
+from trireme.core.sampler import Heartbeat
 from trireme.supervision import heartbeats as module
-from trireme.supervision.heartbeats import RECEIVER, Watch
-from trireme.supervision.roster import Health, Roster
+from trireme.supervision.heartbeats import RECEIVER, HeartbeatMonitor
+from trireme.supervision.roster import PartHealth, Roster
 
 HEARTBEAT_S = 30.0
 
@@ -25,11 +25,11 @@ class Processes:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=lambda _s: None))
         monkeypatch.setattr(module, "send", self._send)
         self.roster = Roster(lambda: self.now)
-        self.watch = Watch(
+        self.watch = HeartbeatMonitor(
             self.roster, HEARTBEAT_S, 90.0, lambda name, failure, _died: self.lost.update({name: failure})
         )
         for name in names:
-            self.roster.set(name, Health.HEALTHY)
+            self.roster.set(name, PartHealth.HEALTHY)
             self.watch.add(name, object)
 
     def _send(self, part: object, _pids: object, number: int) -> None:
@@ -42,9 +42,9 @@ class Processes:
             self.watch.look()
             for ref, name in self.watch.refs().items():
                 if name not in self.stopped:
-                    self.watch.arrived(ref, Pulse((1,), "node"))
+                    self.watch.arrived(ref, Heartbeat((1,), "node"))
 
-    def health(self, name: str) -> Health:
+    def health(self, name: str) -> PartHealth:
         part = self.roster.part(name)
         assert part is not None
         return part.health
@@ -60,7 +60,7 @@ def test_who_is_silent_is_suspect_then_killed(monkeypatch: pytest.MonkeyPatch) -
     processes = Processes(monkeypatch, "trainer_0", "inference_0", RECEIVER)
     processes.stopped = {"inference_0"}
     processes.live(15)
-    assert processes.health("inference_0") is Health.SUSPECT
+    assert processes.health("inference_0") is PartHealth.SUSPECT
     assert processes.killed == []
     processes.live(20)
     assert processes.killed == ["inference_0"]
@@ -74,7 +74,7 @@ def test_who_answers_in_time_is_well_again(monkeypatch: pytest.MonkeyPatch) -> N
     processes.live(25)
     processes.stopped = set()
     processes.live(20)
-    assert (processes.killed, processes.health("inference_0")) == ([], Health.HEALTHY)
+    assert (processes.killed, processes.health("inference_0")) == ([], PartHealth.HEALTHY)
 
 
 def test_replicas_that_wait_for_a_stopped_orchestrator_are_not_killed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_replicas_that_wait_for_a_stopped_orchestrator_are_not_killed_for_it(mon
         processes.stopped = set()
         processes.live(60)
         assert processes.killed == [RECEIVER]
-        assert processes.health("inference_0") is Health.HEALTHY
+        assert processes.health("inference_0") is PartHealth.HEALTHY
 
 
 def test_they_get_their_time_once_only(monkeypatch: pytest.MonkeyPatch) -> None:

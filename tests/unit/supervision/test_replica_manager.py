@@ -12,12 +12,12 @@ from supervision_support import Room
 
 from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached, RoomFailed, TriremeError, WeightsRefused
-from trireme.core.sampler import Pulse
+from trireme.core.sampler import Heartbeat
 from trireme.supervision import heartbeats as watch_module
 from trireme.supervision import replica_manager as fleet_module
-from trireme.supervision.heartbeats import Watch
-from trireme.supervision.replica_manager import SECOND_OPINION_S, Fleet, index_of
-from trireme.supervision.roster import Health, Part, Roster
+from trireme.supervision.heartbeats import HeartbeatMonitor
+from trireme.supervision.replica_manager import SECOND_OPINION_S, ReplicaManager, index_of
+from trireme.supervision.roster import PartHealth, Roster, RunPart
 
 HEARTBEAT_S, ENGINE_S = 30.0, 90.0
 
@@ -35,7 +35,7 @@ class World:
         monkeypatch.setattr(fleet_module, "has_place", lambda options: options["place of"] not in self.places)
         monkeypatch.setattr(watch_module, "send", self._send)
         self.roster, self.room = Roster(lambda: self.now), Room(indices, reserved)
-        self.watch = Watch(self.roster, HEARTBEAT_S, ENGINE_S, self._lost)
+        self.watch = HeartbeatMonitor(self.roster, HEARTBEAT_S, ENGINE_S, self._lost)
         config = Config.model_validate(
             {
                 "model": {"name": "m"},
@@ -45,10 +45,10 @@ class World:
                 "eval": {"replicas": len(reserved)},
             }
         )
-        self.fleet = Fleet(config, self.room, self.roster, self.watch, self._again, self.room)
+        self.fleet = ReplicaManager(config, self.room, self.roster, self.watch, self._again, self.room)
         self.fleet.begin()
 
-    def _send(self, part: Part, pids: tuple[int, ...], number: int) -> None:
+    def _send(self, part: RunPart, pids: tuple[int, ...], number: int) -> None:
         self.signals.append((part.name, number))
         self.pids.append(pids)
 
@@ -90,7 +90,7 @@ class World:
             self.answer("join", index)
         self.room.told.clear()
 
-    def health(self) -> dict[str, Health]:
+    def health(self) -> dict[str, PartHealth]:
         return {part.name: part.health for part in self.roster.parts}
 
 
@@ -114,7 +114,7 @@ class TestStart:
         world.fleet.attach(world.room)
         world.answer("start", 1)
         assert world.room.told == [("join", 0, "client 0", False), ("join", 1, "client 1", False)]
-        assert world.health() == {"inference_0": Health.CATCHING_UP, "inference_1": Health.CATCHING_UP}
+        assert world.health() == {"inference_0": PartHealth.CATCHING_UP, "inference_1": PartHealth.CATCHING_UP}
         world.answer("join", 0)
         assert world.fleet.missing(all_of_them=False) == []
         assert world.fleet.missing(all_of_them=True) == ["inference replica 1"]
@@ -178,12 +178,12 @@ class TestLoss:
     def test_the_orchestrator_is_told_a_successor_starts_and_joins(self, world: World) -> None:
         world.serve()
         world.look()
-        world.answer("pulse", 1, value=DIED)
+        world.answer("heartbeat", 1, value=DIED)
         assert world.room.told == [("leave", 1), ("replace", 1)]
-        assert world.health() == {"inference_0": Health.HEALTHY, "inference_1": Health.STARTING}
+        assert world.health() == {"inference_0": PartHealth.HEALTHY, "inference_1": PartHealth.STARTING}
         world.answer("start", 1)
         world.answer("join", 1)
-        assert world.health()["inference_1"] is Health.HEALTHY
+        assert world.health()["inference_1"] is PartHealth.HEALTHY
         assert [incident.part for incident in world.roster.incidents] == ["inference_1"] * 2
         world.fleet.detach()
         world.fleet.attach(world.room)
@@ -206,20 +206,20 @@ class TestLoss:
     def test_one_that_says_itself_that_it_is_of_no_use_is_replaced(self, world: World) -> None:
         world.serve()
         world.look()
-        world.answer("pulse", 0, value=WeightsRefused("canary"))
+        world.answer("heartbeat", 0, value=WeightsRefused("canary"))
         assert ("replace", 0) in world.room.told
 
     def test_a_silent_one_is_suspect_then_writes_its_stacks_and_is_killed(self, world: World) -> None:
         world.serve()
         world.look()
-        world.answer("pulse", value=Pulse((11, 12), "node"))
+        world.answer("heartbeat", value=Heartbeat((11, 12), "node"))
         world.look(1.5)
-        world.answer("pulse", 0, value=Pulse((11, 12), "node"))
+        world.answer("heartbeat", 0, value=Heartbeat((11, 12), "node"))
         world.look(HEARTBEAT_S / 3)
-        assert world.health()["inference_1"] is Health.SUSPECT
+        assert world.health()["inference_1"] is PartHealth.SUSPECT
         assert world.signals == []
-        world.answer("pulse", 1, value=Pulse((11, 12), "node"))
-        assert world.health()["inference_1"] is Health.HEALTHY
+        world.answer("heartbeat", 1, value=Heartbeat((11, 12), "node"))
+        assert world.health()["inference_1"] is PartHealth.HEALTHY
         world.look(1.5)
         world.look(HEARTBEAT_S)
         assert world.signals[:2] == [("inference_0", watch_module.STACKS), ("inference_0", 9)]
@@ -229,10 +229,10 @@ class TestLoss:
     def test_an_engine_that_does_not_answer_its_living_actor_counts_as_silent(self, world: World) -> None:
         world.serve()
         world.look()
-        world.answer("pulse", 1, value=Pulse((11, 12), "node", behind_s=ENGINE_S / 2))
-        assert world.health()["inference_1"] is Health.SUSPECT
+        world.answer("heartbeat", 1, value=Heartbeat((11, 12), "node", behind_s=ENGINE_S / 2))
+        assert world.health()["inference_1"] is PartHealth.SUSPECT
         world.look(2.0)
-        world.answer("pulse", 1, value=Pulse((11, 12), "node", behind_s=ENGINE_S))
+        world.answer("heartbeat", 1, value=Heartbeat((11, 12), "node", behind_s=ENGINE_S))
         assert ("replace", 1) in world.room.told
 
     def test_beyond_the_budget_there_is_no_successor(self, world: World) -> None:
@@ -240,9 +240,9 @@ class TestLoss:
         world.look()
         world.refused = LimitReached("3 times")
         with pytest.raises(LimitReached):
-            world.answer("pulse", 1, value=DIED)
+            world.answer("heartbeat", 1, value=DIED)
         assert world.room.told == [("leave", 1)]
-        assert world.health()["inference_1"] is Health.DEAD
+        assert world.health()["inference_1"] is PartHealth.DEAD
 
     def test_what_the_orchestrator_reports_is_believed_after_a_second_opinion(self, world: World) -> None:
         world.serve()
@@ -259,11 +259,11 @@ class TestLoss:
         unreached.__cause__ = ActorUnavailableError("no connection", b"0" * 16)
         world.serve()
         world.look()
-        world.answer("pulse", 1, value=unreached)
+        world.answer("heartbeat", 1, value=unreached)
         world.answer("failure", value=(1, "does not answer"))
         world.look(2 * SECOND_OPINION_S)
         assert world.room.told == []
-        world.answer("pulse", 1, value=DIED)
+        world.answer("heartbeat", 1, value=DIED)
         assert world.room.told == [("leave", 1), ("replace", 1)]
         world.look(2 * SECOND_OPINION_S)
         assert world.room.told == [("leave", 1), ("replace", 1)]
@@ -290,16 +290,16 @@ class TestScale:
         world.serve()
         world.fleet.scale(1)
         assert world.room.told == [("drain", 1)]
-        assert world.health()["inference_1"] is Health.DRAINING
+        assert world.health()["inference_1"] is PartHealth.DRAINING
         world.answer("drain", 1)
         assert world.room.told[1:] == [("remove", 1), ("give back", 1), ("keep spares",)]
-        assert world.health() == {"inference_0": Health.HEALTHY}
+        assert world.health() == {"inference_0": PartHealth.HEALTHY}
 
     def test_one_that_dies_while_it_drains_has_no_successor(self, world: World) -> None:
         world.serve()
         world.look()
         world.fleet.scale(1)
-        world.answer("pulse", 1, value=DIED)
+        world.answer("heartbeat", 1, value=DIED)
         assert world.room.told == [("drain", 1), ("leave", 1), ("remove", 1), ("give back", 1), ("keep spares",)]
         assert not world.waits_for("drain", 1)
 
@@ -317,7 +317,7 @@ class TestScale:
         evaluating.answer("join", 2)
         evaluating.fleet.scale(2)
         assert ("drain", 2) in evaluating.room.told
-        assert evaluating.health()["inference_1"] is Health.HEALTHY
+        assert evaluating.health()["inference_1"] is PartHealth.HEALTHY
 
     def test_as_many_as_there_are(self, world: World) -> None:
         world.serve()

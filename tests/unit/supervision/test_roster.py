@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trireme.supervision.roster import KEPT, LONGEST, Health, Incident, Part, Roster
+from trireme.supervision.roster import KEPT, LONGEST, Incident, PartHealth, Roster, RunPart
 
 
 class Ticks:
@@ -36,7 +36,13 @@ def told(roster: Roster) -> list[Incident | None]:
 
 def test_a_part_goes_through_its_life(roster: Roster) -> None:
     name = "inference_1"
-    for health in (Health.STARTING, Health.CATCHING_UP, Health.HEALTHY, Health.SUSPECT, Health.DEAD):
+    for health in (
+        PartHealth.STARTING,
+        PartHealth.CATCHING_UP,
+        PartHealth.HEALTHY,
+        PartHealth.SUSPECT,
+        PartHealth.DEAD,
+    ):
         roster.set(name, health, f"why {health}")
         part = roster.part(name)
         assert part is not None
@@ -45,78 +51,78 @@ def test_a_part_goes_through_its_life(roster: Roster) -> None:
 
 
 def test_since_is_when_the_health_began_not_when_it_was_last_said(roster: Roster) -> None:
-    roster.set("trainer_0", Health.HEALTHY)
+    roster.set("trainer_0", PartHealth.HEALTHY)
     begun = roster.parts[0].since
-    roster.set("trainer_0", Health.HEALTHY, "for another reason")
+    roster.set("trainer_0", PartHealth.HEALTHY, "for another reason")
     assert roster.parts[0].since == begun
-    roster.set("trainer_0", Health.SUSPECT)
+    roster.set("trainer_0", PartHealth.SUSPECT)
     assert roster.parts[0].since > begun
 
 
 def test_processes_and_node_stay_until_others_are_given(roster: Roster) -> None:
-    roster.set("inference_0", Health.STARTING)
+    roster.set("inference_0", PartHealth.STARTING)
     assert roster.parts[0].pids == ()
-    roster.set("inference_0", Health.HEALTHY, pids=(10, 11), node="a")
-    roster.set("inference_0", Health.SUSPECT, "silent for 20 s")
+    roster.set("inference_0", PartHealth.HEALTHY, pids=(10, 11), node="a")
+    roster.set("inference_0", PartHealth.SUSPECT, "silent for 20 s")
     assert (roster.parts[0].pids, roster.parts[0].node) == ((10, 11), "a")
-    roster.set("inference_0", Health.STARTING, pids=(), successor=True)
+    roster.set("inference_0", PartHealth.STARTING, pids=(), successor=True)
     assert (roster.parts[0].pids, roster.parts[0].node) == ((), "a")
 
 
-def test_found_changes_nothing_but_the_processes(roster: Roster) -> None:
-    roster.found("inference_0", (1,), "a")
+def test_an_answer_of_a_part_that_is_no_suspect_changes_only_its_processes(roster: Roster) -> None:
+    roster.answered("inference_0", (1,), "a")
     assert roster.parts == [], "who has left is not called back by a late answer"
-    roster.set("inference_0", Health.CATCHING_UP, "why")
+    roster.set("inference_0", PartHealth.CATCHING_UP, "why")
     heard = told(roster)
-    roster.found("inference_0", (1, 2), "a")
-    roster.found("inference_0", (1, 2), "a")
+    roster.answered("inference_0", (1, 2), "a")
+    roster.answered("inference_0", (1, 2), "a")
     (part,) = roster.parts
-    assert (part.health, part.why, part.pids, part.node) == (Health.CATCHING_UP, "why", (1, 2), "a")
+    assert (part.health, part.why, part.pids, part.node) == (PartHealth.CATCHING_UP, "why", (1, 2), "a")
     assert len(heard) == 1
 
 
-@pytest.mark.parametrize("before", [Health.HEALTHY, Health.CATCHING_UP, Health.DRAINING])
-def test_who_answers_again_is_what_it_was(roster: Roster, before: Health) -> None:
+@pytest.mark.parametrize("before", [PartHealth.HEALTHY, PartHealth.CATCHING_UP, PartHealth.DRAINING])
+def test_who_answers_again_is_what_it_was(roster: Roster, before: PartHealth) -> None:
     roster.set("inference_0", before)
     for silent in ("20 s", "21 s"):
-        roster.set("inference_0", Health.SUSPECT, silent)
-    roster.no_suspect("inference_0")
+        roster.set("inference_0", PartHealth.SUSPECT, silent)
+    roster.answered("inference_0", (), "")
     assert (roster.parts[0].health, roster.parts[0].why) == (before, "")
 
 
 def test_an_answer_that_comes_too_late_raises_nobody_from_the_dead(roster: Roster) -> None:
-    roster.set("inference_0", Health.HEALTHY)
-    roster.set("inference_0", Health.SUSPECT)
-    roster.set("inference_0", Health.DEAD)
-    roster.no_suspect("inference_0")
-    assert roster.parts[0].health is Health.DEAD
-    roster.no_suspect("nobody_0")
+    roster.set("inference_0", PartHealth.HEALTHY)
+    roster.set("inference_0", PartHealth.SUSPECT)
+    roster.set("inference_0", PartHealth.DEAD)
+    roster.answered("inference_0", (), "")
+    assert roster.parts[0].health is PartHealth.DEAD
+    roster.answered("nobody_0", (), "")
 
 
 def test_successors_are_counted(roster: Roster) -> None:
-    roster.set("inference_0", Health.HEALTHY)
+    roster.set("inference_0", PartHealth.HEALTHY)
     for n in (1, 2):
-        roster.set("inference_0", Health.DEAD)
-        roster.set("inference_0", Health.STARTING, successor=True)
+        roster.set("inference_0", PartHealth.DEAD)
+        roster.set("inference_0", PartHealth.STARTING, successor=True)
         assert roster.parts[0].restarts == n
 
 
 def test_parts_keep_their_place_and_leave_it(roster: Roster) -> None:
     for name in ("driver_0", "trainer_0", "inference_0"):
-        roster.set(name, Health.HEALTHY)
-    roster.set("trainer_0", Health.DEAD)
+        roster.set(name, PartHealth.HEALTHY)
+    roster.set("trainer_0", PartHealth.DEAD)
     assert [part.name for part in roster.parts] == ["driver_0", "trainer_0", "inference_0"]
     roster.remove("trainer_0")
     assert [part.name for part in roster.parts] == ["driver_0", "inference_0"]
     assert roster.part("trainer_0") is None
-    roster.set("trainer_0", Health.STARTING)
-    assert roster.parts[-1] == Part("trainer_0", Health.STARTING, roster.parts[-1].since)
+    roster.set("trainer_0", PartHealth.STARTING)
+    assert roster.parts[-1] == RunPart("trainer_0", PartHealth.STARTING, roster.parts[-1].since)
 
 
 def test_a_listener_hears_of_changes_only(roster: Roster) -> None:
     heard = told(roster)
-    roster.set("a_0", Health.HEALTHY)
-    roster.set("a_0", Health.HEALTHY)
+    roster.set("a_0", PartHealth.HEALTHY)
+    roster.set("a_0", PartHealth.HEALTHY)
     assert heard == [None]
     roster.at_step(3)
     roster.note("a_0", "two\n  lines")
@@ -144,7 +150,7 @@ def test_a_listener_may_read_and_change_the_roster(roster: Roster) -> None:
 
     def on_change(roster: Roster, incident: Incident | None) -> None:
         if incident:
-            roster.set("a_0", Health.DEAD, incident.what)
+            roster.set("a_0", PartHealth.DEAD, incident.what)
 
     roster.listen(on_change)
     roster.note("a_0", "it broke")
@@ -161,7 +167,7 @@ def test_incidents_carry_attempt_and_step_and_the_oldest_go(roster: Roster) -> N
 
 
 def test_reasons_are_lines_of_a_bearable_length(roster: Roster) -> None:
-    roster.set("a_0", Health.DEAD, "it raised\n  ValueError: " + 1000 * "x")
+    roster.set("a_0", PartHealth.DEAD, "it raised\n  ValueError: " + 1000 * "x")
     roster.note("a_0", "it raised\n  ValueError: " + 1000 * "x")
     roster.note("a_0", "\x1b[36mcoloured\x1b[39m")
     assert "\x1b" not in roster.incidents[1].what
@@ -191,7 +197,7 @@ def test_several_threads_lose_nothing(roster: Roster) -> None:
         for n in range(200):
             roster.note(f"a_{number}", str(n))
             yield
-            roster.set(f"a_{number}", Health.DEAD if n % 2 else Health.HEALTHY, successor=True)
+            roster.set(f"a_{number}", PartHealth.DEAD if n % 2 else PartHealth.HEALTHY, successor=True)
             yield
 
     threads = [threading.Thread(target=lambda i=i: [None for _ in changes(i)]) for i in range(8)]

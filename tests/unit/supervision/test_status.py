@@ -20,23 +20,19 @@ from supervision_support import DEADLINE_S, driven, roster_of
 from trireme.core.errors import LimitReached
 from trireme.run.rundir import LOCK
 from trireme.supervision import status as module
-from trireme.supervision.roster import Health, Incident, Part, Roster
+from trireme.supervision.roster import Incident, PartHealth, Roster, RunPart
 from trireme.supervision.status import (
     INCIDENTS,
     STATUS,
-    Driver,
-    Ended,
+    DriverProcess,
+    RunEnd,
     ScaleAnswer,
     ScaleRequest,
     ScaleRequests,
     Status,
     StatusWriter,
-    asked_scale,
-    driver_of,
-    in_service,
     read_incidents,
-    read_status,
-    roster_metrics,
+    request_scale,
 )
 
 RECOVERY = Path(__file__).parents[3] / "docs" / "recovery.md"
@@ -44,7 +40,7 @@ RECOVERY = Path(__file__).parents[3] / "docs" / "recovery.md"
 
 @pytest.fixture
 def roster() -> Roster:
-    return roster_of(Health.HEALTHY, Health.STARTING)
+    return roster_of(PartHealth.HEALTHY, PartHealth.STARTING)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -55,7 +51,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def said(root: Path) -> Status:
-    status = read_status(root)
+    status = Status.read(root)
     assert status is not None
     return status
 
@@ -71,12 +67,12 @@ class TestStatus:
             assert (status.pid, status.node) == (os.getpid(), os.uname().nodename)
             assert (status.attempt, status.step, status.incidents_total, status.ended) == (2, 5, 1, None)
             assert status.parts == tuple(roster.parts)
-            assert status.parts[0] == Part("inference_0", Health.HEALTHY, 1.8e9, "", (100, 200), "here", 0)
+            assert status.parts[0] == RunPart("inference_0", PartHealth.HEALTHY, 1.8e9, "", (100, 200), "here", 0)
             assert status.recent == tuple(roster.incidents)
 
     def test_each_change_arrives(self, tmp_path: Path, roster: Roster) -> None:
         with StatusWriter(tmp_path, roster):
-            for health in (Health.CATCHING_UP, Health.HEALTHY):
+            for health in (PartHealth.CATCHING_UP, PartHealth.HEALTHY):
                 roster.set("inference_1", health)
                 until(lambda health=health: said(tmp_path).parts[1].health == health)
 
@@ -84,13 +80,13 @@ class TestStatus:
         self, tmp_path: Path, roster: Roster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         written: list[int] = []
-        put = module._put
+        put = module._replace_json
 
         def counted(file: Path, value: dict[str, object]) -> None:
             written.append(1)
             put(file, value)
 
-        monkeypatch.setattr(module, "_put", counted)
+        monkeypatch.setattr(module, "_replace_json", counted)
         with StatusWriter(tmp_path, roster):
             for step in range(5000):
                 roster.at_step(step)
@@ -102,7 +98,7 @@ class TestStatus:
     ) -> None:
         monkeypatch.setattr(module, "SHORTEST_S", 0.0)
         for n in range(200):
-            roster.set(f"trainer_{n}", Health.HEALTHY)
+            roster.set(f"trainer_{n}", PartHealth.HEALTHY)
         with StatusWriter(tmp_path, roster):
             until((tmp_path / STATUS).exists)
             for step in range(200):
@@ -112,25 +108,25 @@ class TestStatus:
     def test_the_end_and_why(self, tmp_path: Path, roster: Roster) -> None:
         with StatusWriter(tmp_path, roster):
             pass
-        assert said(tmp_path).ended == Ended(0, "done")
+        assert said(tmp_path).ended == RunEnd(0, "done")
         with pytest.raises(LimitReached), StatusWriter(tmp_path, roster):
             raise LimitReached("inference_1 failed\n  4 times")
-        assert said(tmp_path).ended == Ended(3, "inference_1 failed 4 times")
+        assert said(tmp_path).ended == RunEnd(3, "inference_1 failed 4 times")
         with pytest.raises(ZeroDivisionError), StatusWriter(tmp_path, roster):
             raise ZeroDivisionError
-        assert said(tmp_path).ended == Ended(1, "ZeroDivisionError")
+        assert said(tmp_path).ended == RunEnd(1, "ZeroDivisionError")
 
     def test_what_comes_after_the_end_changes_nothing_but_is_kept(self, tmp_path: Path, roster: Roster) -> None:
         with StatusWriter(tmp_path, roster):
             pass
         roster.note("inference_0", "stopped")
-        assert said(tmp_path).ended == Ended(0, "done")
+        assert said(tmp_path).ended == RunEnd(0, "done")
         assert [i.what for i in read_incidents(tmp_path)] == ["stopped"]
 
     def test_nothing_and_torn(self, tmp_path: Path) -> None:
-        assert read_status(tmp_path) is None
+        assert Status.read(tmp_path) is None
         (tmp_path / STATUS).write_bytes(b'{"at": 1')
-        assert read_status(tmp_path) is None
+        assert Status.read(tmp_path) is None
 
     def test_a_directory_that_cannot_be_written_ends_no_run(
         self, tmp_path: Path, roster: Roster, caplog: pytest.LogCaptureFixture
@@ -145,7 +141,7 @@ def test_the_example_in_the_docs_is_a_status(tmp_path: Path) -> None:
     (example,) = re.findall(r"```json\n(.*?)```", RECOVERY.read_text(), re.DOTALL)
     (tmp_path / STATUS).write_text(example)
     status = said(tmp_path)
-    assert status.parts[0].health is Health.HEALTHY
+    assert status.parts[0].health is PartHealth.HEALTHY
     assert status.recent[0].part == status.parts[0].name
     assert json.loads(json.dumps(asdict(status))) == json.loads(example), "and has every field"
 
@@ -153,7 +149,7 @@ def test_the_example_in_the_docs_is_a_status(tmp_path: Path) -> None:
 class TestIncidents:
     def test_all_of_all_attempts_are_kept_in_order(self, tmp_path: Path) -> None:
         for attempt in (1, 2):
-            roster = roster_of(Health.HEALTHY)
+            roster = roster_of(PartHealth.HEALTHY)
             roster.attempt = attempt
             with StatusWriter(tmp_path, roster):
                 roster.note("inference_0", f"died in attempt {attempt}")
@@ -186,24 +182,31 @@ class TestIncidents:
 
 
 def test_metrics_count_those_that_serve() -> None:
-    roster = roster_of(Health.HEALTHY, Health.SUSPECT, Health.DEAD, Health.CATCHING_UP, Health.DRAINING, Health.HEALTHY)
-    roster.set("trainer_0", Health.HEALTHY)
+    roster = roster_of(
+        PartHealth.HEALTHY,
+        PartHealth.SUSPECT,
+        PartHealth.DEAD,
+        PartHealth.CATCHING_UP,
+        PartHealth.DRAINING,
+        PartHealth.HEALTHY,
+    )
+    roster.set("trainer_0", PartHealth.HEALTHY)
     roster.note("inference_2", "died")
-    assert in_service(roster.parts) == 2
-    assert roster_metrics(roster) == {"perf/incidents": 1.0, "perf/replicas": 2.0}
+    assert sum(part.serves for part in roster.parts) == 2
+    assert roster.metrics() == {"perf/incidents": 1.0, "perf/replicas": 2.0}
 
 
 class TestDriver:
     def test_nobody_yet(self, tmp_path: Path) -> None:
-        assert driver_of(tmp_path) is None
+        assert DriverProcess.read(tmp_path) is None
         (tmp_path / LOCK).write_text("")
-        assert driver_of(tmp_path) is None
+        assert DriverProcess.read(tmp_path) is None
 
     def test_it_lives_as_long_as_it_holds_the_lock_file(self, tmp_path: Path) -> None:
         here = os.uname().nodename
         with driven(tmp_path):
-            assert driver_of(tmp_path) == Driver(os.getpid(), here, True)
-        assert driver_of(tmp_path) == Driver(os.getpid(), here, False)
+            assert DriverProcess.read(tmp_path) == DriverProcess(os.getpid(), here, True)
+        assert DriverProcess.read(tmp_path) == DriverProcess(os.getpid(), here, False)
 
     def test_a_killed_one_is_dead(self, tmp_path: Path) -> None:
         lock = tmp_path / LOCK
@@ -212,17 +215,17 @@ class TestDriver:
         lock.write_text(f"pid {process.pid} on {os.uname().nodename}\n")
         assert process.stdout is not None
         process.stdout.read(1)
-        driver = driver_of(tmp_path)
+        driver = DriverProcess.read(tmp_path)
         process.kill()
         process.wait()
-        assert (driver, driver_of(tmp_path)) == (
-            Driver(process.pid, os.uname().nodename, True),
-            Driver(process.pid, os.uname().nodename, False),
+        assert (driver, DriverProcess.read(tmp_path)) == (
+            DriverProcess(process.pid, os.uname().nodename, True),
+            DriverProcess(process.pid, os.uname().nodename, False),
         )
 
     def test_one_on_another_machine_cannot_be_seen(self, tmp_path: Path) -> None:
         (tmp_path / LOCK).write_text("pid 1 on elsewhere\n")
-        assert driver_of(tmp_path) == Driver(1, "elsewhere", None)
+        assert DriverProcess.read(tmp_path) == DriverProcess(1, "elsewhere", None)
 
 
 class TestScaleRequests:
@@ -233,7 +236,7 @@ class TestScaleRequests:
     def test_a_request_and_its_answer(self, tmp_path: Path) -> None:
         requests = ScaleRequests(tmp_path)
         assert requests.poll() is None
-        with asked_scale(tmp_path, 4) as answered:
+        with request_scale(tmp_path, 4) as answered:
             request = requests.poll()
             assert request is not None
             assert request.replicas == 4
@@ -245,7 +248,7 @@ class TestScaleRequests:
 
     def test_the_oldest_comes_first_and_each_gets_its_own_answer(self, tmp_path: Path) -> None:
         requests = ScaleRequests(tmp_path)
-        with asked_scale(tmp_path, 4) as first, asked_scale(tmp_path, 2) as second:
+        with request_scale(tmp_path, 4) as first, request_scale(tmp_path, 2) as second:
             for expected in (4, 2):
                 request = requests.poll()
                 assert request is not None
@@ -255,13 +258,13 @@ class TestScaleRequests:
 
     def test_who_gives_up_takes_the_request_back(self, tmp_path: Path) -> None:
         requests = ScaleRequests(tmp_path)
-        with pytest.raises(KeyboardInterrupt), asked_scale(tmp_path, 4):
+        with pytest.raises(KeyboardInterrupt), request_scale(tmp_path, 4):
             raise KeyboardInterrupt
         assert requests.poll() is None
 
     def test_an_answer_that_nobody_waits_for_is_no_harm(self, tmp_path: Path) -> None:
         requests = ScaleRequests(tmp_path)
-        with asked_scale(tmp_path, 4):
+        with request_scale(tmp_path, 4):
             request = requests.poll()
         assert request is not None
         requests.answer(request, True, "too late")
@@ -279,14 +282,14 @@ class TestScaleRequests:
 
     def test_what_it_was_asked_before_it_looked_counts(self, tmp_path: Path) -> None:
         """Somebody asks while the rooms start."""
-        with asked_scale(tmp_path, 5):
+        with request_scale(tmp_path, 5):
             request = ScaleRequests(tmp_path).poll()
             assert request is not None
             assert request.replicas == 5
 
     def test_a_file_of_another_kind_is_passed_over(self, tmp_path: Path) -> None:
         requests = ScaleRequests(tmp_path)
-        with asked_scale(tmp_path, 3):
+        with request_scale(tmp_path, 3):
             for name, text in (("a", "4"), ("b", "{"), ("c", '{"replicas": 4}')):
                 (tmp_path / "scale" / f"{name}.json").write_text(text)
             request = requests.poll()

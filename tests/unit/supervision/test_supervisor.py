@@ -15,12 +15,12 @@ from supervision_support import Ref, Room
 
 from trireme.config import Config
 from trireme.core.errors import LimitReached, RoomFailed, TriremeError
-from trireme.core.sampler import Pulse
+from trireme.core.sampler import Heartbeat
 from trireme.process import waits
 from trireme.run.rundir import LOCK
 from trireme.supervision import heartbeats as watch_module
 from trireme.supervision import replica_manager as fleet_module
-from trireme.supervision.roster import Health, Roster
+from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequests
 from trireme.supervision.supervisor import Elastic, Supervisor
 
@@ -28,19 +28,19 @@ DEADLINE_S = 20.0
 
 
 class Trainer:
-    """A shard that is asked for pulses."""
+    """A shard that is asked for heartbeats."""
 
-    def pulses(self) -> dict[str, Callable[[], Any]]:
+    def heartbeats(self) -> dict[str, Callable[[], Any]]:
         return {"trainer_0": lambda: Ref("trainer")}
 
 
 class Orchestrator(Room):
-    def pulses(self) -> dict[str, Callable[[], Any]]:
+    def heartbeats(self) -> dict[str, Callable[[], Any]]:
         return {"orchestrator_0": lambda: Ref("orchestrator")}
 
 
 class World:
-    """A supervisor of one replica, and what each reference comes to: a Pulse unless `fails` says otherwise. Failures of
+    """A supervisor of one replica. Each reference comes to a Heartbeat unless `fails` says otherwise. Failures of
     the orchestrator's are never reported."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, **config: Any) -> None:
@@ -72,7 +72,7 @@ class World:
         failure = self.fails.get(str(ref.what[0]))
         if isinstance(failure, type):
             raise failure("out of the blue")
-        return failure or Pulse((1,), "node")
+        return failure or Heartbeat((1,), "node")
 
     def until(self, said: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -120,9 +120,9 @@ def test_all_is_well(world: World) -> None:
         supervisor.check()
         world.until(lambda: all(part.pids for part in world.roster.parts))
         assert {part.name: part.health for part in world.roster.parts} == {
-            "inference_0": Health.HEALTHY,
-            "trainer_0": Health.HEALTHY,
-            "orchestrator_0": Health.HEALTHY,
+            "inference_0": PartHealth.HEALTHY,
+            "trainer_0": PartHealth.HEALTHY,
+            "orchestrator_0": PartHealth.HEALTHY,
         }
 
 
@@ -142,17 +142,17 @@ def test_a_lost_shard_ends_the_attempt_and_the_next_one_begins_with_the_replicas
 
 def test_a_lost_replica_is_replaced_and_the_attempt_goes_on(world: World) -> None:
     with world.serving() as supervisor:
-        world.fails["pulse"] = RoomFailed("inference_0 died")
+        world.fails["heartbeat"] = RoomFailed("inference_0 died")
         world.until(lambda: ("replace", 0) in world.room.told)
         world.fails.clear()
-        world.until(lambda: world.roster.parts[0].health is Health.HEALTHY)
+        world.until(lambda: world.roster.parts[0].health is PartHealth.HEALTHY)
         supervisor.check()
 
 
 def test_in_deterministic_mode_it_ends_the_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     world = World(monkeypatch, tmp_path, deterministic=True)
     with world.serving():
-        world.fails["pulse"] = RoomFailed("inference_0 died")
+        world.fails["heartbeat"] = RoomFailed("inference_0 died")
         assert "inference_0 died" in str(world.failure())
         assert ("replace", 0) in world.room.told
 
@@ -193,7 +193,7 @@ def test_a_run_does_not_go_on_that_nobody_watches(world: World) -> None:
 def test_when_the_run_ends_nobody_is_missed(world: World) -> None:
     with world.serving() as supervisor:
         supervisor.detach(None)
-        world.fails |= {"trainer": DIED, "pulse": DIED}
+        world.fails |= {"trainer": DIED, "heartbeat": DIED}
         time.sleep(0.1)
         supervisor.check()
         assert world.roster.incidents == []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.run.rundir import LOCK
-from trireme.supervision.roster import Health, Roster
+from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequest, ScaleRequests
 
 DEADLINE_S = 60.0
@@ -45,7 +45,7 @@ def answering(root: Path, on_request: Callable[[ScaleRequests, ScaleRequest], No
         thread.join(DEADLINE_S)
 
 
-def roster_of(*healths: Health) -> Roster:
+def roster_of(*healths: PartHealth) -> Roster:
     """Replicas of that health, in order."""
     roster = Roster(lambda: 1_800_000_000.0)
     for index, health in enumerate(healths):
@@ -103,8 +103,8 @@ class Room:
     def abort_all(self) -> None:
         self.told.append(("abort all",))
 
-    def pulse_ref(self, index: int) -> Ref:
-        return Ref("pulse", index)
+    def heartbeat_ref(self, index: int) -> Ref:
+        return Ref("heartbeat", index)
 
     def client(self, index: int) -> str:
         return f"client {index}"

@@ -16,7 +16,7 @@ from tools_support import commit, make_run
 from trireme.checkpoint.store import CheckpointStore
 from trireme.cli.trireme import main
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
-from trireme.supervision.roster import Health
+from trireme.supervision.roster import PartHealth
 from trireme.supervision.status import StatusWriter
 from trireme.tools.inspection import age
 
@@ -157,7 +157,7 @@ def test_a_run_that_has_no_commit_yet(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_incidents_are_told_the_newest_ten(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspected(store.root, capsys)["incidents"] == []
     assert "incidents.jsonl" not in shown(store.root, capsys)
-    with StatusWriter(store.root, roster := roster_of(Health.HEALTHY)):
+    with StatusWriter(store.root, roster := roster_of(PartHealth.HEALTHY)):
         roster.at_step(4)
         for n in range(12):
             roster.note("inference_0", f"died [{n}]")

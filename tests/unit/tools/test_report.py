@@ -21,7 +21,7 @@ from trace_support import begin, counter, end, make_run, row, span, write_trace
 
 from trireme.cli.trireme import main
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
-from trireme.supervision.roster import Health
+from trireme.supervision.roster import PartHealth
 from trireme.supervision.status import StatusWriter
 from trireme.tools.report import MOST_INCIDENTS, thinned
 
@@ -124,7 +124,7 @@ def test_several_attempts(run: Path) -> None:
 
 def test_what_happened_to_its_parts_the_newest_first(run: Path) -> None:
     assert said(reported(run))["incidents"] == {"newest": [], "older": 0}
-    with StatusWriter(run, roster := roster_of(Health.HEALTHY)):
+    with StatusWriter(run, roster := roster_of(PartHealth.HEALTHY)):
         roster.at_step(3)
         for n in range(MOST_INCIDENTS + 2):
             roster.note("inference_0", f"died {n}")
@@ -281,7 +281,7 @@ def test_a_page_without_a_trace_says_so(run: Path, tmp_path: Path) -> None:
 
 @in_browser
 def test_incidents_are_a_table_of_words(run: Path, tmp_path: Path) -> None:
-    with StatusWriter(run, roster := roster_of(Health.HEALTHY)):
+    with StatusWriter(run, roster := roster_of(PartHealth.HEALTHY)):
         roster.note("inference_0", "its <b>engine</b> died")
     ended = browse(reported(run), tmp_path / "profile", "--dump-dom")
     assert complaints(ended) == []

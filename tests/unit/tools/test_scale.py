@@ -14,7 +14,7 @@ from supervision_support import answering, driven, roster_of
 from trireme.cli.trireme import main
 from trireme.config.load import load
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK
-from trireme.supervision.roster import Health, Roster
+from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequest, ScaleRequests, StatusWriter
 from trireme.tools.scale import standing
 
@@ -117,11 +117,11 @@ def scaled(run: Path, roster: Roster, replicas: int, changes: Callable[[Roster],
 
 def test_it_returns_when_all_serve(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def changes(roster: Roster) -> None:
-        for health in (Health.STARTING, Health.CATCHING_UP, Health.HEALTHY):
+        for health in (PartHealth.STARTING, PartHealth.CATCHING_UP, PartHealth.HEALTHY):
             for index in (1, 2):
                 roster.set(f"inference_{index}", health)
 
-    assert scaled(run, roster_of(Health.HEALTHY), 3, changes) == EXIT_OK
+    assert scaled(run, roster_of(PartHealth.HEALTHY), 3, changes) == EXIT_OK
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "3 replicas from now on"
     assert lines[-1] == "3 of 3 replicas serve"
@@ -129,10 +129,10 @@ def test_it_returns_when_all_serve(run: Path, capsys: pytest.CaptureFixture[str]
 
 def test_it_waits_for_those_that_leave(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def changes(roster: Roster) -> None:
-        roster.set("inference_1", Health.DRAINING)
+        roster.set("inference_1", PartHealth.DRAINING)
         roster.remove("inference_1")
 
-    assert scaled(run, roster_of(Health.HEALTHY, Health.HEALTHY), 1, changes) == EXIT_OK
+    assert scaled(run, roster_of(PartHealth.HEALTHY, PartHealth.HEALTHY), 1, changes) == EXIT_OK
     assert capsys.readouterr().out.splitlines()[-1] == "1 of 1 replicas serve"
 
 
@@ -151,15 +151,15 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture
     with driven(run):
         assert main(["scale", str(run), "--replicas", "3"]) == EXIT_FAILED
     assert "waited 0 s for the driver" in capsys.readouterr().err
-    assert scaled(run, roster_of(Health.HEALTHY, Health.STARTING), 3, lambda _: None) == EXIT_FAILED
+    assert scaled(run, roster_of(PartHealth.HEALTHY, PartHealth.STARTING), 3, lambda _: None) == EXIT_FAILED
     assert "1 of 3 replicas serve; inference_1 starting" in capsys.readouterr().err
 
 
 def test_how_it_stands(run: Path) -> None:
     assert standing(run, 2) == "0 of 2 replicas serve"
-    roster = roster_of(Health.HEALTHY, Health.HEALTHY, Health.DEAD, Health.STARTING)
-    roster.set("trainer_0", Health.HEALTHY)
-    roster.set("inference_3", Health.STARTING, "it waits for a place")
+    roster = roster_of(PartHealth.HEALTHY, PartHealth.HEALTHY, PartHealth.DEAD, PartHealth.STARTING)
+    roster.set("trainer_0", PartHealth.HEALTHY)
+    roster.set("inference_3", PartHealth.STARTING, "it waits for a place")
     with StatusWriter(run, roster):
         pass
     others = "inference_2 dead, inference_3 starting (it waits for a place)"

@@ -20,8 +20,8 @@ from textual.widgets import OptionList, Static
 
 from trireme.core.errors import LimitReached
 from trireme.run.rollout_records import ROLLOUTS, RolloutFiles
-from trireme.supervision.roster import Health, Roster
-from trireme.supervision.status import StatusWriter, read_status
+from trireme.supervision.roster import PartHealth, Roster
+from trireme.supervision.status import Status, StatusWriter
 from trireme.tools.watch import drawing, plain
 from trireme.tools.watch.app import Watch
 from trireme.tools.watch.following import TAIL_BYTES, Follower, tail, tokenizer_of
@@ -162,9 +162,9 @@ def lines_of(table: Any) -> str:
 
 def supervised(run: Path) -> Roster:
     """What STATUS says: a replica serves, another one is dead."""
-    roster = roster_of(Health.HEALTHY, Health.DEAD)
+    roster = roster_of(PartHealth.HEALTHY, PartHealth.DEAD)
     roster.at_step(2)
-    roster.set("inference_1", Health.DEAD, "its engine [101] was killed")
+    roster.set("inference_1", PartHealth.DEAD, "its engine [101] was killed")
     with StatusWriter(run, roster):
         roster.note("inference_1", "its engine [101] was killed; a successor starts")
     said = json.loads((run / "STATUS").read_text())
@@ -184,7 +184,7 @@ def test_the_health_of_all_parts_is_shown(run: Path) -> None:
 
 def test_what_is_not_well_stands_in_the_headline(run: Path) -> None:
     supervised(run)
-    status = read_status(run)
+    status = Status.read(run)
     assert status is not None
     assert drawing.troubles(status, status.at + 1) == "inference_1 dead"
     assert drawing.troubles(status, status.at + 40) == "no word from the driver for 40 s"
@@ -195,19 +195,19 @@ def test_how_the_run_ended_is_told(run: Path) -> None:
     here = f"running, process {os.getpid()}"
     assert "has not begun" in drawing.standing(None, here)
     supervised(run)
-    assert drawing.standing(read_status(run), here) == ""
-    assert "the driver was killed" in drawing.standing(read_status(run), "not running")
+    assert drawing.standing(Status.read(run), here) == ""
+    assert "the driver was killed" in drawing.standing(Status.read(run), "not running")
     assert "a new command begins; the one before it was killed" in drawing.standing(
-        read_status(run), "running, process 1"
+        Status.read(run), "running, process 1"
     )
-    with pytest.raises(LimitReached), StatusWriter(run, roster_of(Health.DEAD)):
+    with pytest.raises(LimitReached), StatusWriter(run, roster_of(PartHealth.DEAD)):
         raise LimitReached("inference_0 failed 4 times")
     ended = "ended with exit code 3: inference_0 failed 4 times"
-    assert drawing.standing(read_status(run), "not running") == ended
-    assert drawing.standing(read_status(run), here) == ended
-    anew = drawing.standing(read_status(run), "running, process 1")
+    assert drawing.standing(Status.read(run), "not running") == ended
+    assert drawing.standing(Status.read(run), here) == ended
+    anew = drawing.standing(Status.read(run), "running, process 1")
     assert anew == f"a new command begins; the one before it {ended}"
-    status = read_status(run)
+    status = Status.read(run)
     assert status is not None
     assert drawing.troubles(status, status.at + 1000) == ""
 

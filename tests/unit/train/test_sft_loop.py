@@ -13,7 +13,7 @@ from sft_support import config, some
 from trireme.core.errors import LimitReached, NonFiniteGradient
 from trireme.core.types import ForwardBackwardOutput, OptimStepResponse, TokenBatch, WeightIdentity
 from trireme.process.signals import Stop, Stopped
-from trireme.sft.data import Cursor, Data
+from trireme.sft.data import ExampleCursor, SftData
 from trireme.train.guards import RefusedSteps
 from trireme.train.sft_loop import train
 
@@ -82,9 +82,9 @@ def run(
     say: Callable[[str], None] = lambda _: None,
     held_out: bool = False,
     **changes: Any,
-) -> Data:
+) -> SftData:
     given = config(**{"max_steps": 3, **changes})
-    data = Data(some(4, 6, 4, 6), some(4, 4) if held_out else None, Cursor(4, 0, False))
+    data = SftData(some(4, 6, 4, 6), some(4, 4) if held_out else None, ExampleCursor(4, 0, False))
     anything: Any = all_
     train(given, anything, data, start, lambda s: 0.1 * s, anything, anything, RefusedSteps(given, say), stop or Stop())
     return data

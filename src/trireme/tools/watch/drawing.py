@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from trireme.supervision.roster import Health, Incident, Part
+from trireme.supervision.roster import Incident, PartHealth, RunPart
 from trireme.supervision.status import Status
 from trireme.tools.inspection import age
 from trireme.tools.timeline import target_of
@@ -57,12 +57,12 @@ ROOMS = {
 """Of the newest row, what tells how each room is doing."""
 
 HEALTH_STYLES = {
-    Health.HEALTHY: "green",
-    Health.STARTING: "cyan",
-    Health.CATCHING_UP: "cyan",
-    Health.DRAINING: "cyan",
-    Health.SUSPECT: "yellow",
-    Health.DEAD: "bold red",
+    PartHealth.HEALTHY: "green",
+    PartHealth.STARTING: "cyan",
+    PartHealth.CATCHING_UP: "cyan",
+    PartHealth.DRAINING: "cyan",
+    PartHealth.SUSPECT: "yellow",
+    PartHealth.DEAD: "bold red",
 }
 SILENT_S = 30.0
 """A driver that works writes STATUS more often, whatever happens."""
@@ -89,7 +89,7 @@ def troubles(status: Status | None, now: float) -> str:
         return ""
     if now - status.at > SILENT_S:
         return f"no word from the driver for {now - status.at:.0f} s"
-    return ", ".join(f"{part.name} {part.health}" for part in status.parts if part.health != Health.HEALTHY)
+    return ", ".join(f"{part.name} {part.health}" for part in status.parts if part.health != PartHealth.HEALTHY)
 
 
 def standing(status: Status | None, driver: str) -> str:
@@ -116,7 +116,7 @@ def parts_table(status: Status | None, driver: str, now: datetime) -> Table:
     return table
 
 
-def _part_cells(part: Part, now: datetime) -> Iterator[Text | str]:
+def _part_cells(part: RunPart, now: datetime) -> Iterator[Text | str]:
     yield part.name
     yield Text(part.health, style=HEALTH_STYLES[part.health])
     yield _age(part.since, now)

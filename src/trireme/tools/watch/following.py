@@ -14,7 +14,7 @@ from typing import Any
 
 from trireme.run.rollout_records import ROLLOUTS, recorded_steps
 from trireme.supervision.roster import Incident
-from trireme.supervision.status import Status, driver_of, read_incidents, read_status
+from trireme.supervision.status import DriverProcess, Status, read_incidents
 
 TAIL_BYTES = 16 * 1024
 
@@ -68,7 +68,7 @@ class Follower:
 
     def status(self) -> Status | None:
         """The health of all parts, as the driver said last."""
-        return read_status(self.root)
+        return Status.read(self.root)
 
     def incidents(self) -> list[Incident]:
         """All that happened to them, in all attempts."""
@@ -76,7 +76,7 @@ class Follower:
 
     def driver(self) -> str:
         """Whether somebody drives the run, as far as can be seen from here."""
-        driver = driver_of(self.root)
+        driver = DriverProcess.read(self.root)
         if driver is None:
             return "not started"
         if driver.alive is None:
