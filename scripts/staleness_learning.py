@@ -38,13 +38,13 @@ def train(directory: Path, name: str, case: str, seed: int, steps: int) -> list[
     rows = rows_of(directory / name)
     if len(rows) >= steps:
         return rows
-    loss, max_age = case.split(":")
+    loss, max_steps_off_policy = case.split(":")
     options = {
         "clean": "true",
         "seed": seed,
         "max-steps": steps,
         "trainer.loss-fn": loss,
-        "orchestrator.max-steps-off-policy": max_age,
+        "orchestrator.max-steps-off-policy": max_steps_off_policy,
         "checkpoint.every": 0,
         "run.output-dir": directory,
         "run.name": name,
@@ -63,10 +63,10 @@ def table_row(case: str, runs: Sequence[Sequence[Row]]) -> str:
     rows = [row for run in runs for row in run]
     starts = [mean(row["reward/total"] for row in run[:FIRST]) for run in runs]
     ends = [mean(row["reward/total"] for row in run[-LAST:]) for run in runs]
-    loss, max_age = case.split(":")
+    loss, max_steps_off_policy = case.split(":")
     cells = (
         loss,
-        max_age,
+        max_steps_off_policy,
         " ".join(f"{start:.3f}" for start in starts),
         " ".join(f"{end:.3f}" for end in ends),
         f"{mean(ends):.3f}",

@@ -30,7 +30,7 @@ def row(outcome: Outcome) -> str:
     scenario = outcome.scenario
     cells = (
         f"`{scenario.policy}`",
-        scenario.max_age,
+        scenario.max_steps_off_policy,
         f"{len(outcome.trained_lengths) / outcome.seconds:.1f}",
         f"{outcome.trained_tokens / outcome.seconds:.0f}",
         f"{outcome.waste:.0%}",
@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(HEAD)
     print("|---|" + "---:|" * (HEAD.count("|") - 2))
     for policy in POLICIES:
-        for max_age in AGES:
-            outcome = simulate(Scenario(**(common | {"policy": policy, "max_age": max_age})))
+        for max_steps_off_policy in AGES:
+            outcome = simulate(Scenario(**(common | {"policy": policy, "max_steps_off_policy": max_steps_off_policy})))
             print(row(outcome), flush=True)
 
 

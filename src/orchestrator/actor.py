@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.env import EnvContext, load_dataset
-from orchestrator.metrics import Released
+from orchestrator.metrics import StepSummary
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import rollout_limits
-from orchestrator.state import Snapshot, read_snapshot, write_snapshot
+from orchestrator.state import OrchestratorState, read_snapshot, write_snapshot
 from orchestrator.workers import close_workers, open_workers
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
@@ -36,30 +36,32 @@ class OrchestratorActor:
 
     def __init__(
         self,
-        cfg: Config,
+        config: Config,
         sampler_factory: Callable[[], Sampler],
         reserved_factory: Callable[[], Sampler] | None,
         log_dir: Path | None,
     ) -> None:
         redirect(log_dir, "orchestrator_0")
         number_process(0)
-        trace.start(log_dir, "orchestrator_0", cfg.trace.max_mb)
-        self._cfg, self._sampler_factory, self._reserved_factory = cfg, sampler_factory, reserved_factory
+        trace.start(log_dir, "orchestrator_0", config.trace.max_mb)
+        self._config, self._sampler_factory, self._reserved_factory = config, sampler_factory, reserved_factory
 
     async def start(self) -> None:
         """Opens tokenizer and environment, and the way to the replicas. Raises BadInput."""
         fault_point("orchestrator.start")
-        cfg = self._cfg
-        tokenizer, group_size = load_tokenizer(cfg.tokenizer_name), cfg.orchestrator.group_size
-        context = EnvContext(tokenizer, cfg.seed, group_size, "train", cfg.renderer, cfg.model.start or cfg.model.name)
-        open_workers(cfg.orchestrator.workers)
-        held_out = replace(context, group_size=cfg.eval.samples, split="eval")
+        config = self._config
+        tokenizer, group_size = load_tokenizer(config.tokenizer_name), config.orchestrator.group_size
+        context = EnvContext(
+            tokenizer, config.seed, group_size, "train", config.renderer, config.model.start or config.model.name
+        )
+        open_workers(config.orchestrator.workers)
+        held_out = replace(context, group_size=config.eval.samples, split="eval")
         self._pipeline = Pipeline(
-            cfg,
-            [load_dataset(env, replace(context, group_size=cfg.group_size(env))) for env in cfg.env],
+            config,
+            [load_dataset(env, replace(context, group_size=config.group_size(env))) for env in config.env],
             self._sampler_factory(),
-            rollout_limits(cfg, tokenizer.decode),
-            [load_dataset(env, held_out, "eval.env") for env in cfg.eval_envs] if cfg.eval.every else [],
+            rollout_limits(config, tokenizer.decode),
+            [load_dataset(env, held_out, "eval.env") for env in config.eval_envs] if config.eval.every else [],
             context.tokenizer.decode,
             self._reserved_factory and self._reserved_factory(),
         )
@@ -95,7 +97,7 @@ class OrchestratorActor:
     async def next_failure(self) -> tuple[int, str]:
         return await self._pipeline.next_failure()
 
-    async def release(self, step: int) -> Released:
+    async def release(self, step: int) -> StepSummary:
         return self._pipeline.release(step)
 
     async def take_snapshot(self) -> None:
@@ -123,6 +125,6 @@ def spare_collector() -> None:
     gc.set_threshold(*COLLECT_AFTER)
 
 
-def _write(snapshot: Snapshot, path: Path) -> list[FileRecord]:
+def _write(snapshot: OrchestratorState, path: Path) -> list[FileRecord]:
     fault_point("orchestrator.save")
     return write_snapshot(snapshot, path)

@@ -1,18 +1,18 @@
-"""How many rollouts are in flight at most. No Ray, no clock.
+"""Limits how many rollouts are in flight. No Ray, no clock.
 
     dispatch loop --a group--+
-                             +--enter--> Gate --> rollouts in flight --each that ends--> room at the gate
+                             +--enter--> Gate --Permit--> rollouts in flight --each that ends gives its place back
     evaluation ----a group---+             ^
                                            | limit, when max_concurrent = "auto"
     replicas --load, each second--> Backpressure
 
 The ledger's slots bound how far sampling runs ahead of training; the gate bounds what the replicas have to do at once.
-A group that waits at the gate is not dispatched yet: it gets its floor, and its rollouts their time limit, once it
+A group that waits at the gate is not dispatched yet: it gets its floor, and its rollouts their time limit, when it
 starts.
 
-Fair: whoever has less in flight goes first, and waits until its request fits; nobody overtakes. So while training and
-evaluation both want room each comes to half of it, and while only one wants it that one has all. Nobody starves: who
-waits has, once its own rollouts have ended, less in flight than the other, and is first from then on.
+Fairness: the kind (training or evaluation) with less in flight goes first, waits until its request fits, and is not
+overtaken. So while both wait each comes to half of the limit, and one that is alone gets all of it. Neither starves:
+once its own rollouts have ended it has less in flight than the other, and is first from then on.
 """
 
 from __future__ import annotations
@@ -21,31 +21,26 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal
 
 from trireme.config import Config
 from trireme.core.sampler import ReplicaStats
 
+Kind = Literal["train", "eval"]
+KINDS: tuple[Kind, ...] = ("train", "eval")
 KV_HIGH = 0.8
-"""No more is let in while a replica uses more than this share of its KV cache."""
+"""The limit does not grow while a replica uses more than this share of its KV cache."""
 BACK_OFF = 0.8
 """After a preemption the limit is this share of what is in flight."""
 
 
-class Kind(Enum):
-    """Who wants room."""
-
-    TRAIN = "train"
-    EVAL = "eval"
-
-
 class Gate:
-    """Lets in as many rollouts as fit. `limit` none: all of them."""
+    """Lets in as many rollouts as `limit` allows; None: all of them."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._in_flight = dict.fromkeys(Kind, 0)
-        self._waiting: dict[Kind, deque[tuple[int, asyncio.Future[None]]]] = {kind: deque() for kind in Kind}
+        self._in_flight: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        self._waiting: dict[Kind, deque[tuple[int, asyncio.Future[None]]]] = {kind: deque() for kind in KINDS}
 
     @property
     def limit(self) -> int | None:
@@ -62,11 +57,11 @@ class Gate:
 
     @property
     def holds_back(self) -> bool:
-        """Whether anybody waits."""
+        """True while a request waits."""
         return self._first() is not None
 
-    async def enter(self, kind: Kind, rollouts: int) -> Room:
-        """Room for so many rollouts, once there is. More than the limit get in alone."""
+    async def enter(self, kind: Kind, rollouts: int) -> Permit:
+        """Waits until `rollouts` fit and returns a permit for them. A request above the limit gets in alone."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting[kind].append((rollouts, turn))
         self._admit()
@@ -77,10 +72,10 @@ class Gate:
                 self.leave(kind, rollouts)
             self._admit()
             raise
-        return Room(self, kind, rollouts)
+        return Permit(self, kind, rollouts)
 
     def leave(self, kind: Kind, rollouts: int) -> None:
-        """So many rollouts have ended."""
+        """Takes note that `rollouts` of this kind have ended."""
         self._in_flight[kind] -= rollouts
         self._admit()
 
@@ -94,24 +89,24 @@ class Gate:
             turn.set_result(None)
 
     def _first(self) -> Kind | None:
-        """Whose turn it is: of those that wait the one that has less in flight."""
+        """Returns the kind whose turn it is: of those that wait the one with less in flight."""
         for queue in self._waiting.values():
             while queue and queue[0][1].cancelled():
                 queue.popleft()
         waiting = [kind for kind, queue in self._waiting.items() if queue]
-        return min(waiting, key=self._in_flight.__getitem__) if waiting else None  # mostly nobody
+        return min(waiting, key=self._in_flight.__getitem__) if waiting else None
 
 
 @dataclass
-class Room:
-    """Room for `left` rollouts, given back as they end, and what is left of it when it is closed."""
+class Permit:
+    """Allows `left` rollouts in flight. Each gives its place back when it ends; `close` gives back the rest."""
 
     gate: Gate
     kind: Kind
     left: int
 
     def keep(self, rollouts: int) -> None:
-        """No more are needed."""
+        """Gives back all but `rollouts` places."""
         self._give_back(self.left - rollouts)
 
     def leave_one(self, *_task: object) -> None:
@@ -126,20 +121,20 @@ class Room:
 
 
 class Backpressure:
-    """The gate of a run, and its limit when that is left to the replicas' load.
+    """Holds the gate of a run, and adapts its limit to the replicas' load when `max_concurrent = "auto"`.
 
-    It starts from what they decode at once and a little more. It falls when a replica has given up a sequence's KV for
-    want of space, but not again before as many have ended; it grows by a group per replica while the gate holds
-    somebody back, a replica has nothing waiting and none has much of its KV cache in use.
+    The limit starts a little above what the replicas decode in parallel. It falls when a replica has preempted a
+    sequence (given up its KV for lack of space), but not again before as many rollouts have ended. It grows by a group
+    per replica while a request waits at the gate, some replica has an empty queue and none is near its KV capacity.
     """
 
-    def __init__(self, cfg: Config) -> None:
-        options, self._group_size = cfg.orchestrator, cfg.largest_group
-        self._auto = options.max_concurrent == "auto" and not cfg.deterministic
-        if cfg.deterministic:  # a batch is sampled at once, whatever the replicas report and when
+    def __init__(self, config: Config) -> None:
+        options, self._group_size = config.orchestrator, config.largest_group
+        self._auto = options.max_concurrent == "auto" and not config.deterministic
+        if config.deterministic:  # the load that replicas report, and when, differs between runs
             self.gate = Gate(None)
         elif options.max_concurrent == "auto":
-            self.gate = Gate(cfg.enough_rollouts(cfg.training_replicas, on_gpus=cfg.cluster.device == "gpu"))
+            self.gate = Gate(config.enough_rollouts(config.training_replicas, on_gpus=config.cluster.device == "gpu"))
         else:
             self.gate = Gate(options.max_concurrent)
         self._preempted: dict[int, int] = {}
@@ -147,7 +142,7 @@ class Backpressure:
         self._preemptions = 0
 
     def look(self, loads: Mapping[int, ReplicaStats]) -> None:
-        """Takes note of the live replicas' load, and sets the limit by it."""
+        """Takes note of the load of the live replicas and sets the limit by it."""
         preemptions = sum(max(load.preemptions - self._preempted.get(replica, 0), 0) for replica, load in loads.items())
         self._preempted = {replica: load.preemptions for replica, load in loads.items()}
         kv_used = max(load.kv_used for load in loads.values())
@@ -167,7 +162,7 @@ class Backpressure:
         self.gate.limit = max(limit, a_group_each)
 
     def take(self) -> dict[str, float]:
-        """What a row says of it: the limit now, the largest share of a KV cache in use and the preemptions since the
+        """Returns metrics of a row: the limit now; the largest share of a KV cache in use and the preemptions since the
         last call."""
         row = {"perf/kv_used": self._kv_used, "perf/preemptions": float(self._preemptions)}
         self._kv_used, self._preemptions = self._kv_now, 0

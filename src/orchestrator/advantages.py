@@ -1,6 +1,6 @@
 """From trajectories to training data: advantages, filters, and the merging of turns into datums. Pure functions.
 
-    ScoredGroup --group_to_rows--> [Row] --lay_out--> TokenBatch, a datum for each row
+    ScoredGroup --group_to_rows--> [DatumTurns] --lay_out--> TokenBatch, a datum for each row
 
 All rows of a minibatch are laid out together: what numpy takes for each of its calls is more than the numbers of one
 row take.
@@ -54,7 +54,7 @@ def remove_constant_reward_groups(groups_P: Sequence[T], rewards: Callable[[T], 
 
 
 @dataclass(frozen=True)
-class Row:
+class DatumTurns:
     """What becomes one datum: `turns`, each of which extends the one before. With `counts` false its mask and its
     advantages are 0 throughout."""
 
@@ -72,7 +72,7 @@ def trajectory_to_data(trajectory: Trajectory, advantage: float, temperature: fl
     observed, `logprobs`, `advantages` and `mask` are 0 and `versions` is -1. Raises ValueError for an empty
     observation at a datum's start: nothing would predict the first sampled token.
     """
-    batch = lay_out([Row(turns, advantage, temperature) for turns in _extending_turns(trajectory.transitions)])
+    batch = lay_out([DatumTurns(turns, advantage, temperature) for turns in _extending_turns(trajectory.transitions)])
     data_D = map(batch.datum, range(len(batch)))
     return [Datum(datum.model_input, datum.loss_fn_inputs, temperature) for datum in data_D]  # not rounded
 
@@ -95,7 +95,7 @@ def extends(turn: Transition, before: Transition) -> bool:
     )
 
 
-def lay_out(rows_D: Sequence[Row]) -> TokenBatch:
+def lay_out(rows_D: Sequence[DatumTurns]) -> TokenBatch:
     """The rows as a batch, datum by datum: see `trajectory_to_data`. Raises ValueError as that."""
     tokens: list[npt.NDArray[np.int32]] = []
     sampled: list[Transition] = []
@@ -161,19 +161,19 @@ class ScoredGroup:
         return min(versions), max(versions)
 
 
-def group_to_rows(scored: ScoredGroup, kind: AdvantageKind, overlong_filter: bool) -> list[Row]:
+def group_to_rows(scored: ScoredGroup, kind: AdvantageKind, overlong_filter: bool) -> list[DatumTurns]:
     """The rows of all trajectories of a group. `overlong_filter`: those cut by length do not count in the loss, as they
     do not show how good the answer would have been."""
     advantages_G = compute_advantages(scored.rewards_G, kind).tolist()
     return [
-        Row(turns, advantage, scored.temperature, not overlong_filter or trajectory.stop_reason == "stop")
+        DatumTurns(turns, advantage, scored.temperature, not overlong_filter or trajectory.stop_reason == "stop")
         for trajectory, advantage in zip(scored.trajectories_G, advantages_G, strict=True)
         for turns in _extending_turns(trajectory.transitions)
     ]
 
 
 def build_minibatch(
-    step: int, scored_P: Sequence[ScoredGroup], rows_P: Sequence[Sequence[Row]], last: bool
+    step: int, scored_P: Sequence[ScoredGroup], rows_P: Sequence[Sequence[DatumTurns]], last: bool
 ) -> Minibatch:
     """The rows of some groups, in that order, with where they came from. `last`: this ends its substep."""
     batch = lay_out([row for rows in rows_P for row in rows])

@@ -21,7 +21,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass
-class Cursor:
+class ProblemCursor:
     """The next problem is number `position` of batch `batch` of the dataset, in `epoch`: three numbers, its state."""
 
     dataset: RLDataset
@@ -80,7 +80,7 @@ class Mix:
     """
 
     def __init__(self, datasets: Mapping[str, RLDataset], weights: Sequence[float], seed: int) -> None:
-        self._cursors = {name: Cursor(dataset) for name, dataset in datasets.items()}
+        self._cursors = {name: ProblemCursor(dataset) for name, dataset in datasets.items()}
         self._names = list(datasets)
         self._bounds = [end / sum(weights) for end in accumulate(weights)]
         self._start = int.from_bytes(hashlib.blake2b(f"mix:{seed}".encode(), digest_size=8).digest())

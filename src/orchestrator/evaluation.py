@@ -49,11 +49,11 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.admission import Gate, Kind
+from orchestrator.admission import Gate
 from orchestrator.advantages import ScoredGroup
-from orchestrator.cursor import Cursor
+from orchestrator.cursor import ProblemCursor
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
-from orchestrator.group_runner import Played, Player, Rules
+from orchestrator.group_runner import GroupOutcome, GroupRunner, GroupSettings
 from orchestrator.ledger import Group
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import env_metrics
@@ -92,12 +92,12 @@ class Schedule:
 
 
 class Evaluator:
-    """Evaluates when it is due, one version at a time. `datasets` are those of `cfg.eval_envs`; there may be none where
-    `eval.every` is 0."""
+    """Evaluates weights when that is due, one version at a time. `datasets` are those of `config.eval_envs`; none are
+    needed where `eval.every` is 0."""
 
     def __init__(
         self,
-        cfg: Config,
+        config: Config,
         datasets: Sequence[RLDataset],
         sample: Sample,
         limits: RolloutLimits,
@@ -105,14 +105,14 @@ class Evaluator:
         reserved: Sampler | None = None,
     ) -> None:
         """`reserved`: the replicas that do nothing else; then `sample` and `gate` are not used."""
-        self._cfg, self._reserved = cfg, reserved
+        self._config, self._reserved = config, reserved
         self._sample, self._gate = sample, gate
         if reserved:
-            room = cfg.enough_rollouts(cfg.eval.replicas, on_gpus=cfg.cluster.device == "gpu")
+            room = config.enough_rollouts(config.eval.replicas, on_gpus=config.cluster.device == "gpu")
             self._sample, self._gate = reserved.sample, Gate(room)
-        self._datasets = {env.label: dataset for env, dataset in zip(cfg.eval_envs, datasets, strict=False)}
-        self._schedule = Schedule(cfg.eval.every, cfg.max_steps)
-        self._rules = {env.label: self._rules_of(env.label, limits) for env in cfg.eval_envs}
+        self._datasets = {env.label: dataset for env, dataset in zip(config.eval_envs, datasets, strict=False)}
+        self._schedule = Schedule(config.eval.every, config.max_steps)
+        self._rules = {env.label: self._rules_of(env.label, limits) for env in config.eval_envs}
         self._task: asyncio.Task[None] | None = None
         self._begun: int | None = None
         self._done: int | None = None
@@ -120,15 +120,15 @@ class Evaluator:
         self._rows: dict[int, dict[str, float]] = {}
         self._waited_s = 0.0
 
-    def _rules_of(self, env: str, limits: RolloutLimits) -> Rules:
-        options = self._cfg.orchestrator
-        return Rules(
+    def _rules_of(self, env: str, limits: RolloutLimits) -> GroupSettings:
+        options = self._config.orchestrator
+        return GroupSettings(
             env=env,
-            size=self._cfg.eval.samples,
+            size=self._config.eval.samples,
             needed=1,
-            sampling=self._cfg.eval_sampling,
+            sampling=self._config.eval_sampling,
             limits=limits,
-            seed=self._cfg.seed,
+            seed=self._config.seed,
             retries=options.retries,
             timeout_s=options.generation_timeout_s,
         )
@@ -203,7 +203,7 @@ class Evaluator:
         """The metrics of `version`, which all replicas hold. Raises RoomFailed after `timeouts.step_s`, saying how much
         is missing; and ProvenanceError."""
         fault_point("orchestrator.evaluation")
-        now, limit_s = asyncio.get_running_loop().time, self._cfg.timeouts.step_s
+        now, limit_s = asyncio.get_running_loop().time, self._config.timeouts.step_s
         started, evaluations = now(), self._evaluations(version)
         try:
             async with asyncio.timeout(limit_s):
@@ -214,12 +214,12 @@ class Evaluator:
             errors = sum((e.errors for e in evaluations), Counter[str]())
             raise RoomFailed(
                 f"waited {limit_s:g} s (timeouts.step_s) for the evaluation of version {version}: "
-                f"{', '.join(missing)}, with {self._cfg.eval.samples} rollouts each, are not done. "
+                f"{', '.join(missing)}, with {self._config.eval.samples} rollouts each, are not done. "
                 f"Failed tries so far: {dict(errors)}. Lower eval.problems or eval.samples, or raise the deadline"
             ) from None
         row = {"perf/evaluation_s": now() - started}
         for e in evaluations:
-            values = evaluation_metrics(version, e.in_order(), self._cfg.eval.samples, e.errors)
+            values = evaluation_metrics(version, e.in_order(), self._config.eval.samples, e.errors)
             row |= {f"eval/{e.env}/{name}": value for name, value in values.items()}
         return row
 
@@ -237,18 +237,18 @@ class Evaluator:
         return evaluations
 
     def _problems(self, dataset: RLDataset) -> list[tuple[str, EnvGroupBuilder]]:
-        cursor = Cursor(dataset)
+        cursor = ProblemCursor(dataset)
         found: list[tuple[str, EnvGroupBuilder]] = []
-        while cursor.epoch == 0 and len(found) != self._cfg.eval.problems:
+        while cursor.epoch == 0 and len(found) != self._config.eval.problems:
             problem = cursor.next_problem()
             found.append((problem, cursor.builder(problem)))
         return found
 
     async def _play(self, evaluations: Sequence[Evaluation]) -> None:
-        pace = Lockstep(lambda: False) if self._cfg.deterministic else OwnPace()
+        pace = Lockstep(lambda: False) if self._config.deterministic else OwnPace()
         groups = [(e, group, builder) for e in evaluations for group, builder in e.problems_P]
         for _, group, _ in groups:
-            pace.enter(group.index, self._cfg.eval.samples)
+            pace.enter(group.index, self._config.eval.samples)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for evaluation, group, builder in groups:
@@ -257,12 +257,12 @@ class Evaluator:
             raise failed.exceptions[0] from None
 
     async def _play_group(self, evaluation: Evaluation, pace: OwnPace, group: Group, builder: EnvGroupBuilder) -> None:
-        player = Player(self._rules[evaluation.env], self._sample, pace, evaluation.note, evaluation.check)
-        room = await self._gate.enter(Kind.EVAL, player.rules.size)
+        player = GroupRunner(self._rules[evaluation.env], self._sample, pace, evaluation.note, evaluation.check)
+        permit = await self._gate.enter("eval", player.rules.size)
         try:
-            evaluation.played[group.index] = await player.play(group, builder, room, over=lambda: None)
+            evaluation.played[group.index] = await player.play(group, builder, permit, over=lambda: None)
         finally:
-            room.close()
+            permit.close()
         pace.leave(group.index)
 
 
@@ -273,14 +273,14 @@ class Evaluation:
     env: str
     version: int
     problems_P: Sequence[tuple[Group, EnvGroupBuilder]]
-    played: dict[int, Played] = field(default_factory=dict)
+    played: dict[int, GroupOutcome] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)
 
     @property
     def missing(self) -> int:
         return len(self.problems_P) - len(self.played)
 
-    def in_order(self) -> list[Played]:
+    def in_order(self) -> list[GroupOutcome]:
         return [self.played[index] for index in sorted(self.played)]
 
     def note(self, error: Exception) -> None:
@@ -297,7 +297,7 @@ class Evaluation:
 
 
 def evaluation_metrics(
-    version: int, played_P: Sequence[Played], samples: int, errors: Mapping[str, int]
+    version: int, played_P: Sequence[GroupOutcome], samples: int, errors: Mapping[str, int]
 ) -> dict[str, float]:
     """The metrics that the module's docstring lists, without their prefix."""
     scored_P = [played.scored for played in played_P if played.scored]

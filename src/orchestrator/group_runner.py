@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from orchestrator import leaks
-from orchestrator.admission import Room
+from orchestrator.admission import Permit
 from orchestrator.advantages import ScoredGroup
 from orchestrator.env import Env, EnvGroupBuilder, Trajectory
 from orchestrator.ledger import Group
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Rules:
+class GroupSettings:
     """How groups are played: `env` is the environment's name, `needed` how many rollouts of `size` must succeed,
     `timeout_s` the limit for one rollout, `retries` how often a failed one is tried again."""
 
@@ -51,7 +51,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Played:
+class GroupOutcome:
     """What became of a group: in place of a rollout that failed for good, its last error; `scored` is none when too few
     succeeded, or when their rewards could not be computed."""
 
@@ -77,22 +77,24 @@ def _checked_tags(tags: Sequence[str], env: str) -> Sequence[str]:
 
 
 @dataclass(frozen=True)
-class Player:
+class GroupRunner:
     """Plays groups. `note` is told each error of an environment, `check` may refuse the rollouts of a group."""
 
-    rules: Rules
+    rules: GroupSettings
     sample: Sample
     pace: OwnPace
     note: Callable[[Exception], None]
     check: Callable[[Group, Sequence[Trajectory]], None]
 
-    async def play(self, group: Group, builder: EnvGroupBuilder, room: Room, over: Callable[[], None]) -> Played:
+    async def play(
+        self, group: Group, builder: EnvGroupBuilder, permit: Permit, over: Callable[[], None]
+    ) -> GroupOutcome:
         """Plays all rollouts, scores and cleans up. Each one that ends leaves `room`; `over` is called before cleaning
         up, however the group ended."""
         started: leaks.Tasks = set()
         try:
             with leaks.owned_by(started):
-                outcomes_G = await self._rollouts(group, builder, room)
+                outcomes_G = await self._rollouts(group, builder, permit)
                 scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
         finally:
             over()
@@ -100,9 +102,9 @@ class Player:
                 await self._attempt(builder.cleanup(), self._deadline())
             if leaked := leaks.end(started, self.rules.env, group.problem):
                 self.note(leaked)
-        return Played(outcomes_G, scored)
+        return GroupOutcome(outcomes_G, scored)
 
-    async def _rollouts(self, group: Group, builder: EnvGroupBuilder, room: Room) -> list[Trajectory | Exception]:
+    async def _rollouts(self, group: Group, builder: EnvGroupBuilder, permit: Permit) -> list[Trajectory | Exception]:
         envs = asyncio.ensure_future(self._make_envs(group, builder))
         try:
             await asyncio.sleep(0)  # most are made by then, and nobody has to wait for them
@@ -114,7 +116,7 @@ class Player:
         ]
         leaks.disown(envs, *rollouts)
         for rollout in rollouts:
-            rollout.add_done_callback(room.leave_one)
+            rollout.add_done_callback(permit.leave_one)
         try:
             return await asyncio.gather(*rollouts)
         finally:

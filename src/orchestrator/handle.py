@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from orchestrator.actor import OrchestratorActor
-from orchestrator.metrics import Released
+from orchestrator.metrics import StepSummary
 from orchestrator.pipeline import update_deadline_s
 from trireme.config import Config
 from trireme.core.errors import TriremeError
@@ -28,14 +28,14 @@ STOP_S = 10.0
 class OrchestratorHandle:
     """The verbs of the orchestrator, each a call to its actor."""
 
-    def __init__(self, cfg: Config, actor: Any, log: Path | None) -> None:
-        self._cfg, self._actor, self._log = cfg, actor, log
+    def __init__(self, config: Config, actor: Any, log: Path | None) -> None:
+        self._config, self._actor, self._log = config, actor, log
         self._started = actor.start.remote()
 
     @classmethod
     def start(
         cls,
-        cfg: Config,
+        config: Config,
         sampler_factory: Callable[[], Sampler],
         options: dict[str, Any],
         log_dir: Path | None,
@@ -44,8 +44,8 @@ class OrchestratorHandle:
         """Creates the actor and returns at once; wait for `ready_refs` before any other call. `reserved_factory` makes
         the sampler of the replicas that only evaluate, if there are any."""
         created = ray.remote(OrchestratorActor).options(**seeing_own_gpus(options))
-        actor = created.remote(cfg, sampler_factory, reserved_factory, log_dir)
-        return cls(cfg, actor, log_dir and log_dir / "orchestrator_0.log")
+        actor = created.remote(config, sampler_factory, reserved_factory, log_dir)
+        return cls(config, actor, log_dir and log_dir / "orchestrator_0.log")
 
     def ready_refs(self) -> tuple[list[Any], list[str]]:
         """References that are there once the actor is ready, and the names of their owners."""
@@ -70,15 +70,15 @@ class OrchestratorHandle:
             if hurry():
                 self._actor.give_up_evaluation.remote()
 
-        limit_s = 2 * update_deadline_s(self._cfg)
-        if self._cfg.eval.every:
-            limit_s += self._cfg.timeouts.step_s
+        limit_s = 2 * update_deadline_s(self._config)
+        if self._config.eval.every:
+            limit_s += self._config.timeouts.step_s
         self._wait(self._actor.update_weights.remote(weights), "the replicas' update", limit_s, tick)
 
     def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
         """The metrics of an evaluation of the weights that the replicas have loaded by themselves, to which this gives
         their name; instead of all verbs that train. Raises RoomFailed when it takes longer than `timeouts.step_s`."""
-        return self._wait(self._actor.evaluate.remote(identity), "an evaluation", self._cfg.timeouts.step_s)
+        return self._wait(self._actor.evaluate.remote(identity), "an evaluation", self._config.timeouts.step_s)
 
     def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] | None = None) -> Iterator[Minibatch]:
         """The minibatches of a substep as their groups finish: one unless streaming. `on_tick` is called about once a
@@ -86,13 +86,13 @@ class OrchestratorHandle:
         last = False
         while not last:
             ref = self._actor.next_minibatch.remote(step, substep)
-            minibatch: Minibatch = self._wait(ref, f"a minibatch of step {step}", self._cfg.timeouts.step_s, on_tick)
+            minibatch: Minibatch = self._wait(ref, f"a minibatch of step {step}", self._config.timeouts.step_s, on_tick)
             last = minibatch.last
             yield minibatch
 
-    def release(self, step: int) -> Released:
+    def release(self, step: int) -> StepSummary:
         """Says that `step` has been trained on; what it leaves behind."""
-        return self._wait(self._actor.release.remote(step), f"the release of step {step}", self._cfg.timeouts.step_s)
+        return self._wait(self._actor.release.remote(step), f"the release of step {step}", self._config.timeouts.step_s)
 
     def save_state(self, path: Path) -> waits.Pending:
         """The state of the last boundary: taken when this returns, written to directory `path` in the background.
@@ -101,7 +101,7 @@ class OrchestratorHandle:
 
         The wait gives the FileRecords of what was written, and raises StorageFailed.
         """
-        self._wait(self._actor.take_snapshot.remote(), "a snapshot of its state", self._cfg.timeouts.checkpoint_s)
+        self._wait(self._actor.take_snapshot.remote(), "a snapshot of its state", self._config.timeouts.checkpoint_s)
         return waits.Pending(
             [self._actor.write_snapshot.remote(path)], ["orchestrator (its part of a commit)"], self._log
         )
@@ -109,7 +109,7 @@ class OrchestratorHandle:
     def load_state(self, path: Path) -> None:
         """Goes on from what `save_state` wrote; once ready, before the first `update_weights`. Raises BadInput when the
         dataset lacks the problems that are to be sampled."""
-        self._wait(self._actor.load_state.remote(path), f"its state from {path}", self._cfg.timeouts.checkpoint_s)
+        self._wait(self._actor.load_state.remote(path), f"its state from {path}", self._config.timeouts.checkpoint_s)
 
     # ------------------------------------------------------------- for the supervisor: references, which it waits for
 

@@ -12,7 +12,7 @@ Version v is the weights after v training steps; batch s consumes v = s and make
 largest age. The *floor* of a group is the lowest version that any live replica had acknowledged when the group was
 dispatched, so no token of it is older. Its *age* in batch s is s - floor.
 
-Rules
+GroupSettings
   slots     At most (K + 1) B are taken. Dispatch takes one. It is freed when the group's batch has been released
             (trained on) and every live replica has acknowledged the version that the batch made; at once when the
             group is filtered, fails, or is evicted.
@@ -118,7 +118,7 @@ class Ledger:
     """See the module's docstring. Problems are strings; whoever drives the ledger samples them and trains on them."""
 
     batch_size: int
-    max_age: int
+    max_steps_off_policy: int
     policy: StalePolicy
     max_requeues: int
     max_steps: int
@@ -139,7 +139,7 @@ class Ledger:
 
     @property
     def slots(self) -> int:
-        return (self.max_age + 1) * self.batch_size
+        return (self.max_steps_off_policy + 1) * self.batch_size
 
     @property
     def slots_taken(self) -> int:
@@ -197,10 +197,10 @@ class Ledger:
         if len(groups) < count:
             return None
         for group in groups:
-            if step - group.floor > self.max_age:
+            if step - group.floor > self.max_steps_off_policy:
                 raise ProvenanceError(
                     f"group {group.index} (problem {group.problem}) has floor {group.floor} and would be trained on at "
-                    f"step {step}: age {step - group.floor}, at most {self.max_age} is allowed"
+                    f"step {step}: age {step - group.floor}, at most {self.max_steps_off_policy} is allowed"
                 )
             del self.active[group.index]
         self.consumed.setdefault(step, []).extend(groups)
@@ -223,7 +223,7 @@ class Ledger:
     def _cut(self) -> tuple[Group, ...]:
         """Closes the batch being assembled; evicts what would be too old for the next."""
         self.batch += 1
-        oldest = self.batch - self.max_age
+        oldest = self.batch - self.max_steps_off_policy
         evicted = tuple(g for g in self.active.values() if g.floor < oldest and not self.protected(g))
         for group in evicted:
             del self.active[group.index]
@@ -322,4 +322,4 @@ class Ledger:
         """Whether a loaded group has a slot after those that are active, and will be young enough."""
         place = len(self.active)
         latest = self.batch + (place // self.batch_size if self.protected(group) else 0)
-        return place < self.slots and latest - group.floor <= self.max_age
+        return place < self.slots and latest - group.floor <= self.max_steps_off_policy

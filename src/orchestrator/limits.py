@@ -18,9 +18,9 @@ MIN_WINDOW = 32
 class RunLimits:
     """Counts what went wrong, and raises LimitReached when it is too much."""
 
-    def __init__(self, cfg: Config) -> None:
-        self._options, self._env = cfg.orchestrator, cfg.label
-        window = max(MIN_WINDOW, self._options.batch_size * cfg.largest_group)
+    def __init__(self, config: Config) -> None:
+        self._options, self._env = config.orchestrator, config.label
+        window = max(MIN_WINDOW, self._options.batch_size * config.largest_group)
         self._failures: deque[bool] = deque(maxlen=window)
         self._failed = 0  # the sum of these: adding them up would cost the more, the larger the batch
         self._unusable_in_a_row = 0

@@ -44,7 +44,7 @@ ENDINGS = ("requeued", "dropped", "filtered", "failed", "expired_running", "expi
 
 
 @dataclass(frozen=True)
-class Released:
+class StepSummary:
     """What a step leaves behind: its row of metrics, of each group it was `trained` on problem, index, requeues and
     floor, in the order in which they were taken, and the records of some (`orchestrator.recorder`)."""
 

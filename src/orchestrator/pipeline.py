@@ -44,19 +44,19 @@ from functools import partial
 from typing import Any
 
 from orchestrator import leaks
-from orchestrator.admission import Backpressure, Kind, Room
+from orchestrator.admission import Backpressure, Permit
 from orchestrator.advantages import ScoredGroup, build_minibatch, group_to_rows, is_constant
 from orchestrator.cursor import Mix
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
-from orchestrator.group_runner import Player, Rules
+from orchestrator.group_runner import GroupRunner, GroupSettings
 from orchestrator.ledger import Group, Ledger, Taken
 from orchestrator.limits import RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
-from orchestrator.metrics import IdleClock, Released, StepMeter, update_metrics
+from orchestrator.metrics import IdleClock, StepMeter, StepSummary, update_metrics
 from orchestrator.recorder import Decode, Recorder
 from orchestrator.rollout import PromptTooLong, RolloutLimits
-from orchestrator.state import Snapshot
+from orchestrator.state import OrchestratorState
 from trireme.config import Config
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import LimitReached, ProvenanceError, RoomFailed
@@ -73,10 +73,10 @@ ANSWER_S = 60.0
 WITNESSED = ("problem", "index", "requeues", "floor")
 
 
-def update_deadline_s(cfg: Config) -> float:
+def update_deadline_s(config: Config) -> float:
     """How long an update of all replicas may take, at worst one after the other, and with a wait for a successor of the
     last one. Each keeps its own deadline."""
-    return cfg.timeouts.update_s * cfg.inference.replicas + cfg.patience_s + ANSWER_S
+    return config.timeouts.update_s * config.inference.replicas + config.patience_s + ANSWER_S
 
 
 class Pipeline:
@@ -84,7 +84,7 @@ class Pipeline:
 
     def __init__(
         self,
-        cfg: Config,
+        config: Config,
         datasets: Sequence[RLDataset],
         sampler: Sampler,
         limits: RolloutLimits,
@@ -92,15 +92,15 @@ class Pipeline:
         decode: Decode | None = None,
         reserved: Sampler | None = None,
     ) -> None:
-        self._cfg, self._options, self._sampler, self._limits = cfg, cfg.orchestrator, sampler, limits
-        names = [env.label for env in cfg.env]
-        self._mix = Mix(dict(zip(names, datasets, strict=True)), [env.weight for env in cfg.env], cfg.seed)
+        self._config, self._options, self._sampler, self._limits = config, config.orchestrator, sampler, limits
+        names = [env.label for env in config.env]
+        self._mix = Mix(dict(zip(names, datasets, strict=True)), [env.weight for env in config.env], config.seed)
         self._ledger = Ledger(
             batch_size=self._options.batch_size,
-            max_age=self._options.max_steps_off_policy,
-            policy="wait" if cfg.deterministic else self._options.stale_policy,
+            max_steps_off_policy=self._options.max_steps_off_policy,
+            policy="wait" if config.deterministic else self._options.stale_policy,
             max_requeues=self._options.max_requeues,
-            max_steps=cfg.max_steps,
+            max_steps=config.max_steps,
         )
         self._finished: dict[int, ScoredGroup] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -110,19 +110,19 @@ class Pipeline:
         self._update: asyncio.Task[None] | None = None
         self._newest = -1
         self._update_rows: dict[int, dict[str, float]] = {}
-        self._pace = Lockstep(self._ledger.can_dispatch) if cfg.deterministic else OwnPace()
-        self._pressure = Backpressure(cfg)
-        self._players = {env.label: self._player(env) for env in cfg.env}
+        self._pace = Lockstep(self._ledger.can_dispatch) if config.deterministic else OwnPace()
+        self._pressure = Backpressure(config)
+        self._players = {env.label: self._player(env) for env in config.env}
         self._samplers = [sampler, *([reserved] if reserved else [])]
         self._failures: dict[int, asyncio.Task[tuple[int, str]]] = {}
-        self._evaluator = Evaluator(cfg, held_out, self._sample_to_evaluate, limits, self._pressure.gate, reserved)
-        self._run_limits = RunLimits(cfg)
-        self._recorder = Recorder(cfg, decode)
+        self._evaluator = Evaluator(config, held_out, self._sample_to_evaluate, limits, self._pressure.gate, reserved)
+        self._run_limits = RunLimits(config)
+        self._recorder = Recorder(config, decode)
         self._meter = StepMeter()
         self._idle: IdleClock  # from the first weights on
         self._evaluating = 0  # of the requests in flight
         self._counts = self._ledger.counts()
-        self._boundary: Snapshot | None = None
+        self._boundary: OrchestratorState | None = None
 
     # ---- the driver's verbs
 
@@ -138,9 +138,9 @@ class Pipeline:
         if first:
             self._idle = IdleClock(asyncio.get_running_loop().time)
         self._update = self._spawn(self._update_replicas(weights), f"update to version {self._newest}")
-        if first or self._newest == self._cfg.max_steps or not self._options.max_steps_off_policy:
+        if first or self._newest == self._config.max_steps or not self._options.max_steps_off_policy:
             await self._update_ended()
-        if self._cfg.deterministic or self._newest == self._cfg.max_steps:
+        if self._config.deterministic or self._newest == self._config.max_steps:
             await self._evaluator.ended()  # else it goes on beside training
         if first:
             self._start()
@@ -194,7 +194,7 @@ class Pipeline:
         """Returns when no update is under way. Raises what the last one failed with."""
         if self._update is None:
             return
-        limit = update_deadline_s(self._cfg)
+        limit = update_deadline_s(self._config)
         ended, _ = await asyncio.wait([self._update], timeout=limit)
         if not ended:
             raise RoomFailed(
@@ -226,15 +226,15 @@ class Pipeline:
         Raises RoomFailed after `timeouts.step_s`, saying what is missing; and whatever went wrong in a loop.
         """
         fault_point("orchestrator.minibatch")
-        count = self._cfg.groups_per_minibatch
-        per_substep = self._options.batch_size // self._cfg.trainer.num_substeps
+        count = self._config.groups_per_minibatch
+        per_substep = self._options.batch_size // self._config.trainer.num_substeps
         done = self._ledger.assembled
         if (step, substep) != (self._ledger.batch, done // per_substep):
             raise ValueError(
                 f"asked for step {step}, substep {substep}; next is {self._ledger.batch}, {done // per_substep}"
             )
         try:
-            async with asyncio.timeout(self._cfg.timeouts.step_s):
+            async with asyncio.timeout(self._config.timeouts.step_s):
                 with trace.span("wait", "minibatches", step=step, groups=count):
                     taken = await self._take(step, count)
         except TimeoutError:
@@ -244,7 +244,7 @@ class Pipeline:
         self._meter.trained += scored_P
         return self._minibatch(step, scored_P, last=(done + count) % per_substep == 0)
 
-    def release(self, step: int) -> Released:
+    def release(self, step: int) -> StepSummary:
         """Step `step` has been trained on: its slots are free once its version is acknowledged.
 
         The row tells of the update to version `step`, which it was trained with: the next one may still be under way.
@@ -260,13 +260,13 @@ class Pipeline:
         records = self._recorder.lines(step, self._meter.trained)
         self._meter, self._counts = StepMeter(), counts
         self._note_boundary()
-        return Released(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
+        return StepSummary(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> OrchestratorState:
         """The last boundary, at any moment until the update to the next version begins. Raises ValueError then."""
         return self._boundary or self._snapshot()
 
-    def load(self, snapshot: Snapshot) -> None:
+    def load(self, snapshot: OrchestratorState) -> None:
         """Goes on from a snapshot; before the first `update_weights`. Raises BadInput when the dataset is another."""
         self._mix.load_state_dict(snapshot.cursor)
         self._ledger.load_state_dict(snapshot.ledger)
@@ -289,10 +289,10 @@ class Pipeline:
     # ---- state
 
     def _note_boundary(self) -> None:
-        if self._cfg.deterministic:
+        if self._config.deterministic:
             self._boundary = self._snapshot()
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> OrchestratorState:
         if self._newest > self._ledger.released:
             raise ValueError(
                 f"{self._ledger.released} batches are released, but the update to {self._newest} has begun"
@@ -300,10 +300,10 @@ class Pipeline:
         stopped_by_limit = isinstance(
             self._error, LimitReached
         )  # then a resume, after what was wrong was mended, counts anew
-        return Snapshot(
+        return OrchestratorState(
             cursor=self._mix.state_dict(),
             ledger=self._ledger.state_dict(),
-            limits=(RunLimits(self._cfg) if stopped_by_limit else self._run_limits).state_dict(),
+            limits=(RunLimits(self._config) if stopped_by_limit else self._run_limits).state_dict(),
             finished=(*self._meter.trained, *self._finished.values()),
             filtered=tuple(self._meter.filtered),
             errors=dict(self._meter.errors),
@@ -348,7 +348,7 @@ class Pipeline:
         else:
             holds = "no group is under way: its slots wait for a version that the replicas acknowledge"
         return (
-            f"waited {self._cfg.timeouts.step_s:g} s (timeouts.step_s) for {count} finished groups of batch {step}; "
+            f"waited {self._config.timeouts.step_s:g} s (timeouts.step_s) for {count} finished groups of batch {step}; "
             f"{holds}. "
             f"Groups: {self._ledger.counts()}; oldest problem still sampling: {running[0] if running else 'none'}; "
             f"versions acknowledged by replicas: {self._ledger.replicas}; "
@@ -361,37 +361,37 @@ class Pipeline:
         """First what was running when the state that was loaded was saved. Then a group for each slot that is free once
         there is room for it: it is dispatched when it starts, with the floor of that moment."""
         for group in [group for group in self._ledger.active.values() if not group.finished]:
-            room = await self._room()
+            permit = await self._permit()
             if group.index in self._ledger.active:
-                self._start_group(group, room)
+                self._start_group(group, permit)
             else:  # evicted while it waited
-                room.close()
+                permit.close()
         while True:
             await self._slots_changed.wait()
             self._slots_changed.clear()
             self._acknowledge()
             while self._ledger.can_dispatch():
-                room = await self._room()
+                permit = await self._permit()
                 self._acknowledge()
                 if self._ledger.can_dispatch():
-                    self._start_group(self._ledger.dispatch(self._mix.next_problem), room)
+                    self._start_group(self._ledger.dispatch(self._mix.next_problem), permit)
                 else:  # the last replica was lost while it waited
-                    room.close()
+                    permit.close()
 
-    async def _room(self) -> Room:
+    async def _room(self) -> Permit:
         """For the largest group there may be: whose it is turns out when it is dispatched."""
-        return await self._pressure.gate.enter(Kind.TRAIN, self._cfg.largest_group)
+        return await self._pressure.gate.enter("train", self._config.largest_group)
 
     def _acknowledge(self) -> None:
         self._ledger.acknowledge(self._sampler.acknowledged())
 
-    def _start_group(self, group: Group, room: Room) -> None:
+    def _start_group(self, group: Group, permit: Permit) -> None:
         player = self._players[self._mix.env_of(group.problem)]
-        room.keep(player.rules.size)
+        permit.keep(player.rules.size)
         self._pace.enter(group.index, player.rules.size)
-        work = self._run_group(group, self._mix.builder(group.problem), player, room)
+        work = self._run_group(group, self._mix.builder(group.problem), player, permit)
         self._running[group.index] = task = self._spawn(work, f"group of problem {group.problem}")
-        task.add_done_callback(room.close)
+        task.add_done_callback(permit.close)
 
     async def _load_loop(self) -> None:
         while True:
@@ -425,29 +425,29 @@ class Pipeline:
 
     # ---- one group
 
-    async def _run_group(self, group: Group, builder: EnvGroupBuilder, player: Player, room: Room) -> None:
+    async def _run_group(self, group: Group, builder: EnvGroupBuilder, player: GroupRunner, permit: Permit) -> None:
         def over() -> None:
             self._running.pop(group.index, None)  # an eviction must not interrupt the cleaning up
 
         with trace.life("group", group.index, problem=group.problem, floor=group.floor) as ending:
-            played = await player.play(group, builder, room, over)
+            played = await player.play(group, builder, permit, over)
             await self._pace.before_end(group.index)
             self._settle(group, played.scored, played.outcomes_G)
             ending["versions"] = played.scored.versions if played.scored else None
 
-    def _player(self, env: EnvConfig) -> Player:
-        options, size = self._options, self._cfg.group_size(env)
-        rules = Rules(
+    def _player(self, env: EnvConfig) -> GroupRunner:
+        options, size = self._options, self._config.group_size(env)
+        rules = GroupSettings(
             env=env.label,
             size=size,
             needed=max(math.ceil(options.min_viable_group * size), min(2, size)),  # one alone has advantage 0
-            sampling=self._cfg.inference.sampling,
+            sampling=self._config.inference.sampling,
             limits=self._limits,
-            seed=self._cfg.seed,
+            seed=self._config.seed,
             retries=options.retries,
             timeout_s=options.generation_timeout_s,
         )
-        return Player(rules, self._sample, self._pace, partial(self._note_error, env=env.label), self._check_floor)
+        return GroupRunner(rules, self._sample, self._pace, partial(self._note_error, env=env.label), self._check_floor)
 
     async def _sample(self, request: SampleRequest) -> SampledSequence:
         with self._idle:

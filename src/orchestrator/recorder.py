@@ -35,9 +35,9 @@ DIGITS = 6
 class Recorder:
     """Writes the records of a run's steps. `decode` turns token ids into text; none: records have no text."""
 
-    def __init__(self, cfg: Config, decode: Decode | None) -> None:
-        self._options, self._seed = cfg.rollouts, cfg.seed
-        self._advantage: AdvantageKind = cfg.orchestrator.advantage
+    def __init__(self, config: Config, decode: Decode | None) -> None:
+        self._options, self._seed = config.rollouts, config.seed
+        self._advantage: AdvantageKind = config.orchestrator.advantage
         self._decode = decode
 
     def lines(self, step: int, trained_P: Sequence[ScoredGroup]) -> list[str]:

@@ -89,21 +89,21 @@ class RolloutLimits:
     decode: Decode | None = None
 
 
-def rollout_limits(cfg: Config, decode: Decode) -> RolloutLimits:
+def rollout_limits(config: Config, decode: Decode) -> RolloutLimits:
     """Limits of a rollout, from the configuration and the model's `config.json`. Raises BadInput if neither says how
     long a sequence may be."""
     from transformers.utils import cached_file
 
-    described = json.loads(Path(str(cached_file(cfg.model.name, "config.json"))).read_text())
+    described = json.loads(Path(str(cached_file(config.model.name, "config.json"))).read_text())
     described = described.get("text_config", described)
-    longest = cfg.model.max_seq_len or described.get("max_position_embeddings")
+    longest = config.model.max_seq_len or described.get("max_position_embeddings")
     if longest is None:
-        raise BadInput(f"the config.json of {cfg.model.name} has no max_position_embeddings: set model.max_seq_len")
+        raise BadInput(f"the config.json of {config.model.name} has no max_position_embeddings: set model.max_seq_len")
     return RolloutLimits(
         vocab_size=described["vocab_size"],
-        max_seq_len=min(longest, cfg.inference.max_model_len or longest),
-        max_prompt_len=cfg.orchestrator.max_prompt_len,
-        stop=tuple(cfg.inference.sampling.stop),
+        max_seq_len=min(longest, config.inference.max_model_len or longest),
+        max_prompt_len=config.orchestrator.max_prompt_len,
+        stop=tuple(config.inference.sampling.stop),
         decode=decode,
     )
 

@@ -32,7 +32,7 @@ SAMPLED = {"action": np.int32, "logprobs": np.float32, "versions": np.int32, "mi
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class OrchestratorState:
     """`cursor`, `ledger`, `limits` and `evaluation` are `state_dict`s. `finished` groups wait to be taken; `filtered`
     ones and `errors` are for the next row of metrics, `counts` those of the ledger at the last row."""
 
@@ -46,7 +46,7 @@ class Snapshot:
     evaluation: Mapping[str, Any]
 
 
-def write_snapshot(snapshot: Snapshot, directory: Path) -> list[FileRecord]:
+def write_snapshot(snapshot: OrchestratorState, directory: Path) -> list[FileRecord]:
     """Writes both files; they are on the disk when it returns. Raises StorageFailed."""
     groups = [*snapshot.finished, *snapshot.filtered]
     state = {
@@ -66,14 +66,14 @@ def write_snapshot(snapshot: Snapshot, directory: Path) -> list[FileRecord]:
     ]
 
 
-def read_snapshot(directory: Path) -> Snapshot:
+def read_snapshot(directory: Path) -> OrchestratorState:
     """What `write_snapshot` wrote. Its contents are taken to be verified; raises OSError for a missing file."""
     state = json.loads((directory / STATE).read_text())
     turns = _turns(load_file(directory / ARRAYS))
     parts = {
         name: tuple(_group_from_json(values, turns) for values in state[name]) for name in ("finished", "filtered")
     }
-    return Snapshot(**(state | parts))
+    return OrchestratorState(**(state | parts))
 
 
 def _columns(turns: Sequence[Transition]) -> dict[str, npt.NDArray[Any]]:

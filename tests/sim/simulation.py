@@ -35,7 +35,7 @@ from inference.handover import NOTHING, Progress
 from inference.handover import Outcome as SampleOutcome
 from inference.router import Router
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition
-from orchestrator.metrics import Released
+from orchestrator.metrics import StepSummary
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trainer.batch_checks import check_provenance, recent
@@ -59,7 +59,7 @@ class Scenario:
     whose number is divisible by `failing` raise, by `constant` have equal rewards (0: none do)."""
 
     policy: str = "requeue"
-    max_age: int = 1
+    max_steps_off_policy: int = 1
     max_requeues: int = 2
     batch_size: int = 8
     group_size: int = 4
@@ -117,7 +117,7 @@ class Scenario:
                 "orchestrator": {
                     "batch_size": self.batch_size,
                     "group_size": self.group_size,
-                    "max_steps_off_policy": self.max_age,
+                    "max_steps_off_policy": self.max_steps_off_policy,
                     "stale_policy": self.policy,
                     "max_requeues": self.max_requeues,
                     "generation_timeout_s": NO_DEADLINE_S,
@@ -401,7 +401,7 @@ class Outcome:
     problems: Problems
     replicas: list[SimReplica]
     minibatches: list[list[Minibatch]] = field(default_factory=list)
-    released: list[Released] = field(default_factory=list)
+    released: list[StepSummary] = field(default_factory=list)
     trained_lengths: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -452,13 +452,13 @@ def simulate(scenario: Scenario, router: type[Router] = Router) -> Outcome:
 async def _simulate(outcome: Outcome, router: type[Router]) -> None:
     """Returns nothing: asyncio formats the result of a program's main coroutine, and this one is large."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
-    cfg, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
+    config, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
     options = {"max_updating": scenario.max_updating, "patience_s": scenario.patience_s}
     training = {i: replica for i, replica in enumerate(outcome.replicas) if not scenario.is_reserved(i)}
     reserved = {i: replica for i, replica in enumerate(outcome.replicas) if scenario.is_reserved(i)}
-    held_out = [Problems(replace(scenario, group_size=cfg.eval.samples))] if cfg.eval.every else []
+    held_out = [Problems(replace(scenario, group_size=config.eval.samples))] if config.eval.every else []
     pipeline = Pipeline(
-        cfg,
+        config,
         [outcome.problems],
         router(training, **options),
         limits,
@@ -531,7 +531,11 @@ async def drive(pipeline: Pipeline, outcome: Outcome) -> None:
             last = False
             while not last:
                 minibatch = await pipeline.next_minibatch(step, substep)
-                check_provenance(minibatch.provenance, recent(identities, scenario.max_age), scenario.max_age)
+                check_provenance(
+                    minibatch.provenance,
+                    recent(identities, scenario.max_steps_off_policy),
+                    scenario.max_steps_off_policy,
+                )
                 note(outcome, minibatch)
                 await asyncio.sleep(part_s)
                 last = minibatch.last

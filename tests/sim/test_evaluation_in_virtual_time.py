@@ -24,9 +24,9 @@ def versions(evaluated: dict[int, dict[str, float]]) -> dict[int, float]:
     return {step: row["eval/sim/version"] for step, row in evaluated.items()}
 
 
-@pytest.mark.parametrize(("max_age", "limit"), [(0, "auto"), (1, 24), (3, 24)])
-def test_neither_starves_the_other(max_age: int, limit: int | str) -> None:
-    busy = replace(BUSY, max_age=max_age, max_concurrent=limit)
+@pytest.mark.parametrize(("max_steps_off_policy", "limit"), [(0, "auto"), (1, 24), (3, 24)])
+def test_neither_starves_the_other(max_steps_off_policy: int, limit: int | str) -> None:
+    busy = replace(BUSY, max_steps_off_policy=max_steps_off_policy, max_concurrent=limit)
     both, plain = check(simulate(busy)), simulate(replace(busy, evaluation={}))
     evaluated = evaluations(both)
     assert versions(evaluated) == {0: 0, 4: 4, 8: 8, 12: 12, 15: 16}

@@ -45,7 +45,7 @@ def check_batch(outcome: Outcome, step: int) -> None:
         batch, floors_D = minibatch.batch, minibatch.provenance.floors
         starts = batch.offsets[:-1]
         rollouts += list(zip(batch.tokens[starts].tolist(), batch.tokens[starts + 1].tolist(), strict=True))
-        assert (step - scenario.max_age <= floors_D).all()
+        assert (step - scenario.max_steps_off_policy <= floors_D).all()
         assert (floors_D <= step).all()
         versions, floors = batch.columns["versions"], np.repeat(floors_D, batch.lengths)
         made = versions >= 0
@@ -105,13 +105,13 @@ TROUBLES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("max_age", [0, 1, 4])
+@pytest.mark.parametrize("max_steps_off_policy", [0, 1, 4])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("trouble", TROUBLES.values(), ids=TROUBLES.keys())
-def test_no_rule_is_broken(trouble: Mapping[str, Any], policy: str, max_age: int) -> None:
-    outcome = check(simulate(Scenario(policy=policy, max_age=max_age, **trouble)))
+def test_no_rule_is_broken(trouble: Mapping[str, Any], policy: str, max_steps_off_policy: int) -> None:
+    outcome = check(simulate(Scenario(policy=policy, max_steps_off_policy=max_steps_off_policy, **trouble)))
     ages = [row["off_policy/max"] for row in outcome.rows]
-    assert max(ages) > 0 or max_age == 0, "the bound is put to the test"
+    assert max(ages) > 0 or max_steps_off_policy == 0, "the bound is put to the test"
 
 
 def test_the_longest_is_fifty_times_the_median() -> None:
@@ -120,10 +120,15 @@ def test_the_longest_is_fifty_times_the_median() -> None:
     assert np.median(outcome.trained_lengths) == pytest.approx(outcome.scenario.median, rel=0.2)
 
 
-@pytest.mark.parametrize("max_age", [0, 1, 4])
+@pytest.mark.parametrize("max_steps_off_policy", [0, 1, 4])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_requests_of_a_dead_replica_are_answered_elsewhere(policy: str, max_age: int) -> None:
-    scenario = Scenario(policy=policy, max_age=max_age, acknowledges_late_s={2: 5.0}, dies_at_s={0: 6.0, 1: 40.0})
+def test_requests_of_a_dead_replica_are_answered_elsewhere(policy: str, max_steps_off_policy: int) -> None:
+    scenario = Scenario(
+        policy=policy,
+        max_steps_off_policy=max_steps_off_policy,
+        acknowledges_late_s={2: 5.0},
+        dies_at_s={0: 6.0, 1: 40.0},
+    )
     outcome = check(simulate(scenario))
     asked = [len(replica.lengths) for replica in outcome.replicas]
     assert 0 < max(asked[:2]) < min(asked[2:])
@@ -149,23 +154,29 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("policy", "max_age"), [("wait", 0), ("requeue", 2), ("drop", 1)])
+@pytest.mark.parametrize(("policy", "max_steps_off_policy"), [("wait", 0), ("requeue", 2), ("drop", 1)])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
-def test_no_rule_is_broken_when_replicas_come_and_go(loss: Mapping[str, Any], policy: str, max_age: int) -> None:
-    outcome = check(simulate(Scenario(policy=policy, max_age=max_age, turns=2, median=10, steps=8, **loss)))
+def test_no_rule_is_broken_when_replicas_come_and_go(
+    loss: Mapping[str, Any], policy: str, max_steps_off_policy: int
+) -> None:
+    outcome = check(
+        simulate(
+            Scenario(policy=policy, max_steps_off_policy=max_steps_off_policy, turns=2, median=10, steps=8, **loss)
+        )
+    )
     joined = outcome.replicas[outcome.scenario.replicas :]
     assert not joined or any(replica.lengths for replica in joined), "who joined has sampled"
 
 
 def test_nothing_is_lost_but_the_last_second_of_a_dead_replica() -> None:
     """`wait` trains on all that was dispatched, so whatever else was sampled was sampled in vain."""
-    scenario = Scenario(policy="wait", max_age=0, dies_at_s={0: 15.0})
+    scenario = Scenario(policy="wait", max_steps_off_policy=0, dies_at_s={0: 15.0})
     waste = simulate(scenario).sampled_tokens - simulate(replace(scenario, dies_at_s={})).sampled_tokens
     assert 0 <= waste <= scenario.slots / scenario.token_s
 
 
 def test_a_drained_replica_hands_over_all_that_it_has() -> None:
-    scenario = Scenario(policy="wait", max_age=0, drains_at_s={0: 15.0}, drain_s=0.0)
+    scenario = Scenario(policy="wait", max_steps_off_policy=0, drains_at_s={0: 15.0}, drain_s=0.0)
     assert simulate(scenario).waste == 0
 
 
@@ -205,28 +216,31 @@ def test_a_request_without_an_answer_is_seen_as_a_deadlock() -> None:
 
 
 def test_a_ledger_that_admits_too_much_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "slots", property(lambda ledger: (ledger.max_age + 2) * ledger.batch_size))
+    monkeypatch.setattr(Ledger, "slots", property(lambda ledger: (ledger.max_steps_off_policy + 2) * ledger.batch_size))
     with pytest.raises(ProvenanceError, match="age 2, at most 1"):
         simulate(Scenario(policy="wait"))
 
 
 def test_waiting_is_never_biased_and_wastes_nothing() -> None:
-    outcome = simulate(Scenario(policy="wait", max_age=2))
+    outcome = simulate(Scenario(policy="wait", max_steps_off_policy=2))
     assert (outcome.waste, outcome.length_bias) == (0, 1)
 
 
 def test_dropping_is_biased_against_long_answers() -> None:
-    outcome = simulate(Scenario(policy="drop", max_age=1))
+    outcome = simulate(Scenario(policy="drop", max_steps_off_policy=1))
     assert outcome.waste > 0
     assert outcome.length_bias < 1
 
 
 def test_asynchrony_pays() -> None:
     """The same work takes less virtual time the older the groups may be; how much is in docs/asynchrony.md."""
-    seconds = [simulate(Scenario(policy="wait", max_age=max_age)).seconds for max_age in (0, 1, 4)]
+    seconds = [
+        simulate(Scenario(policy="wait", max_steps_off_policy=max_steps_off_policy)).seconds
+        for max_steps_off_policy in (0, 1, 4)
+    ]
     assert seconds == sorted(seconds, reverse=True)
 
 
 def test_more_replicas_are_not_slower() -> None:
-    scenario = Scenario(policy="wait", max_age=0, slots=4)
+    scenario = Scenario(policy="wait", max_steps_off_policy=0, slots=4)
     assert simulate(replace(scenario, replicas=8)).seconds < simulate(replace(scenario, replicas=1)).seconds

@@ -6,7 +6,14 @@ from simulation import Scenario, simulate
 from test_pipeline_in_virtual_time import check
 
 LARGE = Scenario(
-    policy="requeue", max_age=1, batch_size=1250, group_size=8, steps=10, replicas=1000, slots=16, max_concurrent=16_000
+    policy="requeue",
+    max_steps_off_policy=1,
+    batch_size=1250,
+    group_size=8,
+    steps=10,
+    replicas=1000,
+    slots=16,
+    max_concurrent=16_000,
 )
 
 

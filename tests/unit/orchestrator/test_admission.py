@@ -9,9 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from orchestrator_fakes import config
+from orchestrator_fakes import small_config
 
-from orchestrator.admission import BACK_OFF, KV_HIGH, Backpressure, Gate, Kind, Room
+from orchestrator.admission import BACK_OFF, KINDS, KV_HIGH, Backpressure, Gate, Kind, Permit
 from trireme.core.sampler import ReplicaStats
 
 LIMIT = 12
@@ -25,15 +25,15 @@ class GateMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.gate = Gate(LIMIT)
         self.limit = LIMIT
-        self.asked: dict[Kind, deque[tuple[int, asyncio.Task[Room]]]] = {kind: deque() for kind in Kind}
-        self.rooms: list[Room] = []
+        self.asked: dict[Kind, deque[tuple[int, asyncio.Task[Permit]]]] = {kind: deque() for kind in KINDS}
+        self.permits: list[Permit] = []
 
     def teardown(self) -> None:
-        """Everything ends in the end: nobody starves, and no room is lost."""
+        """Everything ends in the end: nobody starves, and no place is lost."""
         for _ in range(1000):
-            if not self.rooms:
+            if not self.permits:
                 break
-            self.rooms.pop().close()
+            self.permits.pop().close()
             self.settle()
         assert not any(self.asked.values())
         assert self.gate.in_flight == 0
@@ -41,55 +41,55 @@ class GateMachine(RuleBasedStateMachine):
 
     def settle(self) -> None:
         """Lets the tasks run, and checks that whoever got in was first in his queue, and in his right."""
-        before = {kind: self.held(kind) for kind in Kind}
+        before = {kind: self.held(kind) for kind in KINDS}
         for _ in range(5):
             self.loop.run_until_complete(asyncio.sleep(0))
-        for kind in Kind:
+        for kind in KINDS:
             waited = False
             for _, task in self.asked[kind]:
                 assert not (waited and task.done()), "overtaken"
                 waited = waited or not task.done()
             while self.asked[kind] and self.asked[kind][0][1].done():
                 rollouts, task = self.asked[kind].popleft()
-                other = Kind.EVAL if kind is Kind.TRAIN else Kind.TRAIN
+                other = "eval" if kind == "train" else "train"
                 if self.asked[other] and not self.asked[other][0][1].done():
                     assert before[kind] <= before[other], "the other had less, and was to be first"
                 before[kind] += rollouts
-                self.rooms.append(task.result())
+                self.permits.append(task.result())
 
     def held(self, kind: Kind) -> int:
-        return sum(room.left for room in self.rooms if room.kind is kind)
+        return sum(permit.left for permit in self.permits if permit.kind == kind)
 
-    @rule(kind=st.sampled_from(Kind), rollouts=st.integers(1, LIMIT))
+    @rule(kind=st.sampled_from(KINDS), rollouts=st.integers(1, LIMIT))
     def ask(self, kind: Kind, rollouts: int) -> None:
         self.asked[kind].append((rollouts, self.loop.create_task(self.gate.enter(kind, rollouts))))
         self.settle()
 
-    @precondition(lambda self: self.rooms)
+    @precondition(lambda self: self.permits)
     @rule(data=st.data())
     def a_rollout_ends(self, data: st.DataObject) -> None:
-        room = data.draw(st.sampled_from(self.rooms))
-        room.leave_one()
-        self.rooms = [room for room in self.rooms if room.left]
+        permit = data.draw(st.sampled_from(self.permits))
+        permit.leave_one()
+        self.permits = [permit for permit in self.permits if permit.left]
         self.settle()
 
-    @precondition(lambda self: self.rooms)
+    @precondition(lambda self: self.permits)
     @rule(data=st.data())
     def a_group_ends(self, data: st.DataObject) -> None:
-        room = self.rooms.pop(data.draw(st.integers(0, len(self.rooms) - 1)))
-        room.close()
-        room.leave_one()
+        permit = self.permits.pop(data.draw(st.integers(0, len(self.permits) - 1)))
+        permit.close()
+        permit.leave_one()
         self.settle()
 
     @precondition(lambda self: any(self.asked.values()))
     @rule(data=st.data(), ends=st.booleans())
     def a_request_is_given_up(self, data: st.DataObject, ends: bool) -> None:
         """Also in the very turn in which it is let in, when something ends just before."""
-        kind = data.draw(st.sampled_from([kind for kind in Kind if self.asked[kind]]))
+        kind = data.draw(st.sampled_from([kind for kind in KINDS if self.asked[kind]]))
         index = data.draw(st.integers(0, len(self.asked[kind]) - 1))
         _, task = self.asked[kind][index]
-        if ends and self.rooms:
-            self.rooms.pop().close()
+        if ends and self.permits:
+            self.permits.pop().close()
         task.cancel()
         del self.asked[kind][index]
         self.settle()
@@ -102,7 +102,7 @@ class GateMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_bound_holds(self) -> None:
-        assert self.gate.in_flight == sum(self.held(kind) for kind in Kind) <= self.limit
+        assert self.gate.in_flight == sum(self.held(kind) for kind in KINDS) <= self.limit
 
     @invariant()
     def nobody_waits_without_need(self) -> None:
@@ -117,7 +117,7 @@ GateMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40
 TestGate = GateMachine.TestCase
 
 
-def entered(gate: Gate, kind: Kind, rollouts: int) -> asyncio.Task[Room]:
+def entered(gate: Gate, kind: Kind, rollouts: int) -> asyncio.Task[Permit]:
     return asyncio.get_running_loop().create_task(gate.enter(kind, rollouts))
 
 
@@ -129,24 +129,24 @@ async def turns() -> None:
 def test_one_kind_alone_has_all_the_room_and_two_come_to_half_each() -> None:
     async def scenario() -> None:
         gate = Gate(8)
-        training = [entered(gate, Kind.TRAIN, 2) for _ in range(40)]
+        training = [entered(gate, "train", 2) for _ in range(40)]
         await turns()
-        evaluating = [entered(gate, Kind.EVAL, 1) for _ in range(40)]
+        evaluating = [entered(gate, "eval", 1) for _ in range(40)]
         await turns()
-        rooms = deque(task.result() for task in training if task.done())
-        assert sum(room.left for room in rooms) == gate.in_flight == 8
+        permits = deque(task.result() for task in training if task.done())
+        assert sum(permit.left for permit in permits) == gate.in_flight == 8
         for _ in range(20):
-            rooms.popleft().close()
-            known = set(map(id, rooms))
+            permits.popleft().close()
+            known = set(map(id, permits))
             await turns()
-            rooms += [
+            permits += [
                 t.result()
                 for t in training + evaluating
                 if t.done() and id(t.result()) not in known and t.result().left
             ]
-        assert {kind: sum(room.left for room in rooms if room.kind is kind) for kind in Kind} == {
-            Kind.TRAIN: 4,
-            Kind.EVAL: 4,
+        assert {kind: sum(permit.left for permit in permits if permit.kind == kind) for kind in KINDS} == {
+            "train": 4,
+            "eval": 4,
         }
 
     asyncio.run(scenario())
@@ -155,8 +155,8 @@ def test_one_kind_alone_has_all_the_room_and_two_come_to_half_each() -> None:
 def test_what_is_larger_than_the_limit_gets_in_alone() -> None:
     async def scenario() -> None:
         gate = Gate(4)
-        small = await gate.enter(Kind.TRAIN, 1)
-        large = entered(gate, Kind.EVAL, 9)
+        small = await gate.enter("train", 1)
+        large = entered(gate, "eval", 9)
         await turns()
         assert not large.done()
         small.close()
@@ -171,7 +171,7 @@ def test_without_a_limit_nobody_waits_not_even_a_turn() -> None:
         gate, order = Gate(None), []
 
         async def enters() -> None:
-            await gate.enter(Kind.TRAIN, 1000)
+            await gate.enter("train", 1000)
             order.append("entered")
 
         later = asyncio.get_running_loop().create_task(enters())
@@ -191,13 +191,13 @@ class Looked:
     """A `Backpressure` whose gate is full, with somebody waiting unless `held_back` is false."""
 
     def __init__(self, held_back: bool = True, **options: object) -> None:
-        self.pressure = Backpressure(config(**options))
+        self.pressure = Backpressure(small_config(**options))
         self.held_back = held_back
 
     async def __aenter__(self) -> Looked:
         assert self.pressure.gate.limit
-        self.room = await self.pressure.gate.enter(Kind.TRAIN, self.pressure.gate.limit)
-        self.waiting = [entered(self.pressure.gate, Kind.TRAIN, 2)] if self.held_back else []
+        self.permit = await self.pressure.gate.enter("train", self.pressure.gate.limit)
+        self.waiting = [entered(self.pressure.gate, "train", 2)] if self.held_back else []
         await turns()
         return self
 
@@ -239,7 +239,7 @@ def test_only_new_preemptions_count_and_not_again_before_what_was_too_much_has_e
             pressure, limits = looked.pressure, []
             for preemptions, ended in [(5, 0), (6, 0), (6, 16), (7, 0), (0, 0)]:  # the last: it was started again
                 for _ in range(ended):
-                    looked.room.leave_one()
+                    looked.permit.leave_one()
                 pressure.look({0: load(waiting=1, preemptions=preemptions)})
                 limits.append(pressure.gate.limit)
             assert limits == [64, 64, 64, 51, 51]
@@ -253,8 +253,8 @@ def test_each_live_replica_keeps_a_group() -> None:
     async def scenario() -> None:
         async with Looked() as looked:
             for preemptions in range(1, 40):
-                while looked.room.left > (looked.pressure.gate.limit or 0):
-                    looked.room.leave_one()
+                while looked.permit.left > (looked.pressure.gate.limit or 0):
+                    looked.permit.leave_one()
                 looked.pressure.look({0: load(preemptions=preemptions), 1: load()})
             assert looked.pressure.gate.limit == 4
 
@@ -263,9 +263,9 @@ def test_each_live_replica_keeps_a_group() -> None:
 
 def test_a_fixed_limit_stays_and_a_deterministic_run_has_none() -> None:
     for pressure, limit in [
-        (Backpressure(config(max_concurrent=6)), 6),
-        (Backpressure(config(deterministic=True, max_steps_off_policy=0)), None),
-        (Backpressure(config(deterministic=True, max_steps_off_policy=0, max_concurrent=4)), None),
+        (Backpressure(small_config(max_concurrent=6)), 6),
+        (Backpressure(small_config(deterministic=True, max_steps_off_policy=0)), None),
+        (Backpressure(small_config(deterministic=True, max_steps_off_policy=0, max_concurrent=4)), None),
     ]:
         pressure.look({0: load(preemptions=3, kv_used=0.5)})
         assert pressure.gate.limit == limit

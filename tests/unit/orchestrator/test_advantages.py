@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from orchestrator.advantages import (
     AdvantageKind,
-    Row,
+    DatumTurns,
     ScoredGroup,
     build_minibatch,
     compute_advantages,
@@ -165,7 +165,7 @@ def test_each_sampled_token_is_trained_exactly_once(turns: list[tuple[bool, list
 @given(st.lists(TURNS, min_size=1, max_size=4))
 def test_rows_that_are_laid_out_together_are_each_as_by_itself(all_turns: list[Any]) -> None:
     rows_D = [
-        Row(turns, float(number), 0.5 + number, counts=number != 1)
+        DatumTurns(turns, float(number), 0.5 + number, counts=number != 1)
         for number, given in enumerate(all_turns)
         for turns in [[transition(fresh, action) for _, fresh, action in given[:1]]]
     ]

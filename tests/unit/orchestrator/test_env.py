@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from orchestrator.cursor import Cursor
+from orchestrator.cursor import ProblemCursor
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, load_dataset
 from orchestrator.metrics import IdleClock
 from orchestrator.rollout import RolloutLimits, rollout_limits
@@ -83,18 +83,18 @@ def test_bad_environments_are_refused(env_id: str, args: dict[str, int], said: s
 
 def test_the_cursor_goes_round_and_finds_problems_again() -> None:
     dataset = Ragged(CONTEXT)
-    cursor = Cursor(dataset)
+    cursor = ProblemCursor(dataset)
     problems = [cursor.next_problem() for _ in range(7)]
     assert problems == ["0.0.0", "0.1.0", "0.1.1", "1.0.0", "1.1.0", "1.1.1", "2.0.0"]
     assert [cursor.builder(p).name for p in problems[:4]] == ["0-0", "1-0", "1-1", "0-0"]  # type: ignore[attr-defined]
     assert (cursor.epoch, cursor.batch, cursor.position) == (2, 1, 0)
-    again = Cursor(dataset, 2, 1, 0)
+    again = ProblemCursor(dataset, 2, 1, 0)
     assert again.next_problem() == cursor.next_problem() == "2.1.0"
 
 
 def test_a_batch_is_loaded_once_while_it_is_read() -> None:
     dataset = Ragged(CONTEXT, batches=5)
-    cursor = Cursor(dataset, batch=4)
+    cursor = ProblemCursor(dataset, batch=4)
     for _ in range(5):
         cursor.builder(cursor.next_problem())
     assert dataset.loads == 1
@@ -106,7 +106,7 @@ def test_an_empty_batch_is_refused() -> None:
             return []
 
     with pytest.raises(BadInput, match="batch 0 of Empty is empty"):
-        Cursor(Empty(CONTEXT)).next_problem()
+        ProblemCursor(Empty(CONTEXT)).next_problem()
 
 
 def test_idle_time_is_what_no_request_covers() -> None:
@@ -156,7 +156,7 @@ def test_the_tokenizer_opens_from_its_directory(model_dir: Path) -> None:
 def test_limits_come_from_model_and_configuration(
     model_dir: Path, model: dict[str, int], inference: dict[str, int], longest: int
 ) -> None:
-    cfg = Config.model_validate(
+    config = Config.model_validate(
         {
             "model": {"name": str(model_dir), **model},
             "orchestrator": {"batch_size": 1, "max_prompt_len": 5},
@@ -165,7 +165,7 @@ def test_limits_come_from_model_and_configuration(
         }
     )
     expected = RolloutLimits(vocab_size=4, max_seq_len=longest, max_prompt_len=5, stop=("b",), decode=str)
-    assert rollout_limits(cfg, str) == expected
+    assert rollout_limits(config, str) == expected
 
 
 def test_the_room_starts_without_torch(model_dir: Path) -> None:

@@ -17,9 +17,9 @@ from orchestrator_fakes import (
     Reward,
     Run,
     by_sample,
-    config,
     published,
     quiesce,
+    small_config,
     whole_run,
 )
 
@@ -52,22 +52,22 @@ class HeldOut(Problems):
         return [HeldOutProblem(self, FIRST + 3 * index + i) for i in range(3)]
 
 
-def with_evaluation(cfg: Config, every: int = 2, **options: Any) -> Config:
-    return cfg.model_copy(update={"eval": EvalConfig(every=every, **options)})
+def with_evaluation(config: Config, every: int = 2, **options: Any) -> Config:
+    return config.model_copy(update={"eval": EvalConfig(every=every, **options)})
 
 
 class EvalRun(Run):
     def __init__(
         self,
-        cfg: Config,
+        config: Config,
         held_out: RLDataset | None = None,
         dataset: RLDataset | None = None,
         sampler: FakeSampler | None = None,
         start: int = 0,
     ) -> None:
-        super().__init__(cfg, dataset, sampler=sampler, start=start)
-        held_out = held_out or HeldOut(samples=cfg.eval.samples)
-        self.pipeline = Pipeline(cfg, [self.dataset], self.sampler, RolloutLimits(1000, 100), [held_out])
+        super().__init__(config, dataset, sampler=sampler, start=start)
+        held_out = held_out or HeldOut(samples=config.eval.samples)
+        self.pipeline = Pipeline(config, [self.dataset], self.sampler, RolloutLimits(1000, 100), [held_out])
 
     @property
     def evaluated(self) -> dict[int, float]:
@@ -77,9 +77,9 @@ class EvalRun(Run):
     def asked(self) -> list[SampleRequest]:
         return [r for r in self.sampler.requests if r.request_id.startswith("eval/")]
 
-    def resumed(self, directory: Path, start: int, cfg: Config | None = None) -> EvalRun:
+    def resumed(self, directory: Path, start: int, config: Config | None = None) -> EvalRun:
         write_snapshot(self.pipeline.snapshot(), directory)
-        again = EvalRun(cfg or self.cfg, start=start)
+        again = EvalRun(config or self.config, start=start)
         again.pipeline.load(read_snapshot(directory))
         return again
 
@@ -128,10 +128,10 @@ def test_one_that_was_interrupted_is_due_at_once() -> None:
     assert not Schedule(4, 9).due(8, done=0, owed=True), "the one of the last version is near"
 
 
-@pytest.mark.parametrize(("max_age", "deterministic"), [(0, False), (1, False), (3, False), (0, True)])
-def test_each_evaluation_stands_in_the_row_of_its_version(max_age: int, deterministic: bool) -> None:
-    cfg = config(2, 6, max_steps_off_policy=max_age, deterministic=deterministic)
-    run = EvalRun(with_evaluation(cfg), sampler=Witness())
+@pytest.mark.parametrize(("max_steps_off_policy", "deterministic"), [(0, False), (1, False), (3, False), (0, True)])
+def test_each_evaluation_stands_in_the_row_of_its_version(max_steps_off_policy: int, deterministic: bool) -> None:
+    config = small_config(2, 6, max_steps_off_policy=max_steps_off_policy, deterministic=deterministic)
+    run = EvalRun(with_evaluation(config), sampler=Witness())
     asyncio.run(whole_run(run))
     assert run.evaluated == {0: 0, 2: 2, 4: 4, 5: 6}
     assert isinstance(run.sampler, Witness)
@@ -141,13 +141,13 @@ def test_each_evaluation_stands_in_the_row_of_its_version(max_age: int, determin
 
 
 def test_a_run_without_evaluation_says_nothing_of_it() -> None:
-    run = asyncio.run(whole_run(EvalRun(config(2, 3))))
+    run = asyncio.run(whole_run(EvalRun(small_config(2, 3))))
     assert not [name for row in run.rows for name in row if "eval" in name]
-    assert run.rows[0].keys() == asyncio.run(whole_run(Run(config(2, 3)))).rows[0].keys()
+    assert run.rows[0].keys() == asyncio.run(whole_run(Run(small_config(2, 3)))).rows[0].keys()
 
 
 def test_only_so_many_problems_are_taken_and_always_the_same() -> None:
-    run = EvalRun(with_evaluation(config(2, 6), problems=4, samples=2))
+    run = EvalRun(with_evaluation(small_config(2, 6), problems=4, samples=2))
     asyncio.run(whole_run(run))
     assert run.rows[0]["eval/fake/problems"] == 4
     assert run.rows[0]["eval/fake/n"] == 8
@@ -160,7 +160,7 @@ def test_only_so_many_problems_are_taken_and_always_the_same() -> None:
 
 def test_training_goes_on_but_the_next_version_waits() -> None:
     async def scenario() -> None:
-        run = EvalRun(with_evaluation(config(2, 6)))
+        run = EvalRun(with_evaluation(small_config(2, 6)))
         last = run.sampler.hold(FIRST + 5)
         async with run:
             await run.pipeline.next_minibatch(0, 0)
@@ -202,7 +202,7 @@ class Busy(FakeSampler):
 
 def test_neither_starves_the_other_at_the_gate() -> None:
     async def scenario() -> None:
-        run = EvalRun(with_evaluation(config(3, 6, max_concurrent=4), samples=2), sampler=Busy())
+        run = EvalRun(with_evaluation(small_config(3, 6, max_concurrent=4), samples=2), sampler=Busy())
         async with run:
             await run.pipeline.next_minibatch(0, 0)
             assert 4 <= len(run.asked()) < 12, "a batch does not wait for the whole evaluation, nor holds it up"
@@ -222,20 +222,20 @@ def test_training_is_what_it_is_without() -> None:
         rows = [{name: value for name, value in row.items() if name.startswith(kept)} for row in run.rows]
         return requests, rows, [released.trained for released in run.released]
 
-    cfg = config(2, 6, deterministic=True, max_steps_off_policy=0)
-    plain = asyncio.run(whole_run(EvalRun(cfg)))
-    assert training(asyncio.run(whole_run(EvalRun(with_evaluation(cfg, 1, samples=2))))) == training(plain)
+    config = small_config(2, 6, deterministic=True, max_steps_off_policy=0)
+    plain = asyncio.run(whole_run(EvalRun(config)))
+    assert training(asyncio.run(whole_run(EvalRun(with_evaluation(config, 1, samples=2))))) == training(plain)
 
 
 def test_seeds_are_those_of_no_other_rollout() -> None:
-    run = EvalRun(with_evaluation(config(2, 6), 1, samples=3))
+    run = EvalRun(with_evaluation(small_config(2, 6), 1, samples=3))
     asyncio.run(whole_run(run))
     assert len({r.params.seed for r in run.sampler.requests}) == len(run.sampler.requests)
     assert len({r.request_id for r in run.sampler.requests}) == len(run.sampler.requests)
 
 
 def test_it_samples_with_its_own_options() -> None:
-    run = EvalRun(with_evaluation(config(2, 2, temperature=0.9), max_tokens=3, temperature=0.25))
+    run = EvalRun(with_evaluation(small_config(2, 2, temperature=0.9), max_tokens=3, temperature=0.25))
     asyncio.run(whole_run(run))
     assert {(r.params.max_tokens, r.params.temperature) for r in run.asked()} == {(3, 0.25)}
     others = [r for r in run.sampler.requests if r not in run.asked()]
@@ -252,7 +252,7 @@ def test_it_samples_with_its_own_options() -> None:
     ],
 )
 def test_the_environment_is_the_runs_own_or_another(own: dict[str, Any], expected: dict[str, Any]) -> None:
-    given = config().model_dump() | {
+    given = small_config().model_dump() | {
         "env": {"id": "e:D", "args": {"a": 1, "b": 2}, "name": "mine"},
         "eval": {"env": own},
     }
@@ -273,8 +273,8 @@ def test_means_and_intervals_are_over_problems() -> None:
     async def reward(problem: Problem, sample: int) -> float:
         return float(sample < problem.number - FIRST)  # 0, 1, 2, 3, 3, 3 of 3 rollouts pass
 
-    cfg = with_evaluation(config(2, 2), samples=3)
-    row = asyncio.run(whole_run(EvalRun(cfg, HeldOut(reward, 3)))).rows[0]
+    config = with_evaluation(small_config(2, 2), samples=3)
+    row = asyncio.run(whole_run(EvalRun(config, HeldOut(reward, 3)))).rows[0]
     rates = [0, 1 / 3, 2 / 3, 1, 1, 1]
     mean = sum(rates) / 6
     deviation = (sum((rate - mean) ** 2 for rate in rates) / 5) ** 0.5
@@ -297,8 +297,8 @@ def test_failed_rollouts_are_tried_again_counted_apart_and_are_no_zeros() -> Non
             raise KeyError
         return 1.0
 
-    cfg = with_evaluation(config(2, 2, retries=1), samples=2)
-    row = asyncio.run(whole_run(EvalRun(cfg, HeldOut(reward, 2)))).rows[0]
+    config = with_evaluation(small_config(2, 2, retries=1), samples=2)
+    row = asyncio.run(whole_run(EvalRun(config, HeldOut(reward, 2)))).rows[0]
     assert (row["eval/fake/n"], row["eval/fake/failed"], row["eval/fake/problems"]) == (10, 2, 5)
     assert row["eval/fake/errors/ZeroDivisionError"] == 4
     assert row["eval/fake/errors/KeyError"] == 2
@@ -310,7 +310,7 @@ def test_an_evaluation_whose_environment_always_fails_says_so_and_nothing_else()
     async def reward(problem: Problem, sample: int) -> float:
         raise ZeroDivisionError
 
-    rows = asyncio.run(whole_run(EvalRun(with_evaluation(config(2, 2, retries=0)), HeldOut(reward)))).rows
+    rows = asyncio.run(whole_run(EvalRun(with_evaluation(small_config(2, 2, retries=0)), HeldOut(reward)))).rows
     said = {name.removeprefix("eval/fake/"): v for name, v in rows[0].items() if name.startswith("eval/")}
     assert said == {"version": 0, "problems": 0, "n": 0, "failed": 6, "errors/ZeroDivisionError": 6}
     assert len(rows) == 2, "training goes on"
@@ -325,14 +325,14 @@ def test_a_token_of_another_version_is_an_error() -> None:
             self.label_with = 1 if request.request_id.startswith("eval/fake/2/") else None
             return await super().sample(request)
 
-    run = EvalRun(with_evaluation(config(2, 6)), sampler=Impatient())
+    run = EvalRun(with_evaluation(small_config(2, 6)), sampler=Impatient())
     with pytest.raises(ProvenanceError, match=r"eval/fake/2/0\.0\.0 .* under version 2 alone.* versions \[1, 2\]"):
         asyncio.run(whole_run(run))
 
 
 def test_one_that_does_not_end_is_named() -> None:
     async def scenario() -> None:
-        run = EvalRun(with_evaluation(config(2, 6, timeout_s=0.2)))
+        run = EvalRun(with_evaluation(small_config(2, 6, timeout_s=0.2)))
         run.sampler.hold(FIRST + 1)
         run.sampler.hold(FIRST + 4)
         async with run:
@@ -348,7 +348,7 @@ def test_one_that_does_not_end_is_named() -> None:
 
 def test_a_killed_one_is_done_again_and_a_finished_one_is_not(tmp_path: Path) -> None:
     async def scenario() -> tuple[EvalRun, EvalRun]:
-        run = EvalRun(with_evaluation(config(2, 6)))
+        run = EvalRun(with_evaluation(small_config(2, 6)))
         async with run:
             await run.step(0)
             held = run.sampler.hold(FIRST + 3)
@@ -373,7 +373,7 @@ def test_one_given_up_lets_the_update_go_and_is_due_after_the_resume(tmp_path: P
     cleaned = HeldOut()
 
     async def scenario() -> EvalRun:
-        run = EvalRun(with_evaluation(config(2, 6), 4), cleaned)
+        run = EvalRun(with_evaluation(small_config(2, 6), 4), cleaned)
         run.sampler.hold(FIRST + 3)
         async with run:
             waiting = asyncio.create_task(run.step(0))
@@ -391,11 +391,11 @@ def test_one_given_up_lets_the_update_go_and_is_due_after_the_resume(tmp_path: P
 
 def test_more_steps_after_the_end_do_not_repeat_the_last(tmp_path: Path) -> None:
     async def scenario() -> EvalRun:
-        run = EvalRun(with_evaluation(config(2, 2)))
+        run = EvalRun(with_evaluation(small_config(2, 2)))
         async with run:
             for step in range(2):
                 await run.step(step)
-            again = run.resumed(tmp_path / "o", start=2, cfg=with_evaluation(config(2, 6)))
+            again = run.resumed(tmp_path / "o", start=2, config=with_evaluation(small_config(2, 6)))
         assert run.evaluated == {0: 0, 1: 2}
         return await whole_run(again)  # type: ignore[return-value]
 
@@ -415,8 +415,8 @@ class HeldOutGames(Games):
 class EvalGames(EvalRun):
     def __init__(self, seed: int, start: int = 0) -> None:
         jitter = Jitter(seed)
-        cfg = with_evaluation(game_config(), samples=2, problems=6)
-        super().__init__(cfg, HeldOutGames(jitter), Games(jitter), Engine(jitter), start)
+        config = with_evaluation(game_config(), samples=2, problems=6)
+        super().__init__(config, HeldOutGames(jitter), Games(jitter), Engine(jitter), start)
 
 
 def test_nothing_depends_on_who_is_faster() -> None:
@@ -450,7 +450,7 @@ def test_a_resume_repeats_what_was_under_way(turns: int, tmp_path: Path) -> None
 
 def test_weights_that_are_there_can_be_evaluated_without_training() -> None:
     async def evaluated() -> tuple[dict[str, float], EvalRun]:
-        run = EvalRun(with_evaluation(config(2, 6)))
+        run = EvalRun(with_evaluation(small_config(2, 6)))
         return await run.pipeline.evaluate(WeightIdentity(2, 40, "loaded")), run
 
     row, run = asyncio.run(evaluated())
@@ -466,11 +466,11 @@ class OnReserved(EvalRun):
     """Evaluates every other version on a sampler of its own."""
 
     def __init__(self, steps: int = 6) -> None:
-        cfg = with_evaluation(config(2, steps), replicas=1)
-        super().__init__(cfg.model_copy(update={"inference": cfg.inference.model_copy(update={"replicas": 2})}))
+        config = with_evaluation(small_config(2, steps), replicas=1)
+        super().__init__(config.model_copy(update={"inference": config.inference.model_copy(update={"replicas": 2})}))
         self.reserved = Witness()
         self.pipeline = Pipeline(
-            self.cfg,
+            self.config,
             [self.dataset],
             self.sampler,
             RolloutLimits(1000, 100),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from orchestrator_fakes import OneStep, Problem, Problems, Run, config, problems_of, quiesce, whole_run
+from orchestrator_fakes import OneStep, Problem, Problems, Run, problems_of, quiesce, small_config, whole_run
 from renderer_support import QWEN3, bpe
 
 from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Trajectory
@@ -145,7 +145,7 @@ def trained(run: Run) -> set[int]:
 
 def played(fault: Fault, **options: Any) -> Run:
     given = {"max_steps": 3, "retries": 1, "generation_timeout_s": 0.3, "stale_policy": "wait"} | options
-    return asyncio.run(whole_run(Run(config(**given), Faulty(fault))))
+    return asyncio.run(whole_run(Run(small_config(**given), Faulty(fault))))
 
 
 IN_A_ROLLOUT: dict[str, tuple[Fault, str]] = {
@@ -238,7 +238,7 @@ def test_what_a_failed_rollout_had_is_gone_at_once_not_when_the_cycle_collector_
 
 def test_a_batch_that_environments_hold_for_too_long_is_said_to_be_theirs() -> None:
     async def scenario() -> None:
-        async with Run(config(4, timeout_s=0.3, max_steps_off_policy=0), Faulty(Fault(step=hangs))) as run:
+        async with Run(small_config(4, timeout_s=0.3, max_steps_off_policy=0), Faulty(Fault(step=hangs))) as run:
             with pytest.raises(RoomFailed, match="the environments hold it: no request is with a replica"):
                 await run.pipeline.next_minibatch(0, 0)
 
@@ -290,7 +290,7 @@ def test_a_fault_in_cleaning_up_is_counted_and_the_group_is_trained_on(fault: Fa
 
 def test_a_prompt_beyond_the_limit_is_refused_once() -> None:
     fault = Fault(observe=gives(([1] * 9, ())))
-    run = asyncio.run(whole_run(Run(config(max_steps=3, retries=2), Faulty(fault), RolloutLimits(1000, 100, 8))))
+    run = asyncio.run(whole_run(Run(small_config(max_steps=3, retries=2), Faulty(fault), RolloutLimits(1000, 100, 8))))
     assert errors(run, "PromptTooLong") == 2
     assert BAD not in trained(run)
 
@@ -298,7 +298,7 @@ def test_a_prompt_beyond_the_limit_is_refused_once() -> None:
 @pytest.mark.parametrize("name", [name for name in IN_A_ROLLOUT if IN_A_ROLLOUT[name][1] != "TimeoutError"])
 def test_what_always_fails_stops_the_run_with_the_first_traceback(name: str) -> None:
     fault, counted = IN_A_ROLLOUT[name]
-    run = Run(config(max_steps=1, retries=1, max_filtered_batches=1000), Faulty(fault, everywhere=True))
+    run = Run(small_config(max_steps=1, retries=1, max_filtered_batches=1000), Faulty(fault, everywhere=True))
     with pytest.raises(
         LimitReached, match=rf"(?s)100% of the last 32 rollouts.*environment fake: Traceback.*{counted}"
     ):
@@ -309,7 +309,7 @@ def test_tasks_that_a_group_leaves_are_cancelled_and_counted() -> None:
     LEFT.clear()
 
     async def scenario() -> Run:
-        run = await whole_run(Run(config(max_steps=3), Faulty(Fault(step=leaks))))
+        run = await whole_run(Run(small_config(max_steps=3), Faulty(Fault(step=leaks))))
         await quiesce()
         assert len(LEFT) == 2
         assert all(task.cancelled() for task in LEFT)
@@ -335,7 +335,7 @@ def test_an_evicted_group_leaves_no_task_behind() -> None:
     LEFT.clear()
 
     async def scenario() -> Run:
-        run = Run(config(1, 4, max_requeues=0, stale_policy="drop"), Faulty(Fault(step=leaks_and_hangs)))
+        run = Run(small_config(1, 4, max_requeues=0, stale_policy="drop"), Faulty(Fault(step=leaks_and_hangs)))
         async with run:
             await run.step(0)
             await run.step(1)
@@ -352,7 +352,7 @@ def test_an_evicted_group_leaves_no_task_behind() -> None:
 
 def test_whatever_is_logged_can_be_recorded() -> None:
     logs = {("a", 1): {2.0}, "b": float("nan")}
-    run = Run(config(max_steps=1), Faulty(Fault(step=gives(StepResult(1.0, True, logs=logs))), everywhere=True))  # type: ignore[dict-item]
+    run = Run(small_config(max_steps=1), Faulty(Fault(step=gives(StepResult(1.0, True, logs=logs))), everywhere=True))  # type: ignore[dict-item]
     asyncio.run(whole_run(run))
     assert all(json.loads(line) for line in run.released[0].records)
 
@@ -374,7 +374,9 @@ class Unreliable(Problems):
 @pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
 def test_a_fifth_of_all_rollouts_fails_and_the_run_goes_on_with_the_others(policy: str) -> None:
     """Two of five groups lose one: they fail, once, and others are trained on in their place."""
-    run = asyncio.run(whole_run(Run(config(max_steps=10, retries=0, stale_policy=policy), Unreliable(passing=False))))
+    run = asyncio.run(
+        whole_run(Run(small_config(max_steps=10, retries=0, stale_policy=policy), Unreliable(passing=False)))
+    )
     last = run.rows[-1]
     unusable = {number for number in range(100) if {2 * number % 5, (2 * number + 1) % 5} & {0}}
     trained_on = [problem for batch in run.batches for problem in dict.fromkeys(problems_of(batch))]
@@ -386,7 +388,7 @@ def test_a_fifth_of_all_rollouts_fails_and_the_run_goes_on_with_the_others(polic
 
 
 def test_a_fifth_of_all_rollouts_that_fails_once_costs_no_group() -> None:
-    run = asyncio.run(whole_run(Run(config(max_steps=10, retries=1), Unreliable(passing=True))))
+    run = asyncio.run(whole_run(Run(small_config(max_steps=10, retries=1), Unreliable(passing=True))))
     assert run.rows[-1]["ledger/failed"] == 0
     assert trained(run) == set(range(20))
     assert errors(run, "OSError") >= 8

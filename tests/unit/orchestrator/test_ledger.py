@@ -18,9 +18,13 @@ ENDS = ("trained", "in_training", "filtered", "requeued", "dropped", "failed", "
 
 
 def make(
-    policy: StalePolicy = "requeue", batch_size: int = 2, max_age: int = 1, max_requeues: int = 2, max_steps: int = 100
+    policy: StalePolicy = "requeue",
+    batch_size: int = 2,
+    max_steps_off_policy: int = 1,
+    max_requeues: int = 2,
+    max_steps: int = 100,
 ) -> Ledger:
-    ledger = Ledger(batch_size, max_age, policy, max_requeues, max_steps)
+    ledger = Ledger(batch_size, max_steps_off_policy, policy, max_requeues, max_steps)
     ledger.acknowledge({0: 0})
     return ledger
 
@@ -52,7 +56,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(
         policy=POLICIES,
         batches=BATCHES,
-        max_age=st.integers(0, 8),
+        max_steps_off_policy=st.integers(0, 8),
         max_requeues=st.integers(0, 3),
         max_steps=st.sampled_from([3, 1000]),
         replicas=st.integers(1, 3),
@@ -61,13 +65,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self,
         policy: StalePolicy,
         batches: tuple[int, int],
-        max_age: int,
+        max_steps_off_policy: int,
         max_requeues: int,
         max_steps: int,
         replicas: int,
     ) -> None:
         batch_size, self.count = batches[0], batches[0] // batches[1]
-        self.ledger = Ledger(batch_size, max_age, policy, max_requeues, max_steps)
+        self.ledger = Ledger(batch_size, max_steps_off_policy, policy, max_requeues, max_steps)
         self.resized = False
         self.acknowledged = dict.fromkeys(range(replicas), 0)
         self.num_replicas = replicas
@@ -172,7 +176,7 @@ class LedgerMachine(RuleBasedStateMachine):
             "in order of dispatch, and nobody overtakes the protected"
         )
         for group in taken.groups:
-            assert 0 <= step - self.floors[group.index] <= self.ledger.max_age
+            assert 0 <= step - self.floors[group.index] <= self.ledger.max_steps_off_policy
             del self.finished[group.index]
         self.taken.append((step, taken.groups))
         self.evict(taken.evicted)
@@ -181,7 +185,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def evict(self, groups: tuple[Group, ...]) -> None:
         for group in groups:
             assert not self.protected(group)
-            assert self.ledger.batch - self.floors[group.index] > self.ledger.max_age
+            assert self.ledger.batch - self.floors[group.index] > self.ledger.max_steps_off_policy
             self.running.pop(group.index, None)
             self.finished.pop(group.index, None)
             if self.ledger.policy == "drop":
@@ -189,7 +193,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.ledger.policy == "requeue":
             self.pending = [g.problem for g in groups] + self.pending
         for group in (*self.running.values(), *self.finished.values()):
-            young_enough = self.ledger.batch - self.floors[group.index] <= self.ledger.max_age
+            young_enough = self.ledger.batch - self.floors[group.index] <= self.ledger.max_steps_off_policy
             assert young_enough or self.protected(group), "what is too old for the next batch is evicted at the cut"
 
     # ---- versions and replicas
@@ -260,17 +264,17 @@ class LedgerMachine(RuleBasedStateMachine):
     def resume(self) -> None:
         """A new process goes on from the last boundary: nothing that was finished is lost."""
         old = self.ledger
-        fresh = Ledger(old.batch_size, old.max_age, old.policy, old.max_requeues, old.max_steps)
+        fresh = Ledger(old.batch_size, old.max_steps_off_policy, old.policy, old.max_requeues, old.max_steps)
         assert self.load(fresh) == [], "with unchanged options everything fits"
 
     @precondition(lambda self: self.is_boundary())
-    @rule(policy=POLICIES, batches=BATCHES, max_age=st.integers(0, 8), max_requeues=st.integers(0, 3))
+    @rule(policy=POLICIES, batches=BATCHES, max_steps_off_policy=st.integers(0, 8), max_requeues=st.integers(0, 3))
     def resume_with_other_options(
-        self, policy: StalePolicy, batches: tuple[int, int], max_age: int, max_requeues: int
+        self, policy: StalePolicy, batches: tuple[int, int], max_steps_off_policy: int, max_requeues: int
     ) -> None:
         self.resized = True
         self.count = batches[0] // batches[1]
-        given_back = self.load(Ledger(batches[0], max_age, policy, max_requeues, self.ledger.max_steps))
+        given_back = self.load(Ledger(batches[0], max_steps_off_policy, policy, max_requeues, self.ledger.max_steps))
         self.pending = [group.problem for group in given_back] + self.pending
 
     def is_boundary(self) -> bool:
@@ -308,7 +312,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for group in ledger.active.values():
             group.finished = True
         while ledger.batch < ledger.max_steps and (taken := ledger.take(ledger.batch, ledger.batch_size)):
-            assert all(ledger.batch - 1 - g.floor <= ledger.max_age for g in taken.groups)
+            assert all(ledger.batch - 1 - g.floor <= ledger.max_steps_off_policy for g in taken.groups)
             ledger.acknowledge({0: ledger.batch})
             ledger.release(ledger.batch - 1)
 
@@ -337,7 +341,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         held = [group for step, groups in self.taken if step >= min(self.released, self.promised) for group in groups]
         assert self.ledger.slots_taken == len(self.running) + len(self.finished) + len(held)
-        assert self.ledger.slots_taken <= (self.ledger.max_age + 1) * self.ledger.batch_size
+        assert self.ledger.slots_taken <= (self.ledger.max_steps_off_policy + 1) * self.ledger.batch_size
 
     @invariant()
     def no_deadlock(self) -> None:
@@ -361,7 +365,7 @@ TestLedger.settings = settings(max_examples=250, stateful_step_count=60, deadlin
 
 
 def test_synchronous_dispatches_nothing_before_release_and_acknowledgement() -> None:
-    ledger = make(max_age=0)
+    ledger = make(max_steps_off_policy=0)
     for group in fill(ledger):
         ledger.finish(group)
     assert took(ledger.take(0, 2)) == ([0, 1], [])
@@ -373,7 +377,7 @@ def test_synchronous_dispatches_nothing_before_release_and_acknowledgement() -> 
 
 
 def test_slots_wait_for_the_slowest_live_replica() -> None:
-    ledger = make(max_age=0)
+    ledger = make(max_steps_off_policy=0)
     ledger.acknowledge({0: 0, 1: 0})
     for group in fill(ledger):
         ledger.finish(group)
@@ -386,7 +390,7 @@ def test_slots_wait_for_the_slowest_live_replica() -> None:
 
 
 def test_requeue_evicts_what_would_be_too_old_and_samples_it_first() -> None:
-    ledger = make("requeue", batch_size=2, max_age=1, max_requeues=1)
+    ledger = make("requeue", batch_size=2, max_steps_off_policy=1, max_requeues=1)
     a, b, c, d = fill(ledger)
     ledger.finish(b)
     ledger.finish(c)
@@ -407,7 +411,7 @@ def test_requeue_evicts_what_would_be_too_old_and_samples_it_first() -> None:
 
 def test_drop_gives_up_and_wait_never_evicts() -> None:
     for policy, evicted in (("drop", [0]), ("wait", [])):
-        ledger = make(policy, batch_size=1, max_age=1)  # type: ignore[arg-type]
+        ledger = make(policy, batch_size=1, max_steps_off_policy=1)  # type: ignore[arg-type]
         _, second = fill(ledger)
         ledger.finish(second)
         taken = ledger.take(0, 1)
@@ -424,7 +428,7 @@ def test_drop_gives_up_and_wait_never_evicts() -> None:
 
 
 def test_a_streamed_batch_is_cut_once() -> None:
-    ledger = make("drop", batch_size=2, max_age=0)
+    ledger = make("drop", batch_size=2, max_steps_off_policy=0)
     first, second = fill(ledger)
     ledger.finish(second)
     assert took(ledger.take(0, 1)) == ([1], [])
@@ -437,7 +441,7 @@ def test_a_streamed_batch_is_cut_once() -> None:
 
 
 def test_a_group_beyond_the_bound_is_refused_even_if_the_rules_were_broken() -> None:
-    ledger = make(batch_size=1, max_age=1)
+    ledger = make(batch_size=1, max_steps_off_policy=1)
     group = fill(ledger)[0]
     ledger.finish(group)
     group.floor = -2
@@ -454,7 +458,7 @@ def test_lost_groups_are_noticed() -> None:
 
 
 def test_nothing_is_dispatched_that_no_step_will_use() -> None:
-    assert len(fill(make(batch_size=2, max_age=8, max_steps=3))) == 6
+    assert len(fill(make(batch_size=2, max_steps_off_policy=8, max_steps=3))) == 6
 
 
 def test_no_replica_no_dispatch() -> None:
@@ -467,7 +471,7 @@ def test_no_replica_no_dispatch() -> None:
 
 
 def test_a_boundary_is_that_before_the_step_under_way() -> None:
-    ledger = make("requeue", batch_size=2, max_age=1)
+    ledger = make("requeue", batch_size=2, max_steps_off_policy=1)
     groups = fill(ledger)
     for group in groups[1:]:
         ledger.finish(group)
@@ -483,7 +487,7 @@ def test_a_boundary_is_that_before_the_step_under_way() -> None:
 
 
 def test_after_the_next_version_is_published_there_is_no_way_back() -> None:
-    ledger = make(max_age=0)
+    ledger = make(max_steps_off_policy=0)
     for group in fill(ledger):
         ledger.finish(group)
     ledger.take(0, 2)
@@ -493,7 +497,7 @@ def test_after_the_next_version_is_published_there_is_no_way_back() -> None:
 
 
 def test_replicas_must_hold_the_boundary_before_anything_is_dispatched() -> None:
-    ledger = make(max_age=0)
+    ledger = make(max_steps_off_policy=0)
     for group in fill(ledger):
         ledger.finish(group)
     ledger.take(0, 2)
@@ -510,7 +514,7 @@ def test_replicas_must_hold_the_boundary_before_anything_is_dispatched() -> None
 
 def stale_state() -> Any:
     """Boundary 1 of K = 2, B = 2 under `wait`: groups 2 .. 5 are finished with floor 0, 6 and 7 run with floor 1."""
-    ledger = make("wait", batch_size=2, max_age=2)
+    ledger = make("wait", batch_size=2, max_steps_off_policy=2)
     for group in fill(ledger):
         ledger.finish(group)
     ledger.take(0, 2)
@@ -521,7 +525,7 @@ def stale_state() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "max_age", "policy", "kept"),
+    ("batch_size", "max_steps_off_policy", "policy", "kept"),
     [
         (2, 2, "wait", [2, 3, 4, 5, 6, 7]),
         (2, 3, "wait", [2, 3, 4, 5, 6, 7]),
@@ -534,9 +538,9 @@ def stale_state() -> Any:
     ],
 )
 def test_what_other_options_have_no_room_for_is_sampled_afresh(
-    batch_size: int, max_age: int, policy: StalePolicy, kept: list[int]
+    batch_size: int, max_steps_off_policy: int, policy: StalePolicy, kept: list[int]
 ) -> None:
-    ledger = Ledger(batch_size, max_age, policy, 2, 100)
+    ledger = Ledger(batch_size, max_steps_off_policy, policy, 2, 100)
     ledger.load_state_dict(stale_state())
     assert list(ledger.active) == kept
     back = [index for index in range(2, 8) if index not in kept]
@@ -545,7 +549,7 @@ def test_what_other_options_have_no_room_for_is_sampled_afresh(
 
 
 def test_more_steps_than_before_are_used() -> None:
-    ledger = make(batch_size=2, max_age=0, max_steps=1)
+    ledger = make(batch_size=2, max_steps_off_policy=0, max_steps=1)
     for group in fill(ledger):
         ledger.finish(group)
     ledger.take(0, 2)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from orchestrator_fakes import config
+from orchestrator_fakes import small_config
 
 from orchestrator.limits import MIN_WINDOW, RunLimits
 from trireme.core.errors import LimitReached
 
 
 def judged(outcomes: list[bool], limits: RunLimits | None = None) -> RunLimits:
-    limits = limits or RunLimits(config(max_failure_rate=0.25))
+    limits = limits or RunLimits(small_config(max_failure_rate=0.25))
     for succeeded in outcomes:
         limits.judge_rollout(succeeded)
     return limits
@@ -30,7 +30,7 @@ def test_failures_are_forgotten_when_the_window_has_passed() -> None:
 
 
 def test_a_resume_goes_on_with_the_window() -> None:
-    resumed = RunLimits(config(max_failure_rate=0.25))
+    resumed = RunLimits(small_config(max_failure_rate=0.25))
     resumed.load_state_dict(judged([False] * 9).state_dict())
     with pytest.raises(LimitReached, match="28% of the last 32 rollouts"):
         judged([True] * (MIN_WINDOW - 9), resumed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from games_support import Game, GameRun, Jitter, game_config, outcome, waves
-from orchestrator_fakes import Problem, Problems, Run, config, whole_run
+from orchestrator_fakes import Problem, Problems, Run, small_config, whole_run
 
 from orchestrator.env import Env, EnvGroupBuilder, StepResult
 from orchestrator.lockstep import Lockstep
@@ -19,8 +19,8 @@ from trireme.core.errors import LimitReached
 
 @pytest.mark.parametrize("minibatches", [1, 4])
 def test_nothing_depends_on_who_is_faster(minibatches: int) -> None:
-    cfg = game_config(minibatches=minibatches)
-    first, *others = [asyncio.run(whole_run(GameRun(cfg, seed))) for seed in range(8)]
+    config = game_config(minibatches=minibatches)
+    first, *others = [asyncio.run(whole_run(GameRun(config, seed))) for seed in range(8)]
     for other in others:
         assert outcome(other) == outcome(first)
         assert waves(other) == waves(first)
@@ -50,8 +50,8 @@ def test_a_limit_is_reached_at_the_same_place() -> None:
             await whole_run(run)
         return str(stopped.value).partition("he first fail")[0], len(run.rows), len(waves(run))
 
-    cfg = game_config(max_failure_rate=0.08)
-    first, *others = [asyncio.run(until_limit(GameRun(cfg, seed))) for seed in range(8)]
+    config = game_config(max_failure_rate=0.08)
+    first, *others = [asyncio.run(until_limit(GameRun(config, seed))) for seed in range(8)]
     assert first[1] > 1
     assert all(other == first for other in others)
 
@@ -75,10 +75,10 @@ def test_a_rollout_that_was_cancelled_is_not_waited_for() -> None:
 @pytest.mark.parametrize("boundary", [0, 1, 3])
 @pytest.mark.parametrize("turns", [0, 30, 300])
 def test_a_resume_repeats_the_step_that_was_under_way(boundary: int, turns: int, tmp_path: Path) -> None:
-    cfg = game_config(minibatches=2)
+    config = game_config(minibatches=2)
 
     async def scenario() -> tuple[Run, Run]:
-        interrupted = GameRun(cfg, 1)
+        interrupted = GameRun(config, 1)
         async with interrupted:
             for step in range(boundary):
                 await interrupted.step(step)
@@ -87,12 +87,12 @@ def test_a_resume_repeats_the_step_that_was_under_way(boundary: int, turns: int,
                 await asyncio.sleep(0)
             write_snapshot(interrupted.pipeline.snapshot(), tmp_path / "o")
             doing.cancel()
-        resumed = GameRun(cfg, 2, start=boundary)
+        resumed = GameRun(config, 2, start=boundary)
         resumed.pipeline.load(read_snapshot(tmp_path / "o"))
         return interrupted, await whole_run(resumed)
 
     interrupted, resumed = asyncio.run(scenario())
-    reference = asyncio.run(whole_run(GameRun(cfg, 3)))
+    reference = asyncio.run(whole_run(GameRun(config, 3)))
     assert outcome(interrupted) + outcome(resumed) == outcome(reference)
     assert waves(resumed) == waves(reference)[-len(waves(resumed)) :]
 
@@ -134,9 +134,11 @@ def test_waiting_for_others_does_not_count_as_time_of_a_rollout() -> None:
             await hangs(self.problem, self.sample)
             return await super().step(action)
 
-    cfg = config(2, 1, timeout_s=1000, deterministic=True, max_steps_off_policy=0, retries=2, generation_timeout_s=100)
+    config = small_config(
+        2, 1, timeout_s=1000, deterministic=True, max_steps_off_policy=0, retries=2, generation_timeout_s=100
+    )
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
-        run = runner.run(whole_run(Run(cfg, TwoTurns())))
+        run = runner.run(whole_run(Run(config, TwoTurns())))
         assert runner.get_loop().time() >= 300
     assert run.rows[0]["rollout_errors/TimeoutError"] == 3, "three tries of the one that hangs"
     assert [group["problem"] for group in run.released[0].trained] == ["0.0.1", "0.0.2"]

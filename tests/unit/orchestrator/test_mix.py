@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orchestrator_fakes import FakeSampler, Problem, Problems, published, quiesce
-from orchestrator_fakes import config as one_env
+from orchestrator_fakes import small_config as one_env
 
 from orchestrator.cursor import Mix
 from orchestrator.pipeline import Pipeline
@@ -26,7 +26,7 @@ ENDS = ("trained", "filtered", "dropped", "failed")
 Weights = Sequence[float]
 
 
-def config(sizes: Sequence[int | None] = (2, 4), weights: Weights = (1, 3), **options: Any) -> Config:
+def small_config(sizes: Sequence[int | None] = (2, 4), weights: Weights = (1, 3), **options: Any) -> Config:
     own = one_env(**options).model_dump()
     own["env"] = [
         {"id": "tests:Problems", "name": name, "weight": weight, "group_size": size}
@@ -99,9 +99,9 @@ def test_other_environments_are_refused() -> None:
 class MixedRun:
     """A pipeline on two environments, and what its driver does with it."""
 
-    def __init__(self, cfg: Config, datasets: Sequence[Problems], start: int = 0) -> None:
-        self.cfg, self.datasets, self.start, self.sampler = cfg, datasets, start, FakeSampler()
-        self.pipeline = Pipeline(cfg, datasets, self.sampler, RolloutLimits(1000, 100))
+    def __init__(self, config: Config, datasets: Sequence[Problems], start: int = 0) -> None:
+        self.config, self.datasets, self.start, self.sampler = config, datasets, start, FakeSampler()
+        self.pipeline = Pipeline(config, datasets, self.sampler, RolloutLimits(1000, 100))
         self.rows: list[dict[str, float]] = []
         self.trained: list[list[str]] = []
         self.sizes: Counter[str] = Counter()
@@ -126,22 +126,22 @@ class MixedRun:
 
     async def whole(self) -> MixedRun:
         async with self:
-            for step in range(self.start, self.cfg.max_steps):
+            for step in range(self.start, self.config.max_steps):
                 await self.step(step)
         return self
 
 
-def datasets(cfg: Config, reward: Any = None) -> list[Problems]:
+def datasets(config: Config, reward: Any = None) -> list[Problems]:
     given = {} if reward is None else {"reward": reward}
-    return [Problems(group_size=cfg.group_size(env), **given) for env in cfg.env]
+    return [Problems(group_size=config.group_size(env), **given) for env in config.env]
 
 
 def test_each_environment_has_its_group_size_and_its_metrics() -> None:
     async def reward(problem: Problem, sample: int) -> float:
         return float(sample) / problem.dataset.group_size
 
-    cfg = config(batch_size=8, max_steps=3)
-    run = asyncio.run(MixedRun(cfg, datasets(cfg, reward)).whole())
+    config = small_config(batch_size=8, max_steps=3)
+    run = asyncio.run(MixedRun(config, datasets(config, reward)).whole())
     assert {size for problem, size in run.sizes.items() if problem.startswith("a/")} == {2}
     assert {size for problem, size in run.sizes.items() if problem.startswith("b/")} == {4}
     row = run.rows[-1]
@@ -165,8 +165,8 @@ def test_groups_of_different_sizes_share_the_room(limit: int) -> None:
         most[0] = max(most[0], run.pipeline._pressure.gate.in_flight)
         return float(sample)
 
-    cfg = config(batch_size=6, max_steps=3, max_concurrent=limit)
-    run = MixedRun(cfg, datasets(cfg, reward))
+    config = small_config(batch_size=6, max_steps=3, max_concurrent=limit)
+    run = MixedRun(config, datasets(config, reward))
     asyncio.run(run.whole())
     assert 2 < most[0] <= limit
 
@@ -177,9 +177,9 @@ def test_the_first_failure_is_shown_with_its_environment() -> None:
             raise KeyError("no such thing")
         return float(sample)
 
-    cfg = config(batch_size=2, retries=0, max_filtered_batches=1000)
+    config = small_config(batch_size=2, retries=0, max_filtered_batches=1000)
     with pytest.raises(LimitReached, match=r"(?s)environment a\+b failed.*environment b: Traceback.*KeyError"):
-        asyncio.run(MixedRun(cfg, datasets(cfg, reward)).whole())
+        asyncio.run(MixedRun(config, datasets(config, reward)).whole())
 
 
 @pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
@@ -192,7 +192,7 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(policy: st
             await asyncio.sleep(0)
         return {0: float("nan"), 1: 4.0}.get(problem.number % 6, float(sample))
 
-    cfg = config(
+    config = small_config(
         batch_size=3,
         max_steps=10,
         stale_policy=policy,
@@ -213,12 +213,12 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(policy: st
             await asyncio.wait([doing])
             snapshot = run.pipeline.snapshot()
             write_snapshot(snapshot, tmp_path / str(run.start))
-            fresh = MixedRun(cfg, datasets(cfg, reward), start=snapshot.ledger["released"])
+            fresh = MixedRun(config, datasets(config, reward), start=snapshot.ledger["released"])
             fresh.pipeline.load(read_snapshot(tmp_path / str(run.start)))
             return fresh
 
     async def scenario() -> list[MixedRun]:
-        runs = [MixedRun(cfg, datasets(cfg, reward))]
+        runs = [MixedRun(config, datasets(config, reward))]
         for _ in range(3):
             runs.append(await interrupted(runs[-1]))
         await runs[-1].whole()
@@ -236,14 +236,14 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(policy: st
 
 
 def test_in_deterministic_mode_all_is_sampled_in_order() -> None:
-    cfg = config(batch_size=4, max_steps=2, deterministic=True, max_steps_off_policy=0)
+    config = small_config(batch_size=4, max_steps=2, deterministic=True, max_steps_off_policy=0)
 
     async def scenario() -> list[int]:
-        async with MixedRun(cfg, datasets(cfg)) as run:
+        async with MixedRun(config, datasets(config)) as run:
             await quiesce()
             return [len(request.prompt) for request in run.sampler.requests]
 
     first, again = asyncio.run(scenario()), asyncio.run(scenario())
     assert first == again
-    run, rerun = (asyncio.run(MixedRun(cfg, datasets(cfg)).whole()) for _ in range(2))
+    run, rerun = (asyncio.run(MixedRun(config, datasets(config)).whole()) for _ in range(2))
     assert run.trained == rerun.trained

@@ -18,10 +18,10 @@ from orchestrator_fakes import (
     Problem,
     Problems,
     Run,
-    config,
     problems_of,
     published,
     quiesce,
+    small_config,
     whole_run,
 )
 
@@ -35,7 +35,7 @@ from trireme.core.types import SampledSequence, SampleRequest
 
 
 def test_a_run_consumes_each_problem_once_in_order() -> None:
-    run = asyncio.run(whole_run(Run(config())))
+    run = asyncio.run(whole_run(Run(small_config())))
     consumed = [problems_of(batch) for batch in run.batches]
     assert consumed == [[2 * s, 2 * s, 2 * s + 1, 2 * s + 1] for s in range(5)]
     assert run.rows[-1]["ledger/trained"] == run.rows[-1]["ledger/dispatched"] == 10, "nothing is sampled in vain"
@@ -43,14 +43,14 @@ def test_a_run_consumes_each_problem_once_in_order() -> None:
 
 
 def test_group_rewards_are_centred_into_advantages() -> None:
-    run = asyncio.run(whole_run(Run(config(max_steps=1))))
+    run = asyncio.run(whole_run(Run(small_config(max_steps=1))))
     batch = run.batches[0][0].batch
     assert batch.columns["advantages"][batch.columns["mask"] == 1].tolist() == [-0.5, 0.5, -0.5, 0.5]
 
 
 def test_synchronous_run_dispatches_nothing_before_release() -> None:
     async def scenario() -> None:
-        async with Run(config(max_steps_off_policy=0)) as run:
+        async with Run(small_config(max_steps_off_policy=0)) as run:
             for step in range(3):
                 await run.pipeline.next_minibatch(step, 0)
                 await run.pipeline.update_weights(published(step + 1))
@@ -66,8 +66,8 @@ def test_synchronous_run_dispatches_nothing_before_release() -> None:
 
 @pytest.mark.parametrize(("substeps", "minibatches"), [(1, 4), (2, 1), (2, 2), (4, 1)])
 def test_streamed_minibatches_hold_the_same_groups(substeps: int, minibatches: int) -> None:
-    whole = asyncio.run(whole_run(Run(config(4, 3, max_steps_off_policy=0))))
-    parts = asyncio.run(whole_run(Run(config(4, 3, substeps, minibatches, max_steps_off_policy=0))))
+    whole = asyncio.run(whole_run(Run(small_config(4, 3, max_steps_off_policy=0))))
+    parts = asyncio.run(whole_run(Run(small_config(4, 3, substeps, minibatches, max_steps_off_policy=0))))
     for (one,), many in zip(whole.batches, parts.batches, strict=True):
         assert len(many) == substeps * minibatches
         assert [m.last for m in many] == ([False] * (minibatches - 1) + [True]) * substeps
@@ -79,7 +79,7 @@ def test_streamed_minibatches_hold_the_same_groups(substeps: int, minibatches: i
 
 def test_a_streamed_minibatch_does_not_wait_for_the_batch() -> None:
     async def scenario() -> None:
-        run = Run(config(2, minibatches=2, max_steps_off_policy=0))
+        run = Run(small_config(2, minibatches=2, max_steps_off_policy=0))
         straggler = run.sampler.hold(0)
         async with run:
             first = await run.pipeline.next_minibatch(0, 0)
@@ -92,19 +92,25 @@ def test_a_streamed_minibatch_does_not_wait_for_the_batch() -> None:
 
 
 @pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
-@pytest.mark.parametrize("max_age", [0, 1, 3])
+@pytest.mark.parametrize("max_steps_off_policy", [0, 1, 3])
 @pytest.mark.parametrize("max_concurrent", [4, "auto"])
-def test_age_stays_within_the_bound_whoever_straggles(policy: str, max_age: int, max_concurrent: int | str) -> None:
+def test_age_stays_within_the_bound_whoever_straggles(
+    policy: str, max_steps_off_policy: int, max_concurrent: int | str
+) -> None:
     """Every third problem is held until two later steps are over, or until the run cannot go on without it."""
 
     async def scenario() -> Run:
-        options = {"stale_policy": policy, "max_steps_off_policy": max_age, "max_concurrent": max_concurrent}
-        cfg = config(3, 9, max_requeues=1, **options)
-        run = Run(cfg)
+        options = {
+            "stale_policy": policy,
+            "max_steps_off_policy": max_steps_off_policy,
+            "max_concurrent": max_concurrent,
+        }
+        config = small_config(3, 9, max_requeues=1, **options)
+        run = Run(config)
         for problem in range(0, 90, 3):
             run.sampler.hold(problem)
         async with run:
-            for step in range(cfg.max_steps):
+            for step in range(config.max_steps):
                 waiting = asyncio.create_task(run.step(step))
                 await quiesce()
                 for problem in range(0, 3 * step - 3, 3):
@@ -120,11 +126,11 @@ def test_age_stays_within_the_bound_whoever_straggles(policy: str, max_age: int,
     run = asyncio.run(scenario())
     for step, (minibatch,) in enumerate(run.batches):
         ages = step - minibatch.provenance.floors
-        assert 0 <= ages.min() <= ages.max() <= max_age
+        assert 0 <= ages.min() <= ages.max() <= max_steps_off_policy
         versions = minibatch.batch.columns["versions"]
-        assert (step - versions[versions >= 0]).max() <= max_age
+        assert (step - versions[versions >= 0]).max() <= max_steps_off_policy
     assert sum(row["off_policy/expired_running"] for row in run.rows) == run.rows[-1]["ledger/expired_running"]
-    if max_age and max_concurrent == "auto":
+    if max_steps_off_policy and max_concurrent == "auto":
         assert max(row["off_policy/mean"] for row in run.rows) > 0
 
 
@@ -137,7 +143,7 @@ def test_no_more_rollouts_are_in_flight_than_may_be_and_each_that_ends_makes_roo
         return float(sample)
 
     async def scenario() -> None:
-        async with Run(config(4, max_concurrent=3), Problems(waits)) as run:
+        async with Run(small_config(4, max_concurrent=3), Problems(waits)) as run:
             asked: list[list[int]] = []
             for _ in range(2):
                 await quiesce()
@@ -151,7 +157,7 @@ def test_no_more_rollouts_are_in_flight_than_may_be_and_each_that_ends_makes_roo
 
 def test_a_group_that_waits_for_room_gets_the_floor_of_its_start() -> None:
     async def scenario() -> Run:
-        run = Run(config(2, 3, max_concurrent=2, stale_policy="wait"))
+        run = Run(small_config(2, 3, max_concurrent=2, stale_policy="wait"))
         second = run.sampler.hold(2)
         async with run:
             await run.step(0)
@@ -183,8 +189,8 @@ def test_waiting_for_room_does_not_count_as_time_of_a_rollout_but_all_its_turns_
         def get_batch(self, index: int) -> list[EnvGroupBuilder]:
             return [Two(self, 3 * index + i) for i in range(3)]
 
-    cfg = config(2, 1, max_concurrent=2, generation_timeout_s=10, retries=0, timeout_s=1000)
-    run = virtual_time.run(whole_run(Run(cfg, Slow())))
+    config = small_config(2, 1, max_concurrent=2, generation_timeout_s=10, retries=0, timeout_s=1000)
+    run = virtual_time.run(whole_run(Run(config, Slow())))
     assert [group["problem"] for group in run.released[0].trained] == ["0.0.1", "0.0.2"], "8 s each, one by one"
     assert run.rows[0]["rollout_errors/TimeoutError"] == 2, "the first problem took twice 6 s"
 
@@ -195,7 +201,7 @@ def test_a_source_of_load_that_fails_ends_the_run() -> None:
             raise RoomFailed("inference replica 0 does not say what it has to do")
 
     async def scenario() -> None:
-        run = Run(config(), sampler=Unwell())
+        run = Run(small_config(), sampler=Unwell())
         run.sampler.hold(0)
         async with run:
             with pytest.raises(RoomFailed, match="does not say"):
@@ -216,7 +222,7 @@ def test_the_limit_follows_the_load_and_stands_in_the_row() -> None:
             await asyncio.sleep(5)
             return await super().sample(request)
 
-    run = virtual_time.run(whole_run(Run(config(50, 2, timeout_s=1000), sampler=Busy())))
+    run = virtual_time.run(whole_run(Run(small_config(50, 2, timeout_s=1000), sampler=Busy())))
     assert run.rows[0]["perf/kv_used"] == 0.75
     assert run.rows[0]["perf/preemptions"] % 3 == 0 < run.rows[0]["perf/preemptions"]
     assert 2 <= run.rows[0]["perf/max_concurrent"] <= 64
@@ -225,7 +231,7 @@ def test_the_limit_follows_the_load_and_stands_in_the_row() -> None:
 
 def test_tokens_know_their_versions_over_an_update() -> None:
     async def scenario() -> Run:
-        run = Run(config(2, 2, stale_policy="wait"))
+        run = Run(small_config(2, 2, stale_policy="wait"))
         straggler = run.sampler.hold(2)
         async with run:
             await run.step(0)
@@ -244,7 +250,7 @@ def test_tokens_know_their_versions_over_an_update() -> None:
 
 def test_the_share_of_mixed_tokens_is_in_the_row() -> None:
     async def scenario() -> Run:
-        run = Run(config(2, 2, stale_policy="wait"))
+        run = Run(small_config(2, 2, stale_policy="wait"))
         run.sampler.mixes = True
         straggler = run.sampler.hold(2)
         async with run:
@@ -265,7 +271,7 @@ def test_an_update_does_not_hold_up_the_driver() -> None:
     """Back-pressure is in the slots: they are free once the update has ended."""
 
     async def scenario() -> None:
-        async with Run(config(2, 5)) as run:
+        async with Run(small_config(2, 5)) as run:
             update = run.sampler.hold_update(1)
             await run.step(0)
             await quiesce()
@@ -280,7 +286,7 @@ def test_an_update_does_not_hold_up_the_driver() -> None:
 
 def test_the_next_update_waits_for_the_one_before() -> None:
     async def scenario() -> None:
-        async with Run(config(2, 5)) as run:
+        async with Run(small_config(2, 5)) as run:
             update = run.sampler.hold_update(1)
             await run.step(0)
             second = asyncio.create_task(run.step(1))
@@ -299,7 +305,7 @@ def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monkeypatch
     monkeypatch.setattr("trireme.config.Config.patience_s", 0.0)
 
     async def scenario() -> None:
-        async with Run(config(2, 5, update_s=0.05)) as run:
+        async with Run(small_config(2, 5, update_s=0.05)) as run:
             run.sampler.hold_update(1)
             await run.step(0)
             with pytest.raises(RoomFailed, match=r"timeouts.update_s.* update to version 1; .*replicas: \{0: 0\}"):
@@ -309,13 +315,15 @@ def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("held", "max_steps", "max_age"), [(0, 5, 1), (1, 1, 1), (1, 5, 0)], ids=["first", "last", "synchronous"]
+    ("held", "max_steps", "max_steps_off_policy"),
+    [(0, 5, 1), (1, 1, 1), (1, 5, 0)],
+    ids=["first", "last", "synchronous"],
 )
 def test_where_nothing_goes_on_without_it_an_update_ends_before_the_verb_returns(
-    held: int, max_steps: int, max_age: int
+    held: int, max_steps: int, max_steps_off_policy: int
 ) -> None:
     async def scenario() -> None:
-        run = Run(config(2, max_steps, max_steps_off_policy=max_age))
+        run = Run(small_config(2, max_steps, max_steps_off_policy=max_steps_off_policy))
         update = run.sampler.hold_update(held)
         async with run if held else nullcontext():
             verb = asyncio.create_task(run.step(0) if held else run.pipeline.update_weights(published(0)))
@@ -336,7 +344,7 @@ async def release(pipeline: Pipeline) -> None:
 @pytest.mark.parametrize("verb", [release, lambda p: p.next_minibatch(1, 0), lambda p: p.update_weights(published(2))])
 def test_a_failed_update_is_raised_by_the_next_verb(verb: Callable[[Pipeline], Coroutine[Any, Any, Any]]) -> None:
     async def scenario() -> None:
-        async with Run(config(2, 5)) as run:
+        async with Run(small_config(2, 5)) as run:
             await run.pipeline.next_minibatch(0, 0)
             run.sampler.update_error = WeightsRefused("canary of version 1")
             await run.pipeline.update_weights(published(1))
@@ -348,7 +356,7 @@ def test_a_failed_update_is_raised_by_the_next_verb(verb: Callable[[Pipeline], C
 
 
 def test_a_row_tells_of_the_update_to_the_version_that_was_trained_on() -> None:
-    run = asyncio.run(whole_run(Run(config(2, 3))))
+    run = asyncio.run(whole_run(Run(small_config(2, 3))))
     assert [row["weights/canary_max_diff"] for row in run.rows] == [0.0, 0.01, 0.02]
     assert [row["weights/reprefill_tokens"] for row in run.rows] == [0, 10, 20]
     assert all(row["time/update"] >= row["time/update_pause"] >= 0 for row in run.rows)
@@ -356,7 +364,7 @@ def test_a_row_tells_of_the_update_to_the_version_that_was_trained_on() -> None:
 
 def test_evicted_rollouts_are_cancelled_cleaned_up_and_sampled_afresh() -> None:
     async def scenario() -> Run:
-        run = Run(config(1, 3, max_requeues=2))
+        run = Run(small_config(1, 3, max_requeues=2))
         run.sampler.hold(0)
         async with run:
             await run.step(0)
@@ -386,7 +394,7 @@ def test_cleaning_up_is_not_interrupted_by_an_eviction() -> None:
     cleaning_may_end = asyncio.Event()
 
     async def scenario() -> None:
-        run = Run(config(1, 4), OneSlow())
+        run = Run(small_config(1, 4), OneSlow())
         async with run:
             await run.step(0)
             await run.step(1)
@@ -408,7 +416,7 @@ def test_failed_rollouts_are_retried() -> None:
             raise KeyError("not yet")
         return float(sample)
 
-    run = asyncio.run(whole_run(Run(config(max_steps=1, retries=1), Problems(fails_once))))
+    run = asyncio.run(whole_run(Run(small_config(max_steps=1, retries=1), Problems(fails_once))))
     assert run.rows[0]["rollout_errors/KeyError"] == 4
     assert run.rows[0]["ledger/failed"] == 0
     assert len({r.params.seed for r in run.sampler.requests}) == 8, "a retry has a seed of its own"
@@ -418,8 +426,8 @@ def test_a_group_goes_on_without_rollouts_it_can_spare() -> None:
     async def last_fails(problem: Problem, sample: int) -> float:
         return math.nan if sample == 3 and problem.number == 1 else float(sample)
 
-    cfg = config(max_steps=1, retries=0, group_size=4)
-    run = asyncio.run(whole_run(Run(cfg, Problems(last_fails, group_size=4))))
+    config = small_config(max_steps=1, retries=0, group_size=4)
+    run = asyncio.run(whole_run(Run(config, Problems(last_fails, group_size=4))))
     assert problems_of(run.batches[0]) == [0, 0, 0, 0, 1, 1, 1]
     assert run.rows[0]["rollout_errors/NonFiniteReward"] == 1
 
@@ -428,7 +436,7 @@ def test_failed_groups_are_replaced() -> None:
     async def nan_for_one(problem: Problem, sample: int) -> float:
         return math.nan if problem.number == 1 else float(sample)
 
-    run = asyncio.run(whole_run(Run(config(max_steps=2, retries=1), Problems(nan_for_one))))
+    run = asyncio.run(whole_run(Run(small_config(max_steps=2, retries=1), Problems(nan_for_one))))
     assert sorted(set(problems_of(run.batches[0] + run.batches[1]))) == [0, 2, 3, 4]
     assert run.rows[-1]["ledger/failed"] == 1
     assert sum(row.get("rollout_errors/NonFiniteReward", 0) for row in run.rows) == 4
@@ -440,8 +448,8 @@ def test_a_hanging_environment_is_timed_out() -> None:
             await asyncio.Event().wait()
         return float(sample)
 
-    cfg = config(max_steps=1, retries=0, generation_timeout_s=0.05, stale_policy="wait")
-    run = asyncio.run(whole_run(Run(cfg, Problems(hangs))))
+    config = small_config(max_steps=1, retries=0, generation_timeout_s=0.05, stale_policy="wait")
+    run = asyncio.run(whole_run(Run(config, Problems(hangs))))
     assert run.rows[0]["rollout_errors/TimeoutError"] == 2
     assert sorted(set(problems_of(run.batches[0]))) == [1, 2]
 
@@ -450,14 +458,14 @@ def test_too_many_failures_stop_the_run_with_the_first() -> None:
     async def fails(problem: Problem, sample: int) -> float:
         raise ZeroDivisionError(f"problem {problem.number}")
 
-    run = Run(config(max_steps=1, retries=1, max_filtered_batches=1000), Problems(fails))
+    run = Run(small_config(max_steps=1, retries=1, max_filtered_batches=1000), Problems(fails))
     with pytest.raises(LimitReached, match=r"(?s)100% .* environment fake .*in fails\n.*ZeroDivisionError: problem 0"):
         asyncio.run(whole_run(run))
     assert MIN_WINDOW <= len(run.sampler.requests) // 2 <= MIN_WINDOW + 8
 
 
 def test_refused_prompts_are_not_retried_and_end_in_a_limit() -> None:
-    run = Run(config(max_steps=1, max_filtered_batches=2), limits=RolloutLimits(1000, 2))
+    run = Run(small_config(max_steps=1, max_filtered_batches=2), limits=RolloutLimits(1000, 2))
     with pytest.raises(LimitReached, match=r"(?s)last 4 groups.*4 failed.*PromptTooLong"):
         asyncio.run(whole_run(run))
     assert run.sampler.requests == []
@@ -468,8 +476,8 @@ def test_a_refused_prompt_is_counted_once_and_not_held_against_the_environment()
         def get_batch(self, index: int) -> list[EnvGroupBuilder]:
             return [Problem(self, 3 * index + i, padding=9 * (i == 1)) for i in range(3)]
 
-    cfg = config(2, 10, max_failure_rate=0.0)
-    run = asyncio.run(whole_run(Run(cfg, Wordy(), RolloutLimits(1000, 10))))
+    config = small_config(2, 10, max_failure_rate=0.0)
+    run = asyncio.run(whole_run(Run(config, Wordy(), RolloutLimits(1000, 10))))
     failed = run.rows[-1]["ledger/failed"]
     assert failed >= 5
     assert sum(row.get("rollout_errors/PromptTooLong", 0) for row in run.rows) == 2 * failed
@@ -480,8 +488,8 @@ async def equal_for_odd(problem: Problem, sample: int) -> float:
 
 
 def test_groups_of_equal_rewards_are_replaced_and_counted() -> None:
-    cfg = config(2, 2, remove_constant_reward_groups=True, max_steps_off_policy=0, max_filtered_batches=1)
-    run = asyncio.run(whole_run(Run(cfg, Problems(equal_for_odd))))  # never two in a row: the limit is not reached
+    config = small_config(2, 2, remove_constant_reward_groups=True, max_steps_off_policy=0, max_filtered_batches=1)
+    run = asyncio.run(whole_run(Run(config, Problems(equal_for_odd))))  # never two in a row: the limit is not reached
     assert [sorted(set(problems_of(batch))) for batch in run.batches] == [[0, 2], [4, 6]]
     assert run.rows[0]["off_policy/filtered"] == 1
     assert run.rows[0]["env/even/reward/total"] == 10.5
@@ -493,7 +501,7 @@ def test_nothing_but_equal_rewards_stops_the_run() -> None:
     async def equal(problem: Problem, sample: int) -> float:
         return 1.0
 
-    run = Run(config(remove_constant_reward_groups=True, max_filtered_batches=3), Problems(equal))
+    run = Run(small_config(remove_constant_reward_groups=True, max_filtered_batches=3), Problems(equal))
     with pytest.raises(LimitReached, match=r"last 6 groups.*6 had equal rewards"):
         asyncio.run(whole_run(run))
 
@@ -510,8 +518,8 @@ def test_a_limit_reached_while_training_waits_for_the_end_of_the_step() -> None:
         return float(sample) if problem.number < 2 else 1.0
 
     async def run() -> Run:
-        cfg = config(remove_constant_reward_groups=True, max_filtered_batches=1)
-        async with SlowTrainer(cfg, Problems(equal_from_two_on)) as run:
+        config = small_config(remove_constant_reward_groups=True, max_filtered_batches=1)
+        async with SlowTrainer(config, Problems(equal_from_two_on)) as run:
             await run.step(0)
             with pytest.raises(LimitReached, match="last 2 groups"):
                 await run.step(1)
@@ -529,7 +537,7 @@ def test_errors_of_a_loop_surface_in_the_call_that_waits() -> None:
                 raise OSError("the file is torn")
             return super().get_batch(index)
 
-    run = Run(config(batch_size=4), Torn())
+    run = Run(small_config(batch_size=4), Torn())
     with pytest.raises(OSError, match="torn"):
         asyncio.run(whole_run(run))
 
@@ -540,9 +548,9 @@ def test_a_lost_room_is_no_failed_rollout() -> None:
             raise RoomFailed("all replicas are gone")
 
     async def scenario() -> None:
-        run = Run(config())
+        run = Run(small_config())
         run.sampler = Lost()
-        run.pipeline = Pipeline(run.cfg, [run.dataset], run.sampler, RolloutLimits(1000, 100))
+        run.pipeline = Pipeline(run.config, [run.dataset], run.sampler, RolloutLimits(1000, 100))
         async with run:
             for _ in range(2):
                 with pytest.raises(RoomFailed, match="all replicas"):
@@ -555,7 +563,7 @@ def test_a_lost_room_is_no_failed_rollout() -> None:
 
 def test_a_token_older_than_the_floor_is_an_error() -> None:
     async def scenario() -> None:
-        async with Run(config(max_steps_off_policy=0)) as run:
+        async with Run(small_config(max_steps_off_policy=0)) as run:
             await run.step(0)
             run.sampler.label_with = 0
             with pytest.raises(ProvenanceError, match="had version 1, but a token of it was sampled by version 0"):
@@ -566,7 +574,7 @@ def test_a_token_older_than_the_floor_is_an_error() -> None:
 
 def test_the_deadline_says_what_is_missing() -> None:
     async def scenario() -> None:
-        run = Run(config(2, timeout_s=1.0))
+        run = Run(small_config(2, timeout_s=1.0))
         for problem in range(1, 5):
             run.sampler.hold(problem)
         async with run:
@@ -582,7 +590,7 @@ def test_the_deadline_says_what_is_missing() -> None:
 
 def test_a_batch_that_comes_late_while_no_replica_serves_is_said_to_wait_for_one() -> None:
     async def scenario() -> None:
-        run = Run(config(4, timeout_s=0.5))
+        run = Run(small_config(4, timeout_s=0.5))
         for problem in range(8):
             run.sampler.hold(problem)
         async with run:
@@ -596,7 +604,7 @@ def test_a_batch_that_comes_late_while_no_replica_serves_is_said_to_wait_for_one
 
 def test_minibatches_are_asked_for_in_order() -> None:
     async def scenario() -> None:
-        async with Run(config(4, substeps=2)) as run:
+        async with Run(small_config(4, substeps=2)) as run:
             for step, substep in ((1, 0), (0, 1)):
                 with pytest.raises(ValueError, match="next is 0, 0"):
                     await run.pipeline.next_minibatch(step, substep)
@@ -605,7 +613,7 @@ def test_minibatches_are_asked_for_in_order() -> None:
 
 
 def test_the_row_of_a_step() -> None:
-    run = asyncio.run(whole_run(Run(config(max_steps=1))))
+    run = asyncio.run(whole_run(Run(small_config(max_steps=1))))
     row = run.rows[0]
     expected = {
         "reward/total": 10.5,
@@ -635,7 +643,7 @@ def test_fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
     for point in ("orchestrator.minibatch", "orchestrator.release"):
         monkeypatch.setenv("TRIREME_FAULTS", f"{point}=raise")
         with pytest.raises(RuntimeError, match=point):
-            asyncio.run(whole_run(Run(config(max_steps=1))))
+            asyncio.run(whole_run(Run(small_config(max_steps=1))))
 
 
 # ---- replicas come and go
@@ -647,7 +655,7 @@ def test_who_has_left_holds_no_slots_any_more(verb: str) -> None:
 
     async def scenario() -> None:
         fleet = Fleet(0, 1)
-        async with Run(config(2, 5, max_steps_off_policy=0), sampler=fleet) as run:
+        async with Run(small_config(2, 5, max_steps_off_policy=0), sampler=fleet) as run:
             fleet.late = {1}
             await run.step(0)
             await quiesce()
@@ -668,7 +676,7 @@ def test_who_has_left_holds_no_slots_any_more(verb: str) -> None:
 def test_a_joiner_counts_from_the_moment_that_it_has_the_newest_weights() -> None:
     async def scenario() -> None:
         fleet = Fleet()
-        async with Run(config(2, 5), sampler=fleet) as run:
+        async with Run(small_config(2, 5), sampler=fleet) as run:
             await quiesce()
             assert fleet.requests == [], "nobody is there to sample"
             await run.pipeline.join(7, "its client", reserved=False)
@@ -682,7 +690,7 @@ def test_a_joiner_counts_from_the_moment_that_it_has_the_newest_weights() -> Non
 def test_reserved_replicas_join_and_fail_apart_from_the_others() -> None:
     async def scenario() -> None:
         fleet, reserved = Fleet(0), Fleet()
-        pipeline = Pipeline(config(2, 5), [Problems()], fleet, RolloutLimits(1000, 100), reserved=reserved)
+        pipeline = Pipeline(small_config(2, 5), [Problems()], fleet, RolloutLimits(1000, 100), reserved=reserved)
         await pipeline.join(3, "its client", reserved=True)
         assert (fleet.said, reserved.said) == ([], [("join", 3, "its client")])
         waiting = asyncio.create_task(pipeline.next_failure())

@@ -16,7 +16,7 @@ from trireme.config import Config
 from trireme.core.types import WeightIdentity
 
 
-def config(**rollouts: Any) -> Config:
+def small_config(**rollouts: Any) -> Config:
     return Config.model_validate(
         {
             "model": {"name": "m"},
@@ -66,7 +66,7 @@ GROUPS = [group(i, [mean - 0.1, mean + 0.1]) for i, mean in enumerate([0.5, 0.9,
 
 
 def test_the_best_the_worst_and_some_others_are_kept() -> None:
-    kept = records(Recorder(config(sample=2), None), 7, GROUPS)
+    kept = records(Recorder(small_config(sample=2), None), 7, GROUPS)
     assert [(record["why"], record["problem"]) for record in kept[:2]] == [("best", "p1"), ("worst", "p2")]
     assert [record["why"] for record in kept[2:]] == ["sample", "sample"]
     assert len({record["problem"] for record in kept}) == 4
@@ -74,21 +74,21 @@ def test_the_best_the_worst_and_some_others_are_kept() -> None:
 
 
 def test_a_step_done_again_keeps_the_same_groups_and_other_steps_keep_others() -> None:
-    recorder = Recorder(config(sample=2), None)
-    assert recorder.lines(3, GROUPS) == Recorder(config(sample=2), None).lines(3, GROUPS)
+    recorder = Recorder(small_config(sample=2), None)
+    assert recorder.lines(3, GROUPS) == Recorder(small_config(sample=2), None).lines(3, GROUPS)
     sampled = {tuple(record["problem"] for record in records(recorder, step, GROUPS)[2:]) for step in range(20)}
     assert len(sampled) > 1
 
 
 @pytest.mark.parametrize(("groups", "whys"), [(1, ["best"]), (2, ["best", "worst"]), (3, ["best", "worst", "sample"])])
 def test_no_group_is_kept_twice(groups: int, whys: list[str]) -> None:
-    assert [record["why"] for record in records(Recorder(config(sample=5), None), 0, GROUPS[:groups])] == whys
+    assert [record["why"] for record in records(Recorder(small_config(sample=5), None), 0, GROUPS[:groups])] == whys
 
 
 def test_steps_between_are_not_recorded() -> None:
-    recorder = Recorder(config(every=3), None)
+    recorder = Recorder(small_config(every=3), None)
     assert [bool(recorder.lines(step, GROUPS)) for step in range(7)] == [True, False, False, True, False, False, True]
-    assert Recorder(config(every=0), None).lines(0, GROUPS) == []
+    assert Recorder(small_config(every=0), None).lines(0, GROUPS) == []
 
 
 def test_a_record_tells_each_turn_once_with_its_versions() -> None:
@@ -97,7 +97,7 @@ def test_a_record_tells_each_turn_once_with_its_versions() -> None:
         turn([1, 2, 3, 4, 6], [7, 8, 9], [5, 6, 6], metrics={"found": np.float32(1)}, logs={"what": object}),
         turn([1, 9], [2]),
     ]
-    (record,) = records(Recorder(config(), letters), 0, [group(0, [0.25, 0.75], turns)])
+    (record,) = records(Recorder(small_config(), letters), 0, [group(0, [0.25, 0.75], turns)])
     assert record["rewards"] == [0.25, 0.75]
     assert record["advantages"] == [-0.25, 0.25]
     first, second, third = record["rollouts"][1]["turns"]
@@ -112,5 +112,5 @@ def test_a_record_tells_each_turn_once_with_its_versions() -> None:
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
-    (record,) = records(Recorder(config(), None), 0, GROUPS[:1])
+    (record,) = records(Recorder(small_config(), None), 0, GROUPS[:1])
     assert "action_text" not in record["rollouts"][0]["turns"][0]

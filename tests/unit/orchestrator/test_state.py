@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from orchestrator_fakes import Problem, Problems, Run, config, problems_of, published, quiesce, whole_run
+from orchestrator_fakes import Problem, Problems, Run, problems_of, published, quiesce, small_config, whole_run
 
 from orchestrator.advantages import ScoredGroup
-from orchestrator.cursor import Cursor
+from orchestrator.cursor import ProblemCursor
 from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
-from orchestrator.state import Snapshot, read_snapshot, write_snapshot
+from orchestrator.state import OrchestratorState, read_snapshot, write_snapshot
 from trireme.checkpoint.files import checksum_of
 from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached, StorageFailed
@@ -69,9 +69,11 @@ def scored(seed: int, turns_G: list[int], finished: bool = True, logs: Mapping[s
     )
 
 
-def snapshot_of(finished: tuple[ScoredGroup, ...], filtered: tuple[ScoredGroup, ...]) -> Snapshot:
+def snapshot_of(finished: tuple[ScoredGroup, ...], filtered: tuple[ScoredGroup, ...]) -> OrchestratorState:
     states: tuple[Any, ...] = ({"epoch": 1}, {"released": 3}, {"failures": [True]})
-    return Snapshot(*states, finished, filtered, {"KeyError": 2}, {"a": 1}, {"done": 4, "rows": [[4, {"n": 0.5}]]})
+    return OrchestratorState(
+        *states, finished, filtered, {"KeyError": 2}, {"a": 1}, {"done": 4, "rows": [[4, {"n": 0.5}]]}
+    )
 
 
 @settings(deadline=None, max_examples=30)
@@ -115,11 +117,11 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         write_snapshot(snapshot_of((), ()), tmp_path / "o")
 
 
-def resumed(run: Run, directory: Path, cfg: Config | None = None, dataset: Problems | None = None) -> Run:
+def resumed(run: Run, directory: Path, config: Config | None = None, dataset: Problems | None = None) -> Run:
     """A run in a new process, as it were, that goes on from the last boundary of `run`."""
     snapshot = run.pipeline.snapshot()
     write_snapshot(snapshot, directory)
-    fresh = Run(cfg or run.cfg, dataset, start=snapshot.ledger["released"])
+    fresh = Run(config or run.config, dataset, start=snapshot.ledger["released"])
     fresh.pipeline.load(read_snapshot(directory))
     return fresh
 
@@ -130,7 +132,7 @@ def trained(run: Run) -> list[list[str]]:
 
 def test_groups_that_were_taken_are_there_again_and_not_sampled_again(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with Run(config(2, minibatches=2)) as run:
+        async with Run(small_config(2, minibatches=2)) as run:
             await run.step(0)
             await quiesce()
             run.sampler.hold(5)
@@ -140,7 +142,7 @@ def test_groups_that_were_taken_are_there_again_and_not_sampled_again(tmp_path: 
             assert second.last
             assert {s.group.problem for s in run.pipeline.snapshot().finished} >= {"0.0.2", "0.1.0"}, "cut, not trained"
             write_snapshot(before, tmp_path / "o")
-        again = Run(run.cfg, start=1)
+        again = Run(run.config, start=1)
         again.pipeline.load(read_snapshot(tmp_path / "o"))
         async with again:
             for expected in (first, second):
@@ -152,7 +154,7 @@ def test_groups_that_were_taken_are_there_again_and_not_sampled_again(tmp_path: 
 
 def test_what_was_running_is_sampled_again_with_its_identity_and_the_new_floor(tmp_path: Path) -> None:
     async def scenario() -> None:
-        run = Run(config(1, 4, stale_policy="wait", max_steps_off_policy=2))
+        run = Run(small_config(1, 4, stale_policy="wait", max_steps_off_policy=2))
         run.sampler.hold(1)
         async with run:
             await run.step(0)
@@ -170,10 +172,10 @@ def test_what_was_running_is_sampled_again_with_its_identity_and_the_new_floor(t
 
 
 @pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
-@pytest.mark.parametrize("max_age", [0, 1, 3])
+@pytest.mark.parametrize("max_steps_off_policy", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_problem_ends_once_however_often_the_run_is_interrupted(
-    policy: str, max_age: int, seed: int, tmp_path: Path
+    policy: str, max_steps_off_policy: int, seed: int, tmp_path: Path
 ) -> None:
     """Problems straggle, fail and are filtered at random; the run is interrupted at random moments within steps."""
     rng = random.Random(seed)
@@ -183,12 +185,12 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(
             await asyncio.sleep(0)
         return {0: float("nan"), 1: 4.0}.get(problem.number % 6, float(sample))
 
-    cfg = config(
+    config = small_config(
         2,
         12,
         minibatches=2,
         stale_policy=policy,
-        max_steps_off_policy=max_age,
+        max_steps_off_policy=max_steps_off_policy,
         max_requeues=1,
         retries=0,
         max_failure_rate=1.0,
@@ -207,7 +209,7 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(
             return resumed(run, tmp_path / str(run.start), dataset=Problems(reward))
 
     async def scenario() -> list[Run]:
-        runs = [Run(cfg, Problems(reward))]
+        runs = [Run(config, Problems(reward))]
         for _ in range(3):
             runs.append(await interrupted(runs[-1]))
         await whole_run(runs[-1])
@@ -215,12 +217,12 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(
 
     runs = asyncio.run(scenario())
     row, ledger = runs[-1].rows[-1], runs[-1].pipeline.snapshot().ledger
-    assert all(row["off_policy/max"] <= max_age for run in runs for row in run.rows)
+    assert all(row["off_policy/max"] <= max_steps_off_policy for run in runs for row in run.rows)
     trained_on = [problem for run in runs for problems in trained(run) for problem in problems]
     assert len(trained_on) == len(set(trained_on)) == row["ledger/trained"] == 24
     waiting = {group["problem"] for group in ledger["groups"]} | {problem for problem, _ in ledger["requeue"]}
     assert not waiting & set(trained_on)
-    cursor = Cursor(Problems())
+    cursor = ProblemCursor(Problems())
     begun = {cursor.next_problem() for _ in range(int(row["ledger/dispatched"] - row["ledger/requeued"]))}
     assert set(trained_on) | waiting <= begun | {problem for problem, _ in ledger["requeue"]}
     assert sum(row[f"ledger/{end}"] for end in ENDS) + len(ledger["groups"]) == len(begun)
@@ -228,13 +230,13 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(
 
 def test_the_order_of_the_data_is_that_of_a_run_that_was_never_interrupted(tmp_path: Path) -> None:
     async def scenario() -> list[list[str]]:
-        run = Run(config(2, 3))
+        run = Run(small_config(2, 3))
         await whole_run(run)
-        longer = resumed(run, tmp_path / "o", config(2, 6))
+        longer = resumed(run, tmp_path / "o", small_config(2, 6))
         await whole_run(longer)
         return trained(run) + trained(longer)
 
-    assert asyncio.run(scenario()) == trained(asyncio.run(whole_run(Run(config(2, 6)))))
+    assert asyncio.run(scenario()) == trained(asyncio.run(whole_run(Run(small_config(2, 6)))))
 
 
 def test_the_row_of_the_next_step_misses_nothing(tmp_path: Path) -> None:
@@ -246,7 +248,7 @@ def test_the_row_of_the_next_step_misses_nothing(tmp_path: Path) -> None:
         return 4.0 if problem.number == 2 else float(sample)
 
     async def scenario(interrupted: bool) -> dict[str, float]:
-        run = Run(config(2, 2, remove_constant_reward_groups=True, max_steps_off_policy=0), Problems(reward))
+        run = Run(small_config(2, 2, remove_constant_reward_groups=True, max_steps_off_policy=0), Problems(reward))
         async with run:
             await run.step(0)
             await quiesce()
@@ -271,10 +273,10 @@ def test_the_row_of_the_next_step_misses_nothing(tmp_path: Path) -> None:
 
 def test_kept_groups_keep_the_temperature_they_were_sampled_at(tmp_path: Path) -> None:
     async def scenario() -> dict[int, float]:
-        async with Run(config(2, 2)) as run:
+        async with Run(small_config(2, 2)) as run:
             run.sampler.hold(1)
             await quiesce()
-            again = await whole_run(resumed(run, tmp_path / "o", config(2, 2, temperature=0.5)))
+            again = await whole_run(resumed(run, tmp_path / "o", small_config(2, 2, temperature=0.5)))
         data_D = [m.batch.datum(d) for batch in again.batches for m in batch for d in range(len(m.batch))]
         return {int(datum.model_input.tokens[0]): datum.temperature for datum in data_D}
 
@@ -283,10 +285,10 @@ def test_kept_groups_keep_the_temperature_they_were_sampled_at(tmp_path: Path) -
 
 def test_a_smaller_bound_gives_back_what_is_too_old(tmp_path: Path) -> None:
     async def scenario() -> Run:
-        async with Run(config(2, 6, max_steps_off_policy=2, stale_policy="wait")) as run:
+        async with Run(small_config(2, 6, max_steps_off_policy=2, stale_policy="wait")) as run:
             await run.step(0)
             await quiesce()
-            again = resumed(run, tmp_path / "o", config(2, 6, max_steps_off_policy=0))
+            again = resumed(run, tmp_path / "o", small_config(2, 6, max_steps_off_policy=0))
         return await whole_run(again)
 
     run = asyncio.run(scenario())
@@ -308,15 +310,15 @@ async def never_differs(problem: Problem, sample: int) -> float:
 def test_after_a_limit_a_resume_counts_anew_but_goes_on_counting_otherwise(
     reward: Any, named: str, tmp_path: Path
 ) -> None:
-    cfg = config(2, 6, retries=0, remove_constant_reward_groups=True)
+    config = small_config(2, 6, retries=0, remove_constant_reward_groups=True)
 
     async def scenario() -> None:
-        async with Run(cfg, Problems(reward)) as stopped:
+        async with Run(config, Problems(reward)) as stopped:
             with pytest.raises(LimitReached, match=named):
                 await stopped.step(0)
             again = resumed(stopped, tmp_path / "stopped", dataset=Problems(batches=30))
         await whole_run(again)
-        interrupted = Run(cfg, Problems(reward))
+        interrupted = Run(config, Problems(reward))
         for problem in range(8, 20):
             interrupted.sampler.hold(problem)
         async with interrupted:
@@ -332,7 +334,7 @@ def test_after_a_limit_a_resume_counts_anew_but_goes_on_counting_otherwise(
 
 def test_data_that_lack_the_place_are_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with Run(config(4)) as run:
+        async with Run(small_config(4)) as run:
             await run.step(0)
             with pytest.raises(BadInput, match=r"problem 0\.\d\.\d .* not in Problems, which has 2 batches"):
                 resumed(run, tmp_path / "o", dataset=Problems(batches=2))
@@ -342,7 +344,7 @@ def test_data_that_lack_the_place_are_refused(tmp_path: Path) -> None:
 
 def test_no_snapshot_between_two_versions() -> None:
     async def scenario() -> None:
-        async with Run(config()) as run:
+        async with Run(small_config()) as run:
             run.sampler.hold_update(1)
             await run.pipeline.next_minibatch(0, 0)
             await run.pipeline.update_weights(published(1))
@@ -356,7 +358,7 @@ def test_no_snapshot_between_two_versions() -> None:
 
 def test_a_boundary_whose_update_has_not_ended_is_gone_on_from_like_any_other(tmp_path: Path) -> None:
     async def scenario() -> Run:
-        async with Run(config(2, 6, max_steps_off_policy=2)) as run:
+        async with Run(small_config(2, 6, max_steps_off_policy=2)) as run:
             await run.step(0)
             run.sampler.hold(7)
             run.sampler.hold_update(2)
@@ -374,7 +376,7 @@ def test_a_boundary_whose_update_has_not_ended_is_gone_on_from_like_any_other(tm
 
 
 def test_the_witness_lists_what_was_trained_on() -> None:
-    run = asyncio.run(whole_run(Run(config(2, 1))))
+    run = asyncio.run(whole_run(Run(small_config(2, 1))))
     assert run.released[0].trained == [
         {"problem": "0.0.0", "index": 0, "requeues": 0, "floor": 0},
         {"problem": "0.0.1", "index": 1, "requeues": 0, "floor": 0},

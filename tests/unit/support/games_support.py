@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator_fakes import FakeSampler, Problem, Problems, Run, config
+from orchestrator_fakes import FakeSampler, Problem, Problems, Run, small_config
 
 from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Trajectory
 from trireme.config import Config
@@ -103,16 +103,16 @@ class GameProblem(Problem):
 
 
 class GameRun(Run):
-    def __init__(self, cfg: Config, seed: int, start: int = 0) -> None:
+    def __init__(self, config: Config, seed: int, start: int = 0) -> None:
         self.jitter = Jitter(seed)
-        super().__init__(cfg, Games(self.jitter), sampler=Engine(self.jitter), start=start)
+        super().__init__(config, Games(self.jitter), sampler=Engine(self.jitter), start=start)
 
     async def train(self) -> None:
         await self.jitter()
 
 
 def game_config(deterministic: bool = True, minibatches: int = 1, max_failure_rate: float = 1.0) -> Config:
-    return config(
+    return small_config(
         4,
         5,
         minibatches=minibatches,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition, Trajectory
-from orchestrator.metrics import Released
+from orchestrator.metrics import StepSummary
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trireme.config import Config
@@ -158,7 +158,7 @@ class Problems(RLDataset):
         return self.batches
 
 
-def config(
+def small_config(
     batch_size: int = 2,
     max_steps: int = 5,
     substeps: int = 1,
@@ -188,16 +188,21 @@ class Run:
 
     def __init__(
         self,
-        cfg: Config,
+        config: Config,
         dataset: RLDataset | None = None,
         limits: RolloutLimits | None = None,
         sampler: FakeSampler | None = None,
         start: int = 0,
     ) -> None:
-        self.cfg, self.sampler, self.dataset, self.start = cfg, sampler or FakeSampler(), dataset or Problems(), start
-        self.pipeline = Pipeline(cfg, [self.dataset], self.sampler, limits or RolloutLimits(1000, 100))
+        self.config, self.sampler, self.dataset, self.start = (
+            config,
+            sampler or FakeSampler(),
+            dataset or Problems(),
+            start,
+        )
+        self.pipeline = Pipeline(config, [self.dataset], self.sampler, limits or RolloutLimits(1000, 100))
         self.rows: list[dict[str, float]] = []
-        self.released: list[Released] = []
+        self.released: list[StepSummary] = []
         self.batches: list[list[Minibatch]] = []
 
     async def train(self) -> None:
@@ -205,7 +210,7 @@ class Run:
 
     async def step(self, step: int) -> None:
         self.batches.append([])
-        for substep in range(self.cfg.trainer.num_substeps):
+        for substep in range(self.config.trainer.num_substeps):
             last = False
             while not last:
                 minibatch = await self.pipeline.next_minibatch(step, substep)
@@ -236,6 +241,6 @@ def problems_of(minibatches: Sequence[Minibatch]) -> list[int]:
 
 async def whole_run(run: Run) -> Run:
     async with run:
-        for step in range(run.start, run.cfg.max_steps):
+        for step in range(run.start, run.config.max_steps):
             await run.step(step)
     return run

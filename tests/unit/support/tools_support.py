@@ -11,7 +11,7 @@ import torch
 from checkpoint_support import manifest
 from transformers import AutoModelForCausalLM
 
-from orchestrator.state import Snapshot, write_snapshot
+from orchestrator.state import OrchestratorState, write_snapshot
 from trainer.export import model_files, tokenizer_files, write_model
 from trainer.publish import Packer
 from trireme.checkpoint.files import FileRecord, write_bytes
@@ -41,7 +41,7 @@ def write_parts(draft: Path, scale: float) -> tuple[FileRecord, ...]:
         {"index": i, "problem": f"p{i}", "requeues": 0, "floor": 1, "finished": done}
         for i, done in enumerate([1, 1, 0])
     ]
-    state = Snapshot({}, {"groups": groups}, {}, (), (), {}, {}, {})
+    state = OrchestratorState({}, {"groups": groups}, {}, (), (), {}, {}, {})
     return (
         write_bytes(draft / "trainer", "__0_0.distcp", b"\0" * 3000),
         *write_snapshot(state, draft / "orchestrator"),

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import verifiers.v1 as vf
 from chat_support import Policy, ended
-from orchestrator_fakes import Run, config, whole_run
+from orchestrator_fakes import Run, small_config, whole_run
 from renderer_support import QWEN3, bpe
 from verifiers.v1.errors import TaskError
 
@@ -331,8 +331,8 @@ def test_in_the_pipeline_what_failed_is_counted_and_not_trained(written: Written
             return 1.0
     """)
     dataset = opened(name, hold_out=False, scoring="loop", size=3)
-    cfg = config(max_steps=3, batch_size=1, retries=1, max_failure_rate=1.0)
-    run = asyncio.run(whole_run(Run(cfg, dataset, RolloutLimits(1000, 1000))))
+    config = small_config(max_steps=3, batch_size=1, retries=1, max_failure_rate=1.0)
+    run = asyncio.run(whole_run(Run(config, dataset, RolloutLimits(1000, 1000))))
     last = run.rows[-1]
     assert [row["reward/total"] for row in run.rows] == [row["env/all/score/given"] for row in run.rows] == [1.0] * 3
     assert last["ledger/trained"] == 3
