@@ -1,0 +1,38 @@
+"""A commit that an older version wrote is resumed, and trains on as that version did.
+
+`tests/fixtures/commit_before` is a run directory as version 0.1.0 left it after two deterministic steps of a tiny
+model (15,616 parameters), and `expected.json` the rows of the two steps that it went on with.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from resume_support import comparable, rows_of
+from run_support import ROOT, run_rl
+
+from trireme.core.errors import EXIT_OK
+
+BEFORE = ROOT / "tests" / "fixtures" / "commit_before"
+TOLERANCE = 1e-5
+BITS = ("weights/digest",)
+"""Columns that are equal only on a processor with the same instructions."""
+
+
+def test_it_trains_on_as_the_version_that_wrote_it(tmp_path: Path) -> None:
+    old = shutil.copytree(BEFORE, tmp_path / "old")  # a fork shares its source's files
+    model = old / "checkpoints" / "step_000002" / "inference"
+    flags = ["--model.name", str(model), "--resume.dir", str(old), "--resume.step", "2"]
+    ended = run_rl(tmp_path, *flags, config=old / "config.json")
+    assert ended.code == EXIT_OK, ended.out
+    expected = json.loads((BEFORE / "expected.json").read_text())
+    assert comparable(rows_of(ended.root / "trained.jsonl"))[2:] == expected["trained"]
+    rows = comparable(ended.rows)[2:]
+    assert len(rows) == len(expected["metrics"]) == 2
+    for row, before in zip(rows, expected["metrics"], strict=True):
+        assert row.keys() >= before.keys(), "no metric was lost"
+        compared = {name: value for name, value in before.items() if name not in BITS}
+        assert {name: row[name] for name in compared} == pytest.approx(compared, rel=TOLERANCE, abs=TOLERANCE)
