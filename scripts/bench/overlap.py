@@ -201,13 +201,14 @@ def started(config: Config) -> Iterator[Bench]:
     from trireme.config.model_facts import ModelFacts
     from trireme.config.resume_compat import fixed_parts
     from trireme.launch import rl as launch
-    from trireme.plan.rl import Plan, Resources
+    from trireme.plan.base import Plan, Resources
+    from trireme.plan.rl import RL_ROOMS
     from trireme.process import ray_cluster as cluster
     from trireme.run.rundir import RunDir
 
     facts = ModelFacts.of(config, required=True)
     assert facts is not None
-    plan = Plan.of(config, facts, Resources.of_this_machine(), None)
+    plan = Plan(config, facts, Resources.of_this_machine(), RL_ROOMS)
     with (
         RunDir.open(config, fixed_parts(config, facts)) as run,
         cluster.ray_cluster(config, plan),

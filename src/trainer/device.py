@@ -15,7 +15,7 @@ def device_of(config: CommonConfig) -> torch.device:
     """The device of `cluster.device`, in whose place the plan has put one of both if it was auto. Raises BadInput when
     it is a GPU and this process has none that PyTorch can use."""
     device = config.cluster.device
-    assert device != "auto", "see trireme.plan.base.with_device"
+    assert device != "auto", "see trireme.plan.base.Plan.with_device"
     if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -31,7 +31,7 @@ from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import LoraConfig
 from trireme.core.errors import BadInput
-from trireme.plan.memory import kept_tokens, stays_whole
+from trireme.plan.memory import ModelMemory
 
 SHARD, REPLICATE = "shard", "replicate"
 """Dimensions of the mesh."""
@@ -57,14 +57,15 @@ class Sharding:
     def of(cls, config: CommonConfig, facts: ModelFacts, device: torch.device) -> Sharding:
         """As configured, over all ranks of the process group. Collective."""
         options, dtype = config.trainer, inference_dtype(config.model.dtype, device)
+        memory = ModelMemory(facts, dtype.itemsize, on_gpus=device.type == "cuda")
         return cls(
             mesh=_mesh(device, options.replicate),
             dtype=dtype,
             master=DTYPES[options.master_dtype],
             attention=_attention(config, device, dtype),
-            kept_tokens=kept_tokens(options.checkpointing, facts, dtype.itemsize, on_gpus=device.type == "cuda"),
+            kept_tokens=memory.kept_tokens(options.checkpointing),
             compiled=options.compile,
-            whole=stays_whole(facts, dtype.itemsize, on_gpus=device.type == "cuda"),
+            whole=memory.stays_whole,
             offload=CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.offload == "cpu" else OffloadPolicy(),
         )
 

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +41,9 @@ from trireme.core.types import (
     SamplingParams,
     TensorData,
 )
-from trireme.plan.base import Resources, with_device
-from trireme.plan.rl import Plan
+from trireme.plan.base import PartKind, Plan, Resources
+from trireme.plan.rl import LOOP_ROOMS
+from trireme.plan.trainer import TrainerPart
 from trireme.train.kl_reference import keep_reference, resolve_reference
 
 if TYPE_CHECKING:
@@ -75,32 +76,6 @@ __all__ = [
 UNREAD = Path(__file__).with_name("api.toml")
 
 
-@dataclass(frozen=True)
-class LoopPlan(Plan):
-    """Shards and replicas, and no orchestrator."""
-
-    @property
-    def actor_names(self) -> list[str]:
-        return super().actor_names[:-1]
-
-
-@dataclass(frozen=True)
-class TrainerPlan(LoopPlan):
-    """Shards alone."""
-
-    @property
-    def models(self) -> int:
-        return self.config.trainer.processes
-
-    @property
-    def actor_names(self) -> list[str]:
-        return super().actor_names[: self.models]
-
-    @property
-    def inference_options_N(self) -> list[dict[str, float]]:
-        return []
-
-
 def loop_config(argv: Sequence[str]) -> Config:
     """The configuration that `argv` asks for, as on the command line of `rl` (`@ FILE.toml`, `--key value`), and the
     environment. Prints warnings. Raises BadInput."""
@@ -120,7 +95,7 @@ def open_rooms(config: Config, logs: Path) -> Iterator[tuple[TrainerHandle, Samp
     Raises BadInput, RoomFailed.
     """
     check_installed()
-    with _opened(config, LoopPlan, logs.absolute()) as (trainer, inference):
+    with _opened(config, LOOP_ROOMS, logs.absolute()) as (trainer, inference):
         from inference.client import SamplingClient
 
         assert inference is not None
@@ -134,25 +109,24 @@ def open_rooms(config: Config, logs: Path) -> Iterator[tuple[TrainerHandle, Samp
 @contextmanager
 def open_trainer(config: Config, logs: Path) -> Iterator[TrainerHandle]:
     """As `open_rooms`, for a loop that samples nothing."""
-    with _opened(config, TrainerPlan, logs.absolute()) as (trainer, _):
+    with _opened(config, [TrainerPart], logs.absolute()) as (trainer, _):
         yield trainer
 
 
 @contextmanager
-def _opened(config: Config, kind: type[LoopPlan], logs: Path) -> Iterator[tuple[TrainerHandle, Any]]:
-    plan = kind.of(config, ModelFacts.of(config, required=True), Resources.of_this_machine(), None)
+def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[tuple[TrainerHandle, Any]]:
+    plan = Plan(config, ModelFacts.of(config, required=True), Resources.of_this_machine(), rooms)
     prepare_cluster(config, plan)
     from trireme.process.ray_cluster import ray_cluster
 
     keep_reference(config)
     with ExitStack() as ending:
-        resources = ending.enter_context(ray_cluster(config, plan))
-        plan = kind.of(config, plan.facts, resources, None)
+        plan = replace(plan, resources=ending.enter_context(ray_cluster(config, plan)))
         plan.check_resources()
-        yield _start(with_device(config, plan), plan, logs, ending)
+        yield _start(plan.with_device(config), plan, logs, ending)
 
 
-def _start(config: Config, plan: LoopPlan, logs: Path, ending: ExitStack) -> tuple[TrainerHandle, Any]:
+def _start(config: Config, plan: Plan, logs: Path, ending: ExitStack) -> tuple[TrainerHandle, Any]:
     """The shards, and the group of replicas if there are any: started side by side. `ending` gets their stops."""
     from inference.handle import InferenceHandle
     from trainer.handle import TrainerHandle
@@ -161,13 +135,13 @@ def _start(config: Config, plan: LoopPlan, logs: Path, ending: ExitStack) -> tup
 
     progress = StartProgress(Console(highlight=False, soft_wrap=True))
     logs.mkdir(parents=True, exist_ok=True)
-    deadline, shards = time.monotonic() + config.timeouts.start_s, len(plan.trainer_options_R)
-    resources = [*plan.trainer_options_R, *plan.inference_options_N]
-    _, options = reserve(resources, config.timeouts.start_s, progress, ending, plan.trainer_blocks)
-    inference = InferenceHandle.start(config, options[shards:], logs) if options[shards:] else None
+    deadline = time.monotonic() + config.timeouts.start_s
+    _, options = reserve(plan.options, config.timeouts.start_s, progress, ending, plan.blocks)
+    of_room = plan.by_room(options)
+    inference = InferenceHandle.start(config, of_room["inference"], logs) if "inference" in of_room else None
     if inference:
         ending.callback(inference.stop)
-    trainer = TrainerHandle.start(config, options[:shards], logs)
+    trainer = TrainerHandle.start(config, of_room["trainer"], logs)
     ending.callback(trainer.stop)
     refs, names = trainer.ready_refs()
     for room_refs, room_names in [inference.ready_refs()] if inference else []:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from trireme.api import LoopPlan, TrainerPlan, loop_config
+from trireme.api import loop_config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
-from trireme.plan.base import Resources
+from trireme.plan.base import Plan, Resources
+from trireme.plan.rl import LOOP_ROOMS
+from trireme.plan.trainer import TrainerPart
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["--model.name", str(ROOT / "assets" / "sort-base"), "--model.max-seq-len", "160"]
@@ -44,13 +46,13 @@ def test_the_actors_of_both_kinds(gpus: int, trainer_gpus: float, replica_gpus: 
     config = loop_config([*MODEL, "--trainer.shards", "2", "--inference.replicas", "2"])
     has = Resources(1, 8, gpus, 2**40, "a test")
     facts = ModelFacts.of(config, required=True)
-    both, alone = LoopPlan.of(config, facts, has, None), TrainerPlan.of(config, facts, has, None)
+    both, alone = Plan(config, facts, has, LOOP_ROOMS), Plan(config, facts, has, [TrainerPart])
     shards = ["trainer shard 0", "trainer shard 1"]
     assert both.actor_names == [*shards, "inference replica 0", "inference replica 1"]
     assert alone.actor_names == shards
-    assert [options["num_gpus"] for options in both.trainer_options_R] == [trainer_gpus] * 2
-    assert [options["num_gpus"] for options in both.inference_options_N] == [replica_gpus] * 2
-    assert alone.inference_options_N == []
+    gpus_of = {room: [options["num_gpus"] for options in each] for room, each in both.by_room(both.options).items()}
+    assert gpus_of == {"trainer": [trainer_gpus] * 2, "inference": [replica_gpus] * 2}
+    assert list(alone.by_room(alone.options)) == ["trainer"]
     assert (both.gpus_needed, alone.gpus_needed) == ((4, 2) if gpus else (0, 0))
     assert (both.threads, alone.threads) == (2, 4)
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from trireme.config import CommonConfig
 from trireme.core.errors import EXIT_OK, BadInput, TriremeError
-from trireme.plan.base import CommonPlan
+from trireme.plan.base import Plan
 from trireme.process import signals
 from trireme.process.environ import cluster_address, prepare_existing_cluster, prepare_local_cluster
 from trireme.run.rundir import RunDir, resume_command
@@ -40,7 +40,7 @@ def notes_of(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
 
 
-def prepare_cluster(config: CommonConfig, plan: CommonPlan) -> None:
+def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
     """The environment for Ray, before it is imported. Raises BadInput when this machine has not what the run needs."""
     if cluster_address(config) is None:
         plan.check_resources()

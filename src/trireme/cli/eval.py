@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +35,8 @@ from trireme.config.refusals import Refusal
 from trireme.config.schema import LoraConfig
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.types import WeightIdentity
-from trireme.plan.rl import Plan, Resources
+from trireme.plan.base import Plan, Resources
+from trireme.plan.rl import EVALUATION_ROOMS
 from trireme.process import signals
 from trireme.tools.export import chosen_commit, export
 from trireme.tools.merge import BASE
@@ -96,29 +97,13 @@ class Subject:
         return str(out)
 
 
-class EvaluationPlan(Plan):
-    """Of an evaluation: replicas and the orchestrator, no shards."""
-
-    @property
-    def models(self) -> int:
-        return self.config.inference.replicas
-
-    @property
-    def shares_gpu(self) -> bool:
-        return False
-
-    @property
-    def actor_names(self) -> list[str]:
-        return super().actor_names[self.config.trainer.processes :]
-
-
 def evaluate(argv: Sequence[str], console: Console) -> None:
     """The command, with what follows its name."""
     options, given = _parser().parse_known_args(argv)
     subject = Subject.of(options.checkpoint, options.step)
     config = _config(subject, given)
     facts = ModelFacts.of(config, required=True)
-    plan = EvaluationPlan.of(config, facts, Resources.of_this_machine(), None, check(config, facts))
+    plan = Plan(config, facts, Resources.of_this_machine(), EVALUATION_ROOMS, notes=check(config, facts))
     check_installed()
     for warning in plan.notes:
         console.print(f"warning: {warning}", style="yellow")
@@ -159,7 +144,7 @@ def _start_of(run: Path) -> dict[str, str]:
     return {"model.start": start} if start else {}
 
 
-def _measure(config: Config, plan: EvaluationPlan, identity: WeightIdentity, console: Console) -> Mapping[str, float]:
+def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Console) -> Mapping[str, float]:
     """The row of `orchestrator.evaluation`. Logs stay where something fails: what fails names them."""
     prepare_cluster(config, plan)
     from trireme.launch import rl as launch
@@ -168,7 +153,7 @@ def _measure(config: Config, plan: EvaluationPlan, identity: WeightIdentity, con
     started, logs = time.monotonic(), Path(tempfile.mkdtemp(prefix="trireme-eval-"))
     with cluster.ray_cluster(config, plan) as resources:
         signals.arm()
-        plan = EvaluationPlan.of(config, plan.facts, resources, None, plan.notes)
+        plan = replace(plan, config=config, resources=resources)
         plan.check_resources()
         with ExitStack() as ending:
             orchestrator = launch.evaluation_rooms(config, plan, logs, StartProgress(console), ending)

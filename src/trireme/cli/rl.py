@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts, with_absolute_paths
 from trireme.config.resume_compat import fixed_parts
 from trireme.core.errors import LimitReached
-from trireme.plan.rl import Plan, Resources
+from trireme.plan.base import Plan, Resources
+from trireme.plan.rl import RL_ROOMS
 from trireme.process import signals
 from trireme.run.metrics import WandbSink, wandb_run
 from trireme.run.rundir import RunDir, resume_command
@@ -45,7 +47,7 @@ def _rl(argv: list[str], console: Console) -> None:
     config = loaded.config
     facts = ModelFacts.of(config, required=not loaded.dry_run)
     warnings = check(config, facts)
-    plan = Plan.of(config, facts, Resources.of_this_machine(), None, warnings)
+    plan = Plan(config, facts, Resources.of_this_machine(), RL_ROOMS, notes=warnings)
     if loaded.dry_run or facts is None:
         console.print(plan.render())
         console.print(config.model_dump_json(indent=2), markup=False)
@@ -73,7 +75,7 @@ def _run(config: Config, facts: ModelFacts, plan: Plan, console: Console) -> Non
         keep_reference(config)
         with cluster.ray_cluster(config, plan) as resources:
             signals.arm()
-            plan = Plan.of(config, facts, resources, run.root, plan.notes)
+            plan = replace(plan, config=config, resources=resources, run_dir=run.root)
             plan.check_resources()
             console.print(plan.render())
             with (

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,8 @@ from trireme.config.resume_compat import common_parts
 from trireme.config.sft import SftConfig
 from trireme.config.sft_checks import check
 from trireme.core.errors import LimitReached
-from trireme.plan.base import Resources
-from trireme.plan.sft import SftPlan
+from trireme.plan.base import Plan, Resources
+from trireme.plan.sft import sft_plan
 from trireme.process import signals
 from trireme.run.metrics import WandbSink, wandb_run
 from trireme.run.rundir import RunDir, resume_command
@@ -51,17 +50,16 @@ def _sft(argv: list[str], console: Console) -> None:
     config = with_absolute_files(with_absolute_paths(config))
     resources = Resources.of_this_machine()
     if facts is None:
-        _show(SftPlan.of(config, None, resources, None), config, console)
+        _show(sft_plan(config, None, resources), config, console)
         return
     data = load_data(config, facts, console.print)
     if loaded.dry_run:
-        plan = SftPlan.of(with_steps(config, 0, data.cursor), facts, resources, None)
-        _show(replace(plan, data=data), config, console)
+        _show(sft_plan(with_steps(config, 0, data.cursor), facts, resources, data), config, console)
         return
-    _run(config, facts, data, SftPlan.of(config, facts, resources, None), console)
+    _run(config, facts, data, sft_plan(config, facts, resources), console)
 
 
-def _show(plan: SftPlan, config: SftConfig, console: Console) -> None:
+def _show(plan: Plan, config: SftConfig, console: Console) -> None:
     console.print(plan.render())
     console.print(config.model_dump_json(indent=2), markup=False)
 
@@ -72,7 +70,7 @@ def fixed_parts(config: SftConfig, facts: ModelFacts, data: SftData) -> dict[str
     return {**common_parts(config, facts), "loss": loss, "data": data.fixed()}
 
 
-def _run(config: SftConfig, facts: ModelFacts, data: SftData, plan: SftPlan, console: Console) -> None:
+def _run(config: SftConfig, facts: ModelFacts, data: SftData, plan: Plan, console: Console) -> None:
     prepare_cluster(config, plan)
     from trireme.launch import sft as launch
     from trireme.process import (
@@ -92,7 +90,7 @@ def _run(config: SftConfig, facts: ModelFacts, data: SftData, plan: SftPlan, con
             return
         with cluster.ray_cluster(config, plan) as resources:
             signals.arm()
-            plan = replace(SftPlan.of(config, facts, resources, run.root), data=data)
+            plan = sft_plan(config, facts, resources, data, run.root)
             plan.check_resources()
             console.print(plan.render())
             with (

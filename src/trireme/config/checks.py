@@ -6,7 +6,6 @@ import importlib.util
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from trireme.config.computing import computing_refusals
 from trireme.config.environments import environment_refusals
 from trireme.config.lora import lora_refusals, lora_warnings
 from trireme.config.losses import loss_refusals
@@ -51,7 +50,7 @@ def common_refusals(config: CommonConfig, facts: ModelFacts | None) -> Iterator[
     """What is wrong with a run of any kind."""
     yield from _within_model("model.max_seq_len", config.model.max_seq_len, facts)
     yield from lora_refusals(config, facts)
-    yield from computing_refusals(config)
+    yield from _packing(config)
     yield from _micro_batches(config)
     yield from _learning_rate(config, facts)
     yield from _cpus(config)
@@ -176,6 +175,15 @@ def _within_model(name: str, value: int | None, facts: ModelFacts | None) -> Ite
         )
 
 
+def _packing(config: CommonConfig) -> Iterator[Refusal]:
+    if config.trainer.packing == "packed" and config.model.attn != "auto":
+        yield Refusal(
+            f"trainer.packing = packed with model.attn = {config.model.attn}",
+            "no other attention: packed rows have one of their own, which knows where sequences end",
+            "leave --model.attn out, or set --trainer.packing rows",
+        )
+
+
 def _learning_rate(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
     if config.trainer.learning_rate != "auto" or facts is None:
         return
@@ -265,6 +273,23 @@ def _staleness_warnings(config: Config) -> Iterator[str]:
             f"until all its answers happen to be short, up to {requeues} times, before the batch waits for it. That "
             "favours short answers and wastes tokens (off_policy/requeued counts them); lower it, raise "
             "max_steps_off_policy, or take --orchestrator.stale-policy wait"
+        )
+
+
+def computing_warnings(config: CommonConfig, *, on_gpus: bool) -> Iterator[str]:
+    """Says what of the trainer's options has a price that is easily overlooked. `on_gpus`: models compute on GPUs."""
+    options = config.trainer
+    if options.packing == "packed" and (not on_gpus or config.model.dtype == "float32"):
+        yield (
+            "trainer.packing = packed without GPUs or in float32: attention is computed between all tokens of a row, "
+            "and masked; rows are several times faster there (auto takes them)"
+        )
+    if options.offload == "cpu" and not on_gpus:
+        yield "trainer.offload = cpu on CPUs: there is nothing to offload"
+    if options.master_dtype == "bfloat16":
+        yield (
+            "trainer.master_dtype = bfloat16: an update below 1/256 of a weight is lost, which at learning rates below "
+            "1e-4 are most of them; float32 keeps them all"
         )
 
 

@@ -29,9 +29,11 @@ def lora_targets(lora: LoraConfig) -> tuple[str, ...]:
     return tuple(sorted(set(wanted), key=lambda name: (KNOWN.index(name) if name in KNOWN else len(KNOWN), name)))
 
 
-def lora_parameters(lora: LoraConfig, facts: ModelFacts) -> int:
-    """Numbers in the adapter of a decoder with these sizes: rank x (inputs + outputs) of every layer with one."""
-    assert lora.rank is not None
+def trained_parameters(lora: LoraConfig, facts: ModelFacts) -> int:
+    """Counts the numbers that are trained: rank x (inputs + outputs) of every layer with an adapter; without LoRA all
+    parameters of the model."""
+    if lora.rank is None:
+        return facts.num_parameters
     hidden, heads, kv_heads = facts.hidden_size, facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
     widths = {
         **dict.fromkeys(("q_proj", "o_proj"), hidden + heads),

@@ -17,6 +17,8 @@ from trireme.renderers import RendererName
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number in each dtype."""
 
 
 class Section(BaseModel):
@@ -77,6 +79,10 @@ class ModelConfig(Section):
         None, description="Longest sequence (prompt and answer) in tokens; none = the model's own limit."
     )
     attn: Literal["auto", "eager", "sdpa"] = Field("auto", description="Attention of the trainer; auto = sdpa.")
+
+    def dtype_bytes(self, *, on_gpus: bool) -> int:
+        """Returns the bytes of a number in the dtype in which trainer and replicas compute."""
+        return (2 if on_gpus else 4) if self.dtype == "auto" else DTYPE_BYTES[self.dtype]
 
 
 class OptimConfig(Section):
@@ -605,6 +611,11 @@ class Config(CommonConfig):
     @property
     def groups_per_minibatch(self) -> int:
         return self.orchestrator.batch_size // (self.trainer.num_substeps * self.trainer.num_minibatches)
+
+    @property
+    def groups_in_flight(self) -> int:
+        """The most groups between dispatch and the acknowledgement of the step that trained on them."""
+        return (self.max_steps_off_policy + 1) * self.orchestrator.batch_size
 
     def group_size(self, env: EnvConfig) -> int:
         """Rollouts per problem of one of the run's environments."""

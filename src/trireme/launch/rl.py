@@ -19,8 +19,7 @@ from trainer.schedule import learning_rate_schedule
 from trireme.cli.common import told_roster
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
-from trireme.plan.base import with_device
-from trireme.plan.rl import Plan
+from trireme.plan.base import Plan
 from trireme.process import trace, waits
 from trireme.process.ray_cluster import PlacePool, Progress, reserve
 from trireme.run.metrics import ConsoleSink, Journal, JsonlSink, Reader, Sink, WandbSink
@@ -55,16 +54,15 @@ class Places:
 @contextmanager
 def places(config: Config, plan: Plan, run: RunDir, progress: Progress) -> Iterator[Places]:
     """Places for all actors. The replicas, which take longest to start, begin to; all are stopped at the end."""
-    config = with_device(config, plan)
+    config = plan.with_device(config)
     with ExitStack() as ending:
-        resources = [*plan.trainer_options_R, *plan.inference_options_N, plan.orchestrator_options]
-        group, options = reserve(resources, config.timeouts.start_s, progress, ending, plan.trainer_blocks)
-        shards, replicas = len(plan.trainer_options_R), len(plan.inference_options_N)
+        group, options = reserve(plan.options, config.timeouts.start_s, progress, ending, plan.blocks)
+        of_room = plan.by_room(options)
         for_more = PlacePool(plan.added_replica_options, ending)
-        inference = InferenceHandle.start(config, options[shards : shards + replicas], run.logs)
+        inference = InferenceHandle.start(config, of_room["inference"], run.logs)
         ending.callback(inference.stop)
         nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
-        yield Places(config, nodes, options[:shards], options[-1], inference, for_more)
+        yield Places(config, nodes, of_room["trainer"], of_room["orchestrator"][0], inference, for_more)
 
 
 @contextmanager
@@ -130,10 +128,8 @@ def evaluation_rooms(
     config: Config, plan: Plan, log_dir: Path, progress: Progress, ending: ExitStack
 ) -> OrchestratorHandle:
     """The orchestrator, with replicas that hold what they loaded. `ending` gets the stops of all."""
-    config = with_device(config, plan)
-    _, options = reserve(
-        [*plan.inference_options_N, plan.orchestrator_options], config.timeouts.start_s, progress, ending
-    )
+    config = plan.with_device(config)
+    _, options = reserve(plan.options, config.timeouts.start_s, progress, ending)
     inference = InferenceHandle.start(config, options[:-1], log_dir)
     ending.callback(inference.stop)
     orchestrator = OrchestratorHandle.start(config, inference.router_factory(), options[-1], log_dir)

@@ -12,8 +12,7 @@ from trainer.handle import TrainerHandle
 from trainer.schedule import learning_rate_schedule
 from trireme.config.model_facts import ModelFacts
 from trireme.config.sft import SftConfig
-from trireme.plan.base import with_device
-from trireme.plan.sft import SftPlan
+from trireme.plan.base import Plan
 from trireme.process import trace, waits
 from trireme.process.ray_cluster import Progress, reserve
 from trireme.run.metrics import JsonlSink, Sink, WandbSink
@@ -39,7 +38,7 @@ class RosterSink:
 @contextmanager
 def attempt(
     config: SftConfig,
-    plan: SftPlan,
+    plan: Plan,
     run: RunDir,
     data: SftData,
     supervisor: Supervisor,
@@ -51,8 +50,8 @@ def attempt(
     supervisor.roster.attempt = run.start.attempt
     supervisor.roster.at_step(run.start.step)
     with ExitStack() as ending:
-        _, options = reserve(plan.trainer_options_R, limit, progress, ending, plan.trainer_blocks)
-        trainer = TrainerHandle.start(with_device(config, plan), options, log_dir, run.start.attempt)
+        _, options = reserve(plan.options, limit, progress, ending, plan.blocks)
+        trainer = TrainerHandle.start(plan.with_device(config), options, log_dir, run.start.attempt)
         ending.callback(trainer.stop)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
         supervisor.expect(trainer)

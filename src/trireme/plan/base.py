@@ -1,4 +1,5 @@
-"""What any run will occupy, worked out before anything starts: devices, processes, threads, the memory of a shard."""
+"""What any run will occupy, worked out before anything starts. A plan is composed of parts, one for each room that the
+run has, which share the machines."""
 
 from __future__ import annotations
 
@@ -6,108 +7,191 @@ import math
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from rich.table import Table
 from rich.text import Text
 
-from trireme.config.checks import installed_vllm, seq_limit
-from trireme.config.computing import computing_warnings
-from trireme.config.lora import lora_parameters, lora_targets
+from trireme.config.checks import check_gpu_build, installed_vllm, seq_limit
 from trireme.config.model_facts import ModelFacts
+from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig
-from trireme.plan.memory import GIB, LOGITS_GIB, SHARD_BASE_GIB, ShardMemory
+from trireme.plan.memory import GIB
+from trireme.process.environ import cluster_address
 from trireme.run.rundir import default_name
 
-AnyConfig = TypeVar("AnyConfig", bound=CommonConfig)
-BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
+C = TypeVar("C", bound=CommonConfig)
+T = TypeVar("T")
+ORDER = (
+    *("trainer", "orchestrator", "inference", "resources", "packages", "model", "adapters", "data", "steps", "tokens"),
+    *("memory", "staleness", "in flight", "each update", "evaluation", "commits", "recovery", "written to", "warning"),
+)
+"""The rows of a plan, in the order in which they are printed."""
+SHARED_GPU_UTILIZATION = 0.5
+"""The most that a replica may take of a GPU that it shares with the trainer."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What there is over all nodes; `source` says where, as part of a sentence ("this machine")."""
+    """What there is over all nodes."""
 
     nodes: int
     cpus: int
+    """Cores."""
     gpus: int
     memory_bytes: int
     source: str
+    """Where it is, as part of a sentence ("this machine")."""
 
     @classmethod
     def of_this_machine(cls) -> Resources:
-        """The cores and GPUs that this process may use, and the machine's memory."""
-        cpus = len(os.sched_getaffinity(0))
-        return cls(1, cpus, _visible_gpus(os.environ), _memory_bytes(), "this machine")
+        """Returns the cores and GPUs that this process may use, and the machine's memory."""
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls(1, len(os.sched_getaffinity(0)), _visible_gpus(), memory, "this machine")
+
+    def compute_on_gpus(self, config: CommonConfig) -> bool:
+        """Returns True if the models of a run compute on GPUs here."""
+        device = config.cluster.device
+        return device == "gpu" or (device == "auto" and self.gpus > 0 and not config.deterministic)
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _visible_gpus(environ: Mapping[str, str]) -> int:
-    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
-    present = len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()])
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        present if chosen is None else min(present, len([c for c in chosen.split(",") if c.strip() not in ("", "-1")]))
-    )
+def _visible_gpus() -> int:
+    """Counts the NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
+    present = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return present if chosen is None else min(present, sum(c.strip() not in ("", "-1") for c in chosen.split(",")))
 
 
 @dataclass(frozen=True)
-class CommonPlan(ABC):
-    """Of a run of any kind. Each kind says which actors it has and what it does."""
+class Part(ABC):
+    """What one room (or the data of a run) adds to a plan: actors, memory and rows."""
 
     config: CommonConfig
+    """The configuration of the run."""
     facts: ModelFacts | None
+    """Sizes of the model; None if they are unknown."""
     resources: Resources
-    run_dir: Path | None
-    notes: tuple[str, ...]
+    """What there is."""
 
-    @classmethod
-    def of(
-        cls,
-        config: CommonConfig,
-        facts: ModelFacts | None,
-        resources: Resources,
-        run_dir_path: Path | None,
-        warnings: Sequence[str] = (),
-    ) -> Self:
-        """The plan of a run; `warnings` are those of its checks. A dry run has no directory yet."""
-        return cls(config, facts, resources, run_dir_path, tuple(warnings))
+    room: ClassVar[str]
+    """Its name in `Plan.by_room`."""
+    size_key: ClassVar[str] = ""
+    """The key that says how many of its actors hold a model; empty: none does."""
 
     @property
+    def actors(self) -> list[str]:
+        """The name of each actor."""
+        return []
+
+    @property
+    def blocks(self) -> list[int]:
+        """How many actors are on one node together, one block after the other; empty: each may be anywhere."""
+        return []
+
+    @property
+    def on_gpus(self) -> bool:
+        """True: models compute on GPUs."""
+        return self.resources.compute_on_gpus(self.config)
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of a number in the dtype in which trainer and replicas compute."""
+        return self.config.model.dtype_bytes(on_gpus=self.on_gpus)
+
+    @property
+    def may_share_gpu(self) -> bool:
+        """True: its one actor leaves enough of a GPU for the one of another room."""
+        return True
+
+    @property
+    def size_text(self) -> str:
+        """The keys, with values, by which its actors need GPUs."""
+        return ""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Bytes that all its actors need on CPUs; None if the sizes of the model are unknown."""
+        return 0
+
+    @property
+    def warnings(self) -> list[str]:
+        """What has a price that is easily overlooked."""
+        return []
+
     @abstractmethod
+    def rows(self, each: str) -> list[tuple[str, str]]:
+        """Returns its rows as (what, text) pairs; `each` says what an actor with a model computes on."""
+
+    def check_build(self) -> None:
+        """Raises BadInput when what is installed cannot compute on the devices of the plan."""
+        if self.size_key and self.on_gpus:
+            check_gpu_build()
+
+
+PartKind = Callable[[Any, ModelFacts | None, Resources], Part]
+"""Makes a part of a plan."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run occupies and does."""
+
+    config: CommonConfig
+    """The configuration of the run."""
+    facts: ModelFacts | None
+    """Sizes of the model; None if they are unknown, in a dry run without a hub."""
+    resources: Resources
+    """What there is."""
+    kinds: Sequence[PartKind]
+    """Makes each part of the run."""
+    run_dir: Path | None = None
+    """The run directory; None if there is none yet, in a dry run."""
+    notes: Sequence[str] = ()
+    """Warnings of the checks of the configuration."""
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The parts of the run, those that hold a model first."""
+        return [kind(self.config, self.facts, self.resources) for kind in self.kinds]
+
+    @property
     def actor_names(self) -> list[str]:
-        """All actors, those that hold a model first."""
-
-    @property
-    @abstractmethod
-    def gpus_needed(self) -> int: ...
-
-    @abstractmethod
-    def check_resources(self) -> None:
-        """Raises BadInput when the run needs what there is not."""
-
-    @abstractmethod
-    def rows(self) -> list[tuple[str, str]]:
-        """The plan as (what, text) pairs."""
+        """The name of each actor, part after part."""
+        return [name for part in self.parts for name in part.actors]
 
     # --- devices and places
 
     @property
     def on_gpus(self) -> bool:
-        """Whether models compute on GPUs."""
-        device = self.config.cluster.device
-        automatic = device == "auto" and self.resources.gpus > 0 and not self.config.deterministic
-        return device == "gpu" or automatic
+        """True: models compute on GPUs."""
+        return self.resources.compute_on_gpus(self.config)
+
+    def with_device(self, config: C) -> C:
+        """Returns the configuration for rooms, with the device on which models compute in place of auto."""
+        device = "gpu" if self.on_gpus else "cpu"
+        return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
 
     @property
-    def device(self) -> str:
-        return "GPU" if self.on_gpus else "CPU"
+    def models(self) -> int:
+        """Processes that hold a model."""
+        return sum(len(part.actors) for part in self.parts if part.size_key)
+
+    @property
+    def shares_gpu(self) -> bool:
+        """True: two rooms with one model each share a GPU, because there are not two."""
+        holders = [part for part in self.parts if part.size_key]
+        fit = [len(part.actors) for part in holders] == [1, 1] and all(part.may_share_gpu for part in holders)
+        return self.on_gpus and self.resources.gpus < 2 and fit
+
+    @property
+    def gpus_needed(self) -> int:
+        return (1 if self.shares_gpu else self.models) if self.on_gpus else 0
 
     @property
     def threads(self) -> int:
@@ -123,90 +207,102 @@ class CommonPlan(ABC):
         actors, has = len(self.actor_names), self.resources
         return 1.0 if has.cpus >= actors else math.floor(100 * has.cpus / (actors + has.nodes)) / 100
 
-    def _options(self) -> dict[str, float]:
-        """Ray resources of an actor that holds a model."""
-        return {"num_cpus": self.cpus_per_actor, "num_gpus": 1.0 if self.on_gpus else 0.0}
+    @property
+    def options(self) -> list[dict[str, float]]:
+        """Ray resources of each actor, in the order of `actor_names`."""
+        return [self._options(bool(part.size_key)) for part in self.parts for _ in part.actors]
+
+    def _options(self, holds_model: bool) -> dict[str, float]:
+        gpus = (0.5 if self.shares_gpu else 1.0) if self.on_gpus and holds_model else 0.0
+        return {"num_cpus": self.cpus_per_actor, "num_gpus": gpus}
 
     @property
-    def trainer_options_R(self) -> list[dict[str, float]]:
-        """Ray resources of each trainer shard."""
-        return [self._options() for _ in range(self.config.trainer.processes)]
+    def added_replica_options(self) -> dict[str, float]:
+        """Ray resources of a replica that is added to a run. On CPUs that this run alone uses it needs no share, as all
+        may be taken."""
+        own = cluster_address(self.config) is None and not self.on_gpus
+        return self._options(holds_model=True) | ({"num_cpus": 0.0} if own else {})
 
     @property
-    def trainer_blocks(self) -> list[int]:
-        """Shards, rank after rank, that are on one node: how many in each block."""
-        shards, block = self.config.trainer.processes, self.config.trainer.gpus_per_node or 1
-        return [min(block, shards - first) for first in range(0, shards, block)]
+    def blocks(self) -> list[int]:
+        """How many actors, from the first on, are on one node together; those that are left may be anywhere."""
+        return [size for part in self.parts for size in part.blocks]
 
-    @property
-    def common_warnings(self) -> list[str]:
-        """Those of its checks, and of how the trainer computes where it does."""
-        return [*self.notes, *computing_warnings(self.config, on_gpus=self.on_gpus)]
+    def by_room(self, values: Sequence[T]) -> dict[str, list[T]]:
+        """Splits one value for each actor into the values of each room."""
+        left = iter(values)
+        return {part.room: list(islice(left, len(part.actors))) for part in self.parts}
 
-    # --- numbers
-
-    @property
-    def inference_dtype_bytes(self) -> int:
-        """Of a number in the dtype in which trainer and replicas compute."""
-        dtype = self.config.model.dtype
-        return (2 if self.on_gpus else 4) if dtype == "auto" else BYTES_OF_DTYPE[dtype]
-
-    @property
-    def shard_memory(self) -> ShardMemory | None:
-        """None when the model's sizes are unknown."""
-        if self.facts is None:
-            return None
-        return ShardMemory.of(
-            self.config.trainer,
-            self.facts,
-            self.config.micro_batch_limit(self.facts.max_position_embeddings),
-            self.bytes_per_parameter * self.facts.num_parameters + self.bytes_per_trained * self.trained_parameters,
-            self.inference_dtype_bytes,
-            on_gpus=self.on_gpus,
-        )
-
-    @property
-    def trained_parameters(self) -> int:
-        """Of LoRA adapters; else of the model. 0 when the model's sizes are unknown."""
-        if self.facts is None:
-            return 0
-        lora = self.config.trainer.lora
-        return lora_parameters(lora, self.facts) if lora.on else self.facts.num_parameters
-
-    @property
-    def bytes_per_trained(self) -> int:
-        """Of the state, for each number that is trained: it, its gradient and two Adam moments."""
-        return 4 * BYTES_OF_DTYPE[self.config.trainer.master_dtype]
-
-    @property
-    def bytes_per_parameter(self) -> int:
-        """Of the state besides: a frozen base, in the dtype that computes, and a KL reference that is another model."""
-        options, config = self.config.trainer, self.config
-        base = self.inference_dtype_bytes if options.lora.on else 0
-        other_model = config.kl_reference is not None and not config.base_is_reference
-        return base + (BYTES_OF_DTYPE[options.master_dtype] if other_model else 0)
+    def check_resources(self) -> None:
+        """Raises BadInput when the run needs more GPUs than there are, or what is installed cannot compute on its
+        devices. Too few cores are only a warning."""
+        if self.gpus_needed <= self.resources.gpus:
+            for part in self.parts:
+                part.check_build()
+            return
+        holders = [part for part in self.parts if part.size_key]
+        lower = "lower " + " or ".join(f"--{part.size_key}" for part in holders)
+        ways = [lower, "use a larger cluster", "--cluster.device cpu"]
+        if [len(part.actors) for part in holders] == [1, 1] and self.resources.gpus == 1:
+            ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SHARED_GPU_UTILIZATION - 0.1:g}")
+        raise Refusal(
+            f"{' and '.join(part.size_text for part in holders)}, which need {self.gpus_needed} GPUs",
+            f"at most {self.resources.gpus} GPUs, which is what {self.resources.source} has",
+            "; or ".join(ways),
+        ).error()
 
     # --- for people
 
+    @property
+    def warnings(self) -> list[str]:
+        has, where = self.resources, self.resources.source
+        found = [*self.notes, *(text for part in self.parts for text in part.warnings)]
+        if self.gpus_needed > has.gpus:
+            found.append(
+                f"needs {count(self.gpus_needed, 'GPU')}, {where} has {has.gpus}: "
+                "start it where they are, or give --cluster.address"
+            )
+        if self.models > has.cpus and not self.on_gpus:
+            found.append(f"{self.models} processes compute on {has.cpus} cores of {where}: it works, slower")
+        needs = [part.memory_bytes for part in self.parts]
+        total = sum(number for number in needs if number)
+        if None not in needs and total > has.memory_bytes and not self.on_gpus:
+            found.append(f"needs about {gib(total)} of memory, {where} has {gib(has.memory_bytes)}")
+        return found
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Returns the plan as (what, text) pairs. Texts of several parts for one row stand in it together."""
+        share = "half a GPU each, shared" if self.shares_gpu else "one GPU each" if self.on_gpus else "CPU"
+        each = f"{share}, {count(self.threads, 'thread')} each"
+        found: dict[str, str] = {}
+        for what, text in [*self._common_rows(), *(row for part in self.parts for row in part.rows(each))]:
+            found[what] = f"{found[what]}; {text}" if what in found else text
+        rows = sorted(found.items(), key=lambda row: ORDER.index(row[0]))
+        return [*rows, *(("warning", text) for text in self.warnings)]
+
     def render(self) -> Table:
-        """The plan as a table for rich."""
+        """Returns the plan as a table for rich."""
         table = Table.grid(padding=(0, 2))
         for what, text in self.rows():
             table.add_row(Text(what), Text(text), style="yellow" if what == "warning" else None)
         return table
 
-    def _written_text(self) -> str:
-        run = self.config.run
-        where = self.run_dir or f"{run.output_dir}/{run.name or default_name(self.config, '<8 hex>')}"
-        return f"{where}: config.json, metrics.jsonl, trained.jsonl, STATUS, checkpoints/, logs/, trace/"
-
-    def _resources_text(self) -> str:
-        has = self.resources
+    def _common_rows(self) -> list[tuple[str, str]]:
+        run, has = self.config.run, self.resources
         needs = f"needs {count(self.gpus_needed, 'GPU')}, " if self.on_gpus else ""
-        return (
-            f"{needs}{has.source} has {has.gpus} GPUs, {count(has.cpus, 'core')}, {gib(has.memory_bytes)} of memory "
-            f"on {count(has.nodes, 'node')}; models compute on {self.device}s"
-        )
+        where = self.run_dir or f"{run.output_dir}/{run.name or default_name(self.config, '<8 hex>')}"
+        return [
+            (
+                "resources",
+                f"{needs}{has.source} has {has.gpus} GPUs, {count(has.cpus, 'core')}, {gib(has.memory_bytes)} of "
+                f"memory on {count(has.nodes, 'node')}; models compute on {'GPU' if self.on_gpus else 'CPU'}s",
+            ),
+            ("packages", ", ".join(f"{name} {number}" for name, number in package_versions().items())),
+            ("model", self._model_text()),
+            ("commits", self._commits_text()),
+            ("recovery", self._recovery_text()),
+            ("written to", f"{where}: config.json, metrics.jsonl, trained.jsonl, STATUS, checkpoints/, logs/, trace/"),
+        ]
 
     def _model_text(self) -> str:
         facts = self.facts
@@ -218,50 +314,6 @@ class CommonPlan(ABC):
             f"hidden {facts.hidden_size}, vocabulary {facts.vocab_size}, {tied} embeddings), "
             f"sequences of at most {seq_limit(self.config, facts)} tokens"
         )
-
-    def _trainer_text(self) -> str:
-        """Shards, copies, and what of memory and speed was chosen."""
-        options = self.config.trainer
-        text = count(options.shards, "FSDP2 shard") + (
-            f" x {options.replicate} copies" if options.replicate > 1 else ""
-        )
-        chosen = {
-            "packed rows": options.packing == "packed",
-            "compiled layers": options.compile,
-            f"master weights in {options.master_dtype}": options.master_dtype != "float32",
-        }
-        return ", ".join(
-            [f"{text}: {count(options.processes, 'actor')}", *(name for name, is_so in chosen.items() if is_so)]
-        )
-
-    def _shard_memory_text(self) -> str:
-        memory = self.shard_memory
-        if memory is None:
-            return "unknown, as the model's sizes are"
-        state = f"{self._state_text()} / shards = {gib(memory.state)}"
-        kept = "computed twice" if memory.again else "kept"
-        return (
-            f"a shard up to {gib(memory.total)} ({SHARD_BASE_GIB + LOGITS_GIB:g} GiB + "
-            + (f"gathered {gib(memory.gathered)}" if memory.offloaded else f"{state} + gathered {gib(memory.gathered)}")
-            + f" + {gib(memory.activations)} for {memory.tokens:,} tokens whose layers are {kept})"
-            + (f" and in host memory {state}" if memory.offloaded else "")
-        )
-
-    def _state_text(self) -> str:
-        trained, each = self.bytes_per_trained, self.bytes_per_parameter
-        if self.config.trainer.lora.on:
-            return f"({trained} B x {self.trained_parameters:,} of adapters + {each} B x parameters)"
-        return f"{trained + each} B x parameters"
-
-    def _rows_of_adapters(self) -> list[tuple[str, str]]:
-        lora = self.config.trainer.lora
-        if not lora.on:
-            return []
-        text = f"LoRA of rank {lora.rank} and alpha {lora.alpha:g} on {', '.join(lora_targets(lora))}"
-        if self.facts is None:
-            return [("adapters", text)]
-        share = self.trained_parameters / self.facts.num_parameters
-        return [("adapters", f"{text}: {self.trained_parameters:,} parameters are trained, {share:.2%} of the model's")]
 
     def _commits_text(self) -> str:
         options = self.config.checkpoint
@@ -278,22 +330,18 @@ class CommonPlan(ABC):
         return f"a part that dies is started again, {often}; a shard costs the steps since the newest commit"
 
 
-def with_device(config: AnyConfig, plan: CommonPlan) -> AnyConfig:
-    """The configuration for rooms, with the device that models compute on in place of auto."""
-    device = "gpu" if plan.on_gpus else "cpu"
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
-
-
 def package_versions() -> dict[str, str]:
-    """Versions of what a run stands on, read without importing it."""
+    """Returns the versions of the packages that a run depends on, without importing them."""
     names = ("trireme", "torch", "ray", "transformers")
     vllm = (installed_vllm() or "vllm not-installed").split(" ", 1)
     return {"python": platform.python_version(), **{name: version(name) for name in names}, vllm[0]: vllm[1]}
 
 
 def count(number: int, what: str) -> str:
+    """Returns "1 step", "2 steps"."""
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def gib(number: int) -> str:
+    """Returns a number of bytes in GiB."""
     return f"{number / GIB:.2f} GiB"

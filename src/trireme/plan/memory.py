@@ -1,7 +1,7 @@
-"""What a shard of the trainer needs in memory, and whether it computes layers twice to need less.
+"""Estimates what a shard of the trainer needs in memory, and whether it computes layers twice to need less.
 
-Estimates by the model's sizes, for plans. What a layer keeps of a token was counted, in float32 and bfloat16, on models
-of the Qwen3, Qwen3-MoE and Llama kinds (`tests/unit/test_memory.py`).
+What a layer keeps of a token was counted, in float32 and bfloat16, on models of the Qwen3, Qwen3-MoE and Llama kinds
+(`tests/unit/plan/test_memory.py`).
 """
 
 from __future__ import annotations
@@ -16,97 +16,96 @@ GIB = 2**30
 SHARD_BASE_GIB = 0.5
 """Measured resident memory of a shard without weights."""
 LOGITS_GIB = 0.2
-"""What a shard holds of logits at once (`trainer.logprobs`)."""
+"""What a shard holds of logits at the same time (`trainer.logprobs`)."""
 KEPT_ON_CPU, KEPT_ON_GPU = 4 * GIB, 24 * GIB
-"""`checkpointing = "auto"` keeps activations up to this."""
+"""`checkpointing = "auto"` keeps activations up to this size."""
 WHOLE_ON_CPU, WHOLE_ON_GPU = 1 * GIB, 4 * GIB
-"""Up to this a model stays whole over the micro-batches of a batch."""
+"""A model up to this size stays whole over the micro-batches of a batch."""
 
 
 @dataclass(frozen=True)
 class ShardMemory:
-    """Bytes, but for the `tokens` of a full micro-batch. `state`: a shard's part of what lives from step to step.
-    `gathered`: weights and gradients that are whole at the same time. `activations`: what a full micro-batch leaves
-    from forward to backward; `again`: layers are computed twice for it. `offloaded`: the state is in host memory,
-    while models compute on GPUs."""
+    """The memory of one shard, in bytes except for `tokens`."""
 
     tokens: int
+    """Tokens of a full micro-batch."""
     state: int
+    """The shard's part of weights, gradients and moments."""
     gathered: int
+    """Weights and gradients that are whole at the same time."""
     activations: int
+    """What a full micro-batch keeps from the forward to the backward pass."""
     again: bool
+    """True: layers are computed again in the backward pass of a full micro-batch."""
     offloaded: bool
-
-    @classmethod
-    def of(
-        cls,
-        options: CommonTrainer,
-        facts: ModelFacts,
-        tokens: int,
-        state_bytes: int,
-        dtype_bytes: int,
-        *,
-        on_gpus: bool,
-    ) -> ShardMemory:
-        """`tokens` of a full micro-batch; `state_bytes` of the whole model; `dtype_bytes` of a number in the dtype that
-        computes."""
-        kept = kept_tokens(options.checkpointing, facts, dtype_bytes, on_gpus=on_gpus)
-        again = kept is not None and tokens > kept
-        return cls(
-            tokens=tokens,
-            state=state_bytes // options.shards,
-            gathered=gathered_bytes(facts, dtype_bytes, on_gpus=on_gpus),
-            activations=activation_bytes(facts, tokens, dtype_bytes, again),
-            again=again,
-            offloaded=on_gpus and options.offload == "cpu",
-        )
+    """True: the state is in host memory, and models compute on GPUs."""
 
     @property
     def total(self) -> int:
-        """Where the models compute."""
+        """Bytes on the device that computes."""
         base = int((SHARD_BASE_GIB + LOGITS_GIB) * GIB)
         return base + (0 if self.offloaded else self.state) + self.gathered + self.activations
 
 
-def layer_activations(facts: ModelFacts) -> int:
-    """Numbers that a decoder layer keeps of each token for its backward pass: what goes in and out of both norms and of
-    every product; queries, keys and values with their norms; what the gate and its function gave. With experts also
-    what each of them got and gave."""
-    queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
-    experts = 3 * facts.num_chosen * facts.hidden_size
-    return 8 * facts.hidden_size + 6 * queries + 5 * keys + 4 * facts.mlp_size + experts
+@dataclass(frozen=True)
+class ModelMemory:
+    """Sizes of a model that is trained, as one shard holds them while it computes."""
 
+    facts: ModelFacts
+    """Sizes of the model."""
+    dtype_bytes: int
+    """Bytes of a number in the dtype that computes."""
+    on_gpus: bool
+    """True: models compute on GPUs."""
 
-def activation_bytes(facts: ModelFacts, tokens: int, dtype_bytes: int, again: bool) -> int:
-    """What is kept of `tokens` from forward to backward, all layers; with `again` the input of each, and all of one."""
-    layer = layer_activations(facts)
-    kept = facts.num_layers * facts.hidden_size + layer if again else facts.num_layers * layer
-    return tokens * kept * dtype_bytes
+    def shard(self, options: CommonTrainer, tokens: int, state_bytes: int) -> ShardMemory:
+        """Returns the memory of a shard, for `tokens` in a full micro-batch and `state_bytes` of the whole model."""
+        kept = self.kept_tokens(options.checkpointing)
+        again = kept is not None and tokens > kept
+        offloaded = self.on_gpus and options.offload == "cpu"
+        state, activations = state_bytes // options.shards, self.activations(tokens, again)
+        return ShardMemory(tokens, state, self.gathered, activations, again, offloaded)
 
+    @property
+    def layer_values(self) -> int:
+        """Numbers that a decoder layer keeps of each token for its backward pass: inputs and outputs of both norms and
+        of every product; queries, keys and values with their norms; the gate and its function. With experts also the
+        input and output of each chosen one."""
+        facts = self.facts
+        queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+        experts = 3 * facts.num_chosen * facts.hidden_size
+        return 8 * facts.hidden_size + 6 * queries + 5 * keys + 4 * facts.mlp_size + experts
 
-def whole_bytes(facts: ModelFacts, dtype_bytes: int) -> int:
-    """All weights in the dtype that computes, and their gradients, summed up in float32."""
-    return facts.num_parameters * (dtype_bytes + 4)
+    def activations(self, tokens: int, again: bool) -> int:
+        """Bytes that all layers keep of `tokens` until the backward pass; with `again` the input of each layer, and
+        everything of one."""
+        layers = self.facts.num_layers
+        values = layers * self.facts.hidden_size + self.layer_values if again else layers * self.layer_values
+        return tokens * values * self.dtype_bytes
 
+    @property
+    def whole(self) -> int:
+        """Bytes of all weights in the dtype that computes, and of their gradients, which are summed in float32."""
+        return self.facts.num_parameters * (self.dtype_bytes + 4)
 
-def stays_whole(facts: ModelFacts, dtype_bytes: int, *, on_gpus: bool) -> bool:
-    """Whether every shard keeps the whole model while it computes the micro-batches of a batch. Then it is gathered
-    once for all, and gradients are summed over shards once; else both for every micro-batch and layer."""
-    return whole_bytes(facts, dtype_bytes) <= (WHOLE_ON_GPU if on_gpus else WHOLE_ON_CPU)
+    @property
+    def stays_whole(self) -> bool:
+        """True: every shard keeps the whole model over the micro-batches of a batch, so that weights are gathered and
+        gradients are summed over shards once per batch. False: once per micro-batch and layer."""
+        return self.whole <= (WHOLE_ON_GPU if self.on_gpus else WHOLE_ON_CPU)
 
+    @property
+    def gathered(self) -> int:
+        """Bytes of the whole model where it stays whole; else of embeddings and head, which are gathered during a whole
+        pass, and of two layers, each with its gradient."""
+        if self.stays_whole:
+            return self.whole
+        layer = (self.facts.num_parameters - self.facts.embedding_parameters) // self.facts.num_layers
+        return 2 * self.dtype_bytes * (self.facts.embedding_parameters + 2 * layer)
 
-def gathered_bytes(facts: ModelFacts, dtype_bytes: int, *, on_gpus: bool) -> int:
-    """The whole model where it stays whole; else embeddings and head, which are gathered throughout a pass, and two
-    layers, each with its gradient."""
-    if stays_whole(facts, dtype_bytes, on_gpus=on_gpus):
-        return whole_bytes(facts, dtype_bytes)
-    layer = (facts.num_parameters - facts.embedding_parameters) // facts.num_layers
-    return 2 * dtype_bytes * (facts.embedding_parameters + 2 * layer)
-
-
-def kept_tokens(option: bool | Literal["auto"], facts: ModelFacts, dtype_bytes: int, *, on_gpus: bool) -> int | None:
-    """By `trainer.checkpointing`: of more tokens at once than this, layers are computed again in the backward pass;
-    none = never."""
-    if option == "auto":
-        return (KEPT_ON_GPU if on_gpus else KEPT_ON_CPU) // activation_bytes(facts, 1, dtype_bytes, False)
-    return 0 if option else None
+    def kept_tokens(self, option: bool | Literal["auto"]) -> int | None:
+        """Returns the most tokens of a micro-batch whose layers are not computed again in the backward pass, by
+        `trainer.checkpointing`; None: they never are."""
+        if option == "auto":
+            return (KEPT_ON_GPU if self.on_gpus else KEPT_ON_CPU) // self.activations(1, False)
+        return 0 if option else None

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from trireme.config import CommonConfig
 from trireme.core.errors import BadInput, RoomFailed
-from trireme.plan.base import CommonPlan, Resources
+from trireme.plan.base import Plan, Resources
 from trireme.process import waits
 from trireme.process.environ import cluster_address
 
@@ -54,7 +54,7 @@ def is_obituary(data: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def ray_cluster(config: CommonConfig, plan: CommonPlan) -> Iterator[Resources]:
+def ray_cluster(config: CommonConfig, plan: Plan) -> Iterator[Resources]:
     """Ray for the time of a run: the cluster at `cluster_address`, or one started here that leaves nothing behind."""
     _without_obituaries()
     address = cluster_address(config)
@@ -85,7 +85,7 @@ def _refuse_unless_reachable(address: str) -> None:
 
 
 @contextmanager
-def _local_cluster(plan: CommonPlan) -> Iterator[None]:
+def _local_cluster(plan: Plan) -> Iterator[None]:
     base = tempfile.gettempdir()
     directory = tempfile.mkdtemp(prefix="trireme-", dir=base if len(base) <= LONGEST_TEMP_DIR else "/tmp")
     before = _children()

@@ -14,11 +14,12 @@ from tools_support import BASE_MODEL, make_run
 from transformers import AutoModelForCausalLM
 
 from trireme.checkpoint.store import CheckpointStore
-from trireme.cli.eval import EvaluationPlan, Subject, _config, table
+from trireme.cli.eval import Subject, _config, table
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
 from trireme.core.types import WeightIdentity
-from trireme.plan.rl import Resources
+from trireme.plan.base import Plan, Resources
+from trireme.plan.rl import EVALUATION_ROOMS
 
 FLAGS = ["--env.id", "sort", "--inference.sampling.max-tokens", "8"]
 
@@ -124,10 +125,10 @@ def test_the_configuration_is_that_of_the_run_but_for_the_model_and_what_is_give
 def test_no_trainer_is_planned() -> None:
     config = _config(Subject.of(str(BASE_MODEL), None), [*FLAGS, "--trainer.shards", "8", "--inference.replicas", "2"])
     facts = ModelFacts.of(config, required=True)
-    plan = EvaluationPlan.of(config, facts, Resources(1, 16, 2, 10**11, "a test"), None)
+    plan = Plan(config, facts, Resources(1, 16, 2, 10**11, "a test"), EVALUATION_ROOMS)
     assert plan.actor_names == ["inference replica 0", "inference replica 1", "orchestrator"]
     assert plan.gpus_needed == 2
-    plan = EvaluationPlan.of(config, facts, Resources(1, 2, 0, 10**11, "a test"), None)
+    plan = Plan(config, facts, Resources(1, 2, 0, 10**11, "a test"), EVALUATION_ROOMS)
     assert (plan.gpus_needed, plan.threads) == (0, 1)
 
 

@@ -18,7 +18,7 @@ from trireme.config.sft import SftConfig
 from trireme.config.sft_checks import check
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 from trireme.plan.base import Resources
-from trireme.plan.sft import SftPlan
+from trireme.plan.sft import sft_plan
 from trireme.run.rundir import command_of, resume_command
 from trireme.sft.data import ExampleCursor, Examples, SftData
 from trireme.sft.reading import Example
@@ -59,7 +59,7 @@ def no_cluster() -> bool:
 def test_each_config_is_read_checked_and_planned(path: Path) -> None:
     config = load_as(SftConfig, ["@", str(path)], {}).config
     check(config, FACTS.__class__.of(config, required=True))
-    assert SftPlan.of(config, FACTS, TWO_GPUS, None).rows()
+    assert sft_plan(config, FACTS, TWO_GPUS).rows()
 
 
 def test_a_dry_run_says_how_long_it_takes(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def test_what_may_change_between_commit_and_resume(flags: list[str]) -> None:
 
 def test_the_plan_on_gpus() -> None:
     given = {"model": {"name": "m"}, "data": {"train": "d", "batch_size": 2}, "trainer": {"shards": 2, "replicate": 2}}
-    plan = SftPlan.of(SftConfig.model_validate(given), FACTS, TWO_GPUS, None)
+    plan = sft_plan(SftConfig.model_validate(given), FACTS, TWO_GPUS)
     assert plan.gpus_needed == 4
     assert any("needs 4 GPUs" in text for text in plan.warnings)
-    assert [options["num_gpus"] for options in plan.trainer_options_R] == [1.0] * 4
+    assert [options["num_gpus"] for options in plan.options] == [1.0] * 4

@@ -12,7 +12,8 @@ from trireme.config.checks import check
 from trireme.config.keys import keys_of
 from trireme.config.load import load
 from trireme.config.sft import SftConfig
-from trireme.plan.rl import Plan, Resources
+from trireme.plan.base import Plan, Resources
+from trireme.plan.rl import RL_ROOMS
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if not path.stem.startswith("sft"))
@@ -24,13 +25,13 @@ NO_GPU = Resources(nodes=1, cpus=2, gpus=0, memory_bytes=2**34, source="this mac
 def test_each_config_is_read_checked_and_planned(path: Path) -> None:
     config = load(["@", str(path)], {}).config
     assert check(config, None) == []
-    assert Plan.of(config, None, NO_GPU, None).rows()
+    assert Plan(config, None, NO_GPU, RL_ROOMS).rows()
 
 
 @pytest.mark.parametrize(("name", "gpus"), [("quickstart", 0), ("qwen3-0.6b-1gpu", 1), ("qwen3-0.6b-8gpu", 8)])
 def test_gpus_that_a_config_needs(name: str, gpus: int) -> None:
     config = load(["@", str(ROOT / "configs" / f"{name}.toml")], {}).config
-    assert Plan.of(config, None, NO_GPU, None).gpus_needed == gpus
+    assert Plan(config, None, NO_GPU, RL_ROOMS).gpus_needed == gpus
 
 
 def test_the_page_is_what_the_schema_says() -> None:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.config import Config
 from trireme.config.checks import check
-from trireme.config.lora import KNOWN, RANKS, lora_parameters, lora_targets
+from trireme.config.lora import KNOWN, RANKS, lora_targets, trained_parameters
 from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
 from trireme.config.schema import LoraConfig
@@ -150,7 +150,7 @@ def test_parameters_are_counted_as_peft_makes_them(lora: dict[str, Any]) -> None
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BASE))
     facts = ModelFacts.from_json(str(BASE), (BASE / "config.json").read_text())
     adapted = get_peft_model(model, PeftConfig(r=8, target_modules=list(lora_targets(options))))
-    assert lora_parameters(options, facts) == adapted.get_nb_trainable_parameters()[0]
+    assert trained_parameters(options, facts) == adapted.get_nb_trainable_parameters()[0]
 
 
 def test_what_a_resume_must_find_unchanged() -> None:

@@ -17,11 +17,7 @@ from trireme.plan.memory import (
     KEPT_ON_GPU,
     WHOLE_ON_CPU,
     WHOLE_ON_GPU,
-    activation_bytes,
-    gathered_bytes,
-    kept_tokens,
-    layer_activations,
-    stays_whole,
+    ModelMemory,
 )
 
 TOKENS = 64
@@ -64,38 +60,40 @@ def kept_bytes(model: torch.nn.Module) -> int:
 def test_what_a_layer_keeps(family: str, dtype: torch.dtype) -> None:
     one, three = make(family, 1, dtype), make(family, 3, dtype)
     kept = (kept_bytes(three[0]) - kept_bytes(one[0])) / 2
-    said = TOKENS * layer_activations(three[1]) * dtype.itemsize
+    said = TOKENS * ModelMemory(three[1], dtype.itemsize, on_gpus=False).layer_values * dtype.itemsize
     assert 0.9 < said / kept < 1.6
 
 
 def test_activations_of_layers_that_are_computed_again() -> None:
-    kept, again = (activation_bytes(FACTS, 100, 2, again) for again in (False, True))
-    assert kept == FACTS.num_layers * layer_activations(FACTS) * 200
-    assert again == (FACTS.num_layers * FACTS.hidden_size + layer_activations(FACTS)) * 200
+    memory = ModelMemory(FACTS, 2, on_gpus=False)
+    kept, again = (memory.activations(100, again) for again in (False, True))
+    assert kept == FACTS.num_layers * memory.layer_values * 200
+    assert again == (FACTS.num_layers * FACTS.hidden_size + memory.layer_values) * 200
 
 
 @pytest.mark.parametrize(("on_gpus", "limit"), [(False, KEPT_ON_CPU), (True, KEPT_ON_GPU)])
 def test_of_how_many_tokens_layers_are_kept(on_gpus: bool, limit: int) -> None:
-    most = kept_tokens("auto", FACTS, 2, on_gpus=on_gpus)
+    memory = ModelMemory(FACTS, 2, on_gpus)
+    most = memory.kept_tokens("auto")
     assert most is not None
-    assert activation_bytes(FACTS, most, 2, False) <= limit < activation_bytes(FACTS, most + 1, 2, False)
-    assert kept_tokens(True, FACTS, 2, on_gpus=on_gpus) == 0
-    assert kept_tokens(False, FACTS, 2, on_gpus=on_gpus) is None
+    assert memory.activations(most, False) <= limit < memory.activations(most + 1, False)
+    assert memory.kept_tokens(True) == 0
+    assert memory.kept_tokens(False) is None
 
 
 def test_a_small_model_stays_whole() -> None:
     """Weights in the dtype that computes, gradients in float32."""
     most = replace(FACTS, num_parameters=WHOLE_ON_CPU // 8)
-    assert stays_whole(most, 4, on_gpus=False)
-    assert gathered_bytes(most, 4, on_gpus=False) == WHOLE_ON_CPU
-    assert not stays_whole(replace(most, num_parameters=most.num_parameters + 1), 4, on_gpus=False)
-    assert stays_whole(replace(most, num_parameters=WHOLE_ON_GPU // 6), 2, on_gpus=True)
+    assert ModelMemory(most, 4, on_gpus=False).stays_whole
+    assert ModelMemory(most, 4, on_gpus=False).gathered == WHOLE_ON_CPU
+    assert not ModelMemory(replace(most, num_parameters=most.num_parameters + 1), 4, on_gpus=False).stays_whole
+    assert ModelMemory(replace(most, num_parameters=WHOLE_ON_GPU // 6), 2, on_gpus=True).stays_whole
 
 
 def test_of_a_large_model_embeddings_and_two_layers_are_whole_at_once() -> None:
     """Embeddings once if tied, twice if not."""
     large = 10**9
     tied = replace(FACTS, vocab_size=1000, hidden_size=100, num_parameters=100_000 + 10 * large, num_layers=10)
-    assert gathered_bytes(tied, 2, on_gpus=True) == 2 * 2 * (100_000 + 2 * large)
+    assert ModelMemory(tied, 2, on_gpus=True).gathered == 2 * 2 * (100_000 + 2 * large)
     untied = replace(tied, tied_embeddings=False, num_parameters=200_000 + 10 * large)
-    assert gathered_bytes(untied, 4, on_gpus=True) == 2 * 4 * (200_000 + 2 * large)
+    assert ModelMemory(untied, 4, on_gpus=True).gathered == 2 * 4 * (200_000 + 2 * large)

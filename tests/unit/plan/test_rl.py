@@ -15,14 +15,31 @@ from trireme.config import checks
 from trireme.config.schema import LoraConfig
 from trireme.core.errors import BadInput
 from trireme.plan import base as common_plan
-from trireme.plan.base import GIB, _visible_gpus, with_device
-from trireme.plan.rl import SPARE_GIB, Plan, Resources
+from trireme.plan.base import GIB, Plan, Resources
+from trireme.plan.memory import ShardMemory
+from trireme.plan.rl import SPARE_GIB, InferencePart, OrchestratorPart
+from trireme.plan.trainer import TrainerPart
 
 
 def text_of(given: Plan) -> str:
     console = Console(width=400, record=True, file=io.StringIO())
     console.print(given.render())
     return console.export_text()
+
+
+def trainer(given: Plan) -> TrainerPart:
+    (part,) = (part for part in given.parts if isinstance(part, TrainerPart))
+    return part
+
+
+def inference(given: Plan) -> InferencePart:
+    (part,) = (part for part in given.parts if isinstance(part, InferencePart))
+    return part
+
+
+def orchestrator(given: Plan) -> OrchestratorPart:
+    (part,) = (part for part in given.parts if isinstance(part, OrchestratorPart))
+    return part
 
 
 def gpus(number: int) -> Resources:
@@ -37,34 +54,36 @@ class TestDevices:
     def test_where_models_compute(self, device: str, present: int, on_gpus: bool) -> None:
         given = plan(device=device, resources=gpus(present))
         assert given.on_gpus is on_gpus
-        assert with_device(given.config, given).cluster.device == ("gpu" if on_gpus else "cpu")
+        assert given.with_device(given.config).cluster.device == ("gpu" if on_gpus else "cpu")
 
     def test_a_gpu_for_each_model(self) -> None:
         given = plan(shards=4, replicas=4, resources=gpus(8))
-        assert [o["num_gpus"] for o in given.trainer_options_R + given.inference_options_N] == [1.0] * 8
-        assert given.orchestrator_options["num_gpus"] == 0
+        assert [o["num_gpus"] for o in given.options] == [1.0] * 8 + [0.0]
         assert given.gpus_needed == 8
 
     def test_one_gpu_is_shared(self) -> None:
         given = plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.4})
-        assert [o["num_gpus"] for o in given.trainer_options_R + given.inference_options_N] == [0.5, 0.5]
+        assert [o["num_gpus"] for o in given.options] == [0.5, 0.5, 0.0]
         assert given.gpus_needed == 1
         assert "half a GPU" in text_of(given)
 
     def test_two_gpus_are_not_shared(self) -> None:
         given = plan(shards=1, resources=gpus(2), inference={"gpu_memory_utilization": 0.4})
-        assert given.trainer_options_R[0]["num_gpus"] == 1.0
+        assert given.options[0]["num_gpus"] == 1.0
 
     def test_no_gpus_on_cpus(self) -> None:
         given = plan(device="cpu", resources=gpus(8))
-        assert {o["num_gpus"] for o in given.trainer_options_R + given.inference_options_N} == {0.0}
+        assert {o["num_gpus"] for o in given.options} == {0.0}
         assert given.gpus_needed == 0
 
     @pytest.mark.parametrize(("chosen", "visible"), [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,1,2", 2)])
     def test_visible_gpus(self, monkeypatch: pytest.MonkeyPatch, chosen: str | None, visible: int) -> None:
         devices = ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"]
         monkeypatch.setattr(common_plan.os, "listdir", lambda _: devices)
-        assert _visible_gpus({} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}) == visible
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if chosen is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert Resources.of_this_machine().gpus == visible
 
 
 class TestCores:
@@ -96,7 +115,7 @@ class TestInFlight:
         options = {"group_size": 8, "max_steps_off_policy": 1}
         auto = text_of(plan(replicas=2, orchestrator=options, inference={"max_num_seqs": 10}))
         assert "at first at most 25 rollouts (2 replicas x 10 sequences and a quarter more)" in auto
-        assert "at most 32 groups x 8 rollouts of training under way" in auto
+        assert "at most 32 groups x 8 rollouts of training" in auto
         assert "at most 40 rollouts; at most 32 groups" in text_of(plan(orchestrator=options | {"max_concurrent": 40}))
 
     def test_at_first_room_for_a_group(self) -> None:
@@ -150,7 +169,7 @@ class TestRefusals:
 
 class TestNumbers:
     def test_tokens_per_step(self) -> None:
-        assert plan().tokens_per_step == 16 * 8 * 10
+        assert orchestrator(plan()).tokens_per_step == 16 * 8 * 10
 
     @pytest.mark.parametrize(
         ("bound", "sequences", "replicas", "tokens"),
@@ -167,32 +186,32 @@ class TestNumbers:
             orchestrator={"max_steps_off_policy": bound},
             inference={"max_num_seqs": sequences},
         )
-        assert given.recomputed_tokens == tokens
+        assert inference(given).recomputed_tokens == tokens
 
     def test_default_number_of_sequences(self) -> None:
-        assert (plan().max_num_seqs, plan(device="gpu").max_num_seqs) == (64, 256)
+        assert (inference(plan()).max_num_seqs, inference(plan(device="gpu")).max_num_seqs) == (64, 256)
 
     def test_memory_of_a_shard(self) -> None:
-        whole, half = (plan(shards=shards).shard_memory for shards in (1, 2))
+        whole, half = (trainer(plan(shards=shards)).shard_memory for shards in (1, 2))
         assert whole is not None
         assert half is not None
         assert (whole.state, half.state) == (16 * 1_000_000, 16 * 1_000_000 // 2)
         assert half.total == int(0.7 * GIB) + half.state + half.gathered + half.activations
-        reference = plan(kl={"coef": 0.1, "reference": {"base_model": "m"}}).shard_memory
+        reference = trainer(plan(kl={"coef": 0.1, "reference": {"base_model": "m"}})).shard_memory
         assert reference is not None
         assert reference.state == 20 * 1_000_000 // 2
 
     def test_copies_of_a_shard_need_as_much_each(self) -> None:
         given = plan(shards=2, trainer={"replicate": 3}, resources=gpus(7), device="gpu")
-        assert given.shard_memory == plan(shards=2, resources=gpus(7), device="gpu").shard_memory
-        assert len(given.trainer_options_R) == 6
+        assert trainer(given).shard_memory == trainer(plan(shards=2, resources=gpus(7), device="gpu")).shard_memory
+        assert len(given.by_room(given.options)["trainer"]) == 6
         assert given.gpus_needed == 7
         assert "2 FSDP2 shards x 3 copies: 6 actors" in text_of(given)
 
     def test_what_is_done_for_memory_is_said(self) -> None:
         options = {"offload": "cpu", "checkpointing": True, "compile": True, "master_dtype": "bfloat16"}
         given = plan(shards=1, trainer=options, resources=gpus(2))
-        memory = given.shard_memory
+        memory = trainer(given).shard_memory
         assert memory is not None
         assert memory.total == int(0.7 * GIB) + memory.gathered + memory.activations, "the state is elsewhere"
         text = text_of(given)
@@ -202,7 +221,7 @@ class TestNumbers:
 
     def test_offloading_does_nothing_on_cpus(self) -> None:
         given = plan(trainer={"offload": "cpu"})
-        assert given.shard_memory == plan().shard_memory
+        assert trainer(given).shard_memory == trainer(plan()).shard_memory
         assert any("nothing to offload" in warning for warning in given.warnings)
 
     @pytest.mark.parametrize(
@@ -220,18 +239,19 @@ class TestNumbers:
 
     def test_memory_of_a_replica(self) -> None:
         expected = int((1.4 + 2) * GIB) + 4 * 1_000_000
-        assert plan(inference={"memory_gb": 2}).replica_bytes == expected
+        assert inference(plan(inference={"memory_gb": 2})).replica_bytes == expected
 
     def test_a_spare_takes_memory_and_is_said(self) -> None:
         enough = plan(inference={"spare": True})
         assert "a spare without one on each node, 0.6 GiB" in text_of(enough)
         assert "spare" not in text_of(plan())
-        needs = enough.shard_memory.total * 2 + enough.replica_bytes
+        replica = inference(enough).replica_bytes
+        needs = trainer(enough).shard_memory.total * 2 + replica
         just = replace(LAPTOP, memory_bytes=needs)
         assert any("of memory" in w for w in plan(inference={"spare": True}, resources=just).warnings)
         assert not any("of memory" in w for w in plan(resources=just).warnings)
         two = {"spare": True, "replicas": 2}
-        needs += enough.replica_bytes + int(SPARE_GIB * GIB)
+        needs += replica + int(SPARE_GIB * GIB)
         for nodes, warns in ((1, False), (2, True), (3, True)):
             several = replace(LAPTOP, nodes=nodes, memory_bytes=needs)
             assert any("of memory" in w for w in plan(inference=two, resources=several).warnings) == warns
@@ -242,7 +262,7 @@ class TestNumbers:
     def test_unknown_sizes_are_said(self) -> None:
         text = text_of(plan(facts=None))
         assert "model not reachable, sizes unknown" in text
-        assert plan(facts=None).recomputed_tokens is None
+        assert inference(plan(facts=None)).recomputed_tokens is None
 
 
 class TestText:
@@ -300,7 +320,6 @@ class TestAdapters:
 
     def test_what_is_trained_and_what_travels(self) -> None:
         given, numbers = self.of(self.LORA), 8 * 2 * self.WIDTHS
-        assert given.trained_parameters == numbers
         text = text_of(given)
         assert f"LoRA of rank 8 and alpha 16 on q_proj, k_proj, v_proj, o_proj: {numbers:,} parameters" in text
         assert f"the adapters ({4 * numbers / 2**20:.2f} MiB) travel by object_store" in text
@@ -309,19 +328,22 @@ class TestAdapters:
 
     def test_the_base_takes_its_weights_only(self) -> None:
         given = self.of(self.LORA)
-        assert given.shard_memory is not None
-        assert given.shard_memory.state == 16 * given.trained_parameters + 4 * 1_000_000
-        assert f"(16 B x {given.trained_parameters:,} of adapters + 4 B x parameters) / shards" in text_of(given)
+        memory, numbers = trainer(given).shard_memory, 8 * 2 * self.WIDTHS
+        assert memory is not None
+        assert memory.state == 16 * numbers + 4 * 1_000_000
+        assert f"(16 B x {numbers:,} of adapters + 4 B x parameters) / shards" in text_of(given)
 
     def test_the_base_is_a_reference_for_nothing(self) -> None:
-        reference = self.of(self.LORA, kl={"coef": 0.1})
-        assert reference.shard_memory == self.of(self.LORA).shard_memory
-        named = self.of(self.LORA, kl={"coef": 0.1, "reference": {"base_model": "m"}})
-        assert named.shard_memory == reference.shard_memory
-        other = self.of(self.LORA, kl={"coef": 0.1, "reference": {"base_model": "n"}})
-        assert other.shard_memory is not None
-        assert reference.shard_memory is not None
-        assert other.shard_memory.state - reference.shard_memory.state == 4 * 1_000_000
+        def memory(kl: dict | None) -> ShardMemory:
+            found = trainer(self.of(self.LORA, kl)).shard_memory
+            assert found is not None
+            return found
+
+        reference = memory({"coef": 0.1})
+        assert reference == memory(None)
+        assert memory({"coef": 0.1, "reference": {"base_model": "m"}}) == reference
+        other = memory({"coef": 0.1, "reference": {"base_model": "n"}})
+        assert other.state - reference.state == 4 * 1_000_000
 
 
 def test_what_happens_when_a_part_dies() -> None:

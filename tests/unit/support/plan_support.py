@@ -8,8 +8,8 @@ from model_support import FACTS
 
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
-from trireme.plan.base import GIB
-from trireme.plan.rl import Plan, Resources
+from trireme.plan.base import GIB, Plan, Resources
+from trireme.plan.rl import RL_ROOMS
 
 LAPTOP = Resources(nodes=1, cpus=8, gpus=0, memory_bytes=16 * GIB, source="this machine")
 
@@ -40,4 +40,4 @@ def plan(
             "cluster": {"device": device},
         }
     )
-    return Plan.of(config, facts, resources, run_dir, warnings)
+    return Plan(config, facts, resources, RL_ROOMS, run_dir, warnings)
