@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,11 @@ import psutil
 from _common import Result, median
 from checkpoint import make_model
 
-from trainer.publish import CANARY_TOKENS, Packer
+from trainer.publish import CANARY_TOKENS
 from trireme.config import Config
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, weights_digest
+from trireme.core.weights import Canary, PublishedWeights, WeightsManifest, weights_digest
+from trireme.transports.packing import Packer, tensor_of
 
 TARGET = 1.3
 FLAT_MIB = 8.0
@@ -80,24 +81,22 @@ def publish(model: Path, scale: float) -> PublishedWeights:
 
     state = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
     tensors = [(name, tensor * scale) for name, tensor in state.items() if name != "lm_head.weight"]
-    entries, buckets = Packer(lambda data: Bucket(data.copy())).pack([tensors])
+    entries, buckets = Packer(lambda data: Bucket(data.copy())).send([tensors])
     tokens = np.arange(CANARY_TOKENS, dtype=np.int32)
     canary = Canary(tokens, np.zeros(CANARY_TOKENS - 1, np.float32), np.inf)
-    return PublishedWeights(WeightIdentity(1, 0, weights_digest(entries)), entries, buckets, canary)
+    return PublishedWeights(WeightsManifest(WeightIdentity(1, 0, weights_digest(entries)), entries, canary), buckets)
 
 
-def bare_reload(worker: Any, shipment_bytes: bytes) -> float:
+def bare_reload(worker: Any, pickled_files: bytes) -> float:
     """Seconds of vLLM's own reload, in the engine's process; a method of its worker."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
-    from inference.worker import tensor_of
-
-    shipment = pickle.loads(shipment_bytes)
-    buckets = shipment.open()
+    files = pickle.loads(pickled_files)
+    buckets = files.open()
     for bucket in buckets:
         bucket.sum()
-    tensors = [(entry.name, tensor_of(entry, buckets)) for entry in shipment.entries]
+    tensors = [(entry.name, tensor_of(entry, buckets)) for entry in files.manifest.entries]
     model = worker.model_runner.get_model()
     with set_current_vllm_config(worker.vllm_config):
         started = time.perf_counter()
@@ -199,9 +198,8 @@ class Bench:
 
     async def update(self, number: int) -> PublishedWeights:
         weights = self.versions[number % len(self.versions)]
-        published = PublishedWeights(
-            WeightIdentity(1, number, weights.identity.digest), weights.entries, weights.buckets, weights.canary
-        )
+        identity = replace(weights.identity, version=number)
+        published = replace(weights, manifest=replace(weights.manifest, identity=identity))
         report = await self.replica.update_weights(published)
         tokens = 1 + len(self.replica.running)  # the canary has one too
         await self.steps.wait_for(tokens, since=self.replica.steps_before)
@@ -212,11 +210,11 @@ class Bench:
         return published
 
     async def reload(self, published: PublishedWeights) -> float:
-        from inference.weight_files import Shipment, in_memory_files
+        from inference.weight_files import WeightFiles, in_memory_files
 
-        with in_memory_files([bucket.data for bucket in published.buckets]) as paths:
-            shipment = pickle.dumps(Shipment(published.identity, published.entries, paths))
-            return float(await self.replica._in_engine("bare_reload", (shipment,)))
+        with in_memory_files([bucket.data for bucket in published.source]) as paths:
+            files = pickle.dumps(WeightFiles(published.manifest, paths))
+            return float(await self.replica._in_engine("bare_reload", (files,)))
 
 
 def config(model: Path, requests: int, on_update: str) -> Config:

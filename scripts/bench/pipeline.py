@@ -41,7 +41,7 @@ from _common import ROOT, Result, median, run_for_json
 
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, UpdateReport
+from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
 from trireme.process.environ import prepare_local_cluster
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def answer(rng: np.random.Generator, identity: WeightIdentity) -> SampledSequenc
 
 def published(version: int) -> PublishedWeights:
     canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
-    return PublishedWeights(WeightIdentity(1, version, f"{version:032x}"), (), (), canary)
+    return PublishedWeights(WeightsManifest(WeightIdentity(1, version, f"{version:032x}"), (), canary), ())
 
 
 def make_pipeline(client: Any, groups: int, steps: int, flags: Sequence[str] = ("@", str(CONFIG))) -> Pipeline:

@@ -104,6 +104,7 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int, packing: str
     from trainer.shard import Shard
     from trireme.config import Config
     from trireme.core.types import AdamParams
+    from trireme.transports.packing import Packer
 
     config = Config.model_validate(
         {
@@ -116,7 +117,7 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int, packing: str
         }
     )
     store = TCPStore("127.0.0.1", port, shards, False, timedelta(seconds=DEADLINE_S))
-    shard = Shard(config, rank, shards, store, np.copy)
+    shard = Shard(config, rank, shards, store, Packer(np.copy, rank))
     batch, adam = make_batch(), AdamParams(learning_rate=LEARNING_RATE)
 
     def step() -> None:

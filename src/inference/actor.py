@@ -29,13 +29,14 @@ from inference.engine import (
 )
 from inference.handover import prefilled_tokens
 from inference.sampling import HEALTH_TICK_S, SamplingEngine, Value, as_failure
-from inference.weight_files import Shipment, in_memory_files
+from inference.weight_files import WeightFiles, in_memory_files
 from trireme.config import Config
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import RoomFailed, WeightsRefused
 from trireme.core.sampler import Heartbeat, ReplicaStats
+from trireme.core.transport import load_transport
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
-from trireme.core.weights import PublishedWeights, UpdateReport, check_canary
+from trireme.core.weights import PublishedWeights, UpdateReport, WeightsManifest, check_canary
 from trireme.process import logs, trace
 from trireme.process.faults import fault_point, number_process
 from trireme.process.priority import be_nice
@@ -81,6 +82,7 @@ class ReplicaActor(SamplingEngine):
         super().__init__(cfg, "a spare replica")
         self._log_dir, self._prepared = log_dir, False
         self.base: str | None = None
+        self.receiver = load_transport(cfg.transport).make_receiver()
         self.updating = asyncio.Lock()
         if index is None:
             logs.redirect(log_dir, SPARE)
@@ -183,22 +185,22 @@ class ReplicaActor(SamplingEngine):
         async with self.updating:  # of an orchestrator that has died, one may be under way
             self._raise_if_broken()
             try:
-                return await self._update(published, buckets, step, started)
+                return await self._update(published.manifest, buckets, step, started)
             except Exception as error:
                 self.broken = as_failure(f"{self.name}, taking version {published.identity.version}", error)
                 self._give_up_all()
                 raise self.broken from error
 
     async def _update(
-        self, published: PublishedWeights, buckets: Sequence[npt.NDArray[np.uint8]], step: Step, started: float
+        self, manifest: WeightsManifest, buckets: Sequence[npt.NDArray[np.uint8]], step: Step, started: float
     ) -> UpdateReport:
         fault_point("inference.update")
-        with trace.span("update", "update", version=published.identity.version):
-            await self._receive(published, buckets, step)
+        with trace.span("update", "update", version=manifest.identity.version):
+            await self._receive(manifest, buckets, step)
             async with self.pausing:
                 if self._drains:
-                    await self._drained(published.identity, started)
-                return await self._take(published, step, started)
+                    await self._drained(manifest.identity, started)
+                return await self._take(manifest, step, started)
 
     async def adopt(self, identity: WeightIdentity) -> None:
         """Names what the engine itself has loaded `identity`, instead of a first update. Raises RoomFailed."""
@@ -207,26 +209,26 @@ class ReplicaActor(SamplingEngine):
         await self._guarded("a name for its weights", label, self.cfg.timeouts.update_s)
         self.identity = identity
 
-    async def _fetch(self, published: PublishedWeights, step: Step) -> list[npt.NDArray[np.uint8]]:
+    async def _fetch(self, published: PublishedWeights, step: Step) -> Sequence[npt.NDArray[np.uint8]]:
         try:
-            return await step("fetch", asyncio.gather(*published.buckets))
+            return await step("fetch", self.receiver.open(published.source))
         except Exception as error:
             raise as_failure(f"{self.name}, fetching version {published.identity.version}", error) from error
 
-    async def _receive(self, published: PublishedWeights, buckets: Sequence[npt.NDArray[np.uint8]], step: Step) -> None:
+    async def _receive(self, manifest: WeightsManifest, buckets: Sequence[npt.NDArray[np.uint8]], step: Step) -> None:
         """Brings the bytes into the engine process and checks them, while requests go on."""
-        self._check_base(published)
+        self._check_base(manifest)
         with in_memory_files(buckets) as paths:
-            shipment = pickle.dumps(Shipment(published.identity, published.entries, paths, published.adapter))
-            reason = await step("receive", self._in_engine("receive_weights", args=(shipment,)))
+            files = pickle.dumps(WeightFiles(manifest, paths))
+            reason = await step("receive", self._in_engine("receive_weights", args=(files,)))
         if reason:
             raise WeightsRefused(f"{self.name}: {reason}")
 
-    def _check_base(self, published: PublishedWeights) -> None:
+    def _check_base(self, manifest: WeightsManifest) -> None:
         """Raises WeightsRefused for adapters of other weights than this replica has loaded."""
-        if published.adapter and published.adapter.base != self.base:
+        if manifest.adapter and manifest.adapter.base != self.base:
             raise WeightsRefused(
-                f"{self.name}: version {published.identity.version} is an {published.adapter}, but the files of "
+                f"{self.name}: version {manifest.identity.version} is an {manifest.adapter}, but the files of "
                 f"{self.cfg.model.name} here have digest {self.base}: every node needs the same ones"
             )
 
@@ -245,7 +247,7 @@ class ReplicaActor(SamplingEngine):
             tasks = [running.task for running in self.running.values()]
             await asyncio.wait(tasks, timeout=min(left, HEALTH_TICK_S))
 
-    async def _take(self, published: PublishedWeights, step: Step, started: float) -> UpdateReport:
+    async def _take(self, manifest: WeightsManifest, step: Step, started: float) -> UpdateReport:
         """From the engine's pause to the proof, in few calls to its process: requests in flight wait meanwhile.
 
         The canary is computed together with the first step of the requests that go on, not while they stand still;
@@ -255,40 +257,40 @@ class ReplicaActor(SamplingEngine):
         await step("pause", self.pause())
         still = time.monotonic()
         await step("take", self._in_engine("take_weights"))
-        if published.adapter:
+        if manifest.adapter:
             self.adapter = policy_adapter()
         self.proved.clear()
-        self.identity = published.identity
+        self.identity = manifest.identity
         prefilled = 0 if self._keeps_kv else self._cleared()
-        label = self.engine.update_weight_version(str(published.identity))
-        _, canary = await step("label", asyncio.gather(label, self._submit_canary(published)))
+        label = self.engine.update_weight_version(str(manifest.identity))
+        _, canary = await step("label", asyncio.gather(label, self._submit_canary(manifest)))
         await step("resume", self.resume())
         resumed = time.monotonic()
-        diff = await step("canary", self._prove(published, canary))
+        diff = await step("canary", self._prove(manifest, canary))
         self.proved.set()
         await step("free memory", self._in_engine("free_memory"))
         seconds = time.monotonic() - started
-        return UpdateReport(self.index, published.identity, diff, prefilled, seconds, still - asked, resumed - still)
+        return UpdateReport(self.index, manifest.identity, diff, prefilled, seconds, still - asked, resumed - still)
 
     def _cleared(self) -> int:
         """How many tokens are prefilled again: see `prefilled_tokens`."""
         self.engine_stats.cache_cleared()
         return prefilled_tokens(self.engine.output_processor.request_states.values())
 
-    async def _submit_canary(self, published: PublishedWeights) -> RequestOutputCollector:
+    async def _submit_canary(self, manifest: WeightsManifest) -> RequestOutputCollector:
         return await self._add(
             CANARY_REQUEST,
-            published.canary.tokens.tolist(),
+            manifest.canary.tokens.tolist(),
             canary_params(),
-            salt=str(published.identity),
+            salt=str(manifest.identity),
             priority=CANARY_PRIORITY,
         )
 
-    async def _prove(self, published: PublishedWeights, canary: RequestOutputCollector) -> float:
+    async def _prove(self, manifest: WeightsManifest, canary: RequestOutputCollector) -> float:
         """Largest difference of this engine's canary to the trainer's. Raises WeightsRefused if it is too large."""
-        logprobs = prompt_logprobs(published.canary.tokens.tolist(), await canary.get())
+        logprobs = prompt_logprobs(manifest.canary.tokens.tolist(), await canary.get())
         try:
-            return check_canary(published.identity, published.canary, logprobs)
+            return check_canary(manifest, logprobs)
         except WeightsRefused as refused:
             raise WeightsRefused(f"{self.name}: {refused}") from None
 

@@ -15,18 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.types import WeightIdentity
-from trireme.core.weights import Adapter, TensorEntry
+from trireme.core.weights import WeightsManifest
 
 
 @dataclass(frozen=True)
-class Shipment:
-    """One version as its engine process sees it: the table of tensors, and files that hold the buckets' bytes."""
+class WeightFiles:
+    """One version as its engine process sees it."""
 
-    identity: WeightIdentity
-    entries: tuple[TensorEntry, ...]
+    manifest: WeightsManifest
     paths: tuple[str, ...]
-    adapter: Adapter | None = None
+    """Files that hold the buckets' bytes."""
 
     def open(self) -> list[npt.NDArray[np.uint8]]:
         """The buckets, mapped: pages are shared with the file until written to, and writes stay private."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import pickle
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,47 +23,27 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.platforms import current_platform
 
 from inference.adapter import take_adapter
-from inference.weight_files import Shipment
+from inference.weight_files import WeightFiles
 from trireme.core.errors import WeightsRefused
-from trireme.core.weights import Adapter, TensorEntry, check_received
+from trireme.core.weights import WeightsManifest, check_received
 from trireme.process.faults import fault_point
+from trireme.transports.packing import tensor_of
 
 # At every update it warns of each module for which a checkpoint has no tensors: rotary embeddings, a tied output head.
 # That all weights are what they should be is proved by the canary. (A filter: vLLM sets all levels again as it starts.)
 logging.getLogger(layerwise.__name__).addFilter(lambda record: record.levelno >= logging.ERROR)
 
-TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
-
-@dataclass(frozen=True)
-class Received:
-    """Weights that have arrived whole, and wait for a pause to be loaded."""
-
-    entries: tuple[TensorEntry, ...]
-    buckets: list[npt.NDArray[np.uint8]]
-    adapter: Adapter | None
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """By name, as views of the buckets."""
-        return ((entry.name, tensor_of(entry, self.buckets)) for entry in self.entries)
-
-
-def load(model: torch.nn.Module, received: Received, model_config: Any) -> None:
+def load_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> None:
     """Loads one version whole: fused groups (q, k, v; gate and up) must be loaded together."""
     # Linear weights are packed for the CPU at load and their parameters become empty, so model.load_weights alone
     # would raise half-way. Layerwise reloading restores the parameters, loads, packs, and copies into place.
     initialize_layerwise_reload(model)
-    model.load_weights(received.tensors())  # type: ignore[operator]
+    model.load_weights(tensors)  # type: ignore[operator]
     finalize_layerwise_reload(model, model_config)
     if fault_point("inference.repack") != "skip":
         repack_output_heads(model)
         repack_experts(model)
-
-
-def tensor_of(entry: TensorEntry, buckets: list[npt.NDArray[np.uint8]]) -> torch.Tensor:
-    """The tensor that `entry` describes, as a view of its bucket."""
-    flat = torch.from_numpy(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes])
-    return flat.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
 
 def repack_output_heads(model: torch.nn.Module) -> None:
@@ -102,34 +81,36 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
-    received: Received | None = None
+    received: tuple[WeightsManifest, list[npt.NDArray[np.uint8]]] | None = None
 
-    def receive_weights(self, shipment_bytes: bytes) -> str | None:
+    def receive_weights(self, pickled_files: bytes) -> str | None:
         """Checks what arrived against its digest; the reason to refuse it, None if it is what was published.
 
         What was checked stays mapped, and is in memory by then: the pause in which it is loaded needs to fetch nothing.
         """
-        shipment: Shipment = pickle.loads(shipment_bytes)
-        buckets = shipment.open()
+        files: WeightFiles = pickle.loads(pickled_files)
+        manifest, buckets = files.manifest, files.open()
         if fault_point("inference.received") == "corrupt":
-            entry = shipment.entries[len(shipment.entries) // 2]
+            entry = manifest.entries[len(manifest.entries) // 2]
             buckets[entry.bucket][entry.offset] ^= 1
         try:
-            check_received(shipment.identity, shipment.entries, buckets, shipment.adapter)
+            check_received(manifest, buckets)
         except WeightsRefused as refused:
             return str(refused)
-        self.received = Received(shipment.entries, buckets, shipment.adapter)
+        self.received = manifest, buckets
         return None
 
     def take_weights(self) -> None:
         """Loads what was received, while the scheduler is paused."""
         assert self.received is not None
+        manifest, buckets = self.received
+        tensors = ((entry.name, tensor_of(entry, buckets)) for entry in manifest.entries)
         runner = self.model_runner
         with set_current_vllm_config(self.vllm_config):
-            if self.received.adapter:
-                take_adapter(runner, dict(self.received.tensors()), self.received.adapter)
+            if manifest.adapter:
+                take_adapter(runner, dict(tensors), manifest.adapter)
             else:
-                load(runner.get_model(), self.received, self.vllm_config.model_config)
+                load_weights(runner.get_model(), tensors, self.vllm_config.model_config)
             if fault_point("inference.loaded") == "corrupt":
                 corrupt_one_weight(runner.get_model())
             torch.accelerator.synchronize()

@@ -5,6 +5,7 @@ Importing this module imports neither torch nor transformers: each shard's proce
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
 from trireme.core.errors import NonFiniteGradient, RoomFailed
 from trireme.core.sampler import Heartbeat
+from trireme.core.transport import load_transport
 from trireme.core.types import (
     AdamParams,
     Data,
@@ -82,7 +84,8 @@ class ShardActor:
         if interface:  # else gloo takes what the host's name resolves to, which other nodes may not reach
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         store = self._store if self._rank == 0 else self._open_store(*address)
-        self._shard = Shard(self._config, self._rank, self._world_size, store, ray.put, self._attempt)
+        sender = load_transport(self._config.transport).make_sender(self._rank)
+        self._shard = Shard(self._config, self._rank, self._world_size, store, sender, self._attempt)
 
     def _open_store(self, host: str, port: int) -> Any:
         from datetime import timedelta
@@ -129,10 +132,11 @@ class ShardActor:
     def save_weights(self, path: Path, published: PublishedWeights) -> list[FileRecord]:
         if self._config.checkpoint.async_save:
             yield_to_others()  # the threads of this group do nothing else
-        names = [f"bucket {i} of version {published.identity.version}" for i in range(len(published.buckets))]
+        timeout_s, who = self._config.timeouts.checkpoint_s, f"the bytes of version {published.identity.version}"
         with trace.span("save_weights", "saving weights"):
-            buckets = waits.get_all(published.buckets, who=names, timeout_s=self._config.timeouts.checkpoint_s)
-            return self._shard.save_weights(path, published.entries, buckets)
+            opening = load_transport(self._config.transport).make_receiver().open(published.source)
+            buckets = asyncio.run(waits.get_async(opening, who=who, timeout_s=timeout_s))
+            return self._shard.save_weights(path, published.manifest.entries, buckets)
 
     @ray.method(concurrency_group="watch")
     def heartbeat(self) -> Heartbeat:

@@ -31,7 +31,7 @@ from trainer.lora import adapter_files, adapter_units, adapters_off, dropping, e
 from trainer.losses import Metrics, monitors, resolve_loss
 from trainer.mfu import device_peak, train_flops
 from trainer.model import SHARD, Sharding, accumulating, gathered_units, load_source, shard_model
-from trainer.publish import Packer, Put, compute_canary
+from trainer.publish import compute_canary
 from trainer.state import Checkpointer, make_adam_state
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
@@ -39,8 +39,9 @@ from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import ReferenceConfig
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import BadInput, NonFiniteGradient, TriremeError
+from trireme.core.transport import Sender
 from trireme.core.types import AdamParams, OptimStepResponse, Provenance, TokenBatch, WeightIdentity, Which
-from trireme.core.weights import Adapter, PublishedWeights, TensorEntry, weights_digest
+from trireme.core.weights import Adapter, PublishedWeights, TensorEntry, WeightsManifest, weights_digest
 from trireme.process.faults import fault_point
 from trireme.run.metrics import reduce_metrics
 
@@ -48,12 +49,12 @@ from trireme.run.metrics import reduce_metrics
 class Shard:
     """One rank. Constructing it joins the process group through `store` and loads its part of the model: collective.
 
-    `put` copies a packed bucket to where replicas can get it; only rank 0's is called. `attempt` becomes part of the
-    identity of all weights that are published.
+    `sender` sends published weights to where replicas get them. `attempt` becomes part of the identity of all weights
+    that are published.
     """
 
     def __init__(
-        self, config: CommonConfig, rank: int, world_size: int, store: dist.Store, put: Put, attempt: int = 1
+        self, config: CommonConfig, rank: int, world_size: int, store: dist.Store, sender: Sender, attempt: int = 1
     ) -> None:
         fault_point("trainer.start")
         self._config = config
@@ -96,7 +97,7 @@ class Shard:
             self._adapter.base if self._adapter else None,
         )
         self._companions: dict[str, bytes] = {}
-        self._packer = Packer(put)
+        self._sender = sender
         self._attempt = attempt
         self._published: list[WeightIdentity] = []
 
@@ -225,12 +226,13 @@ class Shard:
         fault_point("trainer.publish")
         how = self._sharding
         units = adapter_units(self._model, how.dtype, self._device) if self._adapter else gathered_units(self._model)
-        entries, buckets = self._packer.pack(units) if self._rank == 0 else _consume(units)
+        entries, source = self._sender.send(units)
         canary = compute_canary(self._model, self._max_seq_len, self._device)
         identities = [WeightIdentity(self._attempt, version, weights_digest(entries, self._adapter))]
         dist.broadcast_object_list(identities, src=0, device=self._device)
         self._published = recent([*self._published, *identities], self._config.max_steps_off_policy)
-        return PublishedWeights(identities[0], entries, buckets, canary, self._adapter) if self._rank == 0 else None
+        manifest = WeightsManifest(identities[0], entries, canary, self._adapter)
+        return PublishedWeights(manifest, source) if self._rank == 0 else None
 
     def begin_save(self, path: Path) -> None:
         """Begins to save the state as it is now (weights, AdamW's state, random generators) into directory `path`."""
@@ -344,10 +346,3 @@ def _collected(
         for d, row in zip(micro.datums, p.cpu().numpy(), strict=True)
     ]
     return ShardOutput(datums, np.concatenate(rows) if rows else np.zeros(0, dtype=np.float32), metrics)
-
-
-def _consume(units: Iterator[list[tuple[str, Tensor]]]) -> tuple[tuple[()], tuple[()]]:
-    """Takes part in gathering every unit, and keeps nothing."""
-    for _ in units:
-        pass
-    return (), ()

@@ -26,7 +26,15 @@ from inference.router import Router
 from trireme.config import Config
 from trireme.core.sampler import Sampler
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, TensorEntry, UpdateReport, hash_bytes, weights_digest
+from trireme.core.weights import (
+    Canary,
+    PublishedWeights,
+    TensorEntry,
+    UpdateReport,
+    WeightsManifest,
+    hash_bytes,
+    weights_digest,
+)
 from trireme.process.waits import get, get_all
 
 VOCAB = 64
@@ -96,7 +104,7 @@ def publish(model: Any, version: int, tolerance: float = 1e-4) -> PublishedWeigh
     identity = WeightIdentity(1, version, weights_digest(entries))
     tokens = np.random.default_rng(0).integers(0, VOCAB, 200).astype(np.int32)
     canary = Canary(tokens, reference_logprobs(model, tokens.tolist()), tolerance)
-    return PublishedWeights(identity, tuple(entries), (ray.put(np.concatenate(parts)),), canary)
+    return PublishedWeights(WeightsManifest(identity, tuple(entries), canary), (ray.put(np.concatenate(parts)),))
 
 
 def request(name: str, prompt: list[int], max_tokens: int, seed: int = 0) -> SampleRequest:

@@ -37,7 +37,15 @@ from trireme.config.schema import LoraConfig
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
-from trireme.core.weights import Adapter, Canary, PublishedWeights, TensorEntry, hash_bytes, weights_digest
+from trireme.core.weights import (
+    Adapter,
+    Canary,
+    PublishedWeights,
+    TensorEntry,
+    WeightsManifest,
+    hash_bytes,
+    weights_digest,
+)
 from trireme.process.waits import get_all
 
 TOLERANCE = 1e-4
@@ -83,7 +91,8 @@ class AdapterRoom(Room):
         identity = WeightIdentity(1, version, weights_digest(entries, adapter))
         tokens = np.random.default_rng(0).integers(0, VOCAB, 8).astype(np.int32)
         canary = Canary(tokens, reference_logprobs(self.models[version], tokens.tolist()), TOLERANCE)
-        return PublishedWeights(identity, tuple(entries), (ray.put(np.concatenate(parts)),), canary, adapter)
+        manifest = WeightsManifest(identity, tuple(entries), canary, adapter)
+        return PublishedWeights(manifest, (ray.put(np.concatenate(parts)),))
 
 
 @pytest.fixture(scope="module")

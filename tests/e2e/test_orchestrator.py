@@ -16,7 +16,7 @@ from orchestrator.handle import OrchestratorHandle
 from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached, RoomFailed, StorageFailed
 from trireme.core.types import WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights
+from trireme.core.weights import Canary, PublishedWeights, WeightsManifest
 from trireme.process import waits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -61,7 +61,7 @@ def wait_ready(handle: OrchestratorHandle) -> None:
 
 def published(version: int) -> PublishedWeights:
     canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
-    return PublishedWeights(WeightIdentity(0, version, f"d{version}"), (), (), canary)
+    return PublishedWeights(WeightsManifest(WeightIdentity(0, version, f"d{version}"), (), canary), ())
 
 
 def test_a_run_of_three_steps_and_a_sudden_death(model_dir: Path, tmp_path: Path) -> None:

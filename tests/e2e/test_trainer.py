@@ -23,6 +23,7 @@ from trireme.core.errors import BadInput, ProvenanceError, RoomFailed, StorageFa
 from trireme.core.types import AdamParams, ForwardBackwardOutput, Provenance, WeightIdentity
 from trireme.core.weights import check_received
 from trireme.process import waits
+from trireme.transports.packing import Packer
 
 START_S = 120.0
 QWEN, LLAMA = ("qwen3", True), ("llama", False)  # family, tied embeddings
@@ -44,13 +45,13 @@ def ready(group):
 
 def state(weights):
     """The published tensors, by name, after the receiver's check."""
-    buckets = [waits.get(ref, who="a bucket", timeout_s=30) for ref in weights.buckets]
-    check_received(weights.identity, weights.entries, buckets)
+    buckets = [waits.get(ref, who="a bucket", timeout_s=30) for ref in weights.source]
+    check_received(weights.manifest, buckets)
     return {
         e.name: torch.from_numpy(buckets[e.bucket][e.offset : e.offset + e.nbytes].copy())
         .view(torch.float32)
         .view(e.shape)
-        for e in weights.entries
+        for e in weights.manifest.entries
     }
 
 
@@ -101,7 +102,7 @@ class Alone:
 
     def __init__(self, model):
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        self._shard = Shard(make_config(model, trainer__micro_batch_tokens=24), 0, 1, store, put=ray.put)
+        self._shard = Shard(make_config(model, trainer__micro_batch_tokens=24), 0, 1, store, sender=Packer(ray.put))
         self.optim_step, self.publish_weights = self._shard.optim_step, self._shard.publish_weights
         self.load_state = self._shard.load_state
 

@@ -13,6 +13,7 @@ from trainer.attention import masked_attention, packed_attention
 from trainer.batching import scatter_outputs
 from trainer.shard import Shard
 from trireme.core.types import AdamParams, TokenBatch
+from trireme.transports.packing import Packer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +44,11 @@ def step(model: str, **options: object) -> tuple[np.ndarray, torch.Tensor, float
     """Logprobs, the whole gradient, and the gradient's norm; then an update and a publication are gone through."""
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     one = Shard(
-        make_config(model, cluster__device="gpu", trainer__micro_batch_tokens=40, **options), 0, 1, store, np.copy
+        make_config(model, cluster__device="gpu", trainer__micro_batch_tokens=40, **options),
+        0,
+        1,
+        store,
+        Packer(np.copy),
     )
     batch = make_batch(LENGTHS)
     output = one.forward_backward(batch, "importance_sampling", {}, None)

@@ -43,7 +43,7 @@ from trireme.config import Config
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import Minibatch, SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, UpdateReport
+from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
 
 LONGEST = 50
 NO_DEADLINE_S = 1e9
@@ -390,7 +390,8 @@ def tokens_of(spans: Sequence[VersionSpan]) -> npt.NDArray[np.int32]:
 
 def published(version: int) -> PublishedWeights:
     identity = WeightIdentity(1, version, f"d{version}")
-    return PublishedWeights(identity, (), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4))
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
+    return PublishedWeights(WeightsManifest(identity, (), canary), ())
 
 
 @dataclass

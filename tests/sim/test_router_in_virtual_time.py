@@ -22,7 +22,7 @@ from inference.router import Router
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, UpdateReport
+from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
 
 TOKEN_S = 0.25
 UPDATE_S = 0.5
@@ -35,7 +35,8 @@ SHARE = 1000
 
 def weights(version: int) -> PublishedWeights:
     identity = WeightIdentity(1, version, f"d{version}")
-    return PublishedWeights(identity, (), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4))
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
+    return PublishedWeights(WeightsManifest(identity, (), canary), ())
 
 
 class Slow:

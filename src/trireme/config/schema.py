@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from trireme.core.transport import TRANSPORTS
 from trireme.core.types import AdamParams, LossFnType, LossNormalization, SamplingParams
 from trireme.renderers import RendererName
 
@@ -19,6 +20,10 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number in each dtype."""
+if TYPE_CHECKING:
+    TransportName = str
+else:
+    TransportName = Literal["auto", *TRANSPORTS]
 
 
 class Section(BaseModel):
@@ -403,9 +408,7 @@ class InferenceConfig(Section):
         json_schema_extra={"flag": "inference-gpus"},
         description="Number of vLLM replicas (one GPU each where there are GPUs).",
     )
-    transport: Literal["auto", "object_store"] = Field(
-        "auto", description="How weights travel to the replicas; auto = object_store."
-    )
+    transport: TransportName = Field("auto", description="How weights travel to the replicas; auto = object_store.")
     on_update: Literal["recompute_kv", "keep_kv", "drain"] = Field(
         "recompute_kv",
         description="What happens to requests in flight when new weights come: their KV cache is computed again under "
@@ -524,6 +527,11 @@ class CommonConfig(Section, ABC):
         return 0
 
     @property
+    def transport(self) -> str:
+        """The key of `trireme.core.transport.TRANSPORTS` by which published weights travel."""
+        return "object_store"
+
+    @property
     def kl_reference(self) -> ReferenceConfig | None:
         """The reference policy that the trainer keeps beside the model; none where nothing asks for it."""
         return None
@@ -605,7 +613,7 @@ class Config(CommonConfig):
         return self.trainer.loss_fn or ("ppo" if self.orchestrator.max_steps_off_policy else "importance_sampling")
 
     @property
-    def transport(self) -> Literal["object_store"]:
+    def transport(self) -> str:
         return "object_store" if self.inference.transport == "auto" else self.inference.transport
 
     @property

@@ -79,19 +79,31 @@ class Canary:
 
 
 @dataclass(frozen=True)
-class PublishedWeights:
-    """One version, ready for replicas. `buckets` hold object-store references to uint8 arrays. `adapter`: the tensors
-    are those of a LoRA adapter, under peft's names; none = they are the whole model."""
+class WeightsManifest:
+    """What is published: one version, without its bytes."""
 
     identity: WeightIdentity
     entries: tuple[TensorEntry, ...]
-    buckets: tuple[Any, ...]
     canary: Canary
     adapter: Adapter | None = None
+    """The tensors are those of a LoRA adapter, under peft's names; None: they are the whole model."""
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """One version, ready for replicas."""
+
+    manifest: WeightsManifest
+    source: Any
+    """How a receiver gets the bytes; only the transport that made it reads it (`trireme.core.transport`)."""
+
+    @property
+    def identity(self) -> WeightIdentity:
+        return self.manifest.identity
 
     @property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries)
+        return sum(entry.nbytes for entry in self.manifest.entries)
 
 
 @dataclass(frozen=True)
@@ -108,18 +120,14 @@ class UpdateReport:
     pause_s: float = 0.0
 
 
-def check_received(
-    identity: WeightIdentity,
-    entries: Sequence[TensorEntry],
-    buckets: Sequence[npt.NDArray[np.uint8]],
-    adapter: Adapter | None = None,
-) -> None:
-    """Raises WeightsRefused unless the bytes in `buckets` are those that `identity` names."""
-    if weights_digest(entries, adapter) != identity.digest:
+def check_received(manifest: WeightsManifest, buckets: Sequence[npt.NDArray[np.uint8]]) -> None:
+    """Raises WeightsRefused unless the bytes in `buckets` are those that the manifest's identity names."""
+    identity = manifest.identity
+    if weights_digest(manifest.entries, manifest.adapter) != identity.digest:
         raise WeightsRefused(
             f"the table of tensors of version {identity.version} does not have digest {identity.digest}"
         )
-    for entry in entries:
+    for entry in manifest.entries:
         received = hash_bytes(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes])
         if received != entry.hash:
             raise WeightsRefused(
@@ -128,12 +136,14 @@ def check_received(
             )
 
 
-def check_canary(identity: WeightIdentity, canary: Canary, logprobs: npt.NDArray[np.float32]) -> float:
-    """Largest absolute difference to the trainer's logprobs. Raises WeightsRefused beyond the tolerance or for NaN."""
+def check_canary(manifest: WeightsManifest, logprobs: npt.NDArray[np.float32]) -> float:
+    """Returns the largest absolute difference to the trainer's logprobs. Raises WeightsRefused when it is beyond the
+    tolerance or NaN."""
+    canary = manifest.canary
     diff = float(np.max(np.abs(logprobs - canary.logprobs)))
     if not diff <= canary.tolerance:
         raise WeightsRefused(
-            f"canary of version {identity.version}: the replica's logprobs differ from the trainer's by {diff:.3g}, "
-            f"more than {canary.tolerance:.3g}: the weights it uses are not those that were published"
+            f"canary of version {manifest.identity.version}: the replica's logprobs differ from the trainer's by "
+            f"{diff:.3g}, more than {canary.tolerance:.3g}: the weights it uses are not those that were published"
         )
     return diff

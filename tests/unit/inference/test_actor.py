@@ -21,14 +21,14 @@ from inference.actor import ReplicaActor
 from inference.engine import engine_args, vllm_params
 from inference.engine_stats import EngineStats
 from inference.handover import NOTHING
-from inference.weight_files import Shipment, in_memory_files
+from inference.weight_files import WeightFiles, in_memory_files
 from inference.wrong import made_wrong
 from trireme.config import Config
 from trireme.config.schema import SamplingConfig
 from trireme.core.errors import BadInput, RoomFailed, WeightsRefused
 from trireme.core.sampler import Heartbeat
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights
+from trireme.core.weights import Canary, PublishedWeights, WeightsManifest
 
 IDENTITY = WeightIdentity(1, 0, "d")
 
@@ -445,7 +445,7 @@ async def empty_bucket() -> Any:
 
 def published(version: int) -> PublishedWeights:
     canary = Canary(np.zeros(2, np.int32), np.full(1, -1.0, np.float32), 1e-4)
-    return PublishedWeights(WeightIdentity(1, version, "d"), (), (empty_bucket(),), canary)
+    return PublishedWeights(WeightsManifest(WeightIdentity(1, version, "d"), (), canary), (empty_bucket(),))
 
 
 async def bucket_of_a_dead_trainer() -> Any:
@@ -457,7 +457,7 @@ def test_weights_that_cannot_be_fetched_change_nothing() -> None:
 
     async def run() -> None:
         made = UpdatingReplica("recompute_kv")
-        lost = replace(published(version=1), buckets=(bucket_of_a_dead_trainer(),))
+        lost = replace(published(version=1), source=(bucket_of_a_dead_trainer(),))
         with pytest.raises(RoomFailed, match=r"inference replica 0, fetching version 1: OSError: its owner has died"):
             await made.update_weights(lost)
         assert made.broken is None
@@ -598,14 +598,14 @@ def test_the_prefix_cache_is_off_in_deterministic_mode_and_stays_off() -> None:
         engine_args(config(deterministic=True, engine_args={"enable_prefix_caching": True}), on_cpu=True)
 
 
-def test_a_shipment_arrives_whole_is_private_and_leaves_nothing() -> None:
+def test_what_the_engine_process_maps_is_whole_and_private_and_leaves_nothing_behind() -> None:
     buckets = [np.arange(200, dtype=np.uint8), np.full(5000, 7, np.uint8)]
     open_before = set(os.listdir("/proc/self/fd"))
     with in_memory_files(buckets) as paths:
-        shipment = Shipment(IDENTITY, (), paths)
-        received = shipment.open()
+        files = WeightFiles(published(version=0).manifest, paths)
+        received = files.open()
         received[0][3] = 99
-        again = shipment.open()
+        again = files.open()
     assert [a.tolist() for a in again] == [b.tolist() for b in buckets]
     assert received[0][3] == 99
     del received, again  # mappings hold descriptors of their own

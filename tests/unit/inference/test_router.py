@@ -19,10 +19,10 @@ from inference.router import Router
 from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, UpdateReport
+from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
 
 WEIGHTS = PublishedWeights(
-    WeightIdentity(1, 3, "d"), (), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
+    WeightsManifest(WeightIdentity(1, 3, "d"), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)), ()
 )
 
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.export import tokenizer_files
 from trainer.lora import adapter_files, peft_config, write_adapter
-from trainer.publish import Packer
 from trireme.checkpoint.store import CheckpointStore
 from trireme.config.schema import LoraConfig
 from trireme.core.base_digest import base_digest
 from trireme.core.weights import Adapter
+from trireme.transports.packing import Packer
 
 LORA = LoraConfig(rank=8, alpha=12)
 PROMPT = torch.tensor([[3, 5, 2, 7, 1, 4]])
@@ -38,7 +38,7 @@ def make_adapter_run(root: Path, base: Path) -> CheckpointStore:
     torch.manual_seed(0)
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft_config(LORA))
     tensors = {name: torch.randn_like(t) / 20 for name, t in get_peft_model_state_dict(adapted).items()}
-    entries, buckets = Packer(np.copy).pack([[item] for item in tensors.items()])
+    entries, buckets = Packer(np.copy).send([[item] for item in tensors.items()])
     head = store.head()
     assert head is not None
     draft = store.draft(2, head.attempt)

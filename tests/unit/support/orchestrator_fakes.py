@@ -16,14 +16,15 @@ from orchestrator.rollout import RolloutLimits
 from trireme.config import Config
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import Minibatch, SampledSequence, SampleRequest, VersionSpan, WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, UpdateReport
+from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
 
 Reward = Callable[["Problem", int], Awaitable[float]]
 
 
 def published(version: int) -> PublishedWeights:
     identity = WeightIdentity(0, version, f"d{version}")
-    return PublishedWeights(identity, (), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4))
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
+    return PublishedWeights(WeightsManifest(identity, (), canary), ())
 
 
 class FakeSampler:

@@ -15,6 +15,7 @@ from trainer.shard import Shard
 from trireme.config import Config
 from trireme.core.errors import BadInput, NonFiniteGradient
 from trireme.core.types import AdamParams, Datum, ModelInput, TokenBatch
+from trireme.transports.packing import Packer
 
 LENGTHS = (5, 9, 1, 7)
 
@@ -63,7 +64,7 @@ def test_a_datum_unlike_the_others_is_named():
 def shard(tmp_path_factory):
     model = make_model(tmp_path_factory.mktemp("model"), "qwen3", True)
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    yield Shard(make_config(model, trainer__micro_batch_tokens=12), 0, 1, store, put=np.copy)
+    yield Shard(make_config(model, trainer__micro_batch_tokens=12), 0, 1, store, sender=Packer(np.copy))
     dist.destroy_process_group()
 
 

@@ -19,6 +19,7 @@ from trainer.shard import Shard
 from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams
 from trireme.core.weights import check_received, weights_digest
+from trireme.transports.packing import Packer
 
 
 @pytest.fixture(scope="module")
@@ -29,33 +30,33 @@ def model(tmp_path_factory):
 @pytest.fixture
 def shard(model):
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    yield Shard(make_config(model), 0, 1, store, put=np.copy)
+    yield Shard(make_config(model), 0, 1, store, sender=Packer(np.copy))
     dist.destroy_process_group()
 
 
 def tensors(published):
     return {
-        e.name: torch.from_numpy(published.buckets[e.bucket][e.offset : e.offset + e.nbytes])
+        e.name: torch.from_numpy(published.source[e.bucket][e.offset : e.offset + e.nbytes])
         .view(torch.float32)
         .view(e.shape)
-        for e in published.entries
+        for e in published.manifest.entries
     }
 
 
 def test_each_expert_is_published_under_its_name_in_the_checkpoint(shard, model):
     published = shard.publish_weights(0)
-    check_received(published.identity, published.entries, published.buckets)
+    check_received(published.manifest, published.source)
     saved = load_file(Path(model) / "model.safetensors")  # as save_pretrained wrote it
     assert sum(".mlp.experts." in name for name in saved) == 2 * EXPERTS["num_experts"] * 3, "2 layers, 3 matrices each"
     got = tensors(published)
     assert got.keys() == saved.keys()
     for name, expected in saved.items():
         assert torch.equal(got[name], expected), name
-    assert published.identity.digest == weights_digest(published.entries)
+    assert published.identity.digest == weights_digest(published.manifest.entries)
 
 
 def test_gate_and_up_of_an_expert_share_a_bucket(shard):
-    place = {e.name: e.bucket for e in shard.publish_weights(0).entries}
+    place = {e.name: e.bucket for e in shard.publish_weights(0).manifest.entries}
     for layer, expert in itertools.product(range(2), range(EXPERTS["num_experts"])):
         prefix = f"model.layers.{layer}.mlp.experts.{expert}."
         assert place[prefix + "gate_proj.weight"] == place[prefix + "up_proj.weight"]
@@ -71,7 +72,7 @@ def test_what_was_trained_opens_with_from_pretrained(shard, tmp_path):
     assert any(".mlp.experts." in name for name in moved)
     assert any(name.endswith(".mlp.gate.weight") for name in moved), "the router learns too"
 
-    shard.save_weights(tmp_path / "saved", published.entries, published.buckets)
+    shard.save_weights(tmp_path / "saved", published.manifest.entries, published.source)
     reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     logits = reopened(torch.from_numpy(batch.tokens[:5]).long()[None]).logits[0] / batch.temperatures[0]
     targets = torch.from_numpy(batch.columns["target_tokens"][:5]).long()

@@ -25,6 +25,7 @@ from trainer.shard import Shard
 from trireme.core.types import AdamParams
 from trireme.core.weights import TensorEntry
 from trireme.plan import memory
+from trireme.transports.packing import Packer
 
 LENGTHS = (30, 3, 3, 4, 5, 29, 7, 1)
 BUDGET = 24  # less than the longest: shards have unequal numbers of micro-batches, some nothing but fillers
@@ -48,10 +49,10 @@ def published(one: Shard, version: int) -> dict[str, np.ndarray]:
         return {}
 
     def tensor(entry: TensorEntry) -> np.ndarray:
-        flat = weights.buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
+        flat = weights.source[entry.bucket][entry.offset : entry.offset + entry.nbytes]
         return flat.view(np.float32).reshape(entry.shape).copy()
 
-    return {entry.name: tensor(entry) for entry in weights.entries}
+    return {entry.name: tensor(entry) for entry in weights.manifest.entries}
 
 
 def make_shard(rank, world_size, store, model, options):
@@ -62,7 +63,7 @@ def make_shard(rank, world_size, store, model, options):
         if options.pop("layer_by_layer", False):
             patch.setattr(memory, "WHOLE_ON_CPU", 0)
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        return Shard(make_config(model, **options), rank, world_size, store, np.copy)
+        return Shard(make_config(model, **options), rank, world_size, store, Packer(np.copy, rank))
 
 
 def one_step(rank, world_size, store, model, options, save_to=None):

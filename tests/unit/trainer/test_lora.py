@@ -27,7 +27,8 @@ from trainer.shard import Shard
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import BadInput, CheckpointInvalid
 from trireme.core.types import AdamParams, TokenBatch
-from trireme.core.weights import PublishedWeights, check_received, weights_digest
+from trireme.core.weights import Adapter, PublishedWeights, check_received, weights_digest
+from trireme.transports.packing import Packer
 
 LENGTHS = (5, 9, 1, 7, 9)
 MODELS = {"tied": ("qwen3", True), "untied": ("llama", False)}
@@ -55,7 +56,7 @@ def make(models: dict[str, str]) -> Iterator[Make]:
             dist.destroy_process_group()
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
         config = make_config(models[kind], trainer__lora=LORA[kind] if lora is None else lora, **options)
-        return Shard(config, 0, 1, store, put=np.copy)
+        return Shard(config, 0, 1, store, sender=Packer(np.copy))
 
     yield new
     if dist.is_initialized():
@@ -88,7 +89,7 @@ def saved(shard: Shard, path: Path) -> PublishedWeights:
     """Publishes, and writes what was published as a commit does."""
     published = shard.publish_weights(1)
     assert published is not None
-    shard.save_weights(path, published.entries, published.buckets)
+    shard.save_weights(path, published.manifest.entries, published.source)
     return published
 
 
@@ -148,12 +149,11 @@ def test_only_adapters_are_trained_and_only_they_are_published(make: Make, kind:
     for name, before in base.items():
         assert torch.equal(shard._model.get_parameter(name).full_tensor(), before), name
     assert {p.requires_grad for p in shard._optimizer.state} == {True}
-    assert len(shard._optimizer.state) == len(second.entries)
-    assert {e.name.rpartition(".lora_")[2] for e in second.entries} == {"A.weight", "B.weight"}
+    assert len(shard._optimizer.state) == len(second.manifest.entries)
+    assert {e.name.rpartition(".lora_")[2] for e in second.manifest.entries} == {"A.weight", "B.weight"}
     assert second.nbytes == 4 * sum(p.numel() for p in shard._parameters)
-    assert second.adapter is not None
-    assert (second.adapter.base, second.adapter.rank, second.adapter.alpha) == (base_digest(models[kind]), 8, 16)
-    check_received(second.identity, second.entries, second.buckets, second.adapter)
+    assert second.manifest.adapter == Adapter(base_digest(models[kind]), 8, 16)
+    check_received(second.manifest, second.source)
     assert first.identity.digest != second.identity.digest
 
 
@@ -162,8 +162,8 @@ def test_the_digest_covers_base_and_scale(make: Make) -> None:
     other_scale = make("tied", {"rank": 8, "alpha": 8}).publish_weights(0)
     assert published is not None
     assert other_scale is not None
-    assert published.identity.digest != weights_digest(published.entries)
-    assert [e.hash for e in published.entries] == [e.hash for e in other_scale.entries]
+    assert published.identity.digest != weights_digest(published.manifest.entries)
+    assert [e.hash for e in published.manifest.entries] == [e.hash for e in other_scale.manifest.entries]
     assert published.identity.digest != other_scale.identity.digest
 
 
@@ -241,7 +241,7 @@ def test_a_frozen_base_is_kept_in_the_inference_dtype(make: Make, kind: str) -> 
     np.testing.assert_array_equal(logprobs(adapted, batch), whole)
     published = trained(adapted).publish_weights(0)
     assert published is not None
-    assert {e.dtype for e in published.entries} == {"BF16"}
+    assert {e.dtype for e in published.manifest.entries} == {"BF16"}
 
 
 def test_a_commit_holds_adapters_and_goes_on_bit_for_bit(make: Make, kind: str, tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_commit_on_another_base_is_refused(make: Make, models: dict[str, str],
     models = {"tied": str(tmp_path / "other")}
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    resumed = Shard(make_config(models["tied"], trainer__lora=LORA["tied"]), 0, 1, store, put=np.copy)
+    resumed = Shard(make_config(models["tied"], trainer__lora=LORA["tied"]), 0, 1, store, sender=Packer(np.copy))
     with pytest.raises(CheckpointInvalid, match=f"another base.*have {base_digest(models['tied'])}"):
         resumed.load_state(tmp_path / "state", [])
 
@@ -295,7 +295,7 @@ def test_the_directory_says_what_it_is(make: Make, models: dict[str, str], tmp_p
         "name": models["untied"],
         "digest": base_digest(models["untied"]),
     }
-    assert load_file(tmp_path / "adapter_model.safetensors").keys() == {e.name for e in published.entries}
+    assert load_file(tmp_path / "adapter_model.safetensors").keys() == {e.name for e in published.manifest.entries}
 
 
 def test_targets_that_the_model_does_not_have(models: dict[str, str]) -> None:
@@ -337,7 +337,10 @@ def adapters_of(shard: Shard) -> dict[str, Tensor]:
     published = shard.publish_weights(1)
     if published is None:
         return {}
-    flat = {e.name: (published.buckets[e.bucket][e.offset : e.offset + e.nbytes], e.shape) for e in published.entries}
+    flat = {
+        e.name: (published.source[e.bucket][e.offset : e.offset + e.nbytes], e.shape)
+        for e in published.manifest.entries
+    }
     return {name: torch.from_numpy(part.copy()).view(torch.float32).view(shape) for name, (part, shape) in flat.items()}
 
 
@@ -346,7 +349,7 @@ def two_steps(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
     """The gradients of the second step (in the first, A has none), the adapters after it, and the base's logprobs."""
     config = make_config(model, trainer__lora=EVERYTHING, trainer__kl={"coef": 0.1}, **options)
-    shard = Shard(config, rank, world_size, store, np.copy)
+    shard = Shard(config, rank, world_size, store, Packer(np.copy, rank))
     for seed in range(2):
         shard.forward_backward(make_batch(LONG, seed=seed), "importance_sampling", {}, None)
         named = [(name, p) for name, p in shard._model.named_parameters() if p.requires_grad]
@@ -397,7 +400,7 @@ def test_dropped_inputs_are_the_same_when_layers_are_computed_twice(make: Make) 
 def in_bfloat16(rank: int, world_size: int, store: Any, model: str) -> tuple[Any, dict[str, Tensor]]:
     """Each datum alone in its micro-batch, so that no rounding depends on the number of ranks."""
     config = make_config(model, trainer__lora=EVERYTHING, model__dtype="bfloat16", trainer__micro_batch_tokens=1)
-    shard = Shard(config, rank, world_size, store, np.copy)
+    shard = Shard(config, rank, world_size, store, Packer(np.copy, rank))
     shard.forward_backward(make_batch(LONG), "importance_sampling", {}, None)
     shard.optim_step(AdamParams(learning_rate=1e-2), 40.0)
     output = shard.forward(make_batch(LONG))
@@ -422,6 +425,6 @@ def test_attention_beside_experts(tmp_path: Path, make: Make, models: dict[str, 
     batch, lora = make_batch(LENGTHS), {"rank": 8, "alpha": 16, "train_mlp": False}
     shard = trained(make("experts", lora))
     published = saved(shard, tmp_path / "adapter")
-    assert {e.name.split(".")[5] for e in published.entries} == {"self_attn"}
+    assert {e.name.split(".")[5] for e in published.manifest.entries} == {"self_attn"}
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models["experts"]), tmp_path / "adapter")
     np.testing.assert_allclose(logprobs(shard, batch), expected(model, batch).detach().numpy(), atol=1e-5)

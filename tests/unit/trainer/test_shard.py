@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM
 from trainer.batch_checks import check_provenance
 from trainer.batching import ShardOutput, scatter_outputs
 from trainer.losses import resolve_loss
-from trainer.publish import Packer, canary_tokens, canary_tolerance, fused_group
+from trainer.publish import canary_tokens, canary_tolerance
 from trainer.shard import Shard
 from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.types import AdamParams, Provenance, TokenBatch, WeightIdentity
 from trireme.core.weights import check_canary, check_received
+from trireme.transports.packing import Packer, fused_group
 
 LENGTHS = (5, 9, 1, 7, 9)
 
@@ -40,7 +41,7 @@ def shard(model):
 
     def make(**options):
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        return Shard(make_config(model, **options), 0, 1, store, put=np.copy)
+        return Shard(make_config(model, **options), 0, 1, store, sender=Packer(np.copy))
 
     yield make
     dist.destroy_process_group()
@@ -120,19 +121,19 @@ def test_update_is_adamw_on_the_normalised_and_clipped_gradient(shard, model):
 
 def test_what_is_published_is_the_cast_state_dict_and_its_canary(shard, model):
     published = shard(model__dtype="bfloat16").publish_weights(3)
-    check_received(published.identity, published.entries, published.buckets)
+    check_received(published.manifest, published.source)
     unsharded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     expected = dict(unsharded.named_parameters())
-    assert {e.name for e in published.entries} == expected.keys()
-    for e in published.entries:
-        got = torch.from_numpy(published.buckets[e.bucket][e.offset : e.offset + e.nbytes]).view(torch.bfloat16)
+    assert {e.name for e in published.manifest.entries} == expected.keys()
+    for e in published.manifest.entries:
+        got = torch.from_numpy(published.source[e.bucket][e.offset : e.offset + e.nbytes]).view(torch.bfloat16)
         assert torch.equal(got.view(e.shape), expected[e.name])
         assert (e.dtype, e.offset % 64) == ("BF16", 0)
     assert (published.identity.attempt, published.identity.version) == (1, 3)
-    tokens = torch.from_numpy(published.canary.tokens.astype(np.int64))
+    tokens = torch.from_numpy(published.manifest.canary.tokens.astype(np.int64))
     logits = unsharded.float()(tokens[None, :-1]).logits[0]
     logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].detach().numpy()
-    assert 1e-4 < check_canary(published.identity, published.canary, logprobs) < published.canary.tolerance < 1
+    assert 1e-4 < check_canary(published.manifest, logprobs) < published.manifest.canary.tolerance < 1
 
 
 def test_fused_tensors_share_a_bucket_and_the_buffer_is_reused():
@@ -147,7 +148,7 @@ def test_fused_tensors_share_a_bucket_and_the_buffer_is_reused():
     for version in range(2):
         buckets.clear()
         units = [[(name, torch.full((50 + i,), float(i + version))) for i, name in enumerate(names)]]
-        entries, references = packer.pack(units)
+        entries, references = packer.send(units)
         assert list(references) == list(range(len(buckets)))
         for i, e in enumerate(entries):
             got = buckets[e.bucket][e.offset : e.offset + e.nbytes].view(np.float32)

@@ -31,6 +31,7 @@ from trireme.checkpoint.files import checksum_of
 from trireme.core.errors import BadInput, CheckpointInvalid, ProvenanceError, StorageFailed
 from trireme.core.types import AdamParams, Provenance, WeightIdentity
 from trireme.process.faults import InjectedFault
+from trireme.transports.packing import Packer
 
 LENGTHS = (5, 9, 1, 7, 9)
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def shard(model):
         if dist.is_initialized():
             dist.destroy_process_group()
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        return Shard(make_config(source, **options), 0, 1, store, np.copy, attempt)
+        return Shard(make_config(source, **options), 0, 1, store, Packer(np.copy), attempt)
 
     yield make
     if dist.is_initialized():
@@ -404,7 +405,7 @@ def test_deterministic_asks_torch_for_it(shard):
 
 def export(one, path, **options):
     published = one.publish_weights(0)
-    return published, one.save_weights(path, published.entries, published.buckets, **options)
+    return published, one.save_weights(path, published.manifest.entries, published.source, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -414,7 +415,7 @@ def test_an_exported_model_opens_and_is_what_was_published(shard, model, tmp_pat
     assert reopened.dtype == getattr(torch, dtype)
     expected = AutoModelForCausalLM.from_pretrained(model, dtype=reopened.dtype)
     assert all(torch.equal(reopened.get_parameter(name), p) for name, p in expected.named_parameters())
-    assert len(published.entries) == len(list(expected.named_parameters()))
+    assert len(published.manifest.entries) == len(list(expected.named_parameters()))
     assert AutoTokenizer.from_pretrained(tmp_path / "inference").encode("0129")[-1] == 9
     files = {f"inference/{f.name}" for f in (tmp_path / "inference").iterdir()}
     assert {r.path for r in records} == files
@@ -426,17 +427,17 @@ def test_an_exported_model_opens_and_is_what_was_published(shard, model, tmp_pat
 
 def test_tensors_are_spread_over_files(shard, tmp_path):
     published = shard().publish_weights(0)
-    write_model(tmp_path / "inference", published.entries, published.buckets, {}, file_bytes=20_000)
+    write_model(tmp_path / "inference", published.manifest.entries, published.source, {}, file_bytes=20_000)
     index = json.loads((tmp_path / "inference" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files == [f"model-{i:05d}.safetensors" for i in range(1, len(files) + 1)]
     assert len(files) > 3
     found = {name: load_file(tmp_path / "inference" / file) for name, file in index["weight_map"].items()}
-    for entry in published.entries:
+    for entry in published.manifest.entries:
         assert tuple(found[entry.name][entry.name].shape) == entry.shape
-        content = published.buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
+        content = published.source[entry.bucket][entry.offset : entry.offset + entry.nbytes]
         assert found[entry.name][entry.name].numpy().tobytes() == content.tobytes()
-    sizes = [sum(e.nbytes for e in published.entries if index["weight_map"][e.name] == file) for file in files]
+    sizes = [sum(e.nbytes for e in published.manifest.entries if index["weight_map"][e.name] == file) for file in files]
     assert all(a + b > 20_000 for a, b in pairwise(sizes)), "files are filled"
     assert index["metadata"]["total_size"] == sum(sizes) == published.nbytes
 
