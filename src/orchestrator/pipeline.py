@@ -378,7 +378,7 @@ class Pipeline:
                 else:  # the last replica was lost while it waited
                     permit.close()
 
-    async def _room(self) -> Permit:
+    async def _permit(self) -> Permit:
         """For the largest group there may be: whose it is turns out when it is dispatched."""
         return await self._pressure.gate.enter("train", self._config.largest_group)
 
