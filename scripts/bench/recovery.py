@@ -270,12 +270,12 @@ def start_replica(config: Any, log_dir: Path, _commit: Path | None) -> float:
 
 def start_shards(config: Any, log_dir: Path, commit: Path | None) -> float:
     from trainer.handle import TrainerHandle
-    from trireme.checkpoint.manifest import read_manifest
+    from trireme.checkpoint.manifest import Manifest
 
     assert commit is not None
     began = time.monotonic()
     group = TrainerHandle.start(config, [{"num_cpus": 1}] * config.trainer.processes, log_dir)
-    return until_ready(group, began, lambda: group.load_state(commit / "trainer", read_manifest(commit).identities))
+    return until_ready(group, began, lambda: group.load_state(commit / "trainer", Manifest.read(commit).identities))
 
 
 def until_ready(group: Any, began: float, then: Callable[[], None]) -> float:

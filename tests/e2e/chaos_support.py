@@ -245,10 +245,10 @@ def assert_whole(ended: Ended, steps: int = STEPS) -> None:
     assert [row["step"] for row in ended.rows] == list(range(steps))
     assert_bound_and_conservation(ended, BOUND)
     assert_every_problem_once(ended)
-    newest = CheckpointStore(ended.root).newest()
-    assert newest.passed_over == ()
-    assert newest.commit is not None
-    assert newest.commit.name == f"step_{steps:06d}"
+    newest, passed_over = CheckpointStore(ended.root).newest()
+    assert passed_over == {}
+    assert newest is not None
+    assert newest.path.name == f"step_{steps:06d}"
     ended.assert_nothing_left()
 
 

@@ -362,7 +362,7 @@ class TestGoingBack:
                 file.unlink()
             chosen = choose(store, None)
             assert chosen is not None
-            assert chosen.commit.name == "step_000002", file
+            assert chosen.path.name == "step_000002", file
             assert "step_000004" in " ".join(chosen.notes)
             with pytest.raises(BadInput, match=re.escape(file.name)):
                 choose(store, 4)

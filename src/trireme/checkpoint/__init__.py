@@ -1,5 +1,4 @@
-"""Commits: how they are written, what proves that one is whole, where they lie, and how a run goes on from one.
+"""Commits: how they are written and verified, where they lie, and how a run resumes from one.
 
-`files` is what the rooms write with; `manifest` is the commit; `store` keeps the commits of one run directory; `resume`
-chooses the one to go on from.
+`files` writes and hashes; `manifest` is the commit; `store` keeps the commits of a run directory; `resume` chooses one.
 """

@@ -1,13 +1,14 @@
-"""Writing files of a checkpoint: every one is hashed on its way to the disk and forced onto it before it counts.
+"""Writes the files of a checkpoint. Each is hashed while it is written, and forced onto the disk before it counts.
 
-The checksum is xxh3-128 of the bytes that were handed over, not of what could be read back: a disk that returns
-something else is noticed by `trireme.checkpoint.manifest.verify`.
+The checksum is xxh3-128 of the bytes handed to the writer, not of bytes read back, so `Manifest.verified` notices a
+disk that returns something else.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import mmap
 import os
 import shutil
@@ -27,36 +28,34 @@ from trireme.core.errors import StorageFailed
 Chunk = bytes | bytearray | memoryview
 Bytes = npt.NDArray[np.uint8]
 Copy = Callable[[Bytes, Bytes], None]
-READ_BYTES = 4 << 20
 BLOCK_BYTES = 1 << 20
-"""What is written at once: a multiple of every file system's alignment, little enough to stay in a core's cache."""
+"""Size of one write: a multiple of every file system's alignment, small enough to stay in a core's cache."""
 HUGE_PAGE = 1 << 21
 CACHED_BYTES = 1 << 19
-"""What is copied into the block and then hashed there: both still in the cache, which takes three fifths of the time
-that a whole block takes."""
+"""Bytes that are copied into the block and then hashed there, still in the cache: takes three fifths of the time of a
+whole block."""
 WORTH_A_THREAD = 1 << 16
-"""Bytes: handing over less to another thread takes longer than the work."""
+"""Bytes. Handing less to another thread takes longer than the work itself."""
 
 
 @dataclass(frozen=True, order=True)
 class FileRecord:
-    """One file of a commit: `path` relative to the commit, with slashes; `size` in bytes; `checksum` xxh3-128, 32 hex
-    digits."""
+    """One file of a commit."""
 
-    path: str
-    size: int
-    checksum: str
+    path: str  # relative to the commit, with slashes
+    size: int  # bytes
+    checksum: str  # xxh3-128, 32 hex digits
 
 
 def _free_space(path: Path) -> str:
-    """The space that is free where `path` lies, or would lie."""
+    """Describes the free space of the file system of `path`, which need not exist."""
     there = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
     return f"{shutil.disk_usage(there).free / 2**20:,.1f} MiB free"
 
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError of the block into StorageFailed, which names `path` and the space that is free there."""
+    """Turns an OSError of the block into StorageFailed, which names `path` and the free space there."""
     try:
         yield
     except OSError as error:
@@ -67,7 +66,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def fsync_directory(path: Path) -> None:
-    """Forces the names in directory `path` onto the disk. Raises OSError."""
+    """Forces the entries of directory `path` onto the disk. Raises OSError."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)
@@ -76,7 +75,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Makes directory `path` and what is missing above it, names forced onto the disk. Raises OSError."""
+    """Makes directory `path` and its missing parents, and forces them onto the disk. Raises OSError."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -84,7 +83,7 @@ def make_directory(path: Path) -> None:
 
 
 def _set_direct(file: int, direct: bool) -> bool:
-    """Makes writes to the open `file` pass by the page cache, or not; whether its file system can."""
+    """Switches O_DIRECT (no page cache) of the open `file`. Returns False if its file system cannot do that."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags)
@@ -96,9 +95,11 @@ def _set_direct(file: int, direct: bool) -> bool:
 
 
 def _new_block(in_huge_page: bool) -> memoryview:
-    """BLOCK_BYTES that begin at a page, as O_DIRECT asks for. In a huge page (where the system has one to give) they
-    are one piece of physical memory, and with that one request to the disk: of single pages the usual device takes at
-    most 254 at once, so that each block would need two. To get one costs as much as a write: for large files."""
+    """Allocates BLOCK_BYTES that begin at a page, as O_DIRECT requires.
+
+    In a huge page they are one piece of physical memory, so one request to the disk; of single pages the usual device
+    takes at most 254 in a request, so each block would need two. A huge page costs as much as a write: only worth it
+    for large files."""
     if not in_huge_page:
         return memoryview(mmap.mmap(-1, BLOCK_BYTES))
     memory = mmap.mmap(-1, 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -109,19 +110,17 @@ def _new_block(in_huge_page: bool) -> memoryview:
 
 
 class HashingWriter:
-    """A new binary file that hashes what is written through it, in order; it cannot seek.
+    """Writes a new binary file and hashes its bytes in order; it cannot seek. Replaces an existing file of that name.
 
-    Bytes are gathered in a block. Full blocks are written past the page cache (O_DIRECT), for a tenth of the CPU time;
-    the last one, and all of them where the file system refuses that, are written as usual.
+    Bytes are gathered in blocks. Full blocks bypass the page cache (O_DIRECT), for a tenth of the CPU time. The last
+    block, and all where the file system refuses O_DIRECT, are written as usual.
 
-    An existing file of that name is replaced. All methods raise OSError as files do (see `storage_errors`). As a
-    context manager it closes at the end of the block; when the block raises, without forcing anything onto the disk,
-    and raises the OSError of a failed write again where something else hides it (torch.save ends a file that it could
-    not write by complaining of its length).
+    All methods raise OSError as files do (see `storage_errors`). As a context manager it closes the file at the end of
+    the block. If the block raises, nothing is forced onto the disk, and the OSError of a failed write is raised again
+    in case another error hides it (torch.save reports a wrong length instead).
 
-    `thread` copies, hashes and writes, almost without Python, in place of the thread that calls, which waits for it.
-    `copy` copies all bytes of its second argument, a part of what is to be written, to its first. `large`: many blocks
-    are expected.
+    `thread` copies, hashes and writes, almost without Python, while the caller waits. `copy(to, from)` copies the bytes
+    of a part. `large`: expect many blocks.
     """
 
     def __init__(self, file: Path, thread: Executor | None = None, copy: Copy = np.copyto, large: bool = False) -> None:
@@ -129,7 +128,7 @@ class HashingWriter:
         self._copy = copy
         self._file: IO[bytes] = file.open("wb", buffering=0)
         self._block = _new_block(in_huge_page=large)
-        self._array = np.frombuffer(self._block, np.uint8)  # whose copies do not hold Python's lock
+        self._array = np.frombuffer(self._block, np.uint8)  # numpy copies without Python's lock
         self._held = 0
         self._direct = True
         self._hash = xxhash.xxh3_128()
@@ -137,7 +136,7 @@ class HashingWriter:
         self._failure: OSError | None = None
 
     def write(self, chunk: Chunk) -> int:
-        """Takes all of `chunk` (any contiguous buffer); returns its size in bytes."""
+        """Writes all of `chunk` (any contiguous buffer). Returns its size in bytes."""
         rest = memoryview(chunk).cast("B")
         if self._thread and len(rest) >= WORTH_A_THREAD:
             self._thread.submit(self._take, rest).result()
@@ -162,13 +161,13 @@ class HashingWriter:
         return self._size
 
     def flush(self) -> None:
-        """Nothing: a block that is not full waits for more, or for `close`."""
+        """Does nothing: a block that is not full waits for more bytes or for `close`."""
 
     def fileno(self) -> int:
         return self._file.fileno()
 
     def close(self) -> None:
-        """Forces the contents onto the disk and closes the file; a second call does nothing."""
+        """Forces the contents onto the disk and closes the file. A second call does nothing."""
         if self._file.closed:
             return
         try:
@@ -181,7 +180,7 @@ class HashingWriter:
             self._file.close()
 
     def _hand_over(self) -> None:
-        """Writes what the block holds, and empties it."""
+        """Writes the contents of the block and empties it."""
         rest = self._block[: self._held]
         self._held = 0
         self._direct = self._direct and _set_direct(self.fileno(), len(rest) == BLOCK_BYTES)
@@ -189,8 +188,8 @@ class HashingWriter:
             rest = rest[self._write_some(rest) :]
 
     def _write_some(self, data: memoryview) -> int:
-        """The number of bytes written: none where O_DIRECT is refused only now, also because of its alignment after a
-        write that was cut short."""
+        """Returns the number of bytes written: 0 if O_DIRECT is refused only now, also for its alignment after a short
+        write."""
         try:
             return self._file.write(data)
         except OSError as error:
@@ -202,7 +201,7 @@ class HashingWriter:
             raise
 
     def record(self, path: str) -> FileRecord:
-        """What was written so far, under the name `path` (relative to the commit)."""
+        """Returns the record of the bytes written so far, under the name `path` (relative to the commit)."""
         return FileRecord(path, self._size, self._hash.hexdigest())
 
     def __enter__(self) -> HashingWriter:
@@ -218,8 +217,8 @@ class HashingWriter:
 
 
 def write_bytes(directory: Path, name: str, *chunks: Chunk) -> FileRecord:
-    """Writes `chunks`, one after the other, to file `name` in `directory`, which is made if need be; on the disk when
-    it returns. The record's path is relative to the parent of `directory`. Raises StorageFailed."""
+    """Writes `chunks` in order to file `name` in `directory`, which it makes if need be, and forces them onto the disk.
+    The record's path is relative to the parent of `directory`. Raises StorageFailed."""
     file = directory / name
     with storage_errors(file):
         make_directory(file.parent)
@@ -231,10 +230,7 @@ def write_bytes(directory: Path, name: str, *chunks: Chunk) -> FileRecord:
 
 
 def replace_file(file: Path, contents: bytes) -> None:
-    """Gives `file` new `contents`: whoever reads it, also after a crash, finds the old ones or the new ones, whole.
-
-    Raises OSError.
-    """
+    """Replaces the contents of `file`. A reader, also after a crash, finds the old or the new whole. Raises OSError."""
     new = file.with_name(f"{file.name}.new")
     with HashingWriter(new) as writer:
         writer.write(contents)
@@ -243,10 +239,6 @@ def replace_file(file: Path, contents: bytes) -> None:
 
 
 def checksum_of(file: Path) -> str:
-    """xxh3-128 of a file's contents as they are on the disk now, 32 hex digits. Raises OSError."""
-    digest = xxhash.xxh3_128()
+    """Computes the xxh3-128 (32 hex digits) of a file's contents as they are on the disk now. Raises OSError."""
     with file.open("rb", buffering=0) as stream:
-        buffer = memoryview(bytearray(READ_BYTES))
-        while count := stream.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

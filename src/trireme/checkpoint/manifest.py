@@ -1,7 +1,7 @@
-"""The manifest of a commit. It is written last, and it *is* the commit: what it names must be there, byte for byte.
+"""The manifest of a commit. It is written last, and it *is* the commit: each file it names must be there, unaltered.
 
-Its own text is covered too: it holds a checksum over all its values, and only the exact text that this module writes
-for them is accepted.
+The manifest's own text is protected too: it holds a checksum over all its values, and only the exact text that this
+module writes for them is accepted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from trireme.core.types import WeightIdentity
 FORMAT = 3
 MANIFEST = "manifest.json"
 THREADS = 8
-"""Files whose contents are checked side by side."""
+"""Number of files whose contents are checked in parallel."""
 
 
 def step_name(step: int) -> str:
-    """Name of the directory of the commit of `step`.
+    """Returns the name of the directory of the commit of `step`.
 
     >>> step_name(20)
     'step_000020'
@@ -36,50 +36,44 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step that a commit's directory is named after; None for any other name."""
+    """Returns the step that a commit's directory is named after; None for any other name."""
     match = re.fullmatch(r"step_(\d{6,})", name)
     return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
 class CommitRef:
-    """One commit among all that a run ever made: the commit of `step` that `lineage` wrote."""
+    """Names one commit among all that a run ever made."""
 
-    lineage: str
+    lineage: str  # the lineage that wrote it
     step: int
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one commit is and holds.
+    """Describes one commit and its files."""
 
-    `step`: training steps completed, the version of its weights. `parent`: the commit that came before. `identities`:
-    of the last K + 1 versions, oldest first, this commit's own last. `shards`, `replicas`: how many there were.
-    `fixed`: what a resume may not change (JSON values). `created`: for people, nothing depends on the clock. `files`:
-    all but this one.
-    """
-
-    step: int
-    lineage: str
-    parent: CommitRef | None
-    attempt: int
-    identities: tuple[WeightIdentity, ...]
-    shards: int
-    replicas: int
-    fixed: Mapping[str, Any]
-    config_hash: str
-    packages: Mapping[str, str]
-    created: str
-    files: tuple[FileRecord, ...]
+    step: int  # training steps completed: the version of its weights
+    lineage: str  # the lineage that wrote it, 8 hex digits
+    parent: CommitRef | None  # the commit before it
+    attempt: int  # the attempt that wrote it
+    identities: tuple[WeightIdentity, ...]  # of the last max_steps_off_policy + 1 versions, oldest first, its own last
+    shards: int  # number of trainer processes
+    replicas: int  # number of inference replicas
+    fixed: Mapping[str, Any]  # JSON values that a resume may not change
+    config_hash: str  # hash of the resolved configuration
+    packages: Mapping[str, str]  # versions of the packages that matter
+    created: str  # time for people; nothing depends on it
+    files: tuple[FileRecord, ...]  # all files but the manifest
 
     @property
     def identity(self) -> WeightIdentity:
-        """Of the weights in this commit."""
+        """The identity of the weights in this commit."""
         return self.identities[-1]
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files together."""
         return sum(record.size for record in self.files)
 
     def to_json(self) -> str:
@@ -90,7 +84,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The manifest that `to_json` wrote. Raises CheckpointInvalid for any other text."""
+        """Parses the text that `to_json` wrote. Raises CheckpointInvalid for any other text."""
         try:
             values = json.loads(text)
             written = values.pop("format")
@@ -111,49 +105,43 @@ class Manifest:
             raise CheckpointInvalid(f"{MANIFEST} was altered: it does not have the checksum that it was written with")
         return manifest
 
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Reads the manifest of the commit in `directory`. Raises CheckpointInvalid."""
+        try:
+            text = (directory / MANIFEST).read_bytes().decode()
+        except FileNotFoundError:
+            raise CheckpointInvalid(f"{MANIFEST} is missing: the commit was never completed") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointInvalid(f"{MANIFEST} cannot be read ({error})") from None
+        return cls.from_json(text)
 
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of the commit in `directory`. Raises CheckpointInvalid."""
+    @classmethod
+    def verified(cls, directory: Path, contents: bool = True) -> Manifest:
+        """Reads the manifest of the commit in `directory` and checks the sizes of its files and, with `contents`, their
+        checksums. Raises CheckpointInvalid, which names the file and what is wrong with it."""
+        manifest = cls.read(directory)
+        if step_of(directory.name) not in (None, manifest.step):
+            raise CheckpointInvalid(f"{MANIFEST} is of step {manifest.step}, in a directory named {directory.name}")
+        for record in manifest.files:
+            _check_file(directory, record, contents=False)
+        if contents:
+            with ThreadPoolExecutor(THREADS) as pool:
+                list(pool.map(lambda record: _check_file(directory, record, contents=True), manifest.files))
+        return manifest
+
+
+def _check_file(directory: Path, record: FileRecord, contents: bool) -> None:
+    file = directory / record.path
     try:
-        text = (directory / MANIFEST).read_bytes().decode()
-    except FileNotFoundError:
-        raise CheckpointInvalid(f"{MANIFEST} is missing: the commit was never completed") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointInvalid(f"{MANIFEST} cannot be read ({error})") from None
-    return Manifest.from_json(text)
-
-
-def verify(directory: Path, contents: bool = True) -> Manifest:
-    """The manifest of the commit in `directory`, all of whose files are there with their sizes and, with `contents`,
-    their checksums. Raises CheckpointInvalid, which names the file and what is wrong with it."""
-    manifest = read_manifest(directory)
-    if step_of(directory.name) not in (None, manifest.step):
-        raise CheckpointInvalid(f"{MANIFEST} is of step {manifest.step}, in a directory named {directory.name}")
-    for record in manifest.files:
-        _check_size(directory, record)
-    if contents:
-        with ThreadPoolExecutor(THREADS) as pool:
-            for _ in pool.map(lambda record: _check_contents(directory, record), manifest.files):
-                pass
-    return manifest
-
-
-def _check_size(directory: Path, record: FileRecord) -> None:
-    try:
-        size = (directory / record.path).stat().st_size
+        size = file.stat().st_size
+        checksum = checksum_of(file) if contents else record.checksum
     except FileNotFoundError:
         raise CheckpointInvalid(f"{record.path} is missing") from None
     except OSError as error:
         raise CheckpointInvalid(f"{record.path} cannot be read ({error.strerror})") from None
     if size != record.size:
         raise CheckpointInvalid(f"{record.path} has {size} bytes, it was written with {record.size}")
-
-
-def _check_contents(directory: Path, record: FileRecord) -> None:
-    try:
-        checksum = checksum_of(directory / record.path)
-    except OSError as error:
-        raise CheckpointInvalid(f"{record.path} cannot be read ({error.strerror})") from None
     if checksum != record.checksum:
         raise CheckpointInvalid(
             f"the contents of {record.path} were altered: checksum {checksum}, it was written with {record.checksum}"

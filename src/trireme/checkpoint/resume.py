@@ -1,4 +1,4 @@
-"""Which commit a run goes on from, whether it may, and how another run's commit becomes the start of a new one."""
+"""Chooses the commit that a run resumes from, checks that it may, and forks another run's commit."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trireme.checkpoint.files import make_directory
-from trireme.checkpoint.manifest import Manifest, step_of, verify
+from trireme.checkpoint.manifest import Manifest, step_of
 from trireme.checkpoint.rows import ROW_FILES, read_rows, write_rows
-from trireme.checkpoint.store import CheckpointStore
+from trireme.checkpoint.store import CheckpointStore, VerifiedCommit
 from trireme.config.refusals import Refusal
 from trireme.config.resume_compat import REFERENCE_WEIGHTS
 from trireme.core.errors import CheckpointInvalid
@@ -21,36 +21,27 @@ from trireme.core.errors import CheckpointInvalid
 ABSENT = "(absent)"
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """A commit whose every byte was checked. `notes`: what a person should know about the choice."""
+def choose(store: CheckpointStore, step: int | None) -> VerifiedCommit | None:
+    """Returns the commit of `step`, or the newest that verifies (step None or -1); None if there is no commit at all.
 
-    commit: Path
-    manifest: Manifest
-    notes: tuple[str, ...] = ()
-
-
-def choose(store: CheckpointStore, step: int | None) -> Chosen | None:
-    """The commit of `step`, or the newest that verifies (None, -1); None where there is no commit at all.
-
-    Raises BadInput for a step that is not there or does not verify, and when no commit verifies.
+    Raises BadInput for a step that is missing or does not verify, and if no commit verifies.
     """
     if step is not None and step >= 0:
         return _of_step(store, step)
-    found = store.newest()
-    if found.commit is not None and found.manifest is not None:
-        return Chosen(found.commit, found.manifest, tuple(str(each) for each in found.passed_over))
-    if not found.passed_over:
+    newest, passed_over = store.newest()
+    if newest:
+        return replace(newest, notes=tuple(f"passed over {commit}: {why}" for commit, why in passed_over.items()))
+    if not passed_over:
         return None
     raise Refusal(
         f"the run in {store.root}, none of whose commits verifies: "
-        + "; ".join(f"{each.commit.name}: {each.reason}" for each in found.passed_over),
+        + "; ".join(f"{commit.name}: {why}" for commit, why in passed_over.items()),
         "a commit that is whole",
         "restore one from a backup, or start a new run under another --run.name",
     ).error()
 
 
-def _of_step(store: CheckpointStore, step: int) -> Chosen:
+def _of_step(store: CheckpointStore, step: int) -> VerifiedCommit:
     commit = store.commit(step)
     steps = ", ".join(str(step_of(each.name)) for each in store.commits()) or "none"
     if not commit.exists():
@@ -60,7 +51,7 @@ def _of_step(store: CheckpointStore, step: int) -> Chosen:
             "choose one of these, or the newest with --resume alone",
         ).error()
     try:
-        return Chosen(commit, verify(commit))
+        return VerifiedCommit(commit, Manifest.verified(commit))
     except CheckpointInvalid as error:
         raise Refusal(
             f"--resume.step {step}, whose commit {commit} does not verify: {error}",
@@ -70,7 +61,7 @@ def _of_step(store: CheckpointStore, step: int) -> Chosen:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by dotted name."""
+    """Flattens nested values to {dotted name: value}."""
     leaves = {}
     for name, value in values.items():
         nested = isinstance(value, Mapping) and value
@@ -79,7 +70,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(committed: Mapping[str, Any], now: Mapping[str, Any], then: str = "in the commit") -> list[str]:
-    """What differs between two nested dicts of JSON values, a line each; `then` says where the first is from."""
+    """Returns a line for each difference between two nested dicts of JSON values; `then` says where the first is."""
     before, after = _leaves(committed), _leaves(json.loads(json.dumps(now)))
     return [
         f"{name}: {json.dumps(before[name]) if name in before else ABSENT} {then}, "
@@ -89,52 +80,53 @@ def differences(committed: Mapping[str, Any], now: Mapping[str, Any], then: str 
     ]
 
 
-def check_fixed(chosen: Chosen, fixed: Mapping[str, Any], force: bool) -> tuple[str, ...]:
-    """Raises BadInput when what may not change between commit and resume did; with `force` it is what is returned."""
+def check_fixed(chosen: VerifiedCommit, fixed: Mapping[str, Any], force: bool) -> tuple[str, ...]:
+    """Raises BadInput if a value that must not change since the commit has changed. Returns notes for people; with
+    `force`, these are the changes."""
     committed = chosen.manifest.fixed
     notes: tuple[str, ...] = ()
     before, now = committed.get("loss", {}), fixed.get("loss", {})
     if REFERENCE_WEIGHTS in now and REFERENCE_WEIGHTS not in before and "trainer.kl.coef" in before:
-        notes = (f"{chosen.commit} does not say which weights its KL reference had: taken for those of now",)
+        notes = (f"{chosen.path} does not say which weights its KL reference had: taken for those of now",)
         committed = {**committed, "loss": {**before, REFERENCE_WEIGHTS: now[REFERENCE_WEIGHTS]}}
     changed = differences(committed, fixed)
     if changed and not force:
         raise Refusal(
-            f"to go on from {chosen.commit} with other values of what a run is made of:\n    " + "\n    ".join(changed),
+            f"to go on from {chosen.path} with other values of what a run is made of:\n    " + "\n    ".join(changed),
             "the same model, tokenizer, loss and data order as in the commit",
             "give the values of the commit, start a new run, or go on all the same with --resume.force",
         ).error()
     return (*notes, *(f"changed, and forced: {line}" for line in changed))
 
 
-def fork(source: Chosen, store: CheckpointStore, attempt: int) -> tuple[Chosen, str]:
-    """Makes a commit of another run the first one in `store`, with the rows that led to it; returns it, and a note.
+def fork(source: VerifiedCommit, store: CheckpointStore, attempt: int) -> tuple[VerifiedCommit, str]:
+    """Makes a commit of another run the first one in `store`, with the rows that led to it. Returns it and a note.
 
     Files are hard links where the file system can, else copies; all are verified before they become a commit. The
-    source stays as it is. Done again after a crash it finishes. Raises OSError, StorageFailed, CheckpointInvalid.
+    source is unchanged. Another call completes an interrupted one. Raises OSError, StorageFailed, CheckpointInvalid.
     """
     for leftover in store.partial():
         shutil.rmtree(leftover)
     step = source.manifest.step
-    _copy_rows(source.commit.parents[1], store.root, step)
+    _copy_rows(source.path.parents[1], store.root, step)
     commit, how = store.commit(step), "the same as"
     if not commit.exists():
         draft = store.draft(step, attempt)
-        linked = [_link_or_copy(source.commit / record.path, draft / record.path) for record in source.manifest.files]
+        linked = [_link_or_copy(source.path / record.path, draft / record.path) for record in source.manifest.files]
         store.publish(draft, source.manifest, contents=True)
         how = "made of hard links to" if all(linked) else "a copy of"
-    return Chosen(commit, verify(commit)), f"{commit} is {how} {source.commit}"
+    return VerifiedCommit(commit, Manifest.verified(commit)), f"{commit} is {how} {source.path}"
 
 
 def _copy_rows(source: Path, target: Path, step: int) -> None:
-    """The rows of steps before `step`: what led to the commit."""
+    """Copies the rows of steps before `step`, which led to the commit."""
     for name in ROW_FILES:
         rows, _ = read_rows(source / name)
         write_rows(target / name, [row for row in rows if row.step < step])
 
 
 def _link_or_copy(source: Path, target: Path) -> bool:
-    """Whether `target` could be made a hard link; else it is a copy, forced onto the disk."""
+    """Returns True if `target` became a hard link; else it is a copy, forced onto the disk."""
     make_directory(target.parent)
     try:
         os.link(source, target)

@@ -1,4 +1,4 @@
-"""Files of one JSON object per line and step. The rows after a commit move away when a run goes back to it."""
+"""Files with one JSON object per line and step. Going back to a commit moves the rows after it away."""
 
 from __future__ import annotations
 
@@ -11,27 +11,19 @@ from typing import Any
 from trireme.checkpoint.files import make_directory, replace_file
 
 ROW_FILES = ("metrics.jsonl", "trained.jsonl")
-"""StepRow files of a run that a commit of step N cuts at row N."""
+"""Row files of a run; going back to the commit of step N removes their rows from N on."""
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """`line` is the text that was written, with its end of line; `values` what it says."""
+    """One line of a row file."""
 
-    line: bytes
-    values: Mapping[str, Any]
+    line: bytes  # the text as written, with its end of line
+    values: Mapping[str, Any]  # the JSON object
 
     @property
     def step(self) -> int:
         return int(self.values["step"])
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How many rows were moved, and how many lines were no rows (torn by a crash) and are gone."""
-
-    moved: int
-    torn: int
 
 
 def _row(line: bytes) -> StepRow | None:
@@ -45,7 +37,7 @@ def _row(line: bytes) -> StepRow | None:
 
 
 def read_rows(file: Path) -> tuple[list[StepRow], int]:
-    """The rows of `file`, and the number of lines that are none (a torn last one). No file has no rows."""
+    """Reads the rows of `file`, and the number of torn lines. A missing file has no rows."""
     if not file.exists():
         return [], 0
     rows = [_row(line) for line in file.read_bytes().splitlines(keepends=True)]
@@ -54,23 +46,23 @@ def read_rows(file: Path) -> tuple[list[StepRow], int]:
 
 
 def write_rows(file: Path, rows: list[StepRow]) -> None:
-    """Makes `rows` the contents of `file`, at once. Raises OSError."""
+    """Replaces the contents of `file` by `rows`, as a whole. Raises OSError."""
     replace_file(file, b"".join(row.line for row in rows))
 
 
-def cut(file: Path, goes: Callable[[StepRow], bool], branch_file: Path) -> Cut:
-    """Moves the rows of `file` that `goes` is true of to the end of `branch_file`; lines that are no rows are dropped.
+def move_rows(file: Path, leaves: Callable[[StepRow], bool], branch_file: Path) -> tuple[int, int]:
+    """Moves the rows of `file` for which `leaves` is true to the end of `branch_file`, and drops torn lines. Returns
+    the numbers of both.
 
-    A crash at any point leaves every row in at least one of the two, and another call makes it exactly one. Raises
-    OSError.
+    A crash at any point leaves each row in at least one of the files; another call completes the move. Raises OSError.
     """
     rows, torn = read_rows(file)
-    leaving = [row for row in rows if goes(row)]
+    leaving = [row for row in rows if leaves(row)]
     if leaving:
         make_directory(branch_file.parent)
         there, _ = read_rows(branch_file)
         lines = {row.line for row in there}
         write_rows(branch_file, [*there, *(row for row in leaving if row.line not in lines)])
     if leaving or torn:
-        write_rows(file, [row for row in rows if not goes(row)])
-    return Cut(len(leaving), torn)
+        write_rows(file, [row for row in rows if not leaves(row)])
+    return len(leaving), torn

@@ -24,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from trireme.checkpoint.manifest import MANIFEST, read_manifest, step_of, verify
+from trireme.checkpoint.manifest import MANIFEST, Manifest, step_of
 from trireme.checkpoint.store import HEAD, CheckpointStore
 from trireme.cli.common import StartProgress, prepare_cluster
 from trireme.config import Config
@@ -74,7 +74,7 @@ class Subject:
     @classmethod
     def _of_commit(cls, commit: Path) -> Subject:
         try:
-            verify(commit)
+            Manifest.verified(commit)
         except CheckpointInvalid as error:
             raise Refusal(
                 f"the commit {commit}: {error}", "one that verifies", "choose another --step"
@@ -82,7 +82,7 @@ class Subject:
         model = commit / "inference"
         base = json.loads((model / BASE).read_text())["name"] if (model / BASE).exists() else None
         run = next((place for place in commit.parents if (place / "config.json").exists()), commit.parents[1])
-        return cls(str(model), read_manifest(commit).identities[-1], run, base)
+        return cls(str(model), Manifest.read(commit).identities[-1], run, base)
 
     def whole(self, console: Console, ending: ExitStack) -> str:
         """A directory, or name, of the whole model. What is made for it goes with `ending`. Raises BadInput when the

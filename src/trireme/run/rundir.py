@@ -1,4 +1,4 @@
-"""The directory of one run: where everything it writes goes, who may write there, and where an attempt starts."""
+"""The directory of one run: the files in it, the lock on it, and where an attempt starts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import IO, Any
 
 from trireme.checkpoint.files import replace_file
 from trireme.checkpoint.manifest import CommitRef, Manifest
-from trireme.checkpoint.resume import Chosen, check_fixed, choose, fork
+from trireme.checkpoint.resume import check_fixed, choose, fork
 from trireme.checkpoint.rows import ROW_FILES
-from trireme.checkpoint.store import HEAD, CheckpointStore, Head
+from trireme.checkpoint.store import HEAD, CheckpointStore, Head, VerifiedCommit
 from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig
 from trireme.core.errors import CheckpointInvalid
@@ -28,58 +28,57 @@ from trireme.run.rollout_records import ROLLOUTS
 
 LOCK = "driver.lock"
 MARKS = ("config.json", "metrics.jsonl")
-"""Files of which a directory must hold one to be taken for a run directory."""
+"""A run directory holds at least one of these files."""
 BEFORE_MARKS = (LOCK, *(f"{mark}.new" for mark in MARKS))
-"""What a start that was killed before it left a mark may have left."""
+"""Files of a start that was killed before it left a mark."""
 
 
 def default_name(config: CommonConfig, suffix: str) -> str:
-    """Name of a run that was given none."""
+    """Returns the name of a run that was given none."""
     return f"{config.label}-{Path(config.model.name).name}-{suffix}"
 
 
 def command_of(root: Path) -> str:
-    """The command whose run lies in `root`, by its config.json: only that of `sft` says what data it is trained on."""
+    """Returns the command of the run in `root`, by its config.json: only that of `sft` has a section `data`."""
     return "sft" if "data" in json.loads((root / "config.json").read_bytes()) else "rl"
 
 
 def resume_command(root: Path) -> str:
-    """The command that goes on with the run in `root`."""
+    """Returns the command that resumes the run in `root`."""
     place = ["--run.output-dir", str(root.parent), "--run.name", root.name]
     return shlex.join(["uv", "run", command_of(root), "@", str(root / "config.json"), *place, "--resume"])
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where an attempt starts: at `step`, from `commit` with `manifest` (None: from the beginning). `attempt` is one
-    more than ever before in this run directory. `notes`: what a person should know."""
+    """Where an attempt starts."""
 
     step: int
-    commit: Path | None
-    manifest: Manifest | None
-    attempt: int
-    notes: tuple[str, ...]
+    commit: Path | None  # None: from the beginning
+    manifest: Manifest | None  # the commit's
+    attempt: int  # one more than ever before in this run directory
+    notes: tuple[str, ...]  # for people
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """A run directory that this process holds the lock of."""
+    """A run directory whose lock this process holds. Leaving the `with` block releases the lock."""
 
     root: Path
-    lock: IO[str]
-    start: Start
+    lock: IO[str]  # the open lock file
+    start: Start  # where this attempt starts
 
     @classmethod
     def open(cls, config: CommonConfig, fixed: Mapping[str, Any]) -> RunDir:
-        """Locks the directory of a new run, of one that is resumed, or of a fork, as `config.resume` says; finds the
-        commit to start from, all of whose files verify; writes HEAD (it claims the attempt), config.json and code.diff.
+        """Locks the directory of a new run, a resumed run or a fork, as `config.resume` says; finds and verifies the
+        commit to start from; writes HEAD (which claims the attempt), config.json and code.diff.
 
-        `fixed`: nested dict of JSON values that must be what they were at the commit, unless forced. Nothing that an
-        earlier attempt left changes before `checkout`. Leaving the `with` block gives the lock back.
+        `fixed`: nested dict of JSON values that must equal those of the commit, unless forced. Files of earlier
+        attempts stay as they are until `checkout`.
 
-        Raises BadInput for a directory in use by another run or driver, one that is no run directory, one that cannot
-        be written, nothing to resume, and a commit that does not verify or fit; StorageFailed, CheckpointInvalid when
-        the commit of a fork cannot be made.
+        Raises BadInput for a directory that is in use by another run or driver, is no run directory or cannot be
+        written, for nothing to resume, and for a commit that does not verify or fit; StorageFailed and
+        CheckpointInvalid if the commit of a fork cannot be made.
         """
         source = _source(config, fixed)
         root, found = _root(config)
@@ -94,7 +93,7 @@ class RunDir:
         return run
 
     def next_attempt(self, config: CommonConfig, fixed: Mapping[str, Any]) -> RunDir:
-        """The same run once more, from its newest commit, after an attempt that failed. Raises as `open`."""
+        """Starts the next attempt of this run, after a failure, from the newest commit. Raises what `open` raises."""
         head = _begun(self.store)
         assert head is not None  # `open` wrote it
         with _writable(self.root):
@@ -103,8 +102,8 @@ class RunDir:
         return run
 
     def checkout(self) -> list[str]:
-        """Parks what came after the commit that this attempt starts from; to be called when all rooms have loaded it,
-        before metrics are written or their files opened. Returns what was done, for people. Raises StorageFailed."""
+        """Parks what came after the commit that this attempt starts from. Call it when all rooms have loaded the
+        commit, before any row file is opened. Returns what it did, for people. Raises StorageFailed."""
         return self.store.checkout(self.start.step)
 
     def __enter__(self) -> RunDir:
@@ -127,17 +126,17 @@ class RunDir:
 
     @property
     def trained(self) -> Path:
-        """The witness of the order of the data: which groups each step trained on."""
+        """File that records which groups each step trained on, and so the order of the data."""
         return self.root / "trained.jsonl"
 
     @property
     def rollouts(self) -> Path:
-        """Directory of the records of rollouts."""
+        """Directory of rollout records."""
         return self.root / ROLLOUTS
 
     @property
     def row_files(self) -> list[Path]:
-        """The files that have a row for each step."""
+        """The files with a row for each step."""
         return [self.root / name for name in ROW_FILES]
 
     @property
@@ -147,12 +146,12 @@ class RunDir:
 
     @property
     def run_id(self) -> str:
-        """8 hex digits that no attempt changes."""
+        """8 hex digits, the same in all attempts."""
         return self._head.run_id
 
     @property
     def lineage(self) -> str:
-        """The lineage that is under way: 8 hex digits, another one after going back."""
+        """The current lineage: 8 hex digits, new after going back to an earlier commit."""
         return self._head.lineage
 
     @property
@@ -162,7 +161,7 @@ class RunDir:
         return head
 
     def _record_inputs(self) -> None:
-        """What this attempt runs: code.diff, and copies of it and config.json beside the attempt's logs."""
+        """Writes code.diff, and copies it and config.json to the attempt's logs."""
         code_diff = self.root / "code.diff"
         _write_code_diff(code_diff)
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -171,8 +170,8 @@ class RunDir:
                 shutil.copyfile(file, self.logs / file.name)
 
 
-def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> Chosen | None:
-    """The commit that a fork starts from, checked; None when none is wanted."""
+def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> VerifiedCommit | None:
+    """Returns the commit that a fork starts from; None if this is no fork."""
     if config.resume.dir is None:
         return None
     store = CheckpointStore(Path(config.resume.dir).expanduser().absolute())
@@ -187,7 +186,7 @@ def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> Chosen | None:
 
 
 def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
-    """The directory that `config` names, and how it was found if it does not say so itself. Raises BadInput."""
+    """Returns the run directory, and a note if it had to be searched for. Raises BadInput."""
     output_dir = Path(config.run.output_dir).expanduser().absolute()
     name = config.run.name
     if name is None and config.resume.wanted and config.resume.dir is None:
@@ -204,8 +203,8 @@ def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
 
 
 def _latest_run(output_dir: Path, prefix: str) -> Path:
-    """The run directory that was started last among those with a default name. (Only here does the clock matter:
-    nothing else orders different runs.)"""
+    """Returns the run directory with a default name that was started last. (Only here does the clock matter: nothing
+    else orders different runs.)"""
     found = [
         file
         for file in output_dir.glob(f"*/{MARKS[0]}")
@@ -220,8 +219,8 @@ def _latest_run(output_dir: Path, prefix: str) -> Path:
     return max(found, key=lambda file: file.stat().st_mtime_ns).parent
 
 
-def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: Chosen | None) -> Start:
-    """Where the attempt starts, which it claims. Raises BadInput, OSError."""
+def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: VerifiedCommit | None) -> Start:
+    """Finds where the attempt starts, and claims the attempt. Raises BadInput, OSError."""
     store = CheckpointStore(root)
     if source:
         return _fork(config, store, source)
@@ -236,16 +235,16 @@ def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: C
 
 
 def _go_on(
-    config: CommonConfig, store: CheckpointStore, head: Head, fixed: Mapping[str, Any], chosen: Chosen | None
+    config: CommonConfig, store: CheckpointStore, head: Head, fixed: Mapping[str, Any], chosen: VerifiedCommit | None
 ) -> Start:
-    """The attempt after that of `head`, from a commit or from the beginning."""
+    """Starts the attempt after that of `head`, from a commit or from the beginning."""
     head = replace(head, attempt=head.attempt + 1)
     notes = check_fixed(chosen, fixed, config.resume.force) if chosen else ()
     _claim(config, store, head)
     if chosen is None:
         return Start(0, None, None, head.attempt, (f"{store.root} holds no commit yet: it starts again at step 0",))
-    going_on = f"going on from {chosen.commit}, attempt {head.attempt}"
-    return Start(chosen.manifest.step, chosen.commit, chosen.manifest, head.attempt, (*chosen.notes, *notes, going_on))
+    going_on = f"going on from {chosen.path}, attempt {head.attempt}"
+    return Start(chosen.manifest.step, chosen.path, chosen.manifest, head.attempt, (*chosen.notes, *notes, going_on))
 
 
 def _begin(config: CommonConfig, store: CheckpointStore, notes: tuple[str, ...]) -> Start:
@@ -255,40 +254,36 @@ def _begin(config: CommonConfig, store: CheckpointStore, notes: tuple[str, ...])
 
 
 def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> None:
-    """HEAD is written last: a directory without it holds no run that began, or an interrupted fork (`_begun`)."""
+    """Writes config.json, then HEAD: a directory without HEAD holds an interrupted fork or no run (`_begun`)."""
     replace_file(store.root / "config.json", _rerunnable(config).encode())
     store.write_head(head)
 
 
 def _begun(store: CheckpointStore) -> Head | None:
-    """HEAD; None in a directory where no run has begun. Raises BadInput when it is damaged, or missing although
-    there is something to resume (an interrupted fork has rows before it has a HEAD)."""
+    """Reads HEAD; None if no run has begun here. Raises BadInput if HEAD is damaged, or missing although there is
+    something to resume (an interrupted fork has rows before it has a HEAD)."""
     try:
-        head = store.head()
+        head, what = store.head(), f"{store.root / HEAD} is missing"
+        if head or not (store.commits() or (store.root / "metrics.jsonl").exists()):
+            return head
     except CheckpointInvalid as error:
-        raise _headless(store, str(error)).error() from None
-    if head is None and (store.commits() or (store.root / "metrics.jsonl").exists()):
-        raise _headless(store, f"{store.root / HEAD} is missing").error()
-    return head
-
-
-def _headless(store: CheckpointStore, what: str) -> Refusal:
-    return Refusal(
+        what = str(error)
+    raise Refusal(
         f"a run to resume, of which {what}",
         "the HEAD of a run; where a fork was interrupted there is none yet",
         f"repeat the fork with its --resume.dir, or fork this run: --resume.dir {store.root} with another --run.name",
-    )
+    ).error()
 
 
-def _fork(config: CommonConfig, store: CheckpointStore, source: Chosen) -> Start:
-    """A new run that starts from another one's commit; what an interrupted fork of the same commit left is taken."""
+def _fork(config: CommonConfig, store: CheckpointStore, source: VerifiedCommit) -> Start:
+    """Starts a new run from another run's commit. Reuses what an interrupted fork of the same commit left."""
     step, attempt = source.manifest.step, source.manifest.attempt + 1
     others = [commit for commit in store.commits() if commit != store.commit(step)]
     if others or (store.root / HEAD).exists():
         raise _in_use(store.root, _contents(store.root), "go on with it by --resume, without --resume.dir").error()
     forked, note = fork(source, store, attempt)
     _claim(config, store, Head.new(attempt, CommitRef(forked.manifest.lineage, step)))
-    return Start(step, forked.commit, forked.manifest, attempt, (*source.notes, note))
+    return Start(step, forked.path, forked.manifest, attempt, (*source.notes, note))
 
 
 def _clear(root: Path, clean: bool) -> None:
@@ -328,7 +323,7 @@ def _in_use(root: Path, contents: list[Path], other_way: str) -> Refusal:
 
 
 def _refuse_foreign(root: Path, clean: bool) -> None:
-    """Refuses a directory that holds something but is no run directory, before a lock file is put into it."""
+    """Refuses a directory that holds files but is no run directory, before a lock file is put into it."""
     contents = _contents(root)
     if not contents or any((root / mark).exists() for mark in MARKS):
         return
@@ -342,7 +337,7 @@ def _refuse_foreign(root: Path, clean: bool) -> None:
 
 
 def _locked(root: Path) -> IO[str]:
-    """The open lock file; the lock ends with this process, however it ends."""
+    """Locks the directory and returns the open lock file. The lock ends with this process, however that ends."""
     lock = (root / LOCK).open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -356,19 +351,19 @@ def _locked(root: Path) -> IO[str]:
             "wait for that run or stop it, or choose another --run.name",
         ).error() from None
     lock.truncate(0)
-    # The last word makes each driver's text another one: in a container every driver may have the same number.
+    # The last word makes the text of each driver unique: in a container every driver may have the same pid.
     lock.write(f"pid {os.getpid()} on {os.uname().nodename}, start {secrets.token_hex(4)}\n")
     lock.flush()
     return lock
 
 
 def _rerunnable(config: CommonConfig) -> str:
-    """The resolved configuration, without what one start only asked for: running it again must not empty anything."""
+    """Returns the resolved configuration as JSON, without `clean` and `resume`: running it again must not delete."""
     return json.dumps(config.model_dump(mode="json", exclude={"clean", "resume"}), indent=2) + "\n"
 
 
 def _write_code_diff(file: Path) -> None:
-    """What differs from the last commit, headed by that commit; no file outside a git checkout."""
+    """Writes the last git commit and what differs from it. Writes no file outside a git checkout."""
     file.unlink(missing_ok=True)
     git = shutil.which("git")
     if git is None:

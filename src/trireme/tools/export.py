@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from trireme.checkpoint.files import FileRecord, storage_errors
-from trireme.checkpoint.manifest import read_manifest, step_of
+from trireme.checkpoint.manifest import Manifest, step_of
 from trireme.checkpoint.store import CheckpointStore
 from trireme.config.refusals import Refusal
 from trireme.core.errors import CheckpointInvalid
@@ -52,7 +52,7 @@ def export(
     """
     commit = chosen_commit(CheckpointStore(root), step)
     try:
-        records = {r.path.removeprefix(PART): r for r in read_manifest(commit).files if r.path.startswith(PART)}
+        records = {r.path.removeprefix(PART): r for r in Manifest.read(commit).files if r.path.startswith(PART)}
         _refuse_whole(commit, records, merge)
         read = {name: partial(_read, commit, record, on_file) for name, record in records.items()}
         kind = "merged" if merge else "adapter" if ADAPTER in records else None
@@ -81,15 +81,16 @@ def chosen_commit(store: CheckpointStore, step: int | None) -> Path:
                 f"choose one of these, or look at them with: trireme inspect {store.root}",
             ).error()
         return store.commit(step)
-    found = store.newest()
-    if found.commit is None:
-        reasons = "; ".join(map(str, found.passed_over)) or f"{store.checkpoints} holds none"
+    newest, passed_over = store.newest()
+    if newest is None:
+        notes = [f"passed over {commit}: {why}" for commit, why in passed_over.items()]
+        reasons = "; ".join(notes) or f"{store.checkpoints} holds none"
         raise Refusal(
             f"a run without a commit that verifies ({reasons})",
             f"a commit to export; there are: {steps}",
             "let the run go on to its first commit, or choose another run",
         ).error()
-    return found.commit
+    return newest.path
 
 
 def _damaged(commit: Path, reason: str) -> Refusal:

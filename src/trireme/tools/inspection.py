@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.tree import Tree
 
-from trireme.checkpoint.manifest import Manifest, read_manifest, step_of, verify
+from trireme.checkpoint.manifest import Manifest, step_of
 from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.core.errors import CheckpointInvalid
 from trireme.run.rundir import resume_command
@@ -128,7 +128,7 @@ def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> Commit:
     step = step_of(path.name)
     assert step is not None
     try:
-        manifest = verify(path, contents=not quick)
+        manifest = Manifest.verified(path, contents=not quick)
         parts = _parts(path, manifest)
     except (CheckpointInvalid, FileNotFoundError) as error:
         return Commit(path.relative_to(root), step, branch, str(error), _readable_manifest(path), {})
@@ -137,7 +137,7 @@ def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> Commit:
 
 def _readable_manifest(path: Path) -> Manifest | None:
     try:
-        return read_manifest(path)
+        return Manifest.read(path)
     except CheckpointInvalid:
         return None
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trireme.checkpoint.manifest import MANIFEST, read_manifest, verify
+from trireme.checkpoint.manifest import MANIFEST, Manifest
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import KEEP
 from trireme.config import Config
@@ -135,7 +135,7 @@ class Runs(RuleBasedStateMachine):
         """Whether the commit was made, and what retention deleted, which it must have been allowed to."""
         there = set(steps(self.run.store))
         if commit.step in there:
-            verify(self.run.store.commit(commit.step))
+            Manifest.verified(self.run.store.commit(commit.step))
             self.branch.append(commit)
         whole = [each for each in self.branch if not each.damaged]
         for gone in [each for each in self.branch if each.step not in there]:
@@ -194,7 +194,7 @@ class Runs(RuleBasedStateMachine):
     @invariant()
     def no_commit_is_lost_or_doubled(self) -> None:
         assert steps(self.run.store) == [commit.step for commit in self.branch]
-        found = [read_manifest(path.parent) for path in self.run.root.rglob(MANIFEST)]
+        found = [Manifest.read(path.parent) for path in self.run.root.rglob(MANIFEST)]
         known = [*self.branch, *self.elsewhere]
         assert Counter((each.lineage, each.step) for each in found) == Counter((c.lineage, c.step) for c in known)
 

@@ -18,7 +18,6 @@ from checkpoint_support import Crash, crash_at, crashes
 from trireme.checkpoint.files import (
     BLOCK_BYTES,
     HUGE_PAGE,
-    READ_BYTES,
     FileRecord,
     HashingWriter,
     checksum_of,
@@ -49,7 +48,7 @@ def test_a_subdirectory_is_part_of_the_name(tmp_path: Path) -> None:
 
 
 def test_the_checksum_of_a_file_of_many_reads(tmp_path: Path) -> None:
-    contents = np.random.default_rng(0).bytes(READ_BYTES + 12345)
+    contents = np.random.default_rng(0).bytes(BLOCK_BYTES + 12345)
     record = write_bytes(tmp_path / "d", "large", contents[:100], contents[100:])
     assert checksum_of(tmp_path / "d" / "large") == record.checksum == xxhash.xxh3_128_hexdigest(contents)
 

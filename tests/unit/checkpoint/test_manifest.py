@@ -14,16 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.checkpoint.files import FileRecord
-from trireme.checkpoint.manifest import (
-    FORMAT,
-    MANIFEST,
-    CommitRef,
-    Manifest,
-    read_manifest,
-    step_name,
-    step_of,
-    verify,
-)
+from trireme.checkpoint.manifest import FORMAT, MANIFEST, CommitRef, Manifest, step_name, step_of
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.types import WeightIdentity
@@ -38,7 +29,7 @@ def made(tmp_path: Path) -> Path:
 
 def invalid(directory: Path, contents: bool = True) -> str:
     with pytest.raises(CheckpointInvalid) as error:
-        verify(directory, contents)
+        Manifest.verified(directory, contents)
     return str(error.value)
 
 
@@ -63,7 +54,7 @@ def test_round_trip(step: int, parent: CommitRef | None, fixed: dict[str, object
 
 
 def test_what_it_says(made: Path) -> None:
-    read = verify(made)
+    read = Manifest.verified(made)
     assert (read.step, read.identity) == (20, WeightIdentity(1, 20, f"{20:032x}"))
     assert [record.path for record in read.files] == list(PARTS)
     assert read.size == sum((made / part).stat().st_size for part in PARTS)
@@ -88,14 +79,14 @@ class TestFiles:
 
     def test_a_flipped_bit(self, made: Path, part: str) -> None:
         flip(made / part)
-        verify(made, contents=False)
+        Manifest.verified(made, contents=False)
         assert invalid(made).startswith(f"the contents of {part} were altered")
 
     def test_unreadable(self, made: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(file: Path, *_: object, **__: object) -> None:
             raise OSError(5, os.strerror(5))
 
-        read_manifest(made)
+        Manifest.read(made)
         monkeypatch.setattr("trireme.checkpoint.manifest.checksum_of", broken)
         assert "cannot be read (Input/output error)" in invalid(made)
 
@@ -148,7 +139,7 @@ class TestTheManifestItself:
         assert "step 20, in a directory named step_000040" in invalid(made.rename(made.with_name(step_name(40))))
 
     def test_in_a_directory_of_another_name(self, made: Path) -> None:
-        assert verify(made.rename(made.with_name("best"))).step == 20
+        assert Manifest.verified(made.rename(made.with_name("best"))).step == 20
 
 
 @settings(deadline=None)

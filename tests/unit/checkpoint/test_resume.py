@@ -28,9 +28,9 @@ from checkpoint_support import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.checkpoint.manifest import MANIFEST, verify
-from trireme.checkpoint.resume import Chosen, check_fixed, choose, differences, fork
-from trireme.checkpoint.store import KEEP, CheckpointStore, Head
+from trireme.checkpoint.manifest import MANIFEST, Manifest
+from trireme.checkpoint.resume import check_fixed, choose, differences, fork
+from trireme.checkpoint.store import KEEP, CheckpointStore, Head, VerifiedCommit
 from trireme.config.resume_compat import REFERENCE_WEIGHTS
 from trireme.core.errors import EXIT_BAD_INPUT, BadInput, CheckpointInvalid
 
@@ -63,7 +63,7 @@ class TestTheNewest:
     def test_is_chosen(self, store: CheckpointStore, step: int | None) -> None:
         chosen = choose(store, step)
         assert chosen is not None
-        assert (chosen.commit, chosen.manifest.step, chosen.notes) == (store.commit(40), 40, ())
+        assert (chosen.path, chosen.manifest.step, chosen.notes) == (store.commit(40), 40, ())
 
     def test_when_it_is_damaged_the_one_before(self, store: CheckpointStore, step: int | None) -> None:
         flip(store.commit(40) / PARTS[1])
@@ -91,7 +91,7 @@ class TestAStep:
     def test_is_chosen(self, store: CheckpointStore) -> None:
         chosen = choose(store, 20)
         assert chosen is not None
-        assert chosen.commit == store.commit(20)
+        assert chosen.path == store.commit(20)
 
     def test_that_is_not_there(self, store: CheckpointStore) -> None:
         text = refusal(lambda: choose(store, 30))
@@ -126,7 +126,7 @@ values = st.dictionaries(st.text("abc", min_size=1, max_size=2), nested, max_siz
 
 
 class TestWhatMayNotChange:
-    def chosen(self, store: CheckpointStore) -> Chosen:
+    def chosen(self, store: CheckpointStore) -> VerifiedCommit:
         chosen = choose(store, None)
         assert chosen is not None
         return chosen
@@ -165,14 +165,14 @@ class TestFork:
         (tmp_path / "fork").mkdir()
         return CheckpointStore(tmp_path / "fork")
 
-    def forked(self, store: CheckpointStore, target: CheckpointStore, step: int = 20) -> tuple[Chosen, str]:
+    def forked(self, store: CheckpointStore, target: CheckpointStore, step: int = 20) -> tuple[VerifiedCommit, str]:
         source = choose(store, step)
         assert source is not None
         return fork(source, target, 2)
 
     def check(self, store: CheckpointStore, target: CheckpointStore) -> None:
         assert steps(target) == [20]
-        assert verify(target.commit(20)) == verify(store.commit(20))
+        assert Manifest.verified(target.commit(20)) == Manifest.verified(store.commit(20))
         for name in ("metrics.jsonl", "trained.jsonl"):
             assert [row["step"] for row in read_json_lines(target.root / name)] == list(range(20))
         assert target.partial() == []
@@ -188,7 +188,7 @@ class TestFork:
         chosen, note = self.forked(store, target)
         self.check(store, target)
         assert snapshot(store.root) == before
-        assert chosen.commit == target.commit(20)
+        assert chosen.path == target.commit(20)
         assert "hard links" in note
         for part in PARTS:
             assert (target.commit(20) / part).samefile(store.commit(20) / part)
@@ -199,7 +199,7 @@ class TestFork:
         self.forked(store, target)
         store.prune(1, None)
         assert steps(store) == [40]
-        verify(target.commit(20))
+        Manifest.verified(target.commit(20))
 
     def test_where_there_are_no_links_files_are_copied(
         self, store: CheckpointStore, target: CheckpointStore, monkeypatch: pytest.MonkeyPatch
@@ -229,7 +229,7 @@ class TestFork:
             target = CheckpointStore(tmp_path / f"fork-{change}")
             target.root.mkdir()
             crashed = crashes(change, lambda: self.forked(store, target))  # noqa: B023
-            assert not target.newest().passed_over
+            assert target.newest()[1] == {}
             self.forked(store, target)
             self.check(store, target)
             assert snapshot(store.root) == before
@@ -242,13 +242,13 @@ class TestFork:
 def test_a_commit_that_does_not_name_the_weights_of_its_reference_is_taken_at_its_word() -> None:
     """One of before they were compared. Another coefficient is another loss all the same."""
     chosen: Any = SimpleNamespace(
-        commit="step_000002", manifest=SimpleNamespace(fixed={"loss": {"trainer.kl.coef": 0.1}})
+        path="step_000002", manifest=SimpleNamespace(fixed={"loss": {"trainer.kl.coef": 0.1}})
     )
     now = {"loss": {"trainer.kl.coef": 0.1, REFERENCE_WEIGHTS: "aa"}}
     (note,) = check_fixed(chosen, now, force=False)
     assert "does not say which weights its KL reference had" in note
     with pytest.raises(BadInput, match=r"trainer\.kl\.coef: 0\.1 in the commit, 0\.2 now"):
         check_fixed(chosen, {"loss": {**now["loss"], "trainer.kl.coef": 0.2}}, force=False)
-    without: Any = SimpleNamespace(commit="step_000002", manifest=SimpleNamespace(fixed={"loss": {}}))
+    without: Any = SimpleNamespace(path="step_000002", manifest=SimpleNamespace(fixed={"loss": {}}))
     with pytest.raises(BadInput, match="weights of"):
         check_fixed(without, now, force=False)

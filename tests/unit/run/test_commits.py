@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trireme.checkpoint.files import FileRecord, write_bytes
-from trireme.checkpoint.manifest import CommitRef, Manifest, verify
+from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, StorageFailed, WeightsRefused
@@ -125,7 +125,7 @@ def test_commits_are_taken_at_their_steps_and_at_the_end(bench: Bench) -> None:
 
 def test_a_commit_names_what_it_holds(bench: Bench) -> None:
     run_all(bench, 4)
-    manifest = verify(bench.store.commit(4))
+    manifest = Manifest.verified(bench.store.commit(4))
     assert manifest.identities == (weights(3).identity, weights(4).identity)  # K + 1 of them
     assert manifest.parent == CommitRef("aaaaaaaa", 2)
     assert (manifest.step, manifest.attempt, manifest.shards, manifest.replicas) == (4, 1, 1, 1)
@@ -172,7 +172,7 @@ def test_commits_may_be_missed_if_allowed(bench: Bench) -> None:
     assert bench.steps == ["step_000004", "step_000006"]
     assert len(bench.said) == 1
     assert "missed (1 of at most 1 in a row)" in bench.said[0]
-    assert verify(bench.store.commit(4)).parent is None
+    assert Manifest.verified(bench.store.commit(4)).parent is None
 
 
 def test_the_last_commit_may_not_be_missed(bench: Bench) -> None:
@@ -240,7 +240,7 @@ class TestResumed:
             commits.begin(again)
             run_to(commits, 4, first=3)
             commits.finish()
-        assert verify(resumed.store.commit(4)).parent == CommitRef("bbbbbbbb", 2)
+        assert Manifest.verified(resumed.store.commit(4)).parent == CommitRef("bbbbbbbb", 2)
 
     def test_other_weights_than_were_saved_are_refused(self, resumed: Bench) -> None:
         with resumed.commits() as commits, pytest.raises(WeightsRefused, match="the commit was made of"):
