@@ -64,7 +64,7 @@ class RenderedEnv(Env):
         return self._next_prompt(), self._renderer.stop_condition()
 
     async def step(self, action: Sequence[int]) -> StepResult:
-        message, whole = self._renderer.parse_response(action)
+        message, whole = self._renderer.parse_response(action, self._env.tools)
         cut_off = not self._renderer.ended(action)
         result = await (self._env.step(message) if whole else self._env.unreadable(message, cut_off))
         done = result.episode_done

@@ -9,11 +9,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from trireme.core.transport import TRANSPORTS
 from trireme.core.types import AdamParams, LossFnType, LossNormalization, SamplingParams
-from trireme.renderers import RendererName
+from trireme.renderers import unknown_renderer
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -324,11 +333,18 @@ class EnvConfig(Section):
         return self.name or self.id.partition(":")[0].rpartition(".")[2]
 
 
+def _renderer_name(name: str) -> str:
+    if expected := unknown_renderer(name):
+        raise ValueError(f"expected {expected}")
+    return name
+
+
 class RendererConfig(Section):
-    name: RendererName = Field(
+    name: Annotated[str, AfterValidator(_renderer_name)] = Field(
         "auto",
         description="How chat messages become tokens: as the tokenizer's `chat_template` says, `role_colon` "
-        "(`User: ...`, for base models), or `qwen3`; auto = qwen3 where it writes what the template does, else the "
+        "(`User: ...`, for base models), `qwen3`, `renderers:FORMAT` (of the package renderers), or "
+        "`package.module:Class`; auto = qwen3 where it writes what the template does, else such a format, else the "
         "template, and role_colon without one.",
     )
     strip_thinking_from_history: bool = Field(

@@ -1,6 +1,6 @@
-"""Between chat messages and tokens: `types.py` says what a renderer is, `make_renderer` makes one."""
+"""Turns chat messages into tokens and back: `types.py` says what a renderer does, `make_renderer` makes one."""
 
-from trireme.renderers.table import RendererName, make_renderer
+from trireme.renderers.table import make_renderer, unknown_renderer
 from trireme.renderers.types import Message, Renderer, ToolCall, ToolSpec, TrainOn
 
-__all__ = ["Message", "Renderer", "RendererName", "ToolCall", "ToolSpec", "TrainOn", "make_renderer"]
+__all__ = ["Message", "Renderer", "ToolCall", "ToolSpec", "TrainOn", "make_renderer", "unknown_renderer"]

@@ -1,15 +1,14 @@
-"""What all renderers share. Each says how a conversation looks as text; here text and sampled tokens become prompts.
+"""The base of renderers that write a conversation as text; here text and sampled tokens become prompts.
 
     messages --text()--> one string --encode--> tokens                        no message was sampled
     prompt + sampled tokens + encode(text after the sampled message)          one was: its tokens stay as they are
 
-The text after a message is found by writing a mark in its place. Where the thinking of earlier messages goes out of a
-prompt (`history.py`), it is cut out of their tokens.
+The text after a message is found by writing a mark in its place. Where a prompt leaves out the thinking of earlier
+messages (`history.py`), it is cut out of their tokens.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,11 +19,11 @@ import numpy.typing as npt
 
 from trireme.core.stop_strings import first_of
 from trireme.renderers.history import HistoryRule, without_thinking
-from trireme.renderers.parsing import CALL, CALL_END, THINK, THINK_END, parse_text
-from trireme.renderers.types import Message, ToolCall, ToolSpec, TrainOn
+from trireme.renderers.qwen_tags import THINK, THINK_END, parse_text
+from trireme.renderers.types import Message, ToolSpec, TrainOn
 
 MARK = "\ue000message\ue001"
-"""Stands where a message's text would be. Private characters, which no text holds and no template strips."""
+"""Stands in place of a message's text. Private characters, which no text holds and no template strips."""
 
 TRAINED_ROLES: dict[TrainOn, tuple[str, ...]] = {
     "last_assistant_message": ("assistant",),
@@ -33,16 +32,29 @@ TRAINED_ROLES: dict[TrainOn, tuple[str, ...]] = {
     "all_messages": ("system", "user", "assistant", "tool"),
 }
 
+PROBE_TOOL = ToolSpec(name="look", description="Looks.", parameters={"type": "object", "properties": {}})
+PROBE: Sequence[Message] = (
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "u"},
+    {"role": "assistant", "content": "a", "thinking": "t"},
+    {"role": "user", "content": "v"},
+    {"role": "assistant", "content": "", "thinking": "t", "tool_calls": [{"name": "look", "arguments": {}}]},
+    {"role": "tool", "content": "r"},
+    {"role": "assistant", "content": "b"},
+)
+"""A conversation in which formats differ: tools, thinking before and after the last question, an answer without any."""
+
 
 class TextRenderer(ABC):
-    """A renderer that says how a conversation looks as text. `tokenizer` is a `transformers` tokenizer."""
+    """A renderer that writes a conversation as text. A subclass takes a `transformers` tokenizer, the rule for thinking
+    in the history and `enable_thinking`, and is its module's `RENDERER` (`kinds`)."""
 
     thinking_is_open = False
-    """Whether the prompt itself opens the assistant's thinking."""
+    """The prompt itself opens the assistant's thinking."""
     no_thinking = ""
-    """What a prompt ends with where the assistant is to answer without thinking: an empty block of it."""
+    """Ends a prompt that asks for an answer without thinking: an empty block of it."""
     stop_strings: tuple[str, ...] = ()
-    """What ends the assistant's message beside tokens."""
+    """Strings that end the assistant's message, beside the stop tokens."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[int], rule: HistoryRule) -> None:
         self._tokenizer, self._stop, self._rule = tokenizer, tuple(dict.fromkeys(stop)), rule
@@ -50,7 +62,7 @@ class TextRenderer(ABC):
 
     @abstractmethod
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
-        """The conversation as text; `generate`: with the header of the assistant's next message."""
+        """Returns the conversation as text; `generate`: with the header of the assistant's next message."""
 
     def stop_tokens(self) -> tuple[int, ...]:
         return self._stop
@@ -59,8 +71,8 @@ class TextRenderer(ABC):
         return (*self._stop, *self.stop_strings)
 
     def thinking_from(self, messages: Sequence[Message], generate: bool) -> int:
-        """The text of a conversation shows no thinking before this place. One that ends with the assistant shows what
-        its prompt showed."""
+        """Returns the place before which the text shows no thinking. A conversation that ends with the assistant shows
+        what its prompt showed."""
         speaks = bool(messages) and messages[-1]["role"] == "assistant" and not generate
         return self._rule.boundary(messages[:-1] if speaks else messages)
 
@@ -70,8 +82,7 @@ class TextRenderer(ABC):
     # ---- prompts
 
     def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """As in `Renderer`. With a `prompt` in the last message that was sampled the conversation goes on from there,
-        unless thinking that it shows goes out now."""
+        """See `Renderer`. Extends the last sampled message's `prompt`, unless thinking that it shows must be stripped."""
         sampled = [i for i, m in enumerate(messages) if "tokens" in m]
         if not sampled:
             return self.encode(self.text(messages, tools, True))
@@ -84,7 +95,7 @@ class TextRenderer(ABC):
         for i, end in pairwise([*sampled, len(messages)]):
             after = self._around(messages[:end], i, tools, True)[1]
             own = self._sampled_tokens(messages[i], i in cut)
-            prompt += self._gone_on_from(own, after.removesuffix(self.no_thinking) if end in cut else after)
+            prompt += self._followed_by(own, after.removesuffix(self.no_thinking) if end in cut else after)
         return prompt
 
     def _cut_turns(self, messages: Sequence[Message]) -> list[int]:
@@ -95,8 +106,8 @@ class TextRenderer(ABC):
             return list(message["tokens"])
         return without_thinking(self._tokenizer, message["tokens"], self._think_end, self.thinking_is_open)
 
-    def _gone_on_from(self, own: list[int], after: str) -> list[int]:
-        """A sampled message, shown as the tokens `own`, and the text after it. What ended it is not said twice."""
+    def _followed_by(self, own: list[int], after: str) -> list[int]:
+        """Joins a sampled message, shown as the tokens `own`, and the text after it, without repeating its end."""
         tokens = self.encode(after)
         ends_itself = own and own[-1] in self._stop and tokens[:1] == own[-1:]
         return own + (tokens[1:] if ends_itself else tokens)
@@ -107,7 +118,7 @@ class TextRenderer(ABC):
     def _around(
         self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec], generate: bool
     ) -> tuple[str, str]:
-        """The text before and after what message `i` says."""
+        """Returns the text before and after the content of message `i`."""
         marked: Message = {"role": messages[i]["role"], "content": MARK}
         before, found, after = self.text([*messages[:i], marked, *messages[i + 1 :]], tools, generate).partition(MARK)
         if not found:
@@ -146,8 +157,8 @@ class TextRenderer(ABC):
         return np.asarray(tokens_T + rest, np.int32), np.asarray(weights_T + [0.0] * len(rest), np.float32)
 
     def _span(self, full: str, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> tuple[int, int]:
-        """Where in the text `full` of the conversation message `i` begins, and where it and the token that ends it are
-        over. What the assistant would have been asked with is its header, if the conversation shows that still."""
+        """Returns where message `i` begins in the text `full`, and where the token that ends it is over. Its header is
+        the assistant's generation prompt, if the conversation still shows that."""
         before, after = self._around(messages, i, tools, False)
         headers = [before]
         if messages[i]["role"] == "assistant":
@@ -156,18 +167,16 @@ class TextRenderer(ABC):
         if start is None or not full.endswith(after):
             raise ValueError(
                 f"the chat template shows message {i} of role {messages[i]['role']!r} in another form depending on "
-                "what surrounds it, so its tokens cannot be told from its header: train_on last_assistant_message, or "
+                "what surrounds it, so its text and its header cannot be separated: train_on last_assistant_message, or "
                 "use a renderer other than chat_template"
             )
-        ends = [text for text in map(self._text_of, self._stop) if after.startswith(text)]
+        stops = [str(self._tokenizer.decode([token])) for token in self._stop]
+        ends = [text for text in stops if after.startswith(text)]
         return start, len(full) - len(after) + max(map(len, ends), default=0)
-
-    def _text_of(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
 
     # ---- answers
 
-    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
+    def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:
         tokens = [int(token) for token in tokens]
         text, ended = self._read(tokens)
         message, whole = self.parse_text(THINK + text if self.thinking_is_open else text)
@@ -181,19 +190,19 @@ class TextRenderer(ABC):
         return bool(len(tokens)) and tokens[-1] in self._stop
 
     def _read(self, tokens: Sequence[int]) -> tuple[str, bool]:
-        """The text of a message up to what ended it, and whether anything did."""
+        """Returns the text of a message up to what ended it, and True if anything did."""
         by_token = self._ended_by_token(tokens)
         text = str(self._tokenizer.decode(tokens[:-1] if by_token else tokens))
         place = first_of(self.stop_strings, text)
         return text[:place], by_token or place is not None
 
     def parse_text(self, text: str) -> tuple[Message, bool]:
-        """What an assistant's text says."""
+        """Reads the text of an assistant's message, without its end; False if it is malformed."""
         return parse_text(text)
 
 
 def trained_messages(messages: Sequence[Message], train_on: TrainOn) -> list[int]:
-    """Places of the messages that count. Raises ValueError for an unknown `train_on`, and if there is none."""
+    """Returns the places of the messages to train on. Raises ValueError for an unknown `train_on`, or if none match."""
     if train_on not in TRAINED_ROLES:
         raise ValueError(f"train_on = {train_on!r}; expected one of {', '.join([*TRAINED_ROLES, 'all_tokens'])}")
     roles = TRAINED_ROLES[train_on]
@@ -208,39 +217,3 @@ def trained_messages(messages: Sequence[Message], train_on: TrainOn) -> list[int
 
 def _last_of(messages: Sequence[Message], role: str) -> int:
     return max((i for i, m in enumerate(messages) if m["role"] == role), default=len(messages))
-
-
-# ---- text that several renderers write alike
-
-
-def as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def tool_schema(tool: ToolSpec) -> dict[str, Any]:
-    """A tool in the form in which chat templates take it."""
-    return {"type": "function", "function": dict(tool)}
-
-
-def describe_tools(tools: Sequence[ToolSpec]) -> str:
-    """What a system message says about tools, in the form that Qwen3 was trained with."""
-    listed = "".join(f"\n{as_json(tool_schema(tool))}" for tool in tools)
-    return (
-        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>{listed}\n</tools>\n\n"
-        "For each function call, return a json object with function name and arguments within "
-        f"{CALL}{CALL_END} XML tags:\n{CALL}\n"
-        f'{{"name": <function-name>, "arguments": <args-json-object>}}\n{CALL_END}'
-    )
-
-
-def thinking_block(thinking: str) -> str:
-    stripped = thinking.strip("\n")
-    return f"{THINK}\n{stripped}\n{THINK_END}\n\n"
-
-
-def with_tool_calls(content: str, calls: Sequence[ToolCall]) -> str:
-    blocks = [
-        f'{CALL}\n{{"name": "{call["name"]}", "arguments": {as_json(call["arguments"])}}}\n{CALL_END}' for call in calls
-    ]
-    return "\n".join([content, *blocks] if content or not blocks else blocks)

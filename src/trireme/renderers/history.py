@@ -1,4 +1,4 @@
-"""Which of the earlier thinking a prompt still shows, and how thinking is cut out of tokens that were sampled."""
+"""Decides which earlier thinking a prompt still shows, and cuts thinking out of tokens that were sampled."""
 
 from __future__ import annotations
 
@@ -7,34 +7,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trireme.renderers.parsing import THINK_END
+from trireme.renderers.qwen_tags import THINK_END, TOOL_RESPONSE, TOOL_RESPONSE_END
 from trireme.renderers.types import Message
-
-TOOL_RESPONSE, TOOL_RESPONSE_END = "<tool_response>", "</tool_response>"
-
-
-def is_query(message: Message) -> bool:
-    """Whether a user asks something: a tool's answer may be wrapped in a user's message."""
-    content = message["content"]
-    wrapped = content.startswith(TOOL_RESPONSE) and content.endswith(TOOL_RESPONSE_END)
-    return message["role"] == "user" and not wrapped
 
 
 def last_query(messages: Sequence[Message]) -> int:
-    """Place of the last query; that of the last message if there is none."""
-    return max((i for i, m in enumerate(messages) if is_query(m)), default=len(messages) - 1)
+    """Returns the place of the user's last question; that of the last message if there is none.
+
+    A user's message that only wraps a tool's answer is not a question.
+    """
+    wraps = (TOOL_RESPONSE, TOOL_RESPONSE_END)
+    return max(
+        (
+            i
+            for i, m in enumerate(messages)
+            if m["role"] == "user" and not (m["content"].startswith(wraps[0]) and m["content"].endswith(wraps[1]))
+        ),
+        default=len(messages) - 1,
+    )
 
 
 @dataclass(frozen=True)
 class HistoryRule:
-    """What becomes of thinking in history. `strip` false: it stays. True: it stays until the next query, or, with
-    `compact_every` = N, until the assistant has spoken a multiple of N times."""
+    """Says how long thinking stays in the history."""
 
     strip: bool = True
+    """False: thinking stays. True: until the next question, or as `compact_every` says."""
     compact_every: int | None = None
+    """Thinking stays until the assistant has spoken a multiple of this many times."""
 
     def boundary(self, messages: Sequence[Message]) -> int:
-        """The prompt for the message that follows `messages` shows no thinking of those before this place."""
+        """Returns the place before which the prompt that follows `messages` shows no thinking."""
         if not self.strip:
             return 0
         if self.compact_every is None:
@@ -44,18 +47,18 @@ class HistoryRule:
         return turns[compacted - 1] + 1 if compacted else 0
 
     def cut_turns(self, messages: Sequence[Message], *, empty_too: bool) -> list[int]:
-        """Places of the sampled messages whose thinking that prompt leaves out. `empty_too`: also of those without any,
-        before which an empty block stands."""
+        """Returns the places of the sampled messages whose thinking that prompt leaves out. `empty_too`: also of those
+        without any, which an empty block precedes."""
         boundary = self.boundary(messages)
         return [i for i, m in enumerate(messages[:boundary]) if "tokens" in m and (empty_too or "thinking" in m)]
 
 
 def without_thinking(tokenizer: Any, tokens: Sequence[int], end_token: int | None, opened_by_prompt: bool) -> list[int]:
-    """Sampled tokens from the end of their thinking on. Where the prompt has opened it, the closing tag stays.
+    """Returns sampled tokens from the end of their thinking on; the closing tag stays where the prompt opened it.
     `end_token` is the tag as one token, where the tokenizer has it.
 
-    The cut is between tokens. If one of them holds the end of the thinking and the beginning of the answer, all stay:
-    to part them would be to tokenise again. Thinking that never ends leaves nothing.
+    The cut is between tokens: if one of them holds the end of the thinking and the beginning of the answer, all stay,
+    since splitting it would tokenise sampled text again. Thinking that never ends leaves nothing.
     """
     end = _end_of_thinking(tokenizer, tokens, end_token)
     if end > len(tokens):
@@ -72,7 +75,7 @@ def without_thinking(tokenizer: Any, tokens: Sequence[int], end_token: int | Non
 
 
 def _end_of_thinking(tokenizer: Any, tokens: Sequence[int], end_token: int | None) -> int:
-    """Number of tokens up to the closing tag, with it; more than there are if it is not there."""
+    """Returns the number of tokens up to and including the closing tag; more than there are if it is missing."""
     if end_token in tokens:
         return tokens.index(end_token) + 1
     return bisect_left(range(len(tokens)), True, key=lambda n: THINK_END in tokenizer.decode(tokens[: n + 1])) + 1

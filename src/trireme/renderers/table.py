@@ -1,36 +1,21 @@
-"""From a name to a renderer."""
+"""Finds renderers by name. A module in `kinds` is a renderer of its name; nothing else lists them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+import importlib
+import logging
+import pkgutil
+import re
+from functools import partial
+from typing import Any
 
 from trireme.core.errors import BadInput
-from trireme.renderers.base import TextRenderer
-from trireme.renderers.chat_template import ChatTemplateRenderer
+from trireme.renderers import external, kinds
+from trireme.renderers.base import PROBE, PROBE_TOOL, TextRenderer
 from trireme.renderers.history import HistoryRule
-from trireme.renderers.qwen3 import Qwen3Renderer
-from trireme.renderers.role_colon import RoleColonRenderer
-from trireme.renderers.types import Message, Renderer, ToolSpec
+from trireme.renderers.types import Renderer
 
-RendererName = Literal["auto", "chat_template", "role_colon", "qwen3"]
-RENDERERS: dict[str, type[Any]] = {
-    "chat_template": ChatTemplateRenderer,
-    "role_colon": RoleColonRenderer,
-    "qwen3": Qwen3Renderer,
-}
-
-PROBE_TOOL = ToolSpec(name="look", description="Looks.", parameters={"type": "object", "properties": {}})
-PROBE: Sequence[Message] = (
-    {"role": "system", "content": "s"},
-    {"role": "user", "content": "u"},
-    {"role": "assistant", "content": "a", "thinking": "t"},
-    {"role": "user", "content": "v"},
-    {"role": "assistant", "content": "", "thinking": "t", "tool_calls": [{"name": "look", "arguments": {}}]},
-    {"role": "tool", "content": "r"},
-    {"role": "assistant", "content": "b"},
-)
-"""A conversation in which formats differ: tools, thinking before and after the last query, an answer without any."""
+_log = logging.getLogger(__name__)
 
 
 def make_renderer(
@@ -41,33 +26,76 @@ def make_renderer(
     compact_every: int | None = None,
     enable_thinking: bool | None = None,
 ) -> Renderer:
-    """The renderer `name` for a `transformers` tokenizer. `auto`: role_colon for one without a chat template, qwen3
-    where it writes what the template does, else chat_template.
+    """Makes the renderer `name` for a `transformers` tokenizer.
 
-    Earlier thinking is stripped from prompts: with the next query, or, with `compact_every` = N, after every N messages
-    of the assistant. `enable_thinking` false: prompts ask for an answer without any, as Qwen3's template does. Raises
-    BadInput for an unknown name, and for a tokenizer that does not suit it, or a template without such a switch.
+    `auto`: the renderer of `kinds` that writes what the tokenizer's chat template does; else the format of the package
+    `renderers` that does; else the template itself; role_colon without a template. Earlier thinking is stripped from
+    prompts: with the next question, or, with `compact_every` = N, after every N messages of the assistant.
+    `enable_thinking` false: prompts ask for an answer without any, as Qwen3's template does. Raises BadInput for an
+    unknown name, for a tokenizer that does not suit it, and for a format without such a switch.
     """
-    if name not in get_args(RendererName):
-        raise BadInput(f"renderer.name = {name!r}; expected one of {', '.join(get_args(RendererName))}")
-    chosen = _choose(tokenizer, enable_thinking) if name == "auto" else name
+    if expected := unknown_renderer(name):
+        raise BadInput(f"renderer.name = {name!r}; expected {expected}")
     rule = HistoryRule(strip_thinking_from_history, compact_every)
-    made: TextRenderer = RENDERERS[chosen](tokenizer, rule, enable_thinking)
+    if name == "auto":
+        return _suitable(tokenizer, rule, enable_thinking)
+    made: Renderer = _class_of(name)(tokenizer, rule, enable_thinking)
     return made
 
 
-def _choose(tokenizer: Any, enable_thinking: bool | None) -> str:
-    if tokenizer.chat_template is None:
-        return "role_colon"
-    known = tokenizer.get_added_vocab()
-    if not {"<|im_start|>", "<|im_end|>", "<think>", "</think>"} <= known.keys():
-        return "chat_template"
-    template, qwen3 = (
-        kind(tokenizer, HistoryRule(), enable_thinking) for kind in (ChatTemplateRenderer, Qwen3Renderer)
-    )
-    same = all(
-        template.text(PROBE[:n], [PROBE_TOOL], generate) == qwen3.text(PROBE[:n], [PROBE_TOOL], generate)
+def unknown_renderer(name: str) -> str | None:
+    """Returns the names that are expected instead of `name`; None if it can be a renderer's."""
+    known = ["auto", *_built_in(), external.PACKAGE]
+    if name in known or re.fullmatch(r"[\w.]+:[\w.-]+", name):
+        return None
+    return f"one of {', '.join(known)}, {external.PACKAGE}:FORMAT, or package.module:Class"
+
+
+def _built_in() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(kinds.__path__))
+
+
+def _class_of(name: str) -> Any:
+    module, _, member = name.partition(":")
+    if module == external.PACKAGE:
+        return partial(external.PackageRenderer, name=member) if member else external.suitable
+    if not member:
+        return importlib.import_module(f"{kinds.__name__}.{name}").RENDERER
+    try:
+        return getattr(importlib.import_module(module), member)
+    except (ImportError, AttributeError) as error:
+        raise BadInput(f"renderer.name = {name!r}, which cannot be imported: {error}; expected a class") from None
+
+
+def _suitable(tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None) -> Renderer:
+    """Returns the renderer that `auto` stands for, and logs which it is where the choice is not obvious."""
+    fallback = "role_colon" if tokenizer.chat_template is None else "chat_template"
+    template: TextRenderer = _class_of(fallback)(tokenizer, rule, enable_thinking)
+    if tokenizer.chat_template is not None:
+        for name in _built_in():
+            if name not in ("chat_template", "role_colon") and _writes_alike(name, tokenizer, enable_thinking):
+                own: Renderer = _class_of(name)(tokenizer, rule, enable_thinking)
+                return own
+    try:
+        made = external.suitable(tokenizer, rule, enable_thinking)
+    except BadInput as error:
+        if tokenizer.chat_template is not None:
+            _log.warning("renderer.name = auto is the tokenizer's chat template. No other format: %s", error)
+        return template
+    _log.warning("renderer.name = auto is the format %s of the package %s", made.name, external.PACKAGE)
+    return made
+
+
+def _writes_alike(name: str, tokenizer: Any, enable_thinking: bool | None) -> bool:
+    """Returns True if the renderer `name` writes the probe as the chat template does."""
+    try:
+        template, other = (
+            _class_of(each)(tokenizer, HistoryRule(), enable_thinking) for each in ("chat_template", name)
+        )
+    except BadInput:
+        return False
+    return all(
+        template.text(PROBE[:n], [PROBE_TOOL], generate) == other.text(PROBE[:n], [PROBE_TOOL], generate)
         for n in range(2, len(PROBE) + 1)
         for generate in (False, True)
     )
-    return "qwen3" if same else "chat_template"

@@ -17,9 +17,9 @@ from renderer_support import CALCULATOR, CONVERSATIONS, OPENS_THINKING, QWEN3, S
 
 from trireme.core.errors import BadInput
 from trireme.renderers import Message, ToolSpec, make_renderer
-from trireme.renderers.chat_template import ChatTemplateRenderer
-from trireme.renderers.qwen3 import Qwen3Renderer
-from trireme.renderers.role_colon import RoleColonRenderer
+from trireme.renderers.kinds.chat_template import ChatTemplateRenderer
+from trireme.renderers.kinds.qwen3 import Qwen3Renderer
+from trireme.renderers.kinds.role_colon import RoleColonRenderer
 
 
 def expected(

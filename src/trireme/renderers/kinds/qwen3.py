@@ -1,4 +1,4 @@
-"""Qwen3's format. With thinking stripped from history, text for text what its own chat template writes."""
+"""Qwen3's format. With thinking stripped from the history, it writes the same text as Qwen3's own chat template."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from trireme.core.errors import BadInput
-from trireme.renderers.base import TextRenderer, describe_tools, thinking_block, with_tool_calls
-from trireme.renderers.history import TOOL_RESPONSE, TOOL_RESPONSE_END, HistoryRule, last_query
-from trireme.renderers.parsing import THINK, THINK_END
+from trireme.renderers.base import TextRenderer
+from trireme.renderers.history import HistoryRule, last_query
+from trireme.renderers.qwen_tags import (
+    THINK,
+    THINK_END,
+    TOOL_RESPONSE,
+    TOOL_RESPONSE_END,
+    describe_tools,
+    thinking_block,
+    with_tool_calls,
+)
 from trireme.renderers.types import Message, ToolSpec
 
 START, END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
 
 class Qwen3Renderer(TextRenderer):
-    """Raises BadInput for a tokenizer that lacks one of the format's tokens."""
+    """Writes Qwen3's format. Raises BadInput for a tokenizer that lacks one of its tokens."""
 
     def __init__(self, tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None = None) -> None:
         known = tokenizer.get_added_vocab()
@@ -25,7 +33,7 @@ class Qwen3Renderer(TextRenderer):
                 f"renderer.name = qwen3 with a tokenizer that has no token {' and no '.join(missing)}; expected the "
                 "tokenizer of a Qwen3 model: set --renderer.name to chat_template or role_colon, or leave it out"
             )
-        ends = [known[END], tokenizer.eos_token_id, known.get(END_OF_TEXT)]  # these models stop at the last one too
+        ends = [known[END], tokenizer.eos_token_id, known.get(END_OF_TEXT)]  # these models also stop at the last one
         super().__init__(tokenizer, [end for end in ends if end is not None], rule)
         self.no_thinking = thinking_block("") if enable_thinking is False else ""
 
@@ -43,7 +51,7 @@ class Qwen3Renderer(TextRenderer):
 
 
 def _opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
-    """The system's message, which also lists the tools."""
+    """Writes the system's message, which also lists the tools."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else None
     if tools:
         about = describe_tools(tools)
@@ -53,7 +61,8 @@ def _opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
 
 
 def _assistant(message: Message, shows_thinking: bool, answers_last: bool) -> str:
-    """`answers_last`: the last message of the conversation, after its last query, has a block even for no thinking."""
+    """Writes an assistant's message. `answers_last`: it ends the conversation after the last question, and then has a
+    block even without thinking."""
     thinking, content = _thinking_and_content(message)
     block = thinking_block(thinking) if shows_thinking and (thinking or answers_last) else ""
     body = content.lstrip("\n") if block else content
@@ -61,7 +70,7 @@ def _assistant(message: Message, shows_thinking: bool, answers_last: bool) -> st
 
 
 def _thinking_and_content(message: Message) -> tuple[str, str]:
-    """Content that holds thinking is taken apart, as the template does it."""
+    """Separates thinking from content, also where the content holds it, as the template does."""
     content = message["content"]
     if "thinking" in message or THINK_END not in content:
         return message.get("thinking", ""), content
@@ -70,8 +79,11 @@ def _thinking_and_content(message: Message) -> tuple[str, str]:
 
 
 def _tool(messages: Sequence[Message], i: int) -> str:
-    """Answers of tools in a row share one user's message."""
+    """Writes a tool's answer; consecutive ones share one user's message."""
     first = not i or messages[i - 1]["role"] != "tool"
     last = i == len(messages) - 1 or messages[i + 1]["role"] != "tool"
     header, end = f"{START}user" if first else "", f"{END}\n" if last else ""
     return f"{header}\n{TOOL_RESPONSE}\n{messages[i]['content']}\n{TOOL_RESPONSE_END}{end}"
+
+
+RENDERER = Qwen3Renderer

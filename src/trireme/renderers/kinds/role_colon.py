@@ -1,4 +1,4 @@
-"""`User: ...`, `Assistant: ...`: for base models, and for tokenizers without a chat template."""
+"""Writes `User: ...`, `Assistant: ...`: for base models, and for tokenizers without a chat template."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 
 from trireme.core.errors import BadInput
 from trireme.core.stop_strings import first_of
-from trireme.renderers.base import TextRenderer, describe_tools, thinking_block, with_tool_calls
+from trireme.renderers.base import TextRenderer
 from trireme.renderers.history import HistoryRule
+from trireme.renderers.qwen_tags import describe_tools, thinking_block, with_tool_calls
 from trireme.renderers.types import Message, ToolSpec
 
 OTHERS = ("User", "System", "Tool")
 
 
 class RoleColonRenderer(TextRenderer):
-    """Messages are parted by an empty line; the assistant's end with the tokenizer's end of sequence.
+    """Separates messages by an empty line; the assistant's end with the tokenizer's end of sequence.
 
         System: Be brief.\n\nUser: 2 + 2?\n\nAssistant: 4<eos>\n\nUser: 3 + 3?\n\nAssistant:
 
-    A base model seldom writes that, but goes on with what somebody else says: `\n\nUser:`, which stops it too. Where it
-    is the user who speaks next, the prompt goes on from these very tokens. Raises BadInput for a tokenizer without an
-    end of sequence, and for `enable_thinking`.
+    A base model seldom writes that token, but continues with another speaker: `\n\nUser:`, which stops it too. If the
+    user does speak next, the prompt extends these sampled tokens. Raises BadInput for a tokenizer without an end of
+    sequence, and for `enable_thinking`.
     """
 
     stop_strings = tuple(f"\n\n{speaker}:" for speaker in OTHERS)
@@ -39,7 +40,7 @@ class RoleColonRenderer(TextRenderer):
                 "the assistant's message. Set eos_token in its tokenizer_config.json"
             )
         super().__init__(tokenizer, [tokenizer.eos_token_id], rule)
-        self._end = tokenizer.eos_token  # transformers makes it up from several places at each access
+        self._end = tokenizer.eos_token  # transformers computes it at each access
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
         boundary = self.thinking_from(messages, generate)
@@ -57,28 +58,31 @@ class RoleColonRenderer(TextRenderer):
         calls = with_tool_calls(message["content"], message.get("tool_calls", ()))
         return f"{speaker}: {block}{calls}{self._end}"
 
-    def _gone_on_from(self, own: list[int], after: str) -> list[int]:
-        begun, rest = self._begun(own), after.removeprefix(self._end)
+    def _followed_by(self, own: list[int], after: str) -> list[int]:
+        begun, rest = self._next_speaker(own), after.removeprefix(self._end)
         if begun and rest.startswith(begun):
             return own + self.encode(rest.removeprefix(begun))
-        return super()._gone_on_from(self.closed(own), after)
+        return super()._followed_by(self.closed(own), after)
 
-    def _begun(self, own: list[int]) -> str:
-        """What a sampled message says from the string on that ended it."""
+    def _next_speaker(self, own: list[int]) -> str:
+        """Returns the text of a sampled message from the string on that ended it."""
         text = str(self._tokenizer.decode(own))
         place = first_of(self.stop_strings, text)
         return "" if place is None else text[place:]
 
     def closed(self, tokens: Sequence[int]) -> list[int]:
-        """Of a token that holds the end of the message and the beginning of the string, all stays: to part them would
-        be to tokenise again."""
+        """See `Renderer`. A token that holds the end of the message and the beginning of the string stays whole, since
+        splitting it would tokenise sampled text again."""
         own = list(tokens)
-        if not (begun := self._begun(own)):
+        if not (begun := self._next_speaker(own)):
             return own
         length = len(self._tokenizer.decode(own)) - len(begun)
         kept = bisect_left(range(len(own)), length, key=lambda n: len(self._tokenizer.decode(own[:n])))
         return [*own[:kept], self._tokenizer.eos_token_id]
 
     def parse_text(self, text: str) -> tuple[Message, bool]:
-        """The space after the colon is no part of the message."""
+        """Reads a message without the space after the colon."""
         return super().parse_text(text.removeprefix(" "))
+
+
+RENDERER = RoleColonRenderer

@@ -1,4 +1,4 @@
-"""The tokenizer's own chat template: token for token what `apply_chat_template` gives."""
+"""The tokenizer's own chat template: the tokens that `apply_chat_template` gives."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from trireme.core.errors import BadInput
-from trireme.renderers.base import MARK, TextRenderer, thinking_block, tool_schema
+from trireme.renderers.base import MARK, TextRenderer
 from trireme.renderers.history import HistoryRule
-from trireme.renderers.parsing import CALL, THINK, THINK_END
+from trireme.renderers.qwen_tags import CALL, THINK, THINK_END, thinking_block, tool_schema
 from trireme.renderers.types import Message, ToolSpec
 
 SWITCH = "enable_thinking"
@@ -20,11 +20,11 @@ ANSWERED: Message = {"role": "assistant", "content": MARK}
 
 
 class ChatTemplateRenderer(TextRenderer):
-    """The assistant's message ends with the token that the template puts after it, or with the end of sequence.
+    """Ends the assistant's message with the token that the template puts after it, or with the end of sequence.
 
-    Tool calls are read back where the template writes them as `<tool_call>` blocks; for another form there is
-    `parse_response` of a subclass. `enable_thinking` is handed to the template. Raises BadInput for a tokenizer without
-    a template, and for one whose template does not look at that.
+    Tool calls are read back where the template writes them as `<tool_call>` blocks, and stay in the content otherwise.
+    `enable_thinking` is passed to the template. Raises BadInput for a tokenizer without a template, and for a template
+    that does not use `enable_thinking` where it is set.
     """
 
     def __init__(self, tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None = None) -> None:
@@ -36,8 +36,8 @@ class ChatTemplateRenderer(TextRenderer):
             )
         if enable_thinking is not None and SWITCH not in template:
             raise BadInput(
-                f"renderer.{SWITCH} = {str(enable_thinking).lower()} with a chat template that does not look at it, so "
-                "that it would change nothing; expected one that does, such as Qwen3's: leave it out"
+                f"renderer.{SWITCH} = {str(enable_thinking).lower()} with a chat template that does not look at it; "
+                "expected one that does, such as Qwen3's: leave it out"
             )
         self._options = {} if enable_thinking is None else {SWITCH: enable_thinking}
         self._writes_thinking = "reasoning_content" in template
@@ -74,7 +74,8 @@ class ChatTemplateRenderer(TextRenderer):
         )
 
     def _for_template(self, message: Message, shows_thinking: bool) -> dict[str, Any]:
-        """A message under the names that chat templates know. One that knows no thinking finds it in the content."""
+        """Names the parts of a message as chat templates do. Thinking is put into the content where the template has no
+        name for it."""
         shown: dict[str, Any] = {key: message[key] for key in ("role", "content", "name") if key in message}
         thinking = message.get("thinking", "") if shows_thinking else ""
         if thinking and self._writes_thinking:
@@ -89,3 +90,6 @@ class ChatTemplateRenderer(TextRenderer):
         if self._reads_calls or CALL not in text:
             return super().parse_text(text)
         return {"role": "assistant", "content": text}, True
+
+
+RENDERER = ChatTemplateRenderer

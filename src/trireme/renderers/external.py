@@ -1,0 +1,252 @@
+"""Chat formats of the package `renderers`, an extra: Llama 3, Qwen 3.5, DeepSeek, Kimi, GLM, gpt-oss, Gemma and others.
+
+The package writes prompts token by token, and extends a sampled sequence by the next messages. It does not extend where
+thinking leaves the history: then it renders the conversation anew, and here each sampled message gets its tokens back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trireme.core.errors import BadInput
+from trireme.core.extras import require
+from trireme.renderers.base import PROBE, PROBE_TOOL, trained_messages
+from trireme.renderers.history import HistoryRule
+from trireme.renderers.qwen_tags import read_json, tool_schema
+from trireme.renderers.types import Message, ToolCall, ToolSpec, TrainOn
+
+PACKAGE = "renderers"
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Names under which the package's formats know `renderer.enable_thinking`."""
+QUESTION = "What is 2 + 2?"
+PLAIN = 4
+"""Messages at the beginning of the probe that use no tool."""
+
+
+class PackageRenderer:
+    """The package's renderer `name`, such as llama-3, for a `transformers` tokenizer.
+
+    Raises BadInput where the package is missing, for a format that it does not have, for a tokenizer that lacks one of
+    the format's tokens, and for settings that the format does not know.
+    """
+
+    def __init__(self, tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None = None, *, name: str) -> None:
+        self._settings = tokenizer, rule, enable_thinking
+        self.name = name
+        self._tokenizer, self._strips = tokenizer, rule.strip
+        self._package = _open(tokenizer, rule, enable_thinking, name)
+        self._stop = tuple(self._package.get_stop_token_ids())
+        self._special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+        self._asked = self.generation_prompt([{"role": "user", "content": QUESTION}])
+        if QUESTION not in tokenizer.decode(self._asked):
+            raise BadInput(f"renderer.name = {PACKAGE}:{name}, whose tokens are not those of this tokenizer")
+
+    def __reduce__(self) -> Any:
+        return partial(PackageRenderer, name=self.name), self._settings
+
+    def stop_tokens(self) -> tuple[int, ...]:
+        return self._stop
+
+    def stop_condition(self) -> tuple[int | str, ...]:
+        return self._stop
+
+    def ended(self, tokens: Sequence[int]) -> bool:
+        return bool(len(tokens)) and tokens[-1] in self._stop
+
+    def closed(self, tokens: Sequence[int]) -> list[int]:
+        return list(tokens)
+
+    # ---- prompts and examples
+
+    def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        last = max((i for i, m in enumerate(messages) if "tokens" in m and "prompt" in m), default=None)
+        if last is not None:
+            prompt, sampled = list(messages[last]["prompt"]), list(messages[last]["tokens"])
+            extended = self._package.bridge_to_next_turn(
+                prompt, sampled, _for_package(messages)[last + 1 :], tools=_schemas(tools)
+            )
+            if extended is not None and extended.token_ids[: len(prompt) + len(sampled)] == prompt + sampled:
+                return list(extended.token_ids)
+        tokens, owners, says = self._render(messages, tools, True)
+        if last is None or self._strips:
+            return tokens
+        start = next(n for n, owner in enumerate(owners) if owner == last and says[n])
+        return [*messages[last]["prompt"], *tokens[start:]]
+
+    def supervised_example(
+        self, messages: Sequence[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        tokens, owners, says = self._render(messages, tools, False)
+        if train_on == "all_tokens":
+            return np.asarray(tokens, np.int32), np.ones(len(tokens), np.float32)
+        trained = trained_messages(messages, train_on)
+        weights = [owner in trained and says_it for owner, says_it in zip(owners, says, strict=True)]
+        last = max((n for n, weight in enumerate(weights) if weight), default=None)
+        if last is None:
+            raise ValueError(f"the format {self.name} does not tell which tokens are those of train_on = {train_on}")
+        if messages[-1]["role"] == "assistant" and trained[-1] == len(messages) - 1 and tokens[last] not in self._stop:
+            tokens, weights = [*tokens, self._stop[0]], [*weights, True]  # GLM ends a message by the next one's header
+        return np.asarray(tokens, np.int32), np.asarray(weights, np.float32)
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool
+    ) -> tuple[list[int], list[int], list[bool]]:
+        """Returns the conversation's tokens, the place of the message that each belongs to (-1: none), and True for
+        each that is content or was sampled."""
+        made = self._package.render(_for_package(messages), tools=_schemas(tools), add_generation_prompt=generate)
+        tokens, owners = list(made.token_ids), list(made.message_indices)
+        masks = [mask for mask in (made.sampled_mask, made.is_content) if len(mask) == len(tokens)]
+        says = [any(values) for values in zip(*masks, strict=True)] if masks else [False] * len(tokens)
+        for i, message in enumerate(messages):
+            if "tokens" not in message:
+                continue
+            places = [n for n, owner in enumerate(owners) if owner == i and says[n]]
+            if not places:
+                raise ValueError(f"the format {self.name} shows nothing of the sampled message {i}")
+            start, end = places[0], places[-1] + 1
+            own = self._as_shown(list(message["tokens"]), tokens[start:end])
+            tokens[start:end], owners[start:end], says[start:end] = own, [i] * len(own), [True] * len(own)
+        return tokens, owners, says
+
+    def _as_shown(self, own: list[int], shown: list[int]) -> list[int]:
+        """Returns the sampled tokens `own`, without their thinking where `shown`, the message as the package renders
+        it, leaves it out, and with the end of `shown` if the message was cut off.
+
+        The cut is at a special token. Where none leaves the text of `shown`, all tokens stay.
+        """
+        cuts = sorted(n + after for n, token in enumerate(own) if token in self._special for after in (0, 1))
+        cut = max((n for n in cuts if self._text(own[n:]) == self._text(shown)), default=0) if self._strips else 0
+        kept = own[cut:]
+        while cut and kept and not self._tokenizer.decode(kept[:1]).strip():
+            kept = kept[1:]
+        return kept if self.ended(kept) or not self.ended(shown) else [*kept, shown[-1]]
+
+    def _text(self, tokens: list[int]) -> str:
+        """Returns the text of a message without white space and what ends it."""
+        return "".join(str(self._tokenizer.decode(tokens[:-1] if self.ended(tokens) else tokens)).split())
+
+    # ---- answers
+
+    def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:
+        tokens = [int(token) for token in tokens]
+        parsed = self._package.parse_response(tokens, tools=_schemas(tools), prompt_ids=self._asked)
+        calls = [call for call in map(_call, parsed.tool_calls) if call is not None]
+        message: Message = {"role": "assistant", "content": parsed.content, "tokens": tokens}
+        if parsed.reasoning_content is not None:
+            message["thinking"] = parsed.reasoning_content
+        if len(calls) < len(parsed.tool_calls):
+            message["content"] = str(self._tokenizer.decode(tokens[:-1] if self.ended(tokens) else tokens))
+            return message, False
+        if calls:
+            message["tool_calls"] = calls
+        return message, self.ended(tokens) and parsed.reasoning_complete is not False
+
+
+def suitable(tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None = None) -> PackageRenderer:
+    """Returns the package's renderer for a model: the one that it names for it, else the first that writes what the
+    tokenizer's chat template does. Raises BadInput if there is none."""
+    if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
+        raise BadInput(f"{tokenizer.name_or_path} has no chat template to compare a format with")
+    known = require(f"{PACKAGE}.base", extra=PACKAGE, what_for="the chat format of a model").MODEL_RENDERER_MAP
+    if named := known.get(tokenizer.name_or_path):
+        return PackageRenderer(tokenizer, rule, enable_thinking, name=named)
+    vocabulary = tokenizer.get_added_vocab()
+    for name in dict.fromkeys(known.values()) if tokenizer.chat_template else ():
+        if name == "gpt-oss" and "<|channel|>" not in vocabulary:
+            continue  # to open this format may take a download, whatever the tokenizer
+        with suppress(BadInput):
+            renderer = PackageRenderer(tokenizer, rule, enable_thinking, name=name)
+            if _writes_template(renderer, tokenizer, enable_thinking):
+                return renderer
+    raise BadInput(f"the package {PACKAGE} has no format for {tokenizer.name_or_path or 'this tokenizer'}")
+
+
+def _writes_template(renderer: PackageRenderer, tokenizer: Any, enable_thinking: bool | None) -> bool:
+    """Returns True if the renderer's tokens of the probe are those of the chat template, wherever that has any."""
+    compared = 0
+    for n, generate in ((n, generate) for n in range(2, len(PROBE) + 1) for generate in (False, True)):
+        tools = [PROBE_TOOL] if n > PLAIN else []
+        text = _template_text(tokenizer, PROBE[:n], tools, generate, enable_thinking)
+        if text is None and n > PLAIN:
+            continue  # the template has no tools
+        own = renderer._render(PROBE[:n], tools, generate)[0]
+        if text is None or own != tokenizer.encode(text, add_special_tokens=False):
+            return False
+        compared += 1
+    return compared > 0
+
+
+def _template_text(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool, enable_thinking: bool | None
+) -> str | None:
+    """Returns the text that the chat template makes of messages; None where it raises, which templates do at will."""
+    options = {} if enable_thinking is None else dict.fromkeys(THINKING_SWITCHES, enable_thinking)
+    with suppress(Exception):
+        return str(
+            tokenizer.apply_chat_template(
+                _for_package(messages), tools=_schemas(tools), add_generation_prompt=generate, tokenize=False, **options
+            )
+        )
+    return None
+
+
+def _open(tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None, name: str) -> Any:
+    """Makes the package's own renderer. Raises BadInput."""
+    package = require(PACKAGE, extra=PACKAGE, what_for=f"renderer.name = {PACKAGE}:{name}")
+    if rule.compact_every is not None:
+        raise BadInput(
+            f"renderer.compact_every = {rule.compact_every} with the format {name} of the package {PACKAGE}; expected "
+            "none: leave it out, or set renderer.name to chat_template"
+        )
+    try:
+        config = package.config_from_name(name)
+        fields: dict[str, Any] = {} if rule.strip else {"thinking_retention": "all"}
+        if enable_thinking is not None:
+            switches = [switch for switch in THINKING_SWITCHES if switch in config.template_field_names()]
+            if not switches:
+                raise ValueError("it has no switch for renderer.enable_thinking")
+            fields[switches[0]] = enable_thinking
+        return package.create_renderer(tokenizer, type(config)(**fields))
+    except Exception as error:  # which the package raises for a tokenizer of another model, is not documented
+        raise BadInput(
+            f"renderer.name = {PACKAGE}:{name}, which does not suit this tokenizer or these settings: {error}"
+        ) from error
+
+
+def _for_package(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Returns messages in the package's form. Calls of tools are numbered, and their answers name them in order."""
+    numbers, waiting, made = count(), list[tuple[str, str]](), []
+    for message in messages:
+        shown: dict[str, Any] = {key: message[key] for key in ("role", "content", "name") if key in message}
+        if "thinking" in message:
+            shown["reasoning_content"] = message["thinking"]
+        if calls := message.get("tool_calls"):
+            waiting = [(f"functions.{call['name']}:{next(numbers)}", call["name"]) for call in calls]
+            shown["tool_calls"] = [
+                {"type": "function", "id": identity, "function": dict(call)}
+                for (identity, _), call in zip(waiting, calls, strict=True)
+            ]
+        if message["role"] == "tool" and waiting:
+            identity, name = waiting.pop(0)
+            shown = {"name": name, **shown, "tool_call_id": identity}
+        made.append(shown)
+    return made
+
+
+def _schemas(tools: Sequence[ToolSpec]) -> list[dict[str, Any]] | None:
+    return [tool_schema(tool) for tool in tools] or None
+
+
+def _call(call: Any) -> ToolCall | None:
+    """Returns a call of a tool that the package has read; None if it is malformed."""
+    arguments = read_json(json.dumps(call.arguments)) if call.status == "ok" else None
+    return ToolCall(name=call.name, arguments=arguments) if call.name and isinstance(arguments, dict) else None

@@ -1,0 +1,97 @@
+"""The tags that Qwen3 was trained with, and text written and read with them.
+
+`role_colon`, and chat templates that use the same tags, share them. What a model writes may be hostile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from trireme.renderers.types import Message, ToolCall, ToolSpec
+
+THINK, THINK_END = "<think>", "</think>"
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+TOOL_RESPONSE, TOOL_RESPONSE_END = "<tool_response>", "</tool_response>"
+
+
+def tool_schema(tool: ToolSpec) -> dict[str, Any]:
+    """Returns a tool in the form in which chat templates take it."""
+    return {"type": "function", "function": dict(tool)}
+
+
+def describe_tools(tools: Sequence[ToolSpec]) -> str:
+    """Writes what a system message says about tools."""
+    listed = "".join(f"\n{json.dumps(tool_schema(tool), ensure_ascii=False)}" for tool in tools)
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>{listed}\n</tools>\n\n"
+        "For each function call, return a json object with function name and arguments within "
+        f"{CALL}{CALL_END} XML tags:\n{CALL}\n"
+        f'{{"name": <function-name>, "arguments": <args-json-object>}}\n{CALL_END}'
+    )
+
+
+def thinking_block(thinking: str) -> str:
+    """Writes thinking between its tags, and the empty line after it."""
+    stripped = thinking.strip("\n")
+    return f"{THINK}\n{stripped}\n{THINK_END}\n\n"
+
+
+def with_tool_calls(content: str, calls: Sequence[ToolCall]) -> str:
+    """Writes tool calls after the content of a message."""
+    blocks = [
+        f'{CALL}\n{{"name": "{call["name"]}", "arguments": {json.dumps(call["arguments"], ensure_ascii=False)}}}\n'
+        f"{CALL_END}"
+        for call in calls
+    ]
+    return "\n".join([content, *blocks] if content or not blocks else blocks)
+
+
+def parse_text(text: str) -> tuple[Message, bool]:
+    """Reads the message that an assistant wrote as `text`, without the end of its turn.
+
+    False: its thinking or a tool call has no end or no beginning, or a call is not a JSON object with a name and
+    arguments; then `content` holds the text unchanged.
+    """
+    message: Message = {"role": "assistant", "content": text}
+    if text.lstrip().startswith(THINK):
+        thinking, closed, rest = text.lstrip().removeprefix(THINK).partition(THINK_END)
+        message["thinking"] = thinking.strip("\n")
+        message["content"] = rest.lstrip("\n")
+        if not closed:
+            return message, False
+    if THINK in message["content"] or THINK_END in message["content"]:
+        return message, False
+    content, *blocks = message["content"].split(CALL)
+    calls = [_call(block) for block in blocks]
+    if None in calls or CALL_END in content:
+        return message, False
+    if calls:
+        message["content"] = content.rstrip("\n")
+        message["tool_calls"] = [call for call in calls if call]
+    return message, True
+
+
+def _call(block: str) -> ToolCall | None:
+    """Reads the text after `<tool_call>`, up to the next one; None if it is not one call and nothing else."""
+    written, closed, rest = block.partition(CALL_END)
+    call = read_json(written) if closed and not rest.strip() else None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    return ToolCall(name=call["name"], arguments=call["arguments"]) if isinstance(call.get("arguments"), dict) else None
+
+
+def read_json(text: str) -> Any:
+    """Reads JSON; None for text that is not JSON, is nested too deeply, or cannot be written in UTF-8."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,279 @@
+"""Formats of the package `renderers` behind the project's interface, with small tokenizers that have their tokens."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from renderer_support import CALCULATOR, QWEN3, SAYS, TEXT, bpe, said
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from trireme.core.errors import BadInput
+from trireme.renderers import Message, make_renderer
+from trireme.renderers.external import PackageRenderer
+from trireme.renderers.kinds.chat_template import ChatTemplateRenderer
+from trireme.renderers.kinds.qwen3 import Qwen3Renderer
+
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+KIMI = ["<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|im_end|>"] + [
+    f"<|tool_{name}|>"
+    for name in ("calls_section_begin", "calls_section_end", "call_begin", "call_argument_begin", "call_end")
+]
+GLM = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"]
+TOKENS = {
+    "llama-3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
+    + ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"],
+    "qwen3.5": ["<|im_start|>", "<|im_end|>", "<|endoftext|>", *TAGS]
+    + ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
+    "deepseek-v3": ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
+    + [f"<｜tool▁{name}｜>" for name in ("sep", "calls▁begin", "calls▁end", "call▁begin", "call▁end")]
+    + [f"<｜tool▁{name}｜>" for name in ("outputs▁begin", "outputs▁end", "output▁begin", "output▁end")],
+    "kimi-k2": KIMI,
+    "glm-5": [*GLM, *TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+    "gemma4": ["<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>", "<|tool>", "<tool|>"]
+    + ["<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", "<|image>", "<|image|>", "<image|>"],
+}
+PROMPTS = {
+    "llama-3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
+    "Today Date: 26 Jul 2024\n\nBe brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "qwen3.5": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n",
+    "deepseek-v3": "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Why?<｜Assistant｜>",
+    "kimi-k2": "<|im_system|>system<|im_middle|>Be brief.<|im_end|><|im_user|>user<|im_middle|>Why?<|im_end|>"
+    "<|im_assistant|>assistant<|im_middle|>",
+    "glm-5": "[gMASK]<sop><|system|>Be brief.<|user|>Why?<|assistant|><think>",
+    "gemma4": "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nWhy?<turn|>\n<|turn>model\n",
+}
+ENDS = {
+    "llama-3": "<|eot_id|>",
+    "qwen3.5": "<|im_end|>",
+    "deepseek-v3": "<｜end▁of▁sentence｜>",
+    "kimi-k2": "<|im_end|>",
+    "glm-5": "<|user|>",
+    "gemma4": "<turn|>",
+}
+CALLS = {
+    "llama-3": '{"name": "calculator", "parameters": {"expression": "2 + 2"}}',
+    "qwen3.5": "</think>\n\n<tool_call>\n<function=calculator>\n<parameter=expression>\n2 + 2\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "glm-5": "</think><tool_call>calculator<arg_key>expression</arg_key><arg_value>2 + 2</arg_value></tool_call>",
+    "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.calculator:0<|tool_call_argument_begin|>"
+    '{"expression": "2 + 2"}<|tool_call_end|><|tool_calls_section_end|>',
+}
+THINKING = [form for form, prompt in PROMPTS.items() if prompt.rstrip().endswith("<think>")]
+TEMPLATE_OF_KIMI = """
+{%- if tools %}{{ raise_exception('no tools') }}{% endif %}
+{%- for m in messages %}
+    {{- '<|im_' + m.role + '|>' + m.role + '<|im_middle|>' + m.content + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}
+"""
+
+
+@cache
+def tokenizer_of(form: str, template: str | None = None, name: str = "") -> Any:
+    """Returns a byte-level tokenizer with merges and the special tokens of a format."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    raw.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token=ENDS[form])
+    tokenizer.add_special_tokens({"additional_special_tokens": [t for t in TOKENS[form] if t not in TAGS]})
+    tokenizer.add_tokens([token for token in TOKENS[form] if token in TAGS])
+    tokenizer.chat_template = template
+    tokenizer.name_or_path = name
+    return tokenizer
+
+
+def renderer_of(form: str, **options: Any) -> Any:
+    return make_renderer(f"renderers:{form}", tokenizer_of(form), **options)
+
+
+def sample(form: str, text: str, end: str | None = None) -> list[int]:
+    """Returns tokens of `text` that are not those of encoding it whole, as a policy may sample them."""
+    tokenizer, tokens = tokenizer_of(form), list[int]()
+    for piece in text.replace("</think>", "|</think>|").split("|</think>|") if form in THINKING else [text]:
+        tokens += [tokenizer.convert_tokens_to_ids("</think>")] if tokens else []
+        half = len(piece) // 2
+        tokens += tokenizer.encode(piece[:half]) + tokenizer.encode(piece[half:])
+    return [*tokens, tokenizer.convert_tokens_to_ids(end or ENDS[form])]
+
+
+def thought(form: str) -> str:
+    return "Let me think.</think>It is 4" if form in THINKING else "It is 4"
+
+
+@pytest.mark.parametrize("form", TOKENS)
+def test_a_prompt_is_written_as_the_model_was_trained_with(form: str) -> None:
+    prompt = renderer_of(form).generation_prompt([said("system", "Be brief."), said("user", "Why?")])
+    assert tokenizer_of(form).decode(prompt) == PROMPTS[form]
+
+
+@pytest.mark.parametrize("form", TOKENS)
+def test_an_answer_is_read_back_with_what_ended_it(form: str) -> None:
+    renderer = renderer_of(form)
+    tokens = sample(form, thought(form))
+    assert renderer.stop_condition() == renderer.stop_tokens()
+    assert tokens[-1] in renderer.stop_tokens()
+    message, whole = renderer.parse_response(tokens)
+    assert (message["content"], message["tokens"], whole) == ("It is 4", tokens, True)
+    assert message.get("thinking") == ("Let me think." if form in THINKING else None)
+    assert renderer.ended(tokens)
+    assert not renderer.ended(tokens[:-1])
+    assert not renderer.parse_response(tokens[:-1])[1], "it was cut off"
+    assert renderer.closed(tokens) == tokens
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_calls_of_tools_are_read_back_and_malformed_ones_reported(form: str) -> None:
+    renderer, tokenizer = renderer_of(form), tokenizer_of(form)
+    end = tokenizer.convert_tokens_to_ids("<|observation|>" if form == "glm-5" else ENDS[form])
+    message, whole = renderer.parse_response([*tokenizer.encode(CALLS[form]), end], [CALCULATOR])
+    assert whole
+    assert message["tool_calls"] == [{"name": "calculator", "arguments": {"expression": "2 + 2"}}]
+    broken = CALLS[form].replace('"}', "").replace("</function>\n</tool_call>", "").replace("</tool_call>", "")
+    message, whole = renderer.parse_response([*tokenizer.encode(broken), end], [CALCULATOR])
+    assert "tool_calls" not in message
+    assert "2 + 2" in message["content"]
+
+
+@pytest.mark.parametrize("form", TOKENS)
+def test_the_second_turn_extends_the_sampled_tokens(form: str) -> None:
+    renderer = renderer_of(form, strip_thinking_from_history=False)
+    asked = [said("user", "Why?")]
+    prompt, sampled = renderer.generation_prompt(asked), sample(form, thought(form))
+    message, _ = renderer.parse_response(sampled)
+    after = renderer.generation_prompt([*asked, {**message, "prompt": prompt}, said("user", "Sure?")])
+    assert after[: len(prompt) + len(sampled)] == prompt + sampled
+    assert tokenizer_of(form).decode(after[len(prompt) + len(sampled) :]).count("Sure?") == 1
+    cut_off = renderer.parse_response(sampled[:-1])[0]
+    after = renderer.generation_prompt([*asked, {**cut_off, "prompt": prompt}, said("user", "Sure?")])
+    assert after[: len(prompt) + len(sampled) - 1] == prompt + sampled[:-1], "what was cut off is extended too"
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_a_tools_answer_extends_the_sampled_call(form: str) -> None:
+    renderer, tokenizer = renderer_of(form), tokenizer_of(form)
+    asked = [said("user", "Why?")]
+    end = tokenizer.convert_tokens_to_ids("<|observation|>" if form == "glm-5" else ENDS[form])
+    prompt, sampled = renderer.generation_prompt(asked, [CALCULATOR]), [*tokenizer.encode(CALLS[form]), end]
+    message, _ = renderer.parse_response(sampled)
+    after = renderer.generation_prompt([*asked, {**message, "prompt": prompt}, said("tool", "4")], [CALCULATOR])
+    assert after[: len(prompt) + len(sampled)] == prompt + sampled
+
+
+@pytest.mark.parametrize("form", THINKING)
+def test_thinking_leaves_the_history_and_the_answer_keeps_its_tokens(form: str) -> None:
+    renderer, tokenizer = renderer_of(form), tokenizer_of(form)
+    asked = [said("user", "Why?")]
+    prompt, sampled = renderer.generation_prompt(asked), sample(form, thought(form))
+    message, _ = renderer.parse_response(sampled)
+    after = renderer.generation_prompt([*asked, {**message, "prompt": prompt}, said("user", "Sure?")])
+    answer = sampled[sampled.index(tokenizer.convert_tokens_to_ids("</think>")) + 1 :]
+    assert "Let me think." not in tokenizer.decode(after)
+    assert any(after[n : n + len(answer)] == answer for n in range(len(after)))
+    written = [*asked, said("assistant", "It is 4", thinking="Let me think."), said("user", "Sure?")]
+    assert tokenizer.decode(after) == tokenizer.decode(renderer.generation_prompt(written))
+
+
+@pytest.mark.parametrize("form", TOKENS)
+def test_a_supervised_example_trains_on_what_the_model_says(form: str) -> None:
+    renderer, tokenizer = renderer_of(form), tokenizer_of(form)
+    talk = [said("user", "q"), said("assistant", "first"), said("user", "r"), said("assistant", "second")]
+    tokens, weights = renderer.supervised_example(talk, "all_assistant_messages")
+    trained = tokenizer.decode(tokens[weights == 1])
+    assert trained.index("first") < trained.index("second")
+    assert tokens[weights == 1][-1] in renderer.stop_tokens()
+    assert "user" not in trained.replace("<|user|>", "")
+    tokens, weights = renderer.supervised_example(talk, "last_assistant_message")
+    assert "first" not in tokenizer.decode(tokens[weights == 1])
+    tokens, weights = renderer.supervised_example(talk, "all_user_and_system_messages")
+    assert tokenizer.decode(tokens[weights == 1]) == "qr"
+    assert renderer.supervised_example(talk, "all_tokens")[1].all()
+
+
+@pytest.mark.parametrize("form", TOKENS)
+def test_sampled_messages_keep_their_tokens_in_supervised_examples(form: str) -> None:
+    renderer, sampled = renderer_of(form), sample(form, "It is 4")
+    message: Message = {"role": "assistant", "content": "It is 4", "tokens": sampled}
+    tokens, weights = renderer.supervised_example([said("user", "Why?"), message], "last_assistant_message")
+    assert tokens[weights == 1].tolist()[-len(sampled) :] == sampled
+
+
+@given(st.lists(st.integers(0, 400), max_size=60))
+@settings(max_examples=30, deadline=None)
+def test_any_tokens_can_be_parsed_and_extended(tokens: list[int]) -> None:
+    for form in TOKENS:
+        renderer = renderer_of(form, strip_thinking_from_history=False)
+        prompt = renderer.generation_prompt([said("user", "q")])
+        message, _ = renderer.parse_response(tokens)
+        assert message["tokens"] == tokens
+        after = renderer.generation_prompt([said("user", "q"), {**message, "prompt": prompt}, said("user", "r")])
+        assert after[: len(prompt) + len(tokens)] == prompt + tokens
+
+
+def test_a_renderer_of_the_package_can_be_pickled() -> None:
+    renderer = renderer_of("glm-5")
+    asked = [said("user", "Why?")]
+    assert pickle.loads(pickle.dumps(renderer)).generation_prompt(asked) == renderer.generation_prompt(asked)
+
+
+# ---- which format
+
+
+def test_auto_takes_the_format_that_the_package_names_for_a_model() -> None:
+    renderer = make_renderer("auto", tokenizer_of("llama-3", SAYS, "meta-llama/Llama-3.2-1B-Instruct"))
+    assert isinstance(renderer, PackageRenderer)
+    assert renderer.name == "llama-3"
+
+
+def test_auto_takes_the_format_that_writes_what_the_template_does() -> None:
+    renderer = make_renderer("auto", tokenizer_of("kimi-k2", TEMPLATE_OF_KIMI))
+    assert isinstance(renderer, PackageRenderer)
+    assert renderer.name == "kimi-k2"
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_auto_says_that_it_falls_back_to_the_template(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = TEMPLATE_OF_KIMI.replace("<|im_middle|>", "\n")
+    assert isinstance(make_renderer("auto", tokenizer_of("kimi-k2", other)), ChatTemplateRenderer)
+    assert "the package renderers has no format for" in logged(caplog)[0]
+    caplog.clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "renderers"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert isinstance(make_renderer("auto", tokenizer_of("kimi-k2", TEMPLATE_OF_KIMI)), ChatTemplateRenderer)
+    assert "uv sync --extra renderers" in logged(caplog)[0]
+
+
+def test_auto_keeps_the_projects_own_renderer_where_it_is_exact() -> None:
+    assert isinstance(make_renderer("auto", bpe(QWEN3)), Qwen3Renderer)
+
+
+def test_what_does_not_suit_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"renderers:llama-4, which does not suit.*Known: "):
+        make_renderer("renderers:llama-4", tokenizer_of("llama-3"))
+    with pytest.raises(BadInput, match=r"renderers:llama-3, which does not suit this tokenizer.*begin_of_text"):
+        make_renderer("renderers:llama-3", tokenizer_of("kimi-k2"))
+    with pytest.raises(BadInput, match=r"compact_every = 2 with the format llama-3"):
+        renderer_of("llama-3", compact_every=2)
+    with pytest.raises(BadInput, match=r"llama-3.*no switch for renderer\.enable_thinking"):
+        renderer_of("llama-3", enable_thinking=False)
+    prompt = renderer_of("glm-5", enable_thinking=False).generation_prompt([said("user", "Why?")])
+    assert tokenizer_of("glm-5").decode(prompt).endswith("</think>")
+    with pytest.raises(BadInput, match=r"the package renderers has no format for"):
+        make_renderer("renderers", tokenizer_of("llama-3", SAYS))
