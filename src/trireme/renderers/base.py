@@ -82,7 +82,7 @@ class TextRenderer(ABC):
     # ---- prompts
 
     def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """See `Renderer`. Extends the last sampled message's `prompt`, unless thinking that it shows must be stripped."""
+        """See `Renderer`. Extends the last sampled message's `prompt`, unless its thinking must be stripped."""
         sampled = [i for i, m in enumerate(messages) if "tokens" in m]
         if not sampled:
             return self.encode(self.text(messages, tools, True))
@@ -167,8 +167,8 @@ class TextRenderer(ABC):
         if start is None or not full.endswith(after):
             raise ValueError(
                 f"the chat template shows message {i} of role {messages[i]['role']!r} in another form depending on "
-                "what surrounds it, so its text and its header cannot be separated: train_on last_assistant_message, or "
-                "use a renderer other than chat_template"
+                "what surrounds it, so its text and its header cannot be separated: train_on last_assistant_message, "
+                "or use a renderer other than chat_template"
             )
         stops = [str(self._tokenizer.decode([token])) for token in self._stop]
         ends = [text for text in stops if after.startswith(text)]

@@ -83,7 +83,8 @@ class Renderer(Protocol):
     def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:
         """Returns the assistant's message that was sampled as `tokens`, with what ended it, and True if it is whole.
 
-        `tools` tell the types of arguments in formats that write them as plain text. False: it was cut off or is malformed (thinking or a tool call without an end, a call that is not JSON). Never
+        `tools` tell the types of arguments in formats that write them as plain text.
+        False: it was cut off or is malformed (thinking or a tool call without an end, a call that is not JSON). Never
         raises.
         """
         ...

@@ -29,17 +29,21 @@ KIMI = ["<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|
 ]
 GLM = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"]
 TOKENS = {
-    "llama-3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
-    + ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"],
-    "qwen3.5": ["<|im_start|>", "<|im_end|>", "<|endoftext|>", *TAGS]
-    + ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
+    "llama-3": [f"<|{name}|>" for name in ("begin_of_text", "start_header_id", "end_header_id", "eot_id")]
+    + [f"<|{name}|>" for name in ("end_of_text", "eom_id")],
+    "qwen3.5": [f"<|{name}|>" for name in ("im_start", "im_end", "endoftext", "vision_start", "vision_end")]
+    + [*TAGS, "<|image_pad|>", "<|video_pad|>"],
     "deepseek-v3": ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
     + [f"<｜tool▁{name}｜>" for name in ("sep", "calls▁begin", "calls▁end", "call▁begin", "call▁end")]
     + [f"<｜tool▁{name}｜>" for name in ("outputs▁begin", "outputs▁end", "output▁begin", "output▁end")],
     "kimi-k2": KIMI,
     "glm-5": [*GLM, *TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
-    "gemma4": ["<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>", "<|tool>", "<tool|>"]
-    + ["<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", "<|image>", "<|image|>", "<image|>"],
+    "gemma4": ["<bos>", "<eos>", "<|think|>", "<|image|>"]
+    + [
+        tag
+        for name in ("turn", "channel", "tool", "tool_call", "tool_response", "image")
+        for tag in (f"<|{name}>", f"<{name}|>")
+    ],
 }
 PROMPTS = {
     "llama-3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
@@ -63,8 +67,8 @@ ENDS = {
 }
 CALLS = {
     "llama-3": '{"name": "calculator", "parameters": {"expression": "2 + 2"}}',
-    "qwen3.5": "</think>\n\n<tool_call>\n<function=calculator>\n<parameter=expression>\n2 + 2\n</parameter>\n</function>\n"
-    "</tool_call>",
+    "qwen3.5": "</think>\n\n<tool_call>\n<function=calculator>\n<parameter=expression>\n2 + 2\n</parameter>\n"
+    "</function>\n</tool_call>",
     "glm-5": "</think><tool_call>calculator<arg_key>expression</arg_key><arg_value>2 + 2</arg_value></tool_call>",
     "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.calculator:0<|tool_call_argument_begin|>"
     '{"expression": "2 + 2"}<|tool_call_end|><|tool_calls_section_end|>',
