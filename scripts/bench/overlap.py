@@ -39,11 +39,12 @@ from _rooms import CORES, OTHERS_CORE, Rate, Task, check_pinned, let_actors_impo
 from counting import CountingDataset, CountingEnv, make_model
 
 if TYPE_CHECKING:
+    from trainer.handle import TrainerHandle
     from trireme.config import Config
-    from trireme.config.model_facts import ModelFacts
     from trireme.core.types import Datum, TokenBatch
     from trireme.core.weights import PublishedWeights
-    from trireme.launch.rl import Rooms
+    from trireme.launch.rl import RlRun
+    from trireme.launch.run import Core
     from trireme.run.rundir import RunDir
     from trireme.supervision.supervisor import Supervisor
 
@@ -90,13 +91,13 @@ class Generation:
 class Training:
     """Steps without end on some batches."""
 
-    def __init__(self, config: Config, rooms: Rooms) -> None:
-        self._config, self._rooms = config, rooms
+    def __init__(self, config: Config, trainer: TrainerHandle) -> None:
+        self._config, self._trainer = config, trainer
         self._batches = cycle([batch_of(config, index) for index in range(RECORDED)])
 
     def step(self) -> tuple[int, int]:
         """Trains on the next batch: its rollouts, and their tokens."""
-        trainer, config, batch = self._rooms.trainer, self._config, next(self._batches)
+        trainer, config, batch = self._trainer, self._config, next(self._batches)
         tokens = int(np.count_nonzero(batch.columns["mask"]))
         trainer.forward_backward(batch, config.loss_fn, config.trainer.loss_fn_config)
         trainer.optim_step(config.adam_params(float(config.trainer.learning_rate)), float(tokens))
@@ -144,11 +145,12 @@ class Alone:
     cpu_s: Mapping[str, float]
 
 
-async def alone(config: Config, rooms: Rooms, weights: PublishedWeights, steps: int) -> Alone:
+async def alone(bench: Bench, weights: PublishedWeights, steps: int) -> Alone:
     """Lets both go on, the replica with `weights`, until `steps` batches are trained on."""
-    sampler = rooms.inference.router_factory()()
+    config = bench.training.config
+    sampler = bench.training.inference.router_factory()()
     await sampler.update_weights(weights)
-    generation, training = Generation(config, sampler), Training(config, rooms)
+    generation, training = Generation(config, sampler), Training(config, bench.core.trainer)
     in_flight = asyncio.create_task(generation.keep_in_flight(2 * config.inference.sequences(on_gpus=False)))
     for _ in range(WARM_UP):
         await asyncio.to_thread(training.step)
@@ -176,50 +178,45 @@ def spent(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[fl
 class Bench:
     """A run whose rooms have started."""
 
-    config: Config
-    facts: ModelFacts
+    training: RlRun
     run: RunDir
-    rooms: Rooms
+    core: Core
     supervisor: Supervisor
 
     def coupled(self) -> list[dict[str, Any]]:
         """The run, to its end: the rows of its metrics."""
         from rich.console import Console
 
-        from trireme.cli.rl import train_and_commit
-        from trireme.config.resume_compat import fixed_parts
+        from trireme.launch.run import train_and_commit
 
-        fixed = fixed_parts(self.config, self.facts)
-        console = Console(highlight=False)
-        train_and_commit(self.config, self.facts, self.run, fixed, self.rooms, self.supervisor, None, console)
+        train_and_commit(self.training, self.run, self.core, self.supervisor, None, Console(highlight=False))
         return [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
 
 
 @contextmanager
 def started(config: Config) -> Iterator[Bench]:
     """The rooms of a run, as `rl` starts them."""
+    from rich.console import Console
+
     from trireme.config.model_facts import ModelFacts
-    from trireme.config.resume_compat import fixed_parts
-    from trireme.launch import rl as launch
+    from trireme.launch.rl import RlRun
+    from trireme.launch.run import attempt, supervised
     from trireme.plan.base import Plan, Resources
     from trireme.plan.rl import RL_ROOMS
-    from trireme.process import ray_cluster as cluster
+    from trireme.process.ray_cluster import ray_cluster
     from trireme.run.rundir import RunDir
 
     facts = ModelFacts.of(config, required=True)
     assert facts is not None
     plan = Plan(config, facts, Resources.of_this_machine(), RL_ROOMS)
+    training, console = RlRun(config, facts, plan), Console(highlight=False)
     with (
-        RunDir.open(config, fixed_parts(config, facts)) as run,
-        cluster.ray_cluster(config, plan),
-        launch.supervised(config, plan, run, quiet, print) as (places, supervisor),
-        launch.attempt(places, run, supervisor, quiet, print) as rooms,
+        RunDir.open(config, training.fixed) as run,
+        ray_cluster(config, plan),
+        supervised(training, run, console) as (supervisor, where),
+        attempt(training, run, supervisor, where, console) as core,
     ):
-        yield Bench(config, facts, run, rooms, supervisor)
-
-
-def quiet(_names: list[str], _waited_s: float) -> None:
-    """Says nothing of what a start waits for."""
+        yield Bench(training, run, core, supervisor)
 
 
 @dataclass(frozen=True)
@@ -235,12 +232,12 @@ def measure(config: Config, steps: int) -> Measured:
     driver = psutil.Process()
     with started(config) as bench:
         pin(driver)
-        publish = bench.rooms.trainer.publish_weights
-        before = asyncio.run(alone(config, bench.rooms, publish(0), steps))
+        publish = bench.core.trainer.publish_weights
+        before = asyncio.run(alone(bench, publish(0), steps))
         cpu_s = cpu_by_room(driver)
         rows = bench.coupled()
         cpu_spent = spent(cpu_s, cpu_by_room(driver))
-        after = asyncio.run(alone(config, bench.rooms, publish(config.max_steps), steps))
+        after = asyncio.run(alone(bench, publish(config.max_steps), steps))
         check_pinned(driver)
     return Measured((before, after), rows, cpu_spent)
 

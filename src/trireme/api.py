@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from trainer.schedule import get_lr, lr_at, scale_lr
-from trireme.cli.common import StartProgress, prepare_cluster
 from trireme.config import Config
 from trireme.config.checks import check, check_installed
 from trireme.config.load import load
@@ -41,6 +40,7 @@ from trireme.core.types import (
     SamplingParams,
     TensorData,
 )
+from trireme.launch.common import StartProgress, prepare_cluster
 from trireme.plan.base import PartKind, Plan, Resources
 from trireme.plan.rl import LOOP_ROOMS
 from trireme.plan.trainer import TrainerPart

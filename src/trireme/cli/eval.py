@@ -26,7 +26,6 @@ from rich.table import Table
 
 from trireme.checkpoint.manifest import MANIFEST, Manifest, step_of
 from trireme.checkpoint.store import HEAD, CheckpointStore
-from trireme.cli.common import StartProgress, prepare_cluster
 from trireme.config import Config
 from trireme.config.checks import check, check_installed
 from trireme.config.load import load
@@ -35,6 +34,7 @@ from trireme.config.refusals import Refusal
 from trireme.config.schema import LoraConfig
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.types import WeightIdentity
+from trireme.launch.common import StartProgress, prepare_cluster
 from trireme.plan.base import Plan, Resources
 from trireme.plan.rl import EVALUATION_ROOMS
 from trireme.process import signals

@@ -78,15 +78,15 @@ class Reader(Protocol):
 
 
 class Journal:
-    """What a run writes about each step: a row for every sink, in `trained.jsonl` which groups it trained on, and the
-    records of some rollouts for every reader."""
+    """Writes about each step: its row to each sink, what it trained on to `trained.jsonl`, and the records of some
+    rollouts to each reader."""
 
-    def __init__(self, sinks: Sequence[Sink], witness: Sink, readers: Sequence[Reader]) -> None:
-        self._sinks, self._witness, self._readers = sinks, witness, readers
+    def __init__(self, sinks: Sequence[Sink], trained: Sink, readers: Sequence[Reader]) -> None:
+        self._sinks, self._trained, self._readers = sinks, trained, readers
 
-    def write(self, row: Mapping[str, Any], trained: Sequence[Mapping[str, Any]], records: Sequence[str]) -> None:
-        """`row` has the step's metrics, `trained` an entry for each group (problem, index, requeues, floor)."""
-        self._witness.write({"step": row["step"], "attempt": row["attempt"], "groups": list(trained)})
+    def write(self, row: Mapping[str, Any], trained: Mapping[str, Any], records: Sequence[str] = ()) -> None:
+        """`row` has the step's metrics; `trained` says what it trained on: `groups`, or `examples`."""
+        self._trained.write({"step": row["step"], "attempt": row["attempt"], **trained})
         for reader in self._readers:
             reader.write_rollouts(row["step"], records)
         for sink in self._sinks:
@@ -128,16 +128,11 @@ def _evaluation_lines(row: Mapping[str, Any], place: str) -> Iterator[str]:
         )
 
 
-class ConsoleSink:
-    """A line per step, and one per evaluation."""
-
-    def __init__(self, max_steps: int, out: TextIO) -> None:
-        self._max_steps = max_steps
-        self._out = out
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        print(
-            f"step {row['step'] + 1:>{len(str(self._max_steps))}}/{self._max_steps}"
+def step_line(row: Mapping[str, Any], max_steps: int) -> str:
+    """Returns what the terminal shows of a step of `rl`: a line, and one for each evaluation."""
+    return "\n".join(
+        [
+            f"step {row['step'] + 1:>{len(str(max_steps))}}/{max_steps}"
             f"  reward {row['reward/total']:.3f}"
             f"  age {row['off_policy/mean']:.2f} (max {row['off_policy/max']:.0f})"
             f"  kl {row['optim/kl_sample_train_v2']:.1e}"
@@ -146,10 +141,18 @@ class ConsoleSink:
             f" + train {row['time/forward_backward'] + row['time/optim']:.2f}"
             f" + publish {row['time/publish']:.2f} + update {row['time/update_replicas']:.2f}",
             *evaluation_text(row),
-            sep="\n",
-            file=self._out,
-            flush=True,
-        )
+        ]
+    )
+
+
+class ConsoleSink:
+    """Prints the line that `line` makes of a row."""
+
+    def __init__(self, line: Callable[[Mapping[str, Any]], str], out: TextIO) -> None:
+        self._line, self._out = line, out
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        print(self._line(row), file=self._out, flush=True)
 
     def close(self) -> None:
         self._out.flush()

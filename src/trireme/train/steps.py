@@ -1,31 +1,181 @@
-"""What every training loop needs around its verbs: the normaliser of a step, and where it stands."""
+"""What both training loops stand on: the rooms that they call, what surrounds an attempt, and the record of a step."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from trireme.config import CommonConfig
-from trireme.core.types import LossNormalization
+from trireme.core.types import (
+    AdamParams,
+    ForwardBackwardOutput,
+    LossNormalization,
+    Minibatch,
+    OptimStepResponse,
+    Provenance,
+    TokenBatch,
+    Which,
+)
+from trireme.core.weights import PublishedWeights
+from trireme.process.signals import Stop
+from trireme.run.commits import Commits, StatefulTrainer
+from trireme.run.metrics import Clock, reduce_metrics
+from trireme.supervision.roster import Roster
+from trireme.train.guards import RefusedSteps
 
 
-def loss_normalizer(kind: LossNormalization, loss_tokens: float, sequences: int) -> float:
-    """What a substep's summed gradient is divided by; 1 where a substep has no loss tokens (its gradient is zero).
+class Trainer(StatefulTrainer, Protocol):
+    """The verbs of the trainer (`trainer.handle`)."""
 
-    `loss_tokens`: their number, or the sum of their weights.
-    """
-    divisors = {"token_mean": loss_tokens, "sequence_mean": sequences, "sum": 1}
-    return float(divisors[kind] or 1)
+    def forward_backward(
+        self,
+        data: TokenBatch,
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float] | None = None,
+        provenance: Provenance | None = None,
+    ) -> ForwardBackwardOutput: ...
+
+    def forward(self, data: TokenBatch, which: Which = "policy") -> ForwardBackwardOutput: ...
+
+    def optim_step(self, adam_params: AdamParams, normalizer: float = 1.0) -> OptimStepResponse: ...
+
+    def update_reference(self) -> None: ...
 
 
-def step_position(config: CommonConfig, step: int, attempt: int) -> dict[str, Any]:
-    """Where the run stands after `step`."""
-    done = (step + 1) / config.max_steps
-    return {
-        "step": step,
-        "version": step + 1,
-        "attempt": attempt,
-        "progress": done,
-        "progress/done_frac": done,
-        "time/unix": time.time(),
-    }
+class StepRelease(Protocol):
+    """What the orchestrator says of a step that is done (`orchestrator.metrics`)."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+    @property
+    def trained(self) -> Sequence[Mapping[str, Any]]: ...
+
+    @property
+    def records(self) -> Sequence[str]: ...
+
+
+class Orchestrator(Protocol):
+    """The verbs of the orchestrator (`orchestrator.handle`)."""
+
+    def minibatches(self, step: int, substep: int, on_tick: Callable[[], None]) -> Iterator[Minibatch]: ...
+
+    def update_weights(
+        self, weights: PublishedWeights, hurry: Callable[[], bool], check: Callable[[], None]
+    ) -> None: ...
+
+    def release(self, step: int) -> StepRelease: ...
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """The rooms that the loop of `rl` calls."""
+
+    trainer: Trainer
+    orchestrator: Orchestrator
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What surrounds the algorithm in one attempt of a run."""
+
+    config: CommonConfig
+    number: int
+    start: int
+    """The first step, and the version of the weights that it trains."""
+    learning_rate: Callable[[int], float]
+    """The learning rate of a step."""
+    commits: Commits
+    guard: RefusedSteps
+    stop: Stop
+    roster: Roster
+    check_rooms: Callable[[], None]
+    """Raises what a room was found to have failed with. Called often while the driver waits."""
+
+    def steps(self) -> Iterator[int]:
+        """The steps up to `max_steps`. Raises what ends the run, where it can be committed, between two of them."""
+        for step in range(self.start, self.config.max_steps):
+            self.roster.at_step(step)
+            self.check()
+            yield step
+        self.roster.at_step(self.config.max_steps)
+
+    def check(self) -> None:
+        """Raises Stopped after a signal, and what a room failed with."""
+        self.stop.check()
+        self.check_rooms()
+
+    def adam_params(self, step: int) -> AdamParams:
+        return self.config.adam_params(self.learning_rate(step))
+
+    def position(self, step: int) -> dict[str, Any]:
+        """The part of a row that says where the run stands after `step`."""
+        done = (step + 1) / self.config.max_steps
+        return {
+            "step": step,
+            "version": step + 1,
+            "attempt": self.number,
+            "progress": done,
+            "progress/done_frac": done,
+            "time/unix": time.time(),
+        }
+
+    def end_step(self, row: Mapping[str, Any]) -> None:
+        """The row of a step is written: seals its commit, and raises LimitReached if training goes wrong."""
+        self.commits.seal()
+        self.guard.check(row)
+
+
+class StepRecord:
+    """Adds up what the trainer says during a step, for the update's normaliser and for the row."""
+
+    def __init__(self, step: int, normalization: LossNormalization) -> None:
+        self.step, self.clock = step, Clock()
+        self.suspects: list[str] = []
+        """Names of the datums whose loss is not finite."""
+        self.update: Mapping[str, float] = {}
+        """Metrics of the newest update."""
+        self._normalization = normalization
+        self._outputs: list[Mapping[str, float]] = []
+        self._peak_s = 0.0
+        self._loss_tokens, self._sequences = 0.0, 0
+
+    def add(self, output: ForwardBackwardOutput, loss_tokens: float, names_D: Sequence[str]) -> None:
+        """Adds the output for one minibatch. `loss_tokens`: how many it has, or the sum of their weights."""
+        self._outputs.append(output.metrics)
+        self._peak_s += output.peak_s
+        self.suspects += [names_D[d] for d in output.suspects]
+        self._loss_tokens += loss_tokens
+        self._sequences += len(output.offsets) - 1
+
+    def take_normalizer(self) -> float:
+        """Ends a substep: what its summed gradient is divided by; 1 without loss tokens, as the gradient is zero."""
+        divisors = {"token_mean": self._loss_tokens, "sequence_mean": self._sequences, "sum": 1}
+        self._loss_tokens, self._sequences = 0.0, 0
+        return float(divisors[self._normalization] or 1)
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """The trainer's metrics of all minibatches, reduced."""
+        return reduce_metrics(self._outputs)
+
+    def optim_metrics(self) -> dict[str, float]:
+        """`optim/*`: sums as means over the step's loss tokens, `ratio:max` as `ratio_max`; and the update's own."""
+        tokens = max(self.sums["loss_tokens:sum"], 1.0)
+        parts = [(*name.rpartition(":")[::2], value) for name, value in self.sums.items() if name != "loss_tokens:sum"]
+        return {
+            **{f"optim/{name}": value for name, value in self.update.items()},
+            **{f"optim/{name}": value / tokens for name, how, value in parts if how == "sum"},
+            **{f"optim/{name}_{how}": value for name, how, value in parts if how != "sum"},
+        }
+
+    def time_metrics(self) -> dict[str, float]:
+        """`time/*` of the driver in seconds."""
+        return {f"time/{name}": seconds for name, seconds in self.clock.seconds.items()}
+
+    def mfu_metrics(self) -> dict[str, float]:
+        """`perf/mfu` (`trainer.mfu`) where the peak of the trainer's GPUs is known."""
+        seconds = self.clock.seconds
+        return {"perf/mfu": self._peak_s / (seconds["forward_backward"] + seconds["optim"])} if self._peak_s else {}

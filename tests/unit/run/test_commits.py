@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.config import Config
-from trireme.core.errors import RoomFailed, StorageFailed, WeightsRefused
+from trireme.core.errors import EXIT_SIGTERM, LimitReached, RoomFailed, StorageFailed, WeightsRefused
 from trireme.core.types import WeightIdentity
+from trireme.process.signals import GraceOver, Stopped
 from trireme.run.commits import Commits
 from trireme.run.rundir import Start
 
@@ -48,6 +50,10 @@ class Room:
 
     def save_weights(self, path: Path, _published: Any) -> Any:
         return self.save_state(path)
+
+    def publish_weights(self, version: int) -> Any:
+        self.calls.append(f"publish {version}")
+        return weights(version)
 
 
 @dataclass
@@ -105,15 +111,22 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 def run_all(bench: Bench, last: int) -> None:
     """From the start of a run to the commit of `last`."""
     with bench.commits() as commits:
-        commits.begin(weights(0))
+        commits.at_boundary(0, weights(0))
         run_to(commits, last)
-        commits.finish()
+
+
+@contextmanager
+def ended_by(error: BaseException, bench: Bench) -> Iterator[Commits]:
+    """The commits of an attempt that `error` ends after the block."""
+    with suppress(type(error)), bench.commits() as commits:
+        yield commits
+        raise error
 
 
 def run_to(commits: Commits, last: int, first: int = 1) -> None:
     for version in range(first, last + 1):
         commits.leave_boundary()
-        commits.at_boundary(weights(version))
+        commits.at_boundary(version, weights(version))
         commits.seal()
 
 
@@ -137,23 +150,21 @@ def test_training_goes_on_while_a_commit_is_written(bench: Bench) -> None:
     bench.config = config(async_save=True)
     bench.trainer.gate.clear()
     with bench.commits() as commits:
-        commits.begin(weights(0))
+        commits.at_boundary(0, weights(0))
         run_to(commits, 3)
         assert bench.steps == []
         bench.trainer.gate.set()
-        commits.finish()
     assert bench.steps == ["step_000002"]
 
 
 def test_nothing_is_a_commit_before_its_step_is_written_down(bench: Bench) -> None:
     """The row of a step comes before the commit that says the step is done."""
     with bench.commits() as commits:
-        commits.begin(weights(0))
+        commits.at_boundary(0, weights(0))
         run_to(commits, 1)
-        commits.at_boundary(weights(2))
+        commits.at_boundary(2, weights(2))
         assert bench.steps == []
         commits.seal()
-        commits.finish()
     assert bench.steps == ["step_000002"]
 
 
@@ -192,26 +203,43 @@ def test_a_dead_room_is_not_a_missed_commit(bench: Bench) -> None:
 
 class TestEndingEarly:
     def test_the_boundary_is_committed(self, bench: Bench) -> None:
-        with bench.commits() as commits:
-            commits.begin(weights(0))
+        with ended_by(Stopped(EXIT_SIGTERM), bench) as commits:
+            commits.at_boundary(0, weights(0))
             run_to(commits, 3)
-            assert commits.take() == 3
         assert bench.steps == ["step_000002", "step_000003"]
 
     def test_what_is_committed_already_is_not_committed_twice(self, bench: Bench) -> None:
-        with bench.commits() as commits:
-            commits.begin(weights(0))
+        with ended_by(LimitReached("too many refused steps"), bench) as commits:
+            commits.at_boundary(0, weights(0))
             run_to(commits, 2)
-            assert commits.take() == 2
         assert bench.trainer.calls == ["trainer", "inference"]
 
     def test_in_the_middle_of_a_step_the_newest_commit_stands(self, bench: Bench) -> None:
-        with bench.commits() as commits:
-            commits.begin(weights(0))
+        with ended_by(Stopped(EXIT_SIGTERM), bench) as commits:
+            commits.at_boundary(0, weights(0))
             run_to(commits, 3)
             commits.leave_boundary()
-            assert commits.take() == 2
         assert bench.steps == ["step_000002"]
+
+    @pytest.mark.parametrize("error", [GraceOver(EXIT_SIGTERM), RoomFailed("trainer died")], ids=type)
+    def test_what_is_in_flight_still_becomes_a_commit_but_nothing_is_begun(
+        self, bench: Bench, error: BaseException
+    ) -> None:
+        with ended_by(error, bench) as commits:
+            commits.at_boundary(0, weights(0))
+            run_to(commits, 3)
+        assert bench.steps == ["step_000002"]
+
+    def test_weights_that_were_not_published_are_where_they_are_committed(self, bench: Bench) -> None:
+        with ended_by(Stopped(EXIT_SIGTERM), bench) as commits:
+            commits.at_boundary(0, weights(0))
+            for version in (1, 2, 3):
+                commits.leave_boundary()
+                commits.at_boundary(version)
+                commits.seal()
+        assert bench.steps == ["step_000002", "step_000003"]
+        assert [call for call in bench.trainer.calls if call.startswith("publish")] == ["publish 2", "publish 3"]
+        assert Manifest.verified(bench.store.commit(3)).identities[-1] == weights(3).identity
 
 
 class TestResumed:
@@ -237,17 +265,15 @@ class TestResumed:
     def test_identities_and_parent_go_on(self, resumed: Bench) -> None:
         again = SimpleNamespace(identity=WeightIdentity(2, 2, weights(2).identity.digest))
         with resumed.commits() as commits:
-            commits.begin(again)
+            commits.at_boundary(2, again)
             run_to(commits, 4, first=3)
-            commits.finish()
         assert Manifest.verified(resumed.store.commit(4)).parent == CommitRef("bbbbbbbb", 2)
 
     def test_other_weights_than_were_saved_are_refused(self, resumed: Bench) -> None:
         with resumed.commits() as commits, pytest.raises(WeightsRefused, match="the commit was made of"):
-            commits.begin(weights(2, digest="f" * 32))
+            commits.at_boundary(2, weights(2, digest="f" * 32))
 
     def test_a_stop_before_the_first_step_commits_nothing_new(self, resumed: Bench) -> None:
-        with resumed.commits() as commits:
-            commits.begin(weights(2))
-            assert commits.take() == 2
+        with ended_by(Stopped(EXIT_SIGTERM), resumed) as commits:
+            commits.at_boundary(2, weights(2))
         assert resumed.trainer.calls == []

@@ -3,13 +3,14 @@
 import io
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trireme.config.load import load
-from trireme.run.metrics import Clock, ConsoleSink, JsonlSink, WandbSink, evaluation_text, reduce_metrics
+from trireme.run.metrics import Clock, ConsoleSink, JsonlSink, WandbSink, evaluation_text, reduce_metrics, step_line
 from trireme.supervision.roster import Roster
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -74,11 +75,11 @@ def test_a_start_that_solves_nothing_or_nearly_all_is_warned_of(
 
 
 def test_the_console_tells_of_an_evaluation_below_its_step() -> None:
-    out = io.StringIO()
     names = ("reward/total", "off_policy/mean", "off_policy/max", "optim/kl_sample_train_v2", "perf/tokens_per_s")
     times = ("step", "wait_for_batch", "forward_backward", "optim", "publish", "update_replicas")
     row = dict.fromkeys([*names, *(f"time/{name}" for name in times)], 0.0) | {"step": 6}
-    ConsoleSink(12, out).write(row | evaluated(6))
+    out = io.StringIO()
+    ConsoleSink(partial(step_line, max_steps=12), out).write(row | evaluated(6))
     first, second = out.getvalue().splitlines()
     assert first.startswith("step  7/12")
     assert "version 6" in second

@@ -14,6 +14,7 @@ from trireme.core.types import ForwardBackwardOutput, OptimStepResponse, WeightI
 from trireme.process.signals import Stop
 from trireme.supervision.roster import Roster
 from trireme.train.rl_loop import train
+from trireme.train.steps import Attempt, Rooms
 
 RELEASED = {"perf/tokens": 4.0, "perf/rollouts": 2.0, "perf/inference_idle_s": 0.0}
 
@@ -58,14 +59,12 @@ class StandIns(SimpleNamespace):
         self.asked.note("release", step)
         return SimpleNamespace(metrics=RELEASED, trained=[], records=["{}"])
 
-    def begin(self, weights: Any) -> None:
-        self.asked.note("begin", weights.identity.version)
-
     def leave_boundary(self) -> None:
         self.asked.note("leave boundary")
 
-    def at_boundary(self, weights: Any) -> None:
-        self.asked.note("at boundary", weights.identity.version)
+    def at_boundary(self, version: int, weights: Any) -> None:
+        assert weights.identity.version == version
+        self.asked.note("at boundary", version)
 
     def write(self, row: Mapping[str, Any], _trained: object, records: object) -> None:
         self.asked.note("row", row["step"], records)
@@ -89,11 +88,10 @@ def asked(check: Callable[[], None] = lambda: None, max_steps: int = 1, **traine
         }
     )
     all_: Any = StandIns(config.trainer.num_minibatches)
-    rooms: Any = SimpleNamespace(trainer=all_, orchestrator=all_)
     roster = Roster(lambda: 0.0)
-    watching = SimpleNamespace(roster=roster, check=check)
+    attempt = Attempt(config, 1, 0, lambda step: 1e-3, all_, all_, Stop(), roster, check)
     try:
-        train(config, rooms, 0, lambda step: 1e-3, all_, all_, all_, Stop(), watching)
+        train(config, Rooms(all_, all_), attempt, all_)
     except LimitReached:
         return [*all_.asked, "limit reached"]
     assert roster.step == max_steps
@@ -101,7 +99,7 @@ def asked(check: Callable[[], None] = lambda: None, max_steps: int = 1, **traine
 
 
 def test_a_step_is_published_its_update_begun_and_then_released_and_committed() -> None:
-    start = ["publish 0", "begin 0", "begin update 0"]
+    start = ["publish 0", "at boundary 0", "begin update 0"]
     step = ["wait for 0.0.0", "forward_backward 0.0.0", "leave boundary", "optim_step"]
     end = ["publish 1", "begin update 1", "release 0", "at boundary 1", "row 0 ['{}']", "seal"]
     assert asked() == start + step + end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,19 +15,21 @@ from trireme.core.errors import LimitReached, NonFiniteGradient
 from trireme.core.types import ForwardBackwardOutput, OptimStepResponse, TokenBatch, WeightIdentity
 from trireme.process.signals import Stop, Stopped
 from trireme.sft.data import ExampleCursor, SftData
+from trireme.supervision.roster import Roster
 from trireme.train.guards import RefusedSteps
 from trireme.train.sft_loop import train
+from trireme.train.steps import Attempt
 
 
 class StandIn:
     """Trainer, commits and rows in one. Every token costs 2 nats."""
 
-    def __init__(self, due: Sequence[int] = (), refuses: Sequence[int] = ()) -> None:
+    def __init__(self, refuses: Sequence[int] = ()) -> None:
         self.asked: list[str] = []
         self.rows: list[dict[str, Any]] = []
         self.trained: list[list[int]] = []
         self.normalizers: list[float] = []
-        self._due, self._refuses, self._steps = due, refuses, 0
+        self._refuses, self._steps = refuses, 0
 
     def publish_weights(self, version: int) -> Any:
         self.asked.append(f"publish {version}")
@@ -51,27 +54,19 @@ class StandIn:
         self.normalizers.append(normalizer)
         return OptimStepResponse({"lr": 0.1, "grad_norm": 1.5})
 
-    def begin(self, weights: Any) -> None:
-        self.asked.append(f"begin {weights.identity.version}")
-
     def leave_boundary(self) -> None:
         """Nothing to note."""
 
-    def due(self, version: int) -> bool:
-        return version in self._due
-
-    def at_boundary(self, weights: Any) -> None:
-        self.asked.append(f"commit {weights.identity.version}")
-
-    def arrive(self, weights: Any) -> None:
-        self.asked.append(f"arrive {weights.identity.version}")
+    def at_boundary(self, version: int, weights: Any = None) -> None:
+        assert weights is None or weights.identity.version == version
+        self.asked.append(f"at boundary {version}")
 
     def seal(self) -> None:
         self.asked.append("seal")
 
-    def write(self, row: Mapping[str, Any], trained: Sequence[int]) -> None:
+    def write(self, row: Mapping[str, Any], trained: Mapping[str, list[int]]) -> None:
         self.rows.append(dict(row))
-        self.trained.append(list(trained))
+        self.trained.append(trained["examples"])
 
 
 def run(
@@ -86,18 +81,18 @@ def run(
     given = config(**{"max_steps": 3, **changes})
     data = SftData(some(4, 6, 4, 6), some(4, 4) if held_out else None, ExampleCursor(4, 0, False))
     anything: Any = all_
-    train(given, anything, data, start, lambda s: 0.1 * s, anything, anything, RefusedSteps(given, say), stop or Stop())
+    guard, roster = RefusedSteps(given, say), Roster(lambda: 0.0)
+    attempt = Attempt(given, 3, start, lambda s: 0.1 * s, anything, guard, stop or Stop(), roster, lambda: None)
+    train(given, anything, data, attempt, anything)
     return data
 
 
-def test_weights_are_published_only_where_they_are_needed() -> None:
-    all_ = StandIn(due=[2, 3])
+def test_weights_are_published_at_the_start_and_then_only_by_commits() -> None:
+    """`Commits` publishes those of a boundary that it commits (tests/unit/run/test_commits.py)."""
+    all_ = StandIn()
     run(all_, data__batch_size=2)
-    step = ["train on 2", "seal"]
-    committed = ["train on 2", "publish {}", "commit {}", "seal"]
-    expected = ["publish 0", "begin 0", *step]
-    expected += [word.format(version) for version in (2, 3) for word in committed]
-    assert all_.asked == expected
+    steps = [["train on 2", f"at boundary {version}", "seal"] for version in (1, 2, 3)]
+    assert all_.asked == ["publish 0", "at boundary 0", *chain.from_iterable(steps)]
 
 
 def test_rows() -> None:
@@ -135,7 +130,7 @@ def test_a_signal_is_obeyed_between_steps_with_the_boundary_there() -> None:
     stop.exit_code = 75
     with pytest.raises(Stopped):
         run(all_, start=2, stop=stop)
-    assert all_.asked == ["publish 2", "begin 2", "publish 2", "arrive 2"]
+    assert all_.asked == ["publish 2", "at boundary 2"]
 
 
 def test_gradients_that_are_not_finite_stop_the_run_after_a_commit_and_are_named() -> None:
@@ -144,5 +139,5 @@ def test_gradients_that_are_not_finite_stop_the_run_after_a_commit_and_are_named
         run(all_, say=said.append, trainer__max_refused_steps=2, data__batch_size=2)
     assert "f:0" in said[0]
     assert "f:2" in said[1]
-    assert all_.asked[-2:] == ["publish 2", "arrive 2"]
+    assert all_.asked[-2:] == ["at boundary 2", "seal"]
     assert [row["optim/refused"] for row in all_.rows] == [1.0, 1.0]

@@ -1,0 +1,244 @@
+"""The course of a run that trains, the same for `rl` and `sft`: directory, cluster, supervision, attempts, commits."""
+
+from __future__ import annotations
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ray.util.placement_group import placement_group_table
+from rich.console import Console
+
+from trainer.handle import TrainerHandle
+from trainer.schedule import learning_rate_schedule
+from trireme.config import CommonConfig
+from trireme.config.model_facts import ModelFacts
+from trireme.core.errors import BadInput, RoomFailed, TriremeError
+from trireme.launch.common import StartProgress
+from trireme.plan.base import Plan
+from trireme.process import signals, trace, waits
+from trireme.process.ray_cluster import Progress, ray_cluster, reserve
+from trireme.run.commits import Commits
+from trireme.run.metrics import ConsoleSink, Journal, JsonlSink, WandbSink, wandb_run
+from trireme.run.rollout_records import RolloutFiles
+from trireme.run.rundir import RunDir, resume_command
+from trireme.supervision.replica_manager import Serving
+from trireme.supervision.roster import Incident, Roster
+from trireme.supervision.status import StatusWriter
+from trireme.supervision.supervisor import Elastic, Supervisor
+from trireme.train.guards import RefusedSteps
+from trireme.train.steps import Attempt
+
+
+@dataclass(frozen=True)
+class Core:
+    """What is made anew for each attempt."""
+
+    trainer: TrainerHandle
+    others: Mapping[str, Any]
+    """What has a part in each commit beside the trainer, by its name: `save_state`, `load_state`."""
+    rooms: Sequence[Any]
+    """The handles of the rooms that were started."""
+    serving: Serving | None = None
+    """The room that is told of each replica that is ready."""
+
+
+class TrainingRun(ABC):
+    """What a command adds to the course of a run. `fixed` is what a resume must find unchanged."""
+
+    core: str
+    """Names the rooms that are built anew together."""
+    places: Mapping[str, Sequence[dict[str, Any]]]
+    """Ray's options of each actor in its place, by room: once they are reserved."""
+
+    def __init__(self, config: CommonConfig, facts: ModelFacts, plan: Plan, fixed: Mapping[str, Any]) -> None:
+        self.config, self.facts, self.plan, self.fixed = config, facts, plan, fixed
+
+    def enter(self, run: RunDir) -> None:  # noqa: B027  most commands need nothing here
+        """Takes over from `run` what the configuration depends on."""
+
+    def start_lasting(self, run: RunDir, ending: ExitStack) -> Elastic | None:
+        """Starts the actors that outlive attempts, if there are any. `ending` gets their stops."""
+        return None
+
+    @abstractmethod
+    def start(self, run: RunDir, ending: ExitStack) -> Core:
+        """Starts the rooms of an attempt side by side, and returns before they are ready. `ending` gets their stops."""
+
+    @abstractmethod
+    def guard(self, say: Callable[[str], None]) -> RefusedSteps: ...
+
+    @abstractmethod
+    def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
+        """Runs the training loop."""
+
+    @abstractmethod
+    def step_line(self, row: Mapping[str, Any]) -> str:
+        """Returns what the terminal shows of a step."""
+
+
+def launch(training: TrainingRun, console: Console) -> Path | None:
+    """Trains to the last step, and returns the run's directory; None if there was nothing to do. Raises TriremeError,
+    Stopped."""
+    say, fixed = console.print, training.fixed
+    with RunDir.open(training.config, fixed) as run, resume_hint(run):
+        for note in run.start.notes:
+            say(note)
+        training.enter(run)
+        config = training.config
+        if run.start.step >= config.max_steps:
+            say(f"{run.root} is at step {run.start.step} of {config.max_steps}: nothing to do")
+            return None
+        with ray_cluster(config, training.plan) as resources:
+            signals.arm()
+            training.plan = replace(training.plan, config=config, resources=resources, run_dir=run.root)
+            training.plan.check_resources()
+            say(training.plan.render())
+            with (
+                supervised(training, run, console) as (supervisor, where),
+                wandb_run(config, run.run_id, run.root, supervisor.roster) as wandb,
+            ):
+
+                def work(run: RunDir) -> None:
+                    with attempt(training, run, supervisor, where, console) as core:
+                        train_and_commit(training, run, core, supervisor, wandb, console)
+
+                def again(run: RunDir) -> RunDir:
+                    following = run.next_attempt(config, fixed)
+                    for note in following.start.notes:
+                        say(note)
+                    return following
+
+                attempts(run, supervisor, work, again)
+        return run.root
+
+
+@contextmanager
+def resume_hint(run: RunDir) -> Iterator[None]:
+    """Adds to what ends a run early: the newest commit, and the command that resumes from it."""
+    try:
+        yield
+    except (TriremeError, signals.Stopped) as error:
+        if not isinstance(error, BadInput):
+            commits = run.store.commits()
+            newest = f"The newest commit is {commits[-1].name}" if commits else "There is no commit yet"
+            error.add_note(f"{newest}; the run goes on with:\n  {resume_command(run.root)}")
+        raise
+
+
+@contextmanager
+def supervised(training: TrainingRun, run: RunDir, console: Console) -> Iterator[tuple[Supervisor, str]]:
+    """Reserves places for all actors, and watches them; says how many nodes they are on. What happens to them is
+    printed, and written to the run directory."""
+
+    def tell(_roster: Roster, incident: Incident | None) -> None:
+        if incident:
+            console.print(f"! {incident.part}: {incident.what}")
+
+    roster = Roster(time.time)
+    roster.attempt, roster.step = run.start.attempt, run.start.step
+    roster.listen(tell)
+    with StatusWriter(run.root, roster), ExitStack() as ending:
+        config, plan = training.config, training.plan
+        group, options = reserve(plan.options, config.timeouts.start_s, StartProgress(console), ending, plan.blocks)
+        training.places = plan.by_room(options)
+        elastic = training.start_lasting(run, ending)
+        nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
+        with Supervisor(config, roster, training.core, elastic) as supervisor:
+            yield supervisor, "1 node" if nodes == 1 else f"{nodes} nodes"
+
+
+def attempts(
+    run: RunDir, supervisor: Supervisor, work: Callable[[RunDir], None], again: Callable[[RunDir], RunDir]
+) -> None:
+    """Calls `work` with an attempt. When a room fails, does so with the next one, which `again` makes of it, as often
+    as `supervisor` allows."""
+    while True:
+        try:
+            work(run)
+            return
+        except RoomFailed as failure:
+            supervisor.may_rebuild(failure)
+        run = again(run)
+
+
+@contextmanager
+def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: str, console: Console) -> Iterator[Core]:
+    """Starts the rooms of an attempt, which load what it starts from, and waits for replicas: all of them in the first
+    attempt of the command and in deterministic mode, else one. However the block ends, the rooms are stopped."""
+    started, progress, log_dir, start = time.monotonic(), StartProgress(console), run.logs, run.start
+    supervisor.roster.attempt = start.attempt
+    supervisor.roster.at_step(start.step)
+
+    def tick(names: list[str], waited_s: float) -> None:
+        supervisor.check()
+        progress(names, waited_s)
+
+    with ExitStack() as ending:
+        core = training.start(run, ending)
+        ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
+        supervisor.expect(*core.rooms)
+        await_ready(core.rooms, training.config.timeouts.start_s, log_dir, tick)
+        supervisor.attach(*core.rooms, serving=core.serving)
+        supervisor.await_replicas(log_dir, progress)
+        if start.commit and start.manifest:
+            core.trainer.load_state(start.commit / "trainer", start.manifest.identities)
+            for name, other in core.others.items():
+                other.load_state(start.commit / name)
+        run.checkout()
+        console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
+        supervisor.goes_on()
+        yield core
+
+
+def await_ready(rooms: Sequence[Any], timeout_s: float, log_dir: Path, on_tick: Progress) -> None:
+    """Waits for the starts of rooms. Raises RoomFailed, which names what is late."""
+    started = [room.ready_refs() for room in rooms]
+    refs, names = ([item for room in started for item in room[part]] for part in (0, 1))
+    waits.get_all(refs, who=names, timeout_s=timeout_s, log=log_dir, on_tick=on_tick)
+
+
+def train_and_commit(
+    training: TrainingRun, run: RunDir, core: Core, supervisor: Supervisor, wandb: WandbSink | None, console: Console
+) -> None:
+    """Trains, and commits where the run ends: at its last step, or where a signal or a limit of its own stops it."""
+    config, facts, say = training.config, training.facts, console.print
+    with (
+        journal(training, run, wandb) as written,
+        signals.graceful(config.checkpoint.grace_s) as stop,
+        Commits(config, run, training.fixed, core.trainer, core.others, say) as commits,
+    ):
+        surroundings = Attempt(
+            config,
+            run.start.attempt,
+            run.start.step,
+            learning_rate_schedule(config, facts.model_type, facts.hidden_size),
+            commits,
+            training.guard(say),
+            stop,
+            supervisor.roster,
+            supervisor.check,
+        )
+        training.train(core, surroundings, written)
+
+
+@contextmanager
+def journal(training: TrainingRun, run: RunDir, wandb: WandbSink | None) -> Iterator[Journal]:
+    """Opens all that is written about each step."""
+    with ExitStack() as ending:
+        trace.start(run.logs, "driver_0", training.config.trace.max_mb)
+        ending.callback(trace.stop)
+        trained, metrics, console = (
+            JsonlSink(run.trained),
+            JsonlSink(run.metrics),
+            ConsoleSink(training.step_line, sys.stdout),
+        )
+        for sink in (metrics, console, trained):
+            ending.callback(sink.close)
+        more = [wandb] if wandb else []
+        yield Journal([metrics, console, *more], trained, [RolloutFiles(run.rollouts), *more])
