@@ -53,7 +53,7 @@ class TrainingRun(ABC):
 
     core: str
     """Names the rooms that are built anew together."""
-    places: Mapping[str, Sequence[dict[str, Any]]]
+    places: Mapping[str, list[dict[str, Any]]]
     """Ray's options of each actor in its place, by room: once they are reserved."""
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, plan: Plan, fixed: Mapping[str, Any]) -> None:
