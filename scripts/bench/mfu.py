@@ -61,7 +61,7 @@ def make_shard(directory: Path, tokens: int, compiled: bool) -> Any:
             "cluster": {"device": "gpu"},
         }
     )
-    return Shard(config, 0, 1, TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False), Packer(np.copy))
+    return Shard(config, 0, TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False), Packer(np.copy))
 
 
 def make_batch(tokens: int, sequences: int) -> Any:

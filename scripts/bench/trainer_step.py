@@ -109,7 +109,7 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int, packing: str
     config = Config.model_validate(
         {
             "model": {"name": str(model_path), "dtype": "float32"},
-            "trainer": {"packing": packing},
+            "trainer": {"packing": packing, "shards": shards},
             "orchestrator": {"batch_size": 2},
             "env": {"id": "sort"},
             "inference": {"sampling": {"max_tokens": 8}},
@@ -117,7 +117,7 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int, packing: str
         }
     )
     store = TCPStore("127.0.0.1", port, shards, False, timedelta(seconds=DEADLINE_S))
-    shard = Shard(config, rank, shards, store, Packer(np.copy, rank))
+    shard = Shard(config, rank, store, Packer(np.copy, rank))
     batch, adam = make_batch(), AdamParams(learning_rate=LEARNING_RATE)
 
     def step() -> None:

@@ -1,12 +1,12 @@
 """Attention over packed rows: several sequences one after the other, none of which sees another.
 
-Registered with transformers under the name `PACKED`, so that every model whose attention comes from its registry can
-be packed. A model is told where sequences start by two arguments of its forward pass, under the names that transformers
-has for them: `cu_seq_lens_q` int32 [sequences + 1], and `max_length_q`, the longest. Without them each row is one
-sequence. Models make no mask for an attention of this name.
+It is registered with transformers under the name `PACKED`, so every model that takes its attention from the registry
+can be packed. Two arguments of the model's forward pass give the places of the sequences, under transformers' names:
+`cu_seq_lens_q` int32 [sequences + 1], and `max_length_q`, the longest. Without them each row is one sequence. Models
+make no mask for an attention of this name.
 
-On GPUs, in 16 bits, PyTorch's variable-length kernel computes only what is there. Everywhere else a mask over all pairs
-of tokens does the same: right, but the work grows with the square of the row.
+On GPUs in 16 bits, PyTorch's variable-length kernel skips pairs of different sequences. Elsewhere a mask over all pairs
+of tokens gives the same result, with work that grows with the square of the row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the variable-length kernel computes on this device in this dtype."""
+    """Returns True if the variable-length kernel supports this device and dtype."""
     return device.type == "cuda" and dtype in KERNEL_DTYPES
 
 
@@ -43,12 +43,12 @@ def packed_attention(
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence: [B, L, heads, dim], from `query` [B, heads, L, dim] and `key`, `value`
-    [B, key heads, L, dim]. Raises BadInput for what the kernel has not: sinks, soft caps."""
+    """Computes causal attention within each sequence: [B, L, heads, dim], from `query` [B, heads, L, dim] and `key`,
+    `value` [B, key heads, L, dim]. Raises BadInput for features that the kernel lacks: sinks, soft caps."""
     unknown = [name for name in ("s_aux", "softcap", "position_bias") if others.get(name) is not None]
     if unknown or attention_mask is not None or dropout:
         what = ", ".join(unknown) or ("a mask" if attention_mask is not None else "dropout")
-        raise BadInput(f"{type(module).__name__} uses {what}, which packed rows cannot: set --trainer.packing rows")
+        raise BadInput(f"{type(module).__name__} uses {what}, which packed rows lack: set --trainer.packing rows")
     batch, _, length, _ = query.shape
     if cu_seq_lens_q is None or max_length_q is None:
         cu_seq_lens_q = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
@@ -59,7 +59,7 @@ def packed_attention(
     grouped = query.shape[1] != key.shape[1]
     starts, longest = cu_seq_lens_q, max_length_q
     out = kernel(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, enable_gqa=grouped)
-    assert isinstance(out, Tensor), "nothing else was asked for"
+    assert isinstance(out, Tensor), "no other output was requested"
     return out.view(batch, length, *out.shape[1:]), None
 
 
@@ -76,7 +76,7 @@ def masked_attention(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """What `varlen_attn` computes, for the calls above: [T, heads, dim], by a mask of [T, T]."""
+    """Does the work of `varlen_attn` for the calls above by a mask of [T, T]; returns [T, heads, dim]."""
     place = torch.arange(len(query), device=query.device)
     sequence = torch.searchsorted(starts[1:].to(place.dtype), place, right=True)
     back = place[:, None] - place

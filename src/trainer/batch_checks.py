@@ -1,80 +1,118 @@
-"""What a batch must be before it is trained on: of weights that were published, whole, and of the model's own tokens.
+"""Checks of a batch: before it is trained on, and after its loss or gradient was not finite.
 
-Every rank refuses the same, before the first collective: a refusal leaves the shards usable.
+Every rank refuses the same batch before the first collective, so the shards stay usable after a refusal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from trainer.losses import columns_of
+from trainer.batching import ShardOutput
+from trainer.losses import LossFn
+from trireme.config.losses import find_loss
 from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.types import Provenance, TokenBatch, WeightIdentity
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def check_provenance(provenance: Provenance, published: list[WeightIdentity], max_steps_off_policy: int) -> None:
-    """Raises ProvenanceError unless every token of the minibatch comes from weights that it may come from.
 
-    `published` holds the identities of the last K + 1 versions (see `recent`), the newest last: the version that
-    trains now. The step must be that version, each identity one of these, and no group's floor more than K steps back,
-    or ahead.
+class PublishedVersions:
+    """The identities of the newest `max_steps_off_policy` + 1 published versions.
+
+    After a resume its version has two identities: tokens sampled before it name the old attempt.
     """
-    version = published[-1].version if published else None
-    if provenance.step != version:
-        raise ProvenanceError(f"a batch of step {provenance.step} came while the trainer holds version {version}")
-    for identity in provenance.identities:
-        if identity not in published:
-            known = ", ".join(map(str, published))
+
+    def __init__(self, max_steps_off_policy: int, identities: Sequence[WeightIdentity] = ()) -> None:
+        self._max_steps = max_steps_off_policy
+        self._identities = list(identities)
+
+    def add(self, newest: WeightIdentity) -> None:
+        """Adds the version that trains now, and drops those that became too old."""
+        oldest = newest.version - self._max_steps
+        self._identities = [i for i in (*self._identities, newest) if i.version >= oldest]
+
+    def check(self, provenance: Provenance) -> None:
+        """Raises ProvenanceError unless the step is the newest version, every token comes from a version in here, and
+        every group's floor is 0 to `max_steps_off_policy` steps back."""
+        version = self._identities[-1].version if self._identities else None
+        if provenance.step != version:
+            raise ProvenanceError(f"a batch of step {provenance.step} came while the trainer holds version {version}")
+        for identity in provenance.identities:
+            if identity not in self._identities:
+                known = ", ".join(map(str, self._identities))
+                raise ProvenanceError(
+                    f"step {provenance.step} has tokens of weights {identity} (attempt:version:digest), which are not "
+                    f"among those of the last {self._max_steps + 1} versions published: {known}"
+                )
+        ages = provenance.step - provenance.floors
+        for d in np.flatnonzero((ages > self._max_steps) | (ages < 0)):
             raise ProvenanceError(
-                f"step {provenance.step} has tokens of weights {identity} (attempt:version:digest), which are not "
-                f"among those of the last {max_steps_off_policy + 1} versions published: {known}"
+                f"datum {d} of step {provenance.step} has floor {provenance.floors[d]}, age {ages[d]}; "
+                f"ages must be within 0 and max_steps_off_policy = {self._max_steps}"
             )
-    ages = provenance.step - provenance.floors
-    for d in np.flatnonzero((ages > max_steps_off_policy) | (ages < 0)):
-        raise ProvenanceError(
-            f"datum {d} of step {provenance.step} has floor {provenance.floors[d]}, age {ages[d]}; "
-            f"ages must be within 0 and max_steps_off_policy = {max_steps_off_policy}"
-        )
 
 
-def check_columns(batch: TokenBatch, loss_fn: str) -> None:
-    """Raises BadInput when a column is missing that the loss needs, or a token has an advantage but mask 0."""
-    needed = columns_of(loss_fn)
+def check_batch(batch: TokenBatch, vocab_size: int, loss_fn: str | None = None) -> None:
+    """Raises BadInput unless all tokens are in the vocabulary and the columns are those that the loss needs (without a
+    loss: the targets); and when a token has an advantage but mask 0."""
+    needed = find_loss(loss_fn).columns if loss_fn else ("target_tokens",)
     missing = [name for name in needed if name not in batch.columns]
     if missing:
-        raise BadInput(f"loss {loss_fn} needs the columns {', '.join(needed)}; missing: {', '.join(missing)}")
-    if "advantages" not in needed:
-        return
-    stray = np.flatnonzero((batch.columns["mask"] == 0) & (batch.columns["advantages"] != 0))
-    if len(stray):
-        d = int(np.searchsorted(batch.offsets, stray[0], side="right")) - 1
-        raise BadInput(
-            f"datum {d} has an advantage of {batch.columns['advantages'][stray[0]]:g} on its token "
-            f"{stray[0] - batch.offsets[d]}, whose mask is 0 ({len(stray)} such tokens in the batch); set both, or none"
-        )
-
-
-def check_tokens(batch: TokenBatch, vocab_size: int) -> None:
-    """Raises BadInput unless there are targets, and all tokens are the model's."""
-    if "target_tokens" not in batch.columns:
-        raise BadInput(f"the column target_tokens is missing; there are: {', '.join(batch.columns) or 'none'}")
+        who = f"loss {loss_fn}" if loss_fn else "a forward pass"
+        raise BadInput(f"{who} needs the columns {', '.join(needed)}; missing: {', '.join(missing)}")
     for name, tokens in (("model_input", batch.tokens), ("target_tokens", batch.columns["target_tokens"])):
-        strange = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-        if len(strange):
-            d = int(np.searchsorted(batch.offsets, strange[0], side="right")) - 1
+        place = _first_place(batch, (tokens < 0) | (tokens >= vocab_size))
+        if place:
+            d, t, at, _ = place
             raise BadInput(
-                f"datum {d} has token {tokens[strange[0]]} in its {name}, at place {strange[0] - batch.offsets[d]}; "
+                f"datum {d} has token {tokens[at]} in its {name}, at place {t}; "
                 f"expected tokens from 0 to {vocab_size - 1}, the model's vocabulary"
+            )
+    if "advantages" in needed:
+        advantages = batch.columns["advantages"]
+        place = _first_place(batch, (batch.columns["mask"] == 0) & (advantages != 0))
+        if place:
+            d, t, at, count = place
+            raise BadInput(
+                f"datum {d} has an advantage of {advantages[at]:g} on its token {t}, whose mask is 0 ({count} such "
+                "tokens in the batch); set both, or none"
             )
 
 
-def recent(published: Sequence[WeightIdentity], max_steps_off_policy: int) -> list[WeightIdentity]:
-    """Those of the last K + 1 versions, the newest being the last of `published`. After a resume its version has two
-    identities: tokens sampled before it name the old attempt.
+def _first_place(batch: TokenBatch, wrong: npt.NDArray[np.bool_]) -> tuple[int, int, int, int] | None:
+    """Returns datum, place in the datum and place in the batch of the first token that is `wrong`, and the number of
+    such tokens; None if there is none."""
+    found = np.flatnonzero(wrong)
+    if not len(found):
+        return None
+    d = int(np.searchsorted(batch.offsets, found[0], side="right")) - 1
+    return d, int(found[0] - batch.offsets[d]), int(found[0]), len(found)
 
-    >>> recent([WeightIdentity(1, 3, "a"), WeightIdentity(1, 4, "b"), WeightIdentity(2, 4, "b")], 0)
-    [WeightIdentity(attempt=1, version=4, digest='b'), WeightIdentity(attempt=2, version=4, digest='b')]
+
+def is_finite(loss: Tensor, p: Tensor) -> bool:
+    """After the backward pass: tells if a loss and its gradient by the log-probabilities are finite."""
+    return bool(loss.isfinite()) and (p.grad is None or bool(p.grad.isfinite().all()))
+
+
+def nonfinite_datums(
+    batch: TokenBatch, output: ShardOutput, loss: LossFn, loss_config: Mapping[str, float]
+) -> tuple[int, ...]:
+    """Returns the datums of `output` whose own loss, or its gradient by their log-probabilities, is not finite.
+
+    A loss is a sum over sequences: if it is not finite, that of a datum is not, unless only the sum overflows.
     """
-    return [identity for identity in published if identity.version >= published[-1].version - max_steps_off_policy]
+    import torch
+
+    found = []
+    for d, place, logprobs in output.parts(batch):
+        p = torch.tensor(logprobs, requires_grad=True)
+        value, _ = loss(p, {name: torch.tensor(column[place]) for name, column in batch.columns.items()}, loss_config)
+        value.backward()
+        if not is_finite(value, p):
+            found.append(d)
+    return tuple(found)

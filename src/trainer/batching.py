@@ -1,16 +1,16 @@
-"""The plan: which datums a shard computes at once, and how its results find their way back.
+"""The plan: which datums a shard computes together, and how its results return to the order of the batch.
 
 A micro-batch is a rectangle of rows (one datum each, padded on the right to the longest), or packed: one row of datums
-that do not see each other. It has at most `micro_batch_tokens` tokens, with padding, so that is a bound for memory and
-nothing else: losses are sums over tokens. Every shard computes the same plan from the same lengths, takes its own part,
-and runs as many micro-batches as the others, so that each collective is met by all; where a shard has fewer, fillers of
-weight 0 stand in.
+that do not see each other. It has at most `micro_batch_tokens` tokens, with padding. This bounds memory and changes
+nothing else, because losses are sums over tokens. Every rank computes the same plan from the same lengths and takes its
+own part. All ranks run the same number of micro-batches, so that all take part in each collective; a rank with fewer
+runs fillers of weight 0.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,72 +20,74 @@ import numpy.typing as npt
 from trireme.core.types import TokenBatch
 
 MICRO_BATCH_COST = 32
-"""What a micro-batch costs beside its tokens (each layer is gathered, and its gradient summed): as much as computing so
-many."""
+"""Cost of a micro-batch beside its tokens (each layer is gathered, its gradient summed), in tokens computed."""
 GOOD_ENOUGH = 1e-4
-"""By how much the rank with the most to do may exceed the mean before it is worth another round."""
+"""Share by which the highest cost of a rank may exceed the mean."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Datums (by number) that are computed together. A `filler` repeats one with weight 0: no loss, no metrics."""
+    """Datums that are computed together."""
 
     datums: tuple[int, ...]
+    """Their numbers in the batch."""
     filler: bool = False
+    """Repeats a datum with weight 0: no loss, no metrics."""
 
 
 def balance(costs: npt.NDArray[np.int64], num_ranks: int) -> list[list[int]]:
-    """Datums of each rank, dearest first, such that the ranks' sums of `costs` (int64 [D]) are close. Deterministic.
+    """Assigns datums to ranks such that the ranks' sums of `costs` (int64 [D]) are close; returns the datums of each
+    rank, most expensive first. Deterministic.
 
-    First each datum, dearest first, goes to the rank with the least (Graham 1969). Then, again and again, the rank with
-    the most gives up one datum, or swaps one for another rank's, whichever leaves the larger of the two smallest; until
-    the rank with the most is within GOOD_ENOUGH of the mean, or nothing helps.
+    First each datum, most expensive first, goes to the rank with the lowest sum (Graham 1969). Then, repeatedly, the
+    rank with the highest sum gives away one datum or swaps one with another rank, whichever leaves the larger of the
+    two sums smallest; until the highest is within GOOD_ENOUGH of the mean, or no swap lowers it.
     """
     order = np.argsort(-costs, kind="stable")
     rank_D = np.zeros(len(costs), np.int64)
     heap = [(0, rank) for rank in range(num_ranks)]
     for d in order:
-        load, rank = heapq.heappop(heap)
+        cost, rank = heapq.heappop(heap)
         rank_D[d] = rank
-        heapq.heappush(heap, (load + int(costs[d]), rank))
+        heapq.heappush(heap, (cost + int(costs[d]), rank))
     _swap(costs, rank_D, num_ranks)
     return [[int(d) for d in order if rank_D[d] == rank] for rank in range(num_ranks)]
 
 
 def _swap(costs: npt.NDArray[np.int64], rank_D: npt.NDArray[np.int64], num_ranks: int) -> None:
-    """Improves `rank_D`, the rank of each datum, in place. Every round makes the largest load smaller, or leaves fewer
-    ranks that have it, so it ends."""
-    loads_R = np.bincount(rank_D, costs, num_ranks).astype(np.int64)
-    nothing = np.arange(num_ranks)  # what a rank gives that only takes
-    while loads_R.max() > loads_R.mean() * (1 + GOOD_ENOUGH):
-        most = int(loads_R.argmax())
+    """Improves `rank_D`, the rank of each datum, in place. Every round lowers the highest cost of a rank, or the number
+    of ranks that have it, so it ends."""
+    cost_R = np.bincount(rank_D, costs, num_ranks).astype(np.int64)
+    nothing = np.arange(num_ranks)  # the partner gives no datum in return
+    while cost_R.max() > cost_R.mean() * (1 + GOOD_ENOUGH):
+        most = int(cost_R.argmax())
         own, others = np.flatnonzero(rank_D == most), np.flatnonzero(rank_D != most)
         partner = np.concatenate([rank_D[others], nothing])
         given = costs[own][:, None] - np.concatenate([costs[others], np.zeros(num_ranks, np.int64)])
-        larger = np.maximum(loads_R[most] - given, loads_R[partner] + given)
-        larger[:, partner == most] = loads_R[most]
+        larger = np.maximum(cost_R[most] - given, cost_R[partner] + given)
+        larger[:, partner == most] = cost_R[most]
         best = int(larger.argmin())
-        if larger.flat[best] >= loads_R[most]:
+        if larger.flat[best] >= cost_R[most]:
             return
         mine, theirs = divmod(best, len(partner))
         rank_D[own[mine]] = partner[theirs]
         if theirs < len(others):
             rank_D[others[theirs]] = most
-        loads_R[most] -= given[mine, theirs]
-        loads_R[partner[theirs]] += given[mine, theirs]
+        cost_R[most] -= given[mine, theirs]
+        cost_R[partner[theirs]] += given[mine, theirs]
 
 
 def compute_cost(lengths: npt.NDArray[np.int64], attention_length: int) -> npt.NDArray[np.int64]:
-    """Cost of computing each sequence, int64 [D], in arbitrary units: n tokens cost n (attention_length + n), where
-    `attention_length` is that at which attention, which grows with n^2, costs as much as everything else."""
+    """Returns the cost of computing each sequence, int64 [D]: n tokens cost n (attention_length + n), in arbitrary
+    units. At `attention_length` tokens attention, which grows with n^2, costs as much as everything else."""
     return lengths * (attention_length + lengths)
 
 
 def _cut(datums: Sequence[int], lengths_D: Sequence[int], micro_batch_tokens: int) -> list[MicroBatch]:
-    """Cuts datums, longest first, into rectangles within the budget, such that the least is computed: tokens with
-    padding, and MICRO_BATCH_COST for each rectangle. A datum longer than the budget is alone.
+    """Cuts datums, longest first, into rectangles within the budget at the lowest cost: tokens with padding, and
+    MICRO_BATCH_COST for each rectangle. A datum longer than the budget is alone.
 
-    `least[i]` is the cost of the first i datums, of which the last rectangle begins at `begin[i]`.
+    `least[i]` is the cost of the first i datums; their last rectangle begins at `begin[i]`.
     """
     lengths = np.array([lengths_D[d] for d in datums], np.int64)
     least, begin = np.zeros(len(datums) + 1, np.int64), np.zeros(len(datums) + 1, np.int64)
@@ -120,12 +122,6 @@ def _pack(datums: Sequence[int], lengths_D: Sequence[int], micro_batch_tokens: i
     return [MicroBatch(tuple(row)) for row in rows]
 
 
-def _count(datums: Sequence[int], micro_batch_size: int) -> list[MicroBatch]:
-    """Cuts datums, longest first, into parts of `micro_batch_size`."""
-    firsts = range(0, len(datums), micro_batch_size)
-    return [MicroBatch(tuple(datums[first : first + micro_batch_size])) for first in firsts]
-
-
 def plan(
     lengths: npt.NDArray[np.int64],
     num_ranks: int,
@@ -134,15 +130,18 @@ def plan(
     packed: bool = False,
     micro_batch_size: int | None = None,
 ) -> list[list[MicroBatch]]:
-    """Micro-batches of each rank, [R][M] with the same M for all: every datum exactly once, not counting fillers.
+    """Returns the micro-batches of each rank, [R][M] with the same M for all: every datum exactly once, not counting
+    fillers.
 
-    `lengths` int64 [D], D >= 1; `attention_length` as in `compute_cost`. With a `micro_batch_size` the number of datums
-    is what is bounded, and not that of their tokens. Deterministic.
+    `lengths` int64 [D], D >= 1; `attention_length` as in `compute_cost`. A `micro_batch_size` bounds the number of
+    datums instead of their tokens. Deterministic.
     """
     lengths_D = [int(n) for n in lengths]
     datums_R = balance(compute_cost(lengths, attention_length), num_ranks)
     if micro_batch_size:
-        micro_R = [_count(datums, micro_batch_size) for datums in datums_R]
+        firsts = range(0, len(lengths), micro_batch_size)
+        cut_R = [[datums[first : first + micro_batch_size] for first in firsts] for datums in datums_R]
+        micro_R = [[MicroBatch(tuple(part)) for part in parts if part] for parts in cut_R]
     else:
         cut = _pack if packed else _cut
         micro_R = [cut(datums, lengths_D, micro_batch_tokens) for datums in datums_R]
@@ -153,11 +152,12 @@ def plan(
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the tokens of some datums stand when each is a row of a rectangle, padded on the right: `index` int64
-    [rows, longest] into the batch's tokens, `there` bool, False at the padding."""
+    """The places of the tokens of some datums when each is a row of a rectangle, padded on the right."""
 
     index: npt.NDArray[np.int64]
+    """[rows, longest], into the batch's tokens."""
     there: npt.NDArray[np.bool_]
+    """[rows, longest], False at the padding."""
 
     @classmethod
     def of(cls, offsets: npt.NDArray[np.int64], datums: Sequence[int]) -> Rows:
@@ -168,21 +168,24 @@ class Rows:
         return cls((starts[:, None] + place) * there, there)
 
     def pad(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """A [T] column as [rows, longest], 0 at the padding."""
+        """Returns a [T] column as [rows, longest], 0 at the padding."""
         return np.where(self.there, values[self.index], values.dtype.type(0))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Where the tokens of some datums stand when they follow each other: `index` int64 [T] into the batch's tokens,
-    `positions` int64 [T] within each, `datum` int64 [T] which of them it is, `starts` int32 [datums + 1]. `rows`: the
-    same datums, out of the packed tokens, as rows."""
+    """The places of the tokens of some datums when they follow each other in one row."""
 
     index: npt.NDArray[np.int64]
+    """[T], into the batch's tokens."""
     positions: npt.NDArray[np.int64]
+    """[T], within the datum."""
     datum: npt.NDArray[np.int64]
+    """[T], which of the datums."""
     starts: npt.NDArray[np.int32]
+    """[datums + 1], into the packed tokens."""
     rows: Rows
+    """The same datums as rows, taken from the packed tokens."""
 
     @classmethod
     def of(cls, offsets: npt.NDArray[np.int64], datums: Sequence[int]) -> Packed:
@@ -197,24 +200,31 @@ class Packed:
 
 @dataclass(frozen=True)
 class ShardOutput:
-    """What one shard computed: `datums` (numbers in the batch) and their `logprobs`, float32, one after the other.
-    `suspects`: those of them whose loss is not finite, see `trainer.culprits`. `peak_s`: its part of that of
-    `ForwardBackwardOutput`."""
+    """Results of one shard."""
 
     datums: tuple[int, ...]
+    """The numbers in the batch of the datums that it computed."""
     logprobs: npt.NDArray[np.float32]
+    """Those of these datums, one after the other."""
     metrics: Mapping[str, float]
     suspects: tuple[int, ...] = ()
+    """The datums whose loss is not finite (`trainer.batch_checks`)."""
     peak_s: float = 0.0
+    """Its share of `ForwardBackwardOutput.peak_s`."""
+
+    def parts(self, batch: TokenBatch) -> Iterator[tuple[int, slice, npt.NDArray[np.float32]]]:
+        """Yields each datum's number, its place among the batch's tokens, and its logprobs."""
+        done = 0
+        for d in self.datums:
+            start, end = int(batch.offsets[d]), int(batch.offsets[d + 1])
+            yield d, slice(start, end), self.logprobs[done : done + end - start]
+            done += end - start
 
 
-def scatter_outputs(batch: TokenBatch, outputs_R: list[ShardOutput]) -> npt.NDArray[np.float32]:
-    """The logprobs of all shards in the order of the batch's tokens: float32 [T]."""
+def scatter_outputs(batch: TokenBatch, outputs_R: Sequence[ShardOutput]) -> npt.NDArray[np.float32]:
+    """Returns the logprobs of all shards in the order of the batch's tokens: float32 [T]."""
     logprobs = np.full(len(batch.tokens), np.nan, dtype=np.float32)
     for output in outputs_R:
-        done = 0
-        for d in output.datums:
-            start, end = int(batch.offsets[d]), int(batch.offsets[d + 1])
-            logprobs[start:end] = output.logprobs[done : done + end - start]
-            done += end - start
+        for _, place, values in output.parts(batch):
+            logprobs[place] = values
     return logprobs

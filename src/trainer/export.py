@@ -1,6 +1,7 @@
-"""Published weights as a directory in the Hugging Face layout: it opens with `from_pretrained` and with vLLM.
+"""Published weights as a directory: a model opens with `from_pretrained` and with vLLM, adapters with peft and
+`vllm serve --lora-modules`.
 
-The tensors are written from the very buckets that the replicas got, so that nothing is gathered for it.
+The tensors are written from the buckets that the replicas get, so they are not gathered again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,19 +22,16 @@ from trireme.checkpoint.files import FileRecord, storage_errors, write_bytes
 from trireme.core.weights import TensorEntry
 
 FILE_BYTES = 4 * 2**30
-"""Size at which another file of tensors begins."""
+"""Size at which the next file of tensors begins."""
 
 INDEX = "model.safetensors.index.json"
-
-
-class Saving(Protocol):
-    def save_pretrained(self, directory: str, /) -> Any: ...
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def model_files(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, bytes]:
-    """What belongs beside a model's tensors, by file name: configuration with `dtype`, generation configuration.
+    """Returns the files beside a model's tensors, by name: configuration with `dtype`, generation configuration.
 
-    Raises StorageFailed (they pass through a temporary directory).
+    Raises StorageFailed, because they pass through a temporary directory.
     """
     config = deepcopy(model.config)
     config.dtype = dtype
@@ -41,11 +39,11 @@ def model_files(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, bytes]:
 
 
 def tokenizer_files(tokenizer: str) -> dict[str, bytes]:
-    """The tokenizer's files: a local directory, or a name on the hub. Raises StorageFailed."""
+    """Returns the files of a tokenizer, a local directory or a name on the hub, by name. Raises StorageFailed."""
     return _files_of(AutoTokenizer.from_pretrained(tokenizer))
 
 
-def _files_of(*parts: Saving) -> dict[str, bytes]:
+def _files_of(*parts: Any) -> dict[str, bytes]:
     with storage_errors(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as directory:
         for part in parts:
             part.save_pretrained(directory)
@@ -53,27 +51,32 @@ def _files_of(*parts: Saving) -> dict[str, bytes]:
         return {str(file.relative_to(directory)): file.read_bytes() for file in files}
 
 
-def write_model(
+def write_weights(
     path: Path,
     entries: Sequence[TensorEntry],
     buckets: Sequence[npt.NDArray[np.uint8]],
     companions: Mapping[str, bytes],
+    adapter: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> list[FileRecord]:
-    """Writes the tensors in files of about `file_bytes`, their index, and `companions`. Raises StorageFailed."""
+    """Writes the tensors and `companions`: a model in files of about `file_bytes` with their index, an `adapter` in one
+    file. Raises StorageFailed."""
     records = [write_bytes(path, name, contents) for name, contents in companions.items()]
+    parts = [list(entries)] if adapter else list(_parts(entries, file_bytes))
     weight_map: dict[str, str] = {}
-    for number, part in enumerate(_parts(entries, file_bytes), start=1):
-        name = f"model-{number:05d}.safetensors"
+    for number, part in enumerate(parts, start=1):
+        name = ADAPTER_WEIGHTS if adapter else f"model-{number:05d}.safetensors"
         tensors = (buckets[e.bucket][e.offset : e.offset + e.nbytes].data for e in part)
-        records.append(write_bytes(path, name, safetensors_header(part), *tensors))
+        records.append(write_bytes(path, name, _safetensors_header(part), *tensors))
         weight_map.update({entry.name: name for entry in part})
-    index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weight_map}
-    return [*records, write_bytes(path, INDEX, json.dumps(index, indent=1).encode())]
+    if not adapter:
+        index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weight_map}
+        records.append(write_bytes(path, INDEX, json.dumps(index, indent=1).encode()))
+    return records
 
 
 def _parts(entries: Sequence[TensorEntry], file_bytes: int) -> Iterator[list[TensorEntry]]:
-    """The entries in order, cut so that no part is larger than `file_bytes`, unless it is a single tensor."""
+    """Cuts the entries, in order, into parts of at most `file_bytes`; a larger tensor is a part of its own."""
     part: list[TensorEntry] = []
     size = 0
     for entry in entries:
@@ -86,8 +89,8 @@ def _parts(entries: Sequence[TensorEntry], file_bytes: int) -> Iterator[list[Ten
         yield part
 
 
-def safetensors_header(entries: Sequence[TensorEntry]) -> bytes:
-    """What precedes the bytes of `entries`, one after the other, in a safetensors file: 8 bytes with the length of a
+def _safetensors_header(entries: Sequence[TensorEntry]) -> bytes:
+    """Returns the header of a safetensors file that holds `entries`, one after the other: 8 bytes with the length of a
     JSON object, little-endian, and the object, padded with spaces to a multiple of 8 bytes.
 
     Source: https://github.com/safetensors/safetensors#format

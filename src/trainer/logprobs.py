@@ -1,9 +1,9 @@
-"""Log-probabilities of given tokens, without the logits of all of them ever being there at once.
+"""Log-probabilities of given tokens, without holding the logits of all tokens in memory.
 
 With a vocabulary of 150,000 the logits of 4,096 tokens are 2.5 GB in float32, and plain autograd keeps several such
-arrays. Here the output matrix is applied to a chunk of tokens at a time, forward and again backward; what is kept from
-one to the other are the hidden states, one number per token, the logarithm of its softmax's denominator, and the logits
-of the last chunk: where there is no other, nothing is computed twice.
+arrays. Here the output matrix is applied to one chunk of tokens after the other, in the forward pass and again in the
+backward pass. Between the two passes are kept: the hidden states, the logarithm of the softmax's denominator for each
+token, and the logits of the last chunk; a single chunk is therefore not computed twice.
 """
 
 from __future__ import annotations
@@ -20,39 +20,38 @@ from transformers import PreTrainedModel
 from trireme.core.errors import BadInput
 
 CHUNK_LOGITS = 2**24
-"""Logits that are there at once: 64 MiB in float32, or one token's where the vocabulary is larger."""
+"""Logits in memory: 64 MiB in float32, or those of one token if the vocabulary is larger."""
 METHOD = "token_logprobs"
 
 
 def add_token_logprobs(model: PreTrainedModel) -> None:
-    """Gives `model`, after `fully_shard`, the method that `token_logprobs` and `packed_logprobs` below call; to FSDP it
-    is a forward pass. Raises BadInput for a model that does more to its hidden states than to multiply them by a
-    matrix."""
+    """Gives `model`, after `fully_shard`, the method that `token_logprobs` calls; FSDP treats it as a forward pass.
+
+    Raises BadInput for a model whose logits are not simply hidden states times a matrix.
+    """
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise BadInput(
             f"{type(model).__name__} has no output matrix, or one with a bias: its logprobs are not supported"
         )
-    scaled = [n for n in ("logit_scale", "final_logit_softcapping", "logits_scaling") if _option(model, n)]
+    config = model.config.get_text_config()
+    options = ("logit_scale", "final_logit_softcapping", "logits_scaling")
+    scaled = [name for name in options if getattr(config, name, None) not in (None, 1, 1.0)]
     if scaled:
         raise BadInput(f"{type(model).__name__} changes its logits ({', '.join(scaled)}): not supported yet")
     setattr(model, METHOD, MethodType(_forward, model))
     register_fsdp_forward_method(model, METHOD)
 
 
-def _option(model: PreTrainedModel, name: str) -> bool:
-    return getattr(model.config.get_text_config(), name, None) not in (None, 1, 1.0)
-
-
 def _forward(model: PreTrainedModel, tokens: Tensor, targets: Tensor, temperatures: Tensor, **sequences: Any) -> Tensor:
     hidden = model.base_model(input_ids=tokens, use_cache=False, **sequences).last_hidden_state
     rows, weight = _head(model, hidden.flatten(0, 1))
-    return SelectedLogprobs.apply(rows, weight, targets.flatten(), temperatures.flatten())  # no view: FSDP's wish
+    return SelectedLogprobs.apply(rows, weight, targets.flatten(), temperatures.flatten())  # FSDP forbids a view here
 
 
 def _head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """What to multiply for the logits: hidden states [T, H] and the output matrix [V, H]; where that has an adapter of
-    rank r, both with r more columns, W h + B (A h) being [W B] [h; A h]."""
+    """Returns the factors of the logits: hidden states [T, H] and the output matrix [V, H]. An adapter of rank r adds r
+    columns to both: W h + B (A h) = [W B] [h; A h]."""
     head = model.get_output_embeddings()
     if getattr(head, "disable_adapters", True):  # or there are none
         return hidden, head.weight
@@ -61,38 +60,33 @@ def _head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([hidden, *narrow], -1), torch.cat([head.weight, *(head.lora_B[n].weight for n in adapters)], -1)
 
 
-def token_logprobs(model: PreTrainedModel, tokens: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-    """Log-probability of each target under logits / temperature: float32 [B, L].
-
-    `tokens`, `targets` int64 [B, L], padded on the right, which a causal model needs no mask for: no token sees a later
-    one, and positions count from the left. `temperatures` float32 [B].
-    """
-    logprobs: Tensor = getattr(model, METHOD)(tokens, targets, temperatures[:, None].expand(tokens.shape))
-    return logprobs.view(tokens.shape)
-
-
-def packed_logprobs(
-    model: PreTrainedModel, tokens: Tensor, targets: Tensor, temperatures: Tensor, positions: Tensor, starts: Tensor
+def token_logprobs(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    positions: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
-    """The same of sequences one after the other, in a model whose attention is `trainer.attention.PACKED`: float32 [T].
+    """Returns the log-probability of each target under logits / temperature: float32 [B, L].
 
-    `tokens`, `targets`, `positions` (from 0 in each sequence) int64 [T], `temperatures` float32 [T]; sequence i has the
-    tokens starts[i] : starts[i + 1], int32 on the CPU.
+    `tokens`, `targets` int64 [B, L], padded on the right: a causal model needs no mask for that. `temperatures` float32
+    [B, L]. Packed rows (`trainer.attention.PACKED`) have B = 1, `positions` int64 [1, L], from 0 in
+    each sequence, and `starts` int32 on the CPU: sequence i has the tokens starts[i] : starts[i + 1].
     """
-    sequences = {
-        "position_ids": positions[None],
-        "cu_seq_lens_q": starts.to(tokens.device),
-        "max_length_q": int(starts.diff().max()),
-    }
-    logprobs: Tensor = getattr(model, METHOD)(tokens[None], targets[None], temperatures[None], **sequences)
-    return logprobs
+    sequences: dict[str, Any] = {}
+    if starts is not None:
+        longest = int(starts.diff().max())
+        sequences = {"position_ids": positions, "cu_seq_lens_q": starts.to(tokens.device), "max_length_q": longest}
+    logprobs: Tensor = getattr(model, METHOD)(tokens, targets, temperatures, **sequences)
+    return logprobs.view(tokens.shape)
 
 
 class SelectedLogprobs(torch.autograd.Function):
     """log softmax(hidden [T, H] weight^T [H, V] / temperature [T]) at targets int64 [T]: float32 [T].
 
-    Products are computed in the dtype of `hidden`, sums over the vocabulary and over tokens in float32. With p the
-    result, z = logits / temperature and s = softmax(z): dp/dz = onehot(target) - s.
+    Products have the dtype of `hidden`; sums over the vocabulary and over tokens are float32. With p the result,
+    z = logits / temperature and s = softmax(z): dp/dz = onehot(target) - s.
     """
 
     @staticmethod
@@ -129,5 +123,5 @@ def _chunks(tokens: int, vocabulary: int) -> list[slice]:
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
-    """float32 [T, V], which nobody else holds."""
+    """Returns a new tensor, float32 [T, V], which the caller may overwrite."""
     return (hidden @ weight.T).float().div_(temperature[:, None])

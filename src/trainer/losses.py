@@ -1,9 +1,9 @@
-"""Losses: sums over tokens with an explicit mask, and the monitors of how far trainer and sampler are apart.
+"""Losses: sums over tokens with an explicit mask, and monitors of the distance between trainer and sampler.
 
 A loss takes the trainer's log-probabilities `p` (float32, any shape whose last dimension is the tokens of one
-sequence), the batch's columns in the same shape, and its parameters, and returns the raw sum (a scalar to call backward
-on; the normaliser comes in `optim_step`) and metrics named `name:reduction`. With `q` the sampler's log-probabilities,
-`r = exp(p - q)`, `A` advantages, `m` the mask, and sg() for what no gradient goes through:
+sequence), the batch's columns in the same shape, and its parameters. It returns the raw sum (a scalar to call backward
+on; `optim_step` normalises) and metrics named `name:reduction`. With `q` the sampler's log-probabilities,
+`r = exp(p - q)`, `A` advantages, `m` the mask, and sg() a stopped gradient:
 
     cross_entropy          sum_t -p weights
     importance_sampling    sum_t -m r A
@@ -12,27 +12,40 @@ on; the normaliser comes in `optim_step`) and metrics named `name:reduction`. Wi
     dro                    sum_t -m (p A - beta/2 (p - q)^2)                (arXiv:2405.19107)
     gspo                   sum_t -m min(s A, clamp(s, lo, hi) A), s = exp(mean_t (p - q)) of the sequence
                                                                             (arXiv:2507.18071)
-    module:function        one's own, with this signature
+    module:function        a user's own loss with this signature
 
-Thresholds are absolute ratios; columns `clip_low_threshold` and `clip_high_threshold` give them token by token.
-gspo is a sum over tokens too: `loss_normalization` says how long and short sequences weigh.
+`trireme.config.losses` registers each loss with its columns and parameters. Thresholds are absolute ratios; the columns
+`clip_low_threshold` and `clip_high_threshold` set them token by token. gspo is a sum over tokens too:
+`loss_normalization` decides how long and short sequences weigh.
 
 Off-policy corrections, for every loss with a ratio. `max_ratio` c: r becomes r sg(min(1, c / r)), truncated importance
 sampling (arXiv:1802.01561): its value is at most c, and the direction of the gradient stays. `mask_ratio_low`,
-`mask_ratio_high`: tokens with a ratio outside count nothing.
+`mask_ratio_high`: tokens with a ratio outside this range do not count.
 
-Where `m` is 0 the values of the other columns do not matter, be they NaN. Only tensor methods are used: importing this
-module does not import torch, so that a configuration can be checked without it.
+Where `m` is 0 the other columns are ignored, even NaN. A custom loss (`surrogate`) is computed from log-probabilities
+where the batch is, not where the model is:
+
+    forward --p--> f(data, p) = C --dC/dp--> forward_backward with cross_entropy, weights = -dC/dp
+
+The gradient of sum_t -p_t w_t by any parameter is that of C, because w_t = -dC/dp_t is held constant. `f` sees all
+datums together, so it may compare them; it costs one more forward pass. (Tinker's `forward_backward_custom`.)
+
+Importing this module does not import torch: the driver and the configuration import it too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trireme.config.losses import import_function, loss_parameters
+import numpy as np
+import numpy.typing as npt
+
+from trireme.config.losses import find_loss, import_function, loss_refusals
+from trireme.config.refusals import refuse
+from trireme.core.types import Datum, TokenBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,21 +53,22 @@ if TYPE_CHECKING:
 Columns = Mapping[str, "Tensor"]
 Metrics = dict[str, float]
 LossFn = Callable[["Tensor", Columns, Mapping[str, float]], tuple["Tensor", Metrics]]
-
-COLUMNS = ("target_tokens", "mask", "logprobs", "advantages")
-"""What a batch must carry to be trained on by any loss but cross_entropy."""
-SUPERVISED_COLUMNS = ("target_tokens", "weights")
+CustomLoss = Callable[[Sequence[Datum], Sequence["Tensor"]], tuple["Tensor", Mapping[str, float]]]
+"""Takes the datums and the log-probabilities of their targets (float32 [T] each); returns the loss and metrics."""
 
 
 @dataclass(frozen=True)
 class _Ratios:
-    """What all ratio losses begin with. `mask` after masking by ratio; `log` = p - q, 0 where `mask` is; `ratio` after
-    truncation; `metrics` say how many tokens were masked and truncated."""
+    """The ratios from which all ratio losses start."""
 
     mask: Tensor
+    """After masking by ratio."""
     log: Tensor
+    """p - q, 0 where `mask` is 0."""
     ratio: Tensor
+    """After truncation."""
     metrics: Metrics
+    """How many tokens were masked and truncated."""
 
 
 def _log(ratio: float) -> float:
@@ -62,7 +76,7 @@ def _log(ratio: float) -> float:
 
 
 def _only(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where the mask is not 0, else 0 (never inf * 0)."""
+    """Returns `values` where the mask is not 0, else 0 (never inf * 0)."""
     return values.where(mask != 0, values.new_zeros(()))
 
 
@@ -89,7 +103,7 @@ def _clamp(ratio: Tensor, columns: Columns, config: Mapping[str, float]) -> Tens
 
 
 def _clipped_sum(r: _Ratios, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """sum -m min(r A, clamp(r, lo, hi) A); `clip_frac` counts the tokens whose gradient the clamp has cut off."""
+    """sum -m min(r A, clamp(r, lo, hi) A); `clip_frac` counts the tokens without a gradient because of the clamp."""
     advantages = _only(columns["advantages"], r.mask)
     unclipped, clipped = r.ratio * advantages, _clamp(r.ratio, columns, config) * advantages
     cut = ((clipped < unclipped) & (r.mask != 0)).sum()
@@ -97,7 +111,7 @@ def _clipped_sum(r: _Ratios, columns: Columns, config: Mapping[str, float]) -> t
 
 
 def cross_entropy(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """sum -p weights. No parameters. `loss_tokens` are those with a weight."""
+    """sum -p weights. `loss_tokens` counts the tokens with a weight."""
     weights = columns["weights"]
     return -(_only(p, weights) * weights).sum(), {"loss_tokens:sum": float((weights != 0).sum())}
 
@@ -114,12 +128,12 @@ def ppo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tenso
 
 
 def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """ppo, in which all tokens of a sequence have its geometric mean ratio."""
+    """ppo where each token has the geometric mean ratio of its sequence."""
     return _clipped_sum(_ratios(p, columns, config, per_sequence=True), columns, config)
 
 
 def cispo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """sum -m sg(clamp(r, lo, hi)) p A: no token loses its gradient, however far its ratio is off."""
+    """sum -m sg(clamp(r, lo, hi)) p A: every token keeps a gradient, whatever its ratio."""
     r = _ratios(p, columns, config)
     ratio = r.ratio.detach()
     weight = _clamp(ratio, columns, config)
@@ -135,30 +149,35 @@ def dro(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tenso
     return -(r.mask * (gain - config["beta"] / 2 * r.log.square())).sum(), r.metrics
 
 
-LOSS_FNS: dict[str, LossFn] = {
-    "cross_entropy": cross_entropy,
-    "importance_sampling": importance_sampling,
-    "ppo": ppo,
-    "cispo": cispo,
-    "dro": dro,
-    "gspo": gspo,
-}
-
-
 def resolve_loss(name: str, config: Mapping[str, float]) -> tuple[LossFn, dict[str, float]]:
-    """The loss `name` and its full parameters. Raises BadInput for an unknown name or key, or wrong thresholds."""
-    parameters = loss_parameters(name, config)
-    return (import_function(name) if ":" in name else LOSS_FNS[name]), parameters
+    """Returns the loss `name` and all its parameters. Raises BadInput for an unknown name or key, or a wrong value."""
+    refuse(list(loss_refusals(name, config)))
+    loss = find_loss(name)
+    defaults = {key: p.default for key, p in loss.parameters.items() if p.default is not None}
+    return import_function(loss.function), {**defaults, **config}
 
 
-def columns_of(name: str) -> tuple[str, ...]:
-    """The columns that a batch must carry for the loss `name`."""
-    return SUPERVISED_COLUMNS if name == "cross_entropy" else COLUMNS
+def surrogate(
+    batch: TokenBatch, logprobs: npt.NDArray[np.float32], loss: CustomLoss
+) -> tuple[TokenBatch, dict[str, float]]:
+    """Returns the cross_entropy batch whose gradient is that of `loss` at `logprobs` float32 [T], and the metrics of
+    `loss` with its value as `loss:sum`. Raises ValueError when the gradient is not finite."""
+    import torch
+
+    p_D = [torch.tensor(part, requires_grad=True) for part in np.split(logprobs, batch.offsets[1:-1].astype(int))]
+    value, metrics = loss([batch.datum(d) for d in range(len(batch))], p_D)
+    value.backward()
+    weights_D = [np.zeros(len(p), np.float32) if p.grad is None else -p.grad.numpy() for p in p_D]
+    for d, weights in enumerate(weights_D):
+        if not np.isfinite(weights).all():
+            raise ValueError(f"the gradient of the custom loss by the log-probabilities of datum {d} is not finite")
+    columns = {"target_tokens": batch.columns["target_tokens"], "weights": np.concatenate(weights_D)}
+    return replace(batch, columns=columns), {**metrics, "loss:sum": float(value.detach())}
 
 
 def monitors(p: Tensor, columns: Columns) -> Metrics:
-    """Sums over action tokens (m != 0), to be divided by `loss_tokens`: with d = q - p, `kl_sample_train_v1` is the
-    mean of d, `kl_sample_train_v2` half the mean of d^2, `entropy` the mean of -q; `ratio` is the largest r."""
+    """Returns sums over action tokens (m != 0), to be divided by `loss_tokens`: with d = q - p, `kl_sample_train_v1` is
+    the mean of d, `kl_sample_train_v2` half the mean of d^2, `entropy` the mean of -q; `ratio` is the largest r."""
     mask = columns["mask"]
     action = mask != 0
     difference = _only(columns["logprobs"] - p.detach(), mask)

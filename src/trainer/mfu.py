@@ -1,8 +1,8 @@
-"""What share of a GPU's peak goes into the model's own arithmetic (MFU, arXiv:2204.02311).
+"""The share of a GPU's peak that goes into the model's own arithmetic (MFU, arXiv:2204.02311).
 
-Counted are forward and backward pass as the sizes imply them: 6 operations for every parameter that a token is
-multiplied with (4 where it is frozen, under an adapter), and for attention 12 for every pair of query and key, of which
-a causal model has half. What is computed twice (`trainer.checkpointing`) or for padding does not count.
+Forward and backward pass are counted from the sizes: 6 operations for every parameter that a token is multiplied with
+(4 where it is frozen, under an adapter), and for attention 12 for every pair of query and key, of which a causal model
+has half. Recomputation (`trainer.checkpointing`) and padding do not count.
 """
 
 from __future__ import annotations
@@ -22,24 +22,20 @@ PEAK_TFLOPS = {
     "L40S": 362.0,
     "A10G": 70.0,
 }
-"""Dense products in bfloat16, 10^12 operations per second, from NVIDIA's data sheets: by a part of a device's name, the
-first that fits."""
+"""Dense products in bfloat16, 10^12 operations per second, from NVIDIA's data sheets, by a part of the device's name;
+the first match counts."""
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Operations per second in 16 bits; None for a GPU that is not listed."""
-    return next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in device_name), None)
-
-
-def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """That of a device on which a model computes in `dtype`; None where it is not known."""
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Returns the operations per second of a GPU in 16 bits; None for other devices, dtypes and unknown GPUs."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
-    return peak_flops(torch.cuda.get_device_name(device))
+    found = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in found), None)
 
 
 def train_flops(facts: ModelFacts, lengths: npt.NDArray[np.int64], *, frozen: bool = False) -> float:
-    """Operations of forward and backward pass over sequences of these lengths."""
+    """Counts the operations of forward and backward pass over sequences of these lengths, int64 [D]."""
     tokens, each = lengths.astype(np.float64), 4 if frozen else 6
     return float(
         each * facts.multiplied_parameters * tokens.sum() + 6 * facts.attention_width * np.square(tokens).sum()

@@ -1,9 +1,9 @@
-"""The policy as the trainer holds it: a Hugging Face causal language model, sharded by FSDP2 layer by layer.
+"""The policy in the trainer: a Hugging Face causal language model, sharded by FSDP2 layer by layer.
 
 Master weights are float32 (`trainer.master_dtype`). With another inference dtype FSDP casts parameters when it gathers
-a layer, so that the trainer computes with the very values that replicas get; gradients are reduced in float32, and
-*summed* over ranks, because losses are raw sums over tokens. With `trainer.replicate` the mesh has two dimensions:
-parameters are spread over one, and gradients summed over both.
+a layer, so the trainer computes with the same values that replicas get. Gradients are reduced in float32, and *summed*
+over ranks, because losses are raw sums over tokens. With copies of the model (`trainer.mesh`) parameters are spread
+over one dimension of the mesh, and gradients summed over both.
 """
 
 from __future__ import annotations
@@ -12,255 +12,218 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightTransform, revert_weight_conversion
+from transformers.core_model_loading import Concatenate, MergeModulelist, revert_weight_conversion
 
 from trainer.attention import PACKED, has_kernel
 from trainer.logprobs import add_token_logprobs
 from trainer.lora import add_adapters, start_values
+from trainer.mesh import Mesh
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import LoraConfig
 from trireme.core.errors import BadInput
 from trireme.plan.memory import ModelMemory
 
-SHARD, REPLICATE = "shard", "replicate"
-"""Dimensions of the mesh."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is held and computed. `mesh`: over all ranks, its last dimension being that over which parameters
-    are spread. `dtype` computes, `master` is what is trained. Of more than `kept_tokens` at once a layer keeps only its
-    input, and is computed again in the backward pass. `whole`: see `accumulating`."""
+    """The way in which models are held and computed."""
 
-    mesh: DeviceMesh
+    mesh: Mesh
     dtype: torch.dtype
+    """Of computing and publishing."""
     master: torch.dtype
+    """Of the trained weights."""
     attention: str
+    """Name of the attention function."""
     kept_tokens: int | None
+    """Of more tokens at once a layer keeps only its input, and is computed again in the backward pass."""
     compiled: bool
     whole: bool
+    """Layers stay gathered between micro-batches (`accumulating`)."""
     offload: OffloadPolicy
 
     @classmethod
-    def of(cls, config: CommonConfig, facts: ModelFacts, device: torch.device) -> Sharding:
-        """As configured, over all ranks of the process group. Collective."""
-        options, dtype = config.trainer, inference_dtype(config.model.dtype, device)
-        memory = ModelMemory(facts, dtype.itemsize, on_gpus=device.type == "cuda")
+    def of(cls, config: CommonConfig, facts: ModelFacts, mesh: Mesh) -> Sharding:
+        """Reads the configuration. With dtype auto, GPUs compute in bfloat16 and CPUs in float32; with packing auto,
+        rows are packed where there is a kernel for it."""
+        options, on_gpus = config.trainer, mesh.device.type == "cuda"
+        dtype = DTYPES[("bfloat16" if on_gpus else "float32") if config.model.dtype == "auto" else config.model.dtype]
+        memory = ModelMemory(facts, dtype.itemsize, on_gpus=on_gpus)
+        attention = "sdpa" if config.model.attn == "auto" else config.model.attn
+        packed = options.packing == "auto" and config.model.attn == "auto" and has_kernel(mesh.device, dtype)
         return cls(
-            mesh=_mesh(device, options.replicate),
+            mesh=mesh,
             dtype=dtype,
             master=DTYPES[options.master_dtype],
-            attention=_attention(config, device, dtype),
+            attention=PACKED if packed or options.packing == "packed" else attention,
             kept_tokens=memory.kept_tokens(options.checkpointing),
             compiled=options.compile,
             whole=memory.stays_whole,
-            offload=CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.offload == "cpu" else OffloadPolicy(),
+            offload=CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy(),
         )
 
     @property
     def packed(self) -> bool:
         return self.attention == PACKED
 
+    def shard_model(self, name: str, weights: str, lora: LoraConfig | None = None, seed: int = 0) -> PreTrainedModel:
+        """Returns the model `name` with the values of `weights` (a directory or a name on the hub), sharded over all
+        ranks; with a `lora`, frozen and with adapters that start by `seed`. Collective.
 
-def _mesh(device: torch.device, replicate: int) -> DeviceMesh:
-    if replicate == 1:
-        return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(SHARD,))
-    shape = (replicate, dist.get_world_size() // replicate)
-    return init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+        Only the first rank reads the weights. On all ranks the model starts without memory. Then one layer after the
+        other is made whole on the device, filled from the first rank, and sharded, so no device holds more than one
+        whole layer (the root, with embeddings and head, counts as one).
+        """
+        source = load_source(weights) if self.mesh.is_first else None
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(name), dtype=self.master, attn_implementation=self.attention
+            )
+        model.eval()  # no dropout: p must be the distribution that was sampled from
+        if lora:
+            add_adapters(model, lora, self.dtype, self.master)
+        tensors = {} if source is None else {**dict(source.named_parameters()), **dict(source.named_buffers())}
+        if lora and tensors:
+            tensors = start_values(model, tensors, seed)
+        names = {module: prefix for prefix, module in model.named_modules()}
+        count = model.config.get_text_config().num_hidden_layers
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+        if not lists:
+            raise BadInput(f"{name} has no list of {count} decoder layers: this architecture cannot be sharded")
+        for unit in [*lists[0], model]:
+            self._fill(unit, names[unit], tensors)
+            self._shard(unit)
+        for layer in lists[0]:
+            self._wrap(layer)
+        if source is not None:
+            model.generation_config = source.generation_config
+        add_token_logprobs(model)
+        return model
 
+    def _fill(self, unit: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:
+        """Allocates the unit's tensors on the device and fills them with the values of the first rank."""
+        modules = list(_own_modules(unit))
+        for module in modules:
+            module.to_empty(device=self.mesh.device, recurse=False)
+        if isinstance(unit, PreTrainedModel):
+            unit.tie_weights()  # to_empty has given tied parameters separate memory
+        own = {id(t) for m in modules for t in [*m.parameters(recurse=False), *m.buffers(recurse=False)]}
+        for name, tensor in [*unit.named_parameters(prefix), *unit.named_buffers(prefix)]:
+            if id(tensor) in own:
+                if tensors:
+                    tensor.data.copy_(tensors[name])
+                self.mesh.broadcast(tensor.data)
 
-def _attention(config: CommonConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Name of the attention function, by `trainer.packing` and `model.attn`."""
-    configured, packing = config.model.attn, config.trainer.packing
-    if packing == "packed" or (packing == "auto" and configured == "auto" and has_kernel(device, dtype)):
-        return PACKED
-    return "sdpa" if configured == "auto" else configured
+    def _shard(self, unit: nn.Module) -> None:
+        # The root's inputs are not cast: they are token ids, and temperatures, which must stay exact.
+        policy = MixedPrecisionPolicy(
+            None if self.dtype == self.master else self.dtype,
+            torch.float32,
+            cast_forward_inputs=not isinstance(unit, PreTrainedModel),
+        )
+        sharded = fully_shard(
+            unit, mesh=self.mesh.fsdp, mp_policy=policy, offload_policy=self.offload, reshard_after_forward=True
+        )
+        if self.mesh.dp_size > 1:  # alone there is nothing to average, and a division by 1 would be a copy
+            # Sum, do not average. Without the second line the factor 1 becomes a reduction that gloo does not have.
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
 
+    def _wrap(self, layer: nn.Module) -> None:
+        """Compiles a layer, and lets it be computed again in the backward pass. FSDP's hooks, which gather the layer's
+        parameters, stay outside of both."""
+        if self.compiled:
+            layer.forward = torch.compile(layer.forward)
+        if self.kept_tokens is not None:
+            layer.forward = partial(again_if_large, layer.forward, self.kept_tokens)
 
-def inference_dtype(configured: str, device: torch.device) -> torch.dtype:
-    """The dtype of `model.dtype`; auto = bfloat16 on GPUs, float32 on CPUs."""
-    if configured == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[configured]
+    @contextmanager
+    def accumulating(self, model: PreTrainedModel) -> Iterator[Callable[[bool], None]]:
+        """Encloses the passes whose gradients add up. Gives a function to call before each pass; its argument says if
+        that is the last.
+
+        A `whole` model stays gathered from pass to pass: gradients are added up whole and summed over ranks in the last
+        pass. At the end nothing is left gathered, also after an error.
+        """
+        units = _fsdp_units(model)
+        root = units[0]
+
+        def next_pass(last: bool) -> None:
+            root.set_requires_gradient_sync(last or not self.whole)
+            root.set_reshard_after_backward(last or not self.whole)
+
+        root.set_reshard_after_forward(not self.whole)
+        try:
+            yield next_pass
+        finally:
+            next_pass(True)
+            root.set_reshard_after_forward(True)
+            for unit in units:
+                unit.reshard()
 
 
 def load_source(name: str) -> PreTrainedModel:
-    """The model in host memory, float32. `name`: a local directory or a name on the hub.
+    """Loads a model, a local directory or a name on the hub, into host memory, float32.
 
-    Raises BadInput for an architecture that is laid out in memory in a way that `gathered_units` cannot undo.
+    Raises BadInput for an architecture whose layout in memory `gathered_units` cannot undo.
     """
     source = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    strange = [
-        transform for transform in get_model_conversion_mapping(source, add_legacy=False) if not _undone(transform)
-    ]
-    if strange:
-        raise BadInput(
-            f"{name} is a {source.config.model_type} model, whose tensors have other names or shapes in a checkpoint "
-            f"than in memory ({strange[0]}); only fused experts can be taken apart again: use a dense model, or one of "
-            "the Qwen3-MoE kind"
-        )
+    for transform in get_model_conversion_mapping(source, add_legacy=False):
+        # It may only stack the matrices of experts, and join gate and up.
+        operations = getattr(transform, "operations", None)
+        if operations is None or not all(isinstance(o, MergeModulelist | Concatenate) for o in operations):
+            raise BadInput(
+                f"{name} is a {source.config.model_type} model, whose tensors have other names or shapes in a "
+                f"checkpoint than in memory ({transform}); only fused experts can be taken apart again: use a dense "
+                "model, or one of the Qwen3-MoE kind"
+            )
     return source
 
 
-def _undone(transform: WeightTransform) -> bool:
-    """Whether it only stacks the matrices of experts, and joins gate and up."""
-    operations = getattr(transform, "operations", None)
-    return operations is not None and all(isinstance(o, MergeModulelist | Concatenate) for o in operations)
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The repeated layers. Raises BadInput for an architecture without a list of `num_hidden_layers` modules."""
-    count = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise BadInput(f"{type(model).__name__} has no list of {count} decoder layers: this architecture cannot be sharded")
-
-
-def shard_model(
-    name: str,
-    source: PreTrainedModel | None,
-    device: torch.device,
-    how: Sharding,
-    lora: LoraConfig | None = None,
-    seed: int = 0,
-) -> PreTrainedModel:
-    """The model sharded over all ranks of the process group, frozen and with adapters if there is a `lora`, which start
-    by `seed`. Collective.
-
-    Only rank 0 gives a `source`. Everywhere the model starts without memory; then one layer after the other is made
-    whole on the device, filled from rank 0, and sharded, so that no device holds more than one whole layer (the root,
-    with embeddings and head, counts as one).
-    """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(name), dtype=how.master, attn_implementation=how.attention
-        )
-    model.eval()  # no dropout: p must be the distribution that was sampled from
-    if lora:
-        add_adapters(model, lora, how.dtype, how.master)
-    tensors = {} if source is None else {**dict(source.named_parameters()), **dict(source.named_buffers())}
-    if lora and tensors:
-        tensors = start_values(model, tensors, seed)
-    names = {module: prefix for prefix, module in model.named_modules()}
-    layers = list(decoder_layers(model))
-    for unit in [*layers, model]:
-        _fill(unit, names[unit], tensors, device)
-        _shard(unit, how)
-    for layer in layers:
-        _wrap(layer, how)
-    if source is not None:
-        model.generation_config = source.generation_config
-    add_token_logprobs(model)
-    return model
-
-
-def _wrap(layer: nn.Module, how: Sharding) -> None:
-    """Compiles what a layer computes, or has it computed again in the backward pass, without keeping what it gave.
-    FSDP's hooks, which gather the layer's parameters, stay outside of both."""
-    if how.compiled:
-        layer.forward = torch.compile(layer.forward)
-    if how.kept_tokens is not None:
-        layer.forward = partial(again_if_large, layer.forward, how.kept_tokens)
-
-
 def again_if_large(forward: Callable[..., Any], kept_tokens: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A layer's pass over `hidden` [B, L, H]."""
+    """Runs a layer on `hidden` [B, L, H]; with more than `kept_tokens` tokens it keeps only its input, and is computed
+    again in the backward pass."""
     if hidden.shape[:-1].numel() <= kept_tokens:
         return forward(hidden, *args, **kwargs)
     return checkpoint(forward, hidden, *args, use_reentrant=False, **kwargs)
 
 
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
-    """`unit` and its descendants, without those that are sharded as units of their own."""
+    """Yields `unit` and its descendants, without those that are sharded as units of their own."""
     yield unit
     for child in unit.children():
         if not isinstance(child, FSDPModule):
             yield from _own_modules(child)
 
 
-def _fill(unit: nn.Module, prefix: str, tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Gives the unit's tensors memory on the device and the values that rank 0 has."""
-    modules = list(_own_modules(unit))
-    for module in modules:
-        module.to_empty(device=device, recurse=False)
-    if isinstance(unit, PreTrainedModel):
-        unit.tie_weights()  # to_empty has given tied parameters separate memory
-    own = {id(t) for m in modules for t in [*m.parameters(recurse=False), *m.buffers(recurse=False)]}
-    for name, tensor in [*unit.named_parameters(prefix), *unit.named_buffers(prefix)]:
-        if id(tensor) in own:
-            if tensors:
-                tensor.data.copy_(tensors[name])
-            dist.broadcast(tensor.data, src=0)
-
-
-def _shard(unit: nn.Module, how: Sharding) -> None:
-    # The root's inputs are not cast: they are token ids, and temperatures, which stay what was sampled with.
-    policy = MixedPrecisionPolicy(
-        None if how.dtype == how.master else how.dtype,
-        torch.float32,
-        cast_forward_inputs=not isinstance(unit, PreTrainedModel),
-    )
-    sharded = fully_shard(unit, mesh=how.mesh, mp_policy=policy, offload_policy=how.offload, reshard_after_forward=True)
-    if how.mesh.size() > 1:  # alone there is nothing to average, and a division by 1 would be a copy
-        # Sum, do not average. Without the second line the factor 1 becomes a reduction that gloo does not have.
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
-
-
-def _fsdp(unit: nn.Module) -> FSDPModule:
-    """The same object, of which `fully_shard` has changed the class."""
-    return cast(FSDPModule, unit)
-
-
-@contextmanager
-def accumulating(model: PreTrainedModel, how: Sharding) -> Iterator[Callable[[bool], None]]:
-    """For the passes whose gradients add up: before each, the function that this gives is told whether it is the last.
-
-    Where the model stays whole, what was gathered stays from pass to pass, gradients are added up whole and summed over
-    ranks in the last. Whatever happens, at the end nothing is left gathered.
-    """
-    root = _fsdp(model)
-
-    def next_pass(last: bool) -> None:
-        root.set_requires_gradient_sync(last or not how.whole)
-        root.set_reshard_after_backward(last or not how.whole)
-
-    root.set_reshard_after_forward(not how.whole)
-    try:
-        yield next_pass
-    finally:
-        next_pass(True)
-        root.set_reshard_after_forward(True)
-        for unit in [*decoder_layers(model), model]:
-            _fsdp(unit).reshard()
+def _fsdp_units(model: PreTrainedModel) -> list[FSDPModule]:
+    """Returns the root and then the decoder layers, each of which `fully_shard` made an FSDPModule."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
-    """The names and whole tensors of one unit (layer, or root) after another, in the inference dtype, on every rank's
-    device: as a checkpoint has them, with experts apart. They are gone when the next is asked for. Tied tensors come
-    once, under the embedding's name. Collective."""
-    names = {module: f"{prefix}." if prefix else "" for prefix, module in model.named_modules()}
-    layers = list(decoder_layers(model))
+    """Yields the names and whole tensors of one unit (layer, or root) after the other, in the inference dtype, on every
+    rank's device. Names and shapes are those of a checkpoint, with experts apart. Tensors live until the next unit.
+    Tied ones come once, under the embedding's name. Collective."""
+    root, *layers = _fsdp_units(model)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    root_names = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
-    _fsdp(model).unshard()
-    yield [(name, model.get_parameter(name).detach()) for name in root_names]
-    _fsdp(model).reshard()
+    root.unshard()
+    yield [(name, parameter.detach()) for name, parameter in model.named_parameters() if id(parameter) not in inside]
+    root.reshard()
+    names = {module: f"{prefix}." for prefix, module in model.named_modules()}
     for layer in layers:
-        _fsdp(layer).unshard()
+        layer.unshard()
         tensors = {names[layer] + name: parameter.detach() for name, parameter in layer.named_parameters()}
         yield list(revert_weight_conversion(model, tensors).items())
-        _fsdp(layer).reshard()
+        layer.reshard()

@@ -58,6 +58,7 @@ def test_an_actor_sees_the_gpus_that_it_has_and_no_others(cluster_with_gpus: Non
         {
             "model": {"name": "m"},
             "env": {"id": "sort"},
+            "trainer": {"shards": 2},
             "orchestrator": {"batch_size": 4},
             "inference": {"sampling": {"max_tokens": 4}},
         }

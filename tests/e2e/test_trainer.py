@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.batching import plan, scatter_outputs
 from trainer.handle import TrainerHandle
 from trainer.shard import Shard
-from trainer.state import kinds
+from trainer.snapshot import kinds
 from trireme.checkpoint.files import checksum_of
 from trireme.core.errors import BadInput, ProvenanceError, RoomFailed, StorageFailed, TriremeError
 from trireme.core.types import AdamParams, ForwardBackwardOutput, Provenance, WeightIdentity
@@ -90,7 +90,7 @@ def groups(models, log_root, ray_cluster):
     micro-batches; with the one datum of `one_step`'s second part all but one have nothing but fillers."""
     started = {}
     for key, shards in ((QWEN, 2), (QWEN, 3), (LLAMA, 2)):
-        config = make_config(models[key], trainer__micro_batch_tokens=24)
+        config = make_config(models[key], trainer__micro_batch_tokens=24, trainer__shards=shards)
         started[key, shards] = TrainerHandle.start(config, [{"num_cpus": 1}] * shards, log_root / f"{key[0]}_{shards}")
     yield {key: ready(group) for key, group in started.items()}
     for group in started.values():
@@ -102,7 +102,7 @@ class Alone:
 
     def __init__(self, model):
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        self._shard = Shard(make_config(model, trainer__micro_batch_tokens=24), 0, 1, store, sender=Packer(ray.put))
+        self._shard = Shard(make_config(model, trainer__micro_batch_tokens=24), 0, store, sender=Packer(ray.put))
         self.optim_step, self.publish_weights = self._shard.optim_step, self._shard.publish_weights
         self.load_state = self._shard.load_state
 

@@ -43,13 +43,8 @@ def logprobs_in_float32(model: str, batch: TokenBatch) -> np.ndarray:
 def step(model: str, **options: object) -> tuple[np.ndarray, torch.Tensor, float]:
     """Logprobs, the whole gradient, and the gradient's norm; then an update and a publication are gone through."""
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    one = Shard(
-        make_config(model, cluster__device="gpu", trainer__micro_batch_tokens=40, **options),
-        0,
-        1,
-        store,
-        Packer(np.copy),
-    )
+    config = make_config(model, cluster__device="gpu", trainer__micro_batch_tokens=40, **options)
+    one = Shard(config, 0, store, Packer(np.copy))
     batch = make_batch(LENGTHS)
     output = one.forward_backward(batch, "importance_sampling", {}, None)
     gradient = torch.cat([p.grad.full_tensor().flatten().float().cpu() for p in one._parameters])

@@ -38,7 +38,7 @@ from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCo
 from orchestrator.metrics import StepSummary
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
-from trainer.batch_checks import check_provenance, recent
+from trainer.batch_checks import PublishedVersions
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import ReplicaStats
@@ -524,7 +524,8 @@ async def drive(pipeline: Pipeline, outcome: Outcome) -> None:
     """The loop of `trireme.train.rl_loop.train`."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
     await pipeline.update_weights(published(0))
-    started, identities = loop.time(), [published(0).identity]
+    started = loop.time()
+    versions = PublishedVersions(scenario.max_steps_off_policy, [published(0).identity])
     part_s = scenario.train_s / (scenario.substeps * scenario.minibatches)
     for step in range(scenario.steps):
         outcome.minibatches.append([])
@@ -532,16 +533,12 @@ async def drive(pipeline: Pipeline, outcome: Outcome) -> None:
             last = False
             while not last:
                 minibatch = await pipeline.next_minibatch(step, substep)
-                check_provenance(
-                    minibatch.provenance,
-                    recent(identities, scenario.max_steps_off_policy),
-                    scenario.max_steps_off_policy,
-                )
+                versions.check(minibatch.provenance)
                 note(outcome, minibatch)
                 await asyncio.sleep(part_s)
                 last = minibatch.last
         await asyncio.sleep(scenario.publish_s)
-        identities.append(published(step + 1).identity)
+        versions.add(published(step + 1).identity)
         await pipeline.update_weights(published(step + 1))
         outcome.released.append(pipeline.release(step))
     outcome.seconds = loop.time() - started

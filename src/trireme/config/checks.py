@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from trireme.config.environments import environment_refusals
 from trireme.config.lora import lora_refusals, lora_warnings
-from trireme.config.losses import loss_refusals
+from trireme.config.losses import LOSSES, ROLLOUT_COLUMNS, find_loss, loss_refusals
 from trireme.config.model_facts import ModelFacts
 from trireme.config.refusals import Refusal, refuse
 from trireme.config.schema import CommonConfig, Config
@@ -89,11 +89,12 @@ def _batch(config: Config) -> Iterator[Refusal]:
 
 
 def _loss(config: Config) -> Iterator[Refusal]:
-    if config.loss_fn == "cross_entropy":
+    if find_loss(config.loss_fn).columns != ROLLOUT_COLUMNS:
+        *others, last = (name for name, loss in LOSSES.items() if loss.columns == ROLLOUT_COLUMNS)
         yield Refusal(
-            "trainer.loss_fn = cross_entropy",
+            f"trainer.loss_fn = {config.loss_fn}",
             "a loss for reinforcement learning: rollouts have advantages, and no weights",
-            "leave --trainer.loss-fn out, or choose importance_sampling, ppo, cispo, dro or gspo",
+            f"leave --trainer.loss-fn out, or choose {', '.join(others)} or {last}",
         )
         return
     yield from loss_refusals(config.loss_fn, config.trainer.loss_fn_config)

@@ -1,86 +1,114 @@
-"""The losses by name and their parameters: what a configuration is checked against and what the trainer computes with.
+"""The registry of losses: where each is implemented, which columns it reads and which parameters it takes.
 
-Their formulas are in `trainer.losses`. A loss of one's own is named by its import path, `package.module:function`; its
-parameters are its own affair.
+A new built-in loss is a function in `trainer.losses` and one line in `LOSSES`. A user's own loss is named by its import
+path, `package.module:function`; it reads the columns of rollouts, and its parameters are not checked.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from trireme.config.refusals import Refusal, refuse
+from trireme.config.refusals import Refusal
 
-MASKING = {"mask_ratio_low": 0.0, "mask_ratio_high": inf}
-RATIO = {"max_ratio": inf, **MASKING}
-PARAMETERS: dict[str, dict[str, float | None]] = {
-    "cross_entropy": {},
-    "importance_sampling": {**RATIO},
-    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, **RATIO},
-    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0, **RATIO},
-    "dro": {"beta": None, **MASKING},
-    "gspo": {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004, **RATIO},
+ROLLOUT_COLUMNS = ("target_tokens", "mask", "logprobs", "advantages")
+SUPERVISED_COLUMNS = ("target_tokens", "weights")
+
+
+class Parameter(NamedTuple):
+    """A parameter of a loss. Those with `low` in their name and their `high` counterparts are absolute ratios around
+    1."""
+
+    default: float | None = None
+    """None: must be given."""
+    least: float | None = None
+    """Smallest value that is allowed."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One loss, as configuration and trainer know it."""
+
+    function: str
+    """Import path, `module:function`."""
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    columns: tuple[str, ...] = ROLLOUT_COLUMNS
+    """Columns that a batch must have."""
+
+
+def _clip(low: float, high: float) -> dict[str, Parameter]:
+    return {"clip_low_threshold": Parameter(low), "clip_high_threshold": Parameter(high)}
+
+
+_MASKING = {"mask_ratio_low": Parameter(0.0), "mask_ratio_high": Parameter(inf)}
+_RATIO = {"max_ratio": Parameter(inf, least=1.0), **_MASKING}
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": Loss("trainer.losses:cross_entropy", {}, SUPERVISED_COLUMNS),
+    "importance_sampling": Loss("trainer.losses:importance_sampling", _RATIO),
+    "ppo": Loss("trainer.losses:ppo", {**_clip(0.8, 1.2), **_RATIO}),
+    "cispo": Loss("trainer.losses:cispo", {**_clip(0.0, 4.0), **_RATIO}),
+    "dro": Loss("trainer.losses:dro", {"beta": Parameter(least=0.0), **_MASKING}),
+    "gspo": Loss("trainer.losses:gspo", {**_clip(0.9997, 1.0004), **_RATIO}),
 }
-"""Parameters of each loss with their defaults; None: must be given. Thresholds are absolute ratios."""
+if TYPE_CHECKING:
+    LossFnType = str
+else:
+    LossFnType = Literal[*LOSSES]
 
 
-def loss_parameters(name: str, given: Mapping[str, float]) -> dict[str, float]:
-    """All parameters of the loss `name`: those given, and the defaults of the others. Raises BadInput."""
-    refuse(list(loss_refusals(name, given)))
-    defaults = {key: value for key, value in PARAMETERS.get(name, {}).items() if value is not None}
-    return {**defaults, **given}
+def find_loss(name: str) -> Loss:
+    """Returns the built-in loss `name`, or the user's own loss with this import path."""
+    return LOSSES.get(name) or Loss(name)
 
 
 def loss_refusals(name: str, given: Mapping[str, float]) -> Iterator[Refusal]:
-    """What is wrong with a loss and its parameters."""
+    """Checks the name of a loss and its parameters."""
     if ":" in name:
-        yield from _import_problems(name)
+        yield from _import_refusals(name)
         return
-    if name not in PARAMETERS:
+    if name not in LOSSES:
         yield Refusal(
-            f"the loss {name}",
-            f"one of {', '.join(PARAMETERS)}, or package.module:function",
-            "correct --trainer.loss-fn",
+            f"the loss {name}", f"one of {', '.join(LOSSES)}, or package.module:function", "correct --trainer.loss-fn"
         )
         return
-    known = PARAMETERS[name]
+    known = LOSSES[name].parameters
     for key in sorted(set(given) - set(known)):
         yield Refusal(
             f"trainer.loss_fn_config.{key} with the loss {name}",
             f"parameters of {name}: {', '.join(known) or 'none'}",
             "leave it out, or choose another --trainer.loss-fn",
         )
-    for key in (key for key, value in known.items() if value is None and key not in given):
+    values = {key: given.get(key, parameter.default) for key, parameter in known.items()}
+    for key in (key for key, value in values.items() if value is None):
         yield Refusal(
             f"the loss {name} without {key}",
             f"its parameter {key}, which has no default",
             f"add --trainer.loss-fn-config.{key.replace('_', '-')} VALUE",
         )
-    yield from _range_problems({**known, **given})
+    yield from _range_refusals(known, {key: value for key, value in values.items() if value is not None})
 
 
-def _range_problems(parameters: Mapping[str, float | None]) -> Iterator[Refusal]:
-    """Thresholds must leave the ratio 1 alone, at which trainer and sampler agree."""
-    for low_name, high_name in (("clip_low_threshold", "clip_high_threshold"), ("mask_ratio_low", "mask_ratio_high")):
-        low, high = parameters.get(low_name) or 0.0, parameters.get(high_name, inf)
-        if high is not None and not 0 <= low <= 1 <= high:
+def _range_refusals(known: Mapping[str, Parameter], values: Mapping[str, float]) -> Iterator[Refusal]:
+    """Thresholds must enclose the ratio 1, at which trainer and sampler agree."""
+    for low, high in ((name, name.replace("low", "high")) for name in known if "low" in name):
+        if not 0 <= values[low] <= 1 <= values[high]:
             yield Refusal(
-                f"{low_name} = {low:g}, {high_name} = {high:g}",
+                f"{low} = {values[low]:g}, {high} = {values[high]:g}",
                 "absolute ratios with 0 <= low <= 1 <= high",
                 "write 0.8 and 1.2 for what is elsewhere called a clip range of 0.2",
             )
-    for key, least in (("max_ratio", 1.0), ("beta", 0.0)):
-        value = parameters.get(key)
-        if value is not None and not value >= least:
+    for key, (_, least) in known.items():
+        if least is not None and key in values and not values[key] >= least:
             yield Refusal(
-                f"{key} = {value:g}", f"a number of at least {least:g}", f"correct trainer.loss_fn_config.{key}"
+                f"{key} = {values[key]:g}", f"a number of at least {least:g}", f"correct trainer.loss_fn_config.{key}"
             )
 
 
 def import_function(path: str) -> Callable[..., Any]:
-    """What `package.module:function` names. Raises ImportError, AttributeError or TypeError."""
+    """Imports the function `package.module:function`. Raises ImportError, AttributeError or TypeError."""
     module, _, name = path.partition(":")
     function = getattr(importlib.import_module(module), name)
     if not callable(function):
@@ -88,7 +116,7 @@ def import_function(path: str) -> Callable[..., Any]:
     return function
 
 
-def _import_problems(path: str) -> Iterator[Refusal]:
+def _import_refusals(path: str) -> Iterator[Refusal]:
     try:
         import_function(path)
     except (ImportError, AttributeError, TypeError) as error:

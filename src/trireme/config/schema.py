@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -20,8 +21,9 @@ from pydantic import (
     PositiveInt,
 )
 
+from trireme.config.losses import LossFnType
 from trireme.core.transport import TRANSPORTS
-from trireme.core.types import AdamParams, LossFnType, LossNormalization, SamplingParams
+from trireme.core.types import AdamParams, LossNormalization, SamplingParams
 from trireme.renderers import unknown_renderer
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -241,9 +243,14 @@ class CommonTrainer(Section):
     )
 
     @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the trainer's device mesh by dimension, outermost first; `trainer.mesh` says what each is for."""
+        return {"replicate": self.replicate, "shard": self.shards}
+
+    @property
     def processes(self) -> int:
-        """Shards of all copies."""
-        return self.shards * self.replicate
+        """Number of trainer processes."""
+        return math.prod(self.mesh.values())
 
 
 class TrainerConfig(CommonTrainer):

@@ -21,7 +21,6 @@ from trireme.core.datum import Datum, ModelInput, TensorData
 from trireme.core.datum import EncodedTextChunk as EncodedTextChunk
 
 StopReason = Literal["length", "stop"]
-LossFnType = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 Which = Literal["policy", "reference"]
 LossNormalization = Literal["token_mean", "sequence_mean", "sum"]
 

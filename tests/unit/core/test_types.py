@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from trireme.config.losses import LossFnType
 from trireme.config.schema import LoraConfig
 from trireme.core.types import (
     AdamParams,
     Datum,
     EncodedTextChunk,
     ForwardBackwardOutput,
-    LossFnType,
     ModelInput,
     OptimStepResponse,
     SampleResponse,

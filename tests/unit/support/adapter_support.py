@@ -13,8 +13,8 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from tools_support import BASE_MODEL, make_run, write_parts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.export import tokenizer_files
-from trainer.lora import adapter_files, peft_config, write_adapter
+from trainer.export import tokenizer_files, write_weights
+from trainer.lora import adapter_files, peft_config
 from trireme.checkpoint.store import CheckpointStore
 from trireme.config.schema import LoraConfig
 from trireme.core.base_digest import base_digest
@@ -46,7 +46,7 @@ def make_adapter_run(root: Path, base: Path) -> CheckpointStore:
     companions = {**tokenizer_files(str(base)), **adapter_files(LORA, about, str(base))}
     files = [record for record in write_parts(draft, 1.0) if not record.path.startswith("inference/")]
     shutil.rmtree(draft / "inference")
-    files += write_adapter(draft / "inference", entries, buckets, companions)
+    files += write_weights(draft / "inference", entries, buckets, companions, adapter=True)
     store.publish(draft, replace(manifest(2, head.lineage, head.attempt, None), files=tuple(files)))
     return store
 

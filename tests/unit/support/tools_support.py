@@ -12,7 +12,7 @@ from checkpoint_support import manifest
 from transformers import AutoModelForCausalLM
 
 from orchestrator.state import OrchestratorState, write_snapshot
-from trainer.export import model_files, tokenizer_files, write_model
+from trainer.export import model_files, tokenizer_files, write_weights
 from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.checkpoint.manifest import CommitRef
 from trireme.checkpoint.store import CheckpointStore, Head
@@ -45,7 +45,7 @@ def write_parts(draft: Path, scale: float) -> tuple[FileRecord, ...]:
     return (
         write_bytes(draft / "trainer", "__0_0.distcp", b"\0" * 3000),
         *write_snapshot(state, draft / "orchestrator"),
-        *write_model(draft / "inference", entries, buckets, companions(), TENSOR_FILE_BYTES),
+        *write_weights(draft / "inference", entries, buckets, companions(), file_bytes=TENSOR_FILE_BYTES),
     )
 
 

@@ -56,7 +56,7 @@ def make(models: dict[str, str]) -> Iterator[Make]:
             dist.destroy_process_group()
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
         config = make_config(models[kind], trainer__lora=LORA[kind] if lora is None else lora, **options)
-        return Shard(config, 0, 1, store, sender=Packer(np.copy))
+        return Shard(config, 0, store, sender=Packer(np.copy))
 
     yield new
     if dist.is_initialized():
@@ -271,7 +271,7 @@ def test_a_commit_on_another_base_is_refused(make: Make, models: dict[str, str],
     models = {"tied": str(tmp_path / "other")}
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    resumed = Shard(make_config(models["tied"], trainer__lora=LORA["tied"]), 0, 1, store, sender=Packer(np.copy))
+    resumed = Shard(make_config(models["tied"], trainer__lora=LORA["tied"]), 0, store, sender=Packer(np.copy))
     with pytest.raises(CheckpointInvalid, match=f"another base.*have {base_digest(models['tied'])}"):
         resumed.load_state(tmp_path / "state", [])
 
@@ -348,8 +348,9 @@ def two_steps(
     rank: int, world_size: int, store: Any, model: str, options: dict[str, Any], save_to: Path
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
     """The gradients of the second step (in the first, A has none), the adapters after it, and the base's logprobs."""
-    config = make_config(model, trainer__lora=EVERYTHING, trainer__kl={"coef": 0.1}, **options)
-    shard = Shard(config, rank, world_size, store, Packer(np.copy, rank))
+    shards = world_size // options.get("trainer__replicate", 1)
+    config = make_config(model, trainer__lora=EVERYTHING, trainer__kl={"coef": 0.1}, trainer__shards=shards, **options)
+    shard = Shard(config, rank, store, Packer(np.copy, rank))
     for seed in range(2):
         shard.forward_backward(make_batch(LONG, seed=seed), "importance_sampling", {}, None)
         named = [(name, p) for name, p in shard._model.named_parameters() if p.requires_grad]
@@ -399,8 +400,9 @@ def test_dropped_inputs_are_the_same_when_layers_are_computed_twice(make: Make) 
 
 def in_bfloat16(rank: int, world_size: int, store: Any, model: str) -> tuple[Any, dict[str, Tensor]]:
     """Each datum alone in its micro-batch, so that no rounding depends on the number of ranks."""
-    config = make_config(model, trainer__lora=EVERYTHING, model__dtype="bfloat16", trainer__micro_batch_tokens=1)
-    shard = Shard(config, rank, world_size, store, Packer(np.copy, rank))
+    options = {"model__dtype": "bfloat16", "trainer__micro_batch_tokens": 1, "trainer__shards": world_size}
+    config = make_config(model, trainer__lora=EVERYTHING, **options)
+    shard = Shard(config, rank, store, Packer(np.copy, rank))
     shard.forward_backward(make_batch(LONG), "importance_sampling", {}, None)
     shard.optim_step(AdamParams(learning_rate=1e-2), 40.0)
     output = shard.forward(make_batch(LONG))

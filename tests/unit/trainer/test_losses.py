@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from trainer.losses import LOSS_FNS, monitors, resolve_loss
+from trainer.losses import monitors, resolve_loss, surrogate
+from trireme.config.losses import LOSSES
 from trireme.core.errors import BadInput
+from trireme.core.types import Datum, ModelInput, TokenBatch
 
 VECTORS = json.loads((Path(__file__).parents[2] / "oracles" / "vectors.json").read_text())
 
@@ -175,7 +178,7 @@ def test_ppo_thresholds_are_absolute_ratios():
     assert narrow.item() == 0
 
 
-@pytest.mark.parametrize("name", [name for name in LOSS_FNS if name != "cross_entropy"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "cross_entropy"])
 def test_masked_tokens_do_not_count_whatever_they_hold(name):
     config = {"beta": 0.1} if name == "dro" else {}
     cols = columns([0.0, float("-inf"), -500.0], [1.0, float("nan"), 7.0], [1, 0, 0])
@@ -211,3 +214,61 @@ def test_unknown_loss_and_keys_name_the_known_ones():
 def test_parameters_that_cannot_work_are_refused(name, config, says):
     with pytest.raises(BadInput, match=says):
         resolve_loss(name, config)
+
+
+CUSTOM_LENGTHS = (3, 1, 5)
+CUSTOM_RNG = np.random.default_rng(0)
+
+
+def batch() -> TokenBatch:
+    def datum(n: int) -> Datum:
+        columns = {"target_tokens": CUSTOM_RNG.integers(0, 9, n), "mask": np.ones(n)}
+        columns |= {"logprobs": -CUSTOM_RNG.random(n), "advantages": CUSTOM_RNG.normal(size=n)}
+        return Datum(ModelInput(CUSTOM_RNG.integers(0, 9, n).astype(np.int32)), columns)
+
+    return TokenBatch.from_datums([datum(n) for n in CUSTOM_LENGTHS])
+
+
+def built_in(name, config):
+    function, full = resolve_loss(name, config)
+
+    def loss(data, p_D):
+        sums = [
+            function(p, {name: c.to_torch() for name, c in datum.loss_fn_inputs.items()}, full)[0]
+            for datum, p in zip(data, p_D, strict=True)
+        ]
+        return torch.stack(sums).sum(), {"datums:sum": float(len(data))}
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("importance_sampling", {}), ("ppo", {}), ("cispo", {}), ("dro", {"beta": 0.1}), ("gspo", {})],
+)
+def test_custom_equals_built_in(name, config):
+    data, logprobs = batch(), -CUSTOM_RNG.random(sum(CUSTOM_LENGTHS)).astype(np.float32)
+    loss = built_in(name, config)
+    weighted, metrics = surrogate(data, logprobs, loss)
+
+    p = torch.from_numpy(logprobs).requires_grad_()
+    value, _ = loss([data.datum(d) for d in range(len(data))], p.split(CUSTOM_LENGTHS))
+    value.backward()
+    cross_entropy, _ = resolve_loss("cross_entropy", {})
+    q = torch.from_numpy(logprobs).requires_grad_()
+    cross_entropy(q, {"weights": torch.from_numpy(weighted.columns["weights"])}, {})[0].backward()
+    torch.testing.assert_close(q.grad, p.grad)
+    assert metrics == {"datums:sum": 3.0, "loss:sum": pytest.approx(value.item())}
+    assert set(weighted.columns) == {"target_tokens", "weights"}
+
+
+def test_a_loss_may_compare_datums_and_ignore_some():
+    weighted, _ = surrogate(
+        batch(), np.zeros(sum(CUSTOM_LENGTHS), np.float32), lambda _, p: ((p[0].sum() - p[1].sum()) * 2, {})
+    )
+    assert weighted.columns["weights"].tolist() == [-2, -2, -2, 2, 0, 0, 0, 0, 0]
+
+
+def test_a_gradient_that_is_not_finite_names_its_datum():
+    with pytest.raises(ValueError, match="datum 1 is not finite"):
+        surrogate(batch(), np.zeros(sum(CUSTOM_LENGTHS), np.float32), lambda _, p: (p[1].sum().sqrt(), {}))

@@ -47,6 +47,11 @@ def test_sequences_add_up() -> None:
     ("name", "tflops"),
     [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H200", 989)],
 )
-def test_peaks(name: str, tflops: int) -> None:
-    assert peak_flops(name) == tflops * 1e12
-    assert peak_flops("NVIDIA GeForce GTX 970") is None
+def test_the_peak_of_a_gpu_is_known_by_its_name(name: str, tflops: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert peak_flops(gpu, torch.bfloat16) == tflops * 1e12
+    assert peak_flops(gpu, torch.float32) is None
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce GTX 970")
+    assert peak_flops(gpu, torch.bfloat16) is None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from trainer_support import make_batch, make_config, make_model
 from transformers import AutoModelForCausalLM
 
-from trainer.batch_checks import check_provenance
+from trainer.batch_checks import PublishedVersions
 from trainer.batching import ShardOutput, scatter_outputs
 from trainer.losses import resolve_loss
 from trainer.publish import canary_tokens, canary_tolerance
@@ -41,7 +41,7 @@ def shard(model):
 
     def make(**options):
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        return Shard(make_config(model, **options), 0, 1, store, sender=Packer(np.copy))
+        return Shard(make_config(model, **options), 0, store, sender=Packer(np.copy))
 
     yield make
     dist.destroy_process_group()
@@ -194,8 +194,8 @@ def test_results_return_to_the_order_of_the_batch():
 def test_nothing_published_means_nothing_accepted():
     provenance = Provenance(0, np.zeros(1, dtype=np.int32), (WeightIdentity(1, 0, "aa"),))
     with pytest.raises(ProvenanceError, match="holds version None"):
-        check_provenance(provenance, [], 1)
-    check_provenance(provenance, [WeightIdentity(1, 0, "aa")], 0)
+        PublishedVersions(1).check(provenance)
+    PublishedVersions(0, [WeightIdentity(1, 0, "aa")]).check(provenance)
 
 
 def test_an_advantage_where_the_mask_is_0_is_refused_by_its_datum(shard):

@@ -1,34 +1,29 @@
 """What one shard alone saves and loads, what of it can fail, and the Hugging Face directory of published weights."""
 
 import io
-import json
 import random
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 # The tiny models and batches are the end-to-end tests' too.
 from trainer_support import make_batch, make_config, make_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from trainer import state as checkpoint
-from trainer.batch_checks import check_provenance, recent
-from trainer.export import write_model
+from trainer.batch_checks import PublishedVersions
 from trainer.shard import Shard
-from trainer.state import Part, Snapshot, kinds, make_adam_state, random_state, set_random_state
+from trainer.snapshot import kinds
+from trainer.state import make_adam_state, random_state, set_random_state
 from trireme.checkpoint.files import checksum_of
-from trireme.core.errors import BadInput, CheckpointInvalid, ProvenanceError, StorageFailed
+from trireme.core.errors import CheckpointInvalid, ProvenanceError, StorageFailed
 from trireme.core.types import AdamParams, Provenance, WeightIdentity
 from trireme.process.faults import InjectedFault
 from trireme.transports.packing import Packer
@@ -51,7 +46,7 @@ def shard(model):
         if dist.is_initialized():
             dist.destroy_process_group()
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        return Shard(make_config(source, **options), 0, 1, store, Packer(np.copy), attempt)
+        return Shard(make_config(source, **options), 0, store, Packer(np.copy), attempt)
 
     yield make
     if dist.is_initialized():
@@ -105,88 +100,6 @@ def test_what_is_saved_is_the_state_of_the_moment_though_training_goes_on(shard,
     torch.testing.assert_close(later, saved, rtol=0, atol=0, equal_nan=True)
 
 
-def buffers_and_state(sizes, dtypes=(torch.float32, torch.bfloat16)):
-    """Parts of two buffers, not in the order of their addresses, and the tensors that they are to hold."""
-    buffers = [torch.zeros(sum(sizes), dtype=dtype) for dtype in dtypes]
-    host = [part for buffer in reversed(buffers) for part in buffer.split(sizes)]
-    return buffers, host, [torch.randn(len(part)).to(part.dtype) for part in host]
-
-
-def as_bytes(tensor):
-    return tensor.view(torch.uint8).numpy()
-
-
-@given(
-    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
-    at_once=st.integers(1, 50),
-    kept_after=st.integers(0, 40),
-)
-def test_a_snapshot_is_read_as_it_was_wherever_it_is_when_the_state_changes(sizes, at_once, kept_after):
-    buffers, host, live = buffers_and_state(sizes)
-    expected = [torch.cat(live[len(sizes) :]), torch.cat(live[: len(sizes)])]
-    snapshot = Snapshot(list(map(Part, host, live)), None)
-    snapshot.host_is_free()
-    snapshot.begin()
-    reads = 0
-    for buffer, whole in zip(buffers, expected, strict=True):
-        found = np.empty(buffer.nbytes, np.uint8)
-        for start in range(0, buffer.nbytes, at_once):
-            if reads == kept_after:
-                snapshot.keep()
-                for tensor in live:
-                    tensor.fill_(-1)
-            reads += 1
-            snapshot.copy(found[start : start + at_once], as_bytes(buffer)[start : start + at_once])
-        assert found.tobytes() == as_bytes(whole).tobytes()
-
-
-def test_nothing_is_copied_twice_where_nobody_changes_the_state():
-    _, host, live = buffers_and_state([4, 3])
-    snapshot = Snapshot(list(map(Part, host, live)), None)
-    snapshot.host_is_free()
-    snapshot.begin()
-    for part in host:
-        snapshot.copy(np.empty(part.nbytes, np.uint8), as_bytes(part))
-    snapshot.keep()
-    assert all(not part.any() for part in host)
-
-
-def test_a_snapshot_copies_other_bytes_too_and_tensors_that_do_not_lie_in_a_row():
-    matrix = torch.arange(12.0).view(3, 4).t()
-    host = torch.zeros(4, 3)
-    snapshot = Snapshot([Part(host, matrix)], None)
-    snapshot.host_is_free()
-    snapshot.begin()
-    found, header = np.empty(host.nbytes, np.uint8), np.arange(5, dtype=np.uint8)
-    snapshot.copy(found, as_bytes(host.view(-1)))
-    assert found.tobytes() == matrix.numpy().tobytes()
-    for other in (header, header[:0], header[1:]):
-        copied = np.zeros_like(other)
-        snapshot.copy(copied, other)
-        np.testing.assert_array_equal(copied, other)
-
-
-def test_a_snapshot_is_kept_only_when_the_save_before_has_written_what_lies_there():
-    host, live = torch.zeros(3), torch.ones(3)
-    snapshot = Snapshot([Part(host, live)], None)
-    with ThreadPoolExecutor(1) as thread:
-        kept = thread.submit(snapshot.keep)
-        with pytest.raises(TimeoutError):
-            kept.result(0.1)
-        assert not host.any()
-        snapshot.host_is_free()
-        kept.result(60)
-    assert torch.equal(host, live)
-
-
-def test_nobody_waits_for_a_save_that_has_failed():
-    host = torch.zeros(3)
-    snapshot = Snapshot([Part(host, torch.ones(3))], None)
-    snapshot.end()
-    snapshot.keep()
-    assert not host.any()
-
-
 def test_weights_are_written_after_the_state_for_which_the_optimiser_may_wait(shard, tmp_path, monkeypatch):
     one, go_on = shard(), threading.Event()
     monkeypatch.setattr(checkpoint, "yield_to_others", lambda: go_on.wait(60))
@@ -200,32 +113,13 @@ def test_weights_are_written_after_the_state_for_which_the_optimiser_may_wait(sh
     one.finish_save(tmp_path / "trainer")
 
 
-def test_kinds_are_those_that_differ_in_their_numbers_alone(monkeypatch):
-    def tensor(*shape):
-        return torch.empty(shape)
-
-    layers = {f"layers.{i}.up": tensor(4, 2) for i in range(12)}
-    given = {"norm": tensor(2), **dict(reversed(layers.items())), "layers.3.down": tensor(4, 2), "head.1": tensor(8)}
-    given |= {"experts.0.w": tensor(2), "experts.1.w": tensor(3), "experts.2.w": tensor(2)}
-    assert kinds(given) == {
-        "norm": ["norm"],
-        "experts.0.w..experts.2.w": ["experts.0.w", "experts.2.w"],
-        "layers.0.up..layers.11.up": list(layers),
-        "experts.1.w": ["experts.1.w"],
-        "head.1": ["head.1"],
-        "layers.3.down": ["layers.3.down"],
-    }
-    monkeypatch.setattr(checkpoint, "STACKED_BYTES", 3 * 4 * 8 * 5)  # with its moments, five
-    assert list(map(len, kinds(layers).values())) == [5, 5, 2]
-
-
 def test_staging_buffers_are_used_again(shard, tmp_path):
     one = shard()
     save(one, tmp_path / "first")
-    before = [part.host.data_ptr() for part in one._checkpointer._staging.parts]
+    before = [part.host.data_ptr() for part in one._checkpointer._staging.tensors]
     step(one, 0)
     save(one, tmp_path / "second")
-    assert before == [part.host.data_ptr() for part in one._checkpointer._staging.parts]
+    assert before == [part.host.data_ptr() for part in one._checkpointer._staging.tensors]
     first, second = tensors(tmp_path / "first"), tensors(tmp_path / "second")
     assert not torch.equal(first["parameters.model.norm.weight"], second["parameters.model.norm.weight"])
     assert (set(first["steps"].tolist()), set(second["steps"].tolist())) == ({0.0}, {1.0})
@@ -247,26 +141,6 @@ def test_torch_computes_no_checksums_beside_ours(shard, tmp_path):
     whole = (tmp_path / "trainer" / "__0_0.distcp").read_bytes()
     first = whole[: whole.index(END_OF_ZIP) + 22]
     assert zipfile.ZipFile(io.BytesIO(first)).testzip() is not None
-
-
-def test_on_cpus_a_shard_touches_no_gpu_of_the_machine(shard, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    one = shard(cluster__device="cpu")
-    assert {p.device.type for p in one._parameters} == {"cpu"}
-    assert np.isfinite(one.forward(make_batch(LENGTHS)).logprobs).all()
-    save(one, tmp_path / "trainer")
-    assert {name for name in tensors(tmp_path / "trainer") if name.startswith("random.")} == {
-        *("random.0.torch", "random.0.numpy", "random.0.python")
-    }
-
-
-def test_a_shard_that_shall_compute_on_a_gpu_computes_nowhere_else(shard, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        BadInput, match=r"cluster\.device = gpu.*CUDA_VISIBLE_DEVICES is '3'(.|\n)*--cluster\.device cpu"
-    ):
-        shard(cluster__device="gpu")
 
 
 def test_every_parameter_is_saved_once_with_its_moments(shard, model, tmp_path):
@@ -387,11 +261,21 @@ def test_identities_from_before_a_resume_are_known_as_long_as_their_version_is(s
         train(resumed, 6, old[1])
 
 
-def test_recent_goes_by_version():
-    published = [WeightIdentity(attempt, version, "d") for attempt, version in ((1, 2), (1, 3), (1, 4), (2, 4))]
-    assert [recent(published, k) for k in (0, 1, 2, 9)] == [published[2:], published[1:], published, published]
-    with pytest.raises(ProvenanceError):
-        check_provenance(Provenance(4, np.array([4], dtype=np.int32), (published[1],)), recent(published, 0), 0)
+@pytest.mark.parametrize(("k", "known_from"), [(0, 2), (1, 1), (2, 0), (9, 0)])
+def test_published_versions_are_kept_by_version_not_by_count(k, known_from):
+    identities = [WeightIdentity(attempt, version, "d") for attempt, version in ((1, 2), (1, 3), (1, 4), (2, 4))]
+    published = PublishedVersions(k, identities[:2])
+    for identity in identities[2:]:
+        published.add(identity)
+
+    def check(identity):
+        published.check(Provenance(4, np.array([4], dtype=np.int32), (identity,)))
+
+    for identity in identities[known_from:]:
+        check(identity)
+    for identity in identities[:known_from]:
+        with pytest.raises(ProvenanceError, match="not among"):
+            check(identity)
 
 
 def test_deterministic_asks_torch_for_it(shard):
@@ -401,49 +285,3 @@ def test_deterministic_asks_torch_for_it(shard):
     assert torch.are_deterministic_algorithms_enabled()
     step(one, 0)
     shard()
-
-
-def export(one, path, **options):
-    published = one.publish_weights(0)
-    return published, one.save_weights(path, published.manifest.entries, published.source, **options)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_an_exported_model_opens_and_is_what_was_published(shard, model, tmp_path, dtype):
-    published, records = export(shard(model__dtype=dtype), tmp_path / "inference")
-    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "inference")
-    assert reopened.dtype == getattr(torch, dtype)
-    expected = AutoModelForCausalLM.from_pretrained(model, dtype=reopened.dtype)
-    assert all(torch.equal(reopened.get_parameter(name), p) for name, p in expected.named_parameters())
-    assert len(published.manifest.entries) == len(list(expected.named_parameters()))
-    assert AutoTokenizer.from_pretrained(tmp_path / "inference").encode("0129")[-1] == 9
-    files = {f"inference/{f.name}" for f in (tmp_path / "inference").iterdir()}
-    assert {r.path for r in records} == files
-    assert "inference/generation_config.json" in files
-    for record in records:
-        file = tmp_path / record.path
-        assert (record.size, record.checksum) == (file.stat().st_size, checksum_of(file))
-
-
-def test_tensors_are_spread_over_files(shard, tmp_path):
-    published = shard().publish_weights(0)
-    write_model(tmp_path / "inference", published.manifest.entries, published.source, {}, file_bytes=20_000)
-    index = json.loads((tmp_path / "inference" / "model.safetensors.index.json").read_text())
-    files = sorted(set(index["weight_map"].values()))
-    assert files == [f"model-{i:05d}.safetensors" for i in range(1, len(files) + 1)]
-    assert len(files) > 3
-    found = {name: load_file(tmp_path / "inference" / file) for name, file in index["weight_map"].items()}
-    for entry in published.manifest.entries:
-        assert tuple(found[entry.name][entry.name].shape) == entry.shape
-        content = published.source[entry.bucket][entry.offset : entry.offset + entry.nbytes]
-        assert found[entry.name][entry.name].numpy().tobytes() == content.tobytes()
-    sizes = [sum(e.nbytes for e in published.manifest.entries if index["weight_map"][e.name] == file) for file in files]
-    assert all(a + b > 20_000 for a, b in pairwise(sizes)), "files are filled"
-    assert index["metadata"]["total_size"] == sum(sizes) == published.nbytes
-
-
-def test_an_export_to_a_full_disk_is_said(shard, tmp_path):
-    (tmp_path / "inference").mkdir()
-    (tmp_path / "inference" / "model-00001.safetensors").symlink_to("/dev/full")
-    with pytest.raises(StorageFailed, match=r"inference/model-00001.safetensors: No space left"):
-        export(shard(), tmp_path / "inference")

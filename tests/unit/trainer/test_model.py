@@ -58,12 +58,13 @@ def published(one: Shard, version: int) -> dict[str, np.ndarray]:
 def make_shard(rank, world_size, store, model, options):
     """With `layer_by_layer` among the options nothing stays gathered between micro-batches, as with large models. When
     compiled, layers are traced, forward and backward, but no code is made of them: that takes half a minute."""
-    options = {"trainer__micro_batch_tokens": BUDGET, **options}
+    shards = world_size // options.get("trainer__replicate", 1)
+    options = {"trainer__micro_batch_tokens": BUDGET, "trainer__shards": shards, **options}
     with pytest.MonkeyPatch.context() as patch:
         if options.pop("layer_by_layer", False):
             patch.setattr(memory, "WHOLE_ON_CPU", 0)
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        return Shard(make_config(model, **options), rank, world_size, store, Packer(np.copy, rank))
+        return Shard(make_config(model, **options), rank, store, Packer(np.copy, rank))
 
 
 def one_step(rank, world_size, store, model, options, save_to=None):
@@ -217,7 +218,7 @@ def every_token(model, temperature, length=5):
     tokens = torch.arange(length).expand(VOCAB, length)
     targets = torch.arange(VOCAB)[:, None].expand(VOCAB, length)
     with torch.no_grad():
-        return token_logprobs(model, tokens, targets, torch.full((VOCAB,), temperature))
+        return token_logprobs(model, tokens, targets, torch.full(tokens.shape, temperature))
 
 
 def low_precision_temperatures(rank, world_size, store, model, options):

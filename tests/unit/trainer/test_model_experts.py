@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def shard(model):
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    yield Shard(make_config(model), 0, 1, store, sender=Packer(np.copy))
+    yield Shard(make_config(model), 0, store, sender=Packer(np.copy))
     dist.destroy_process_group()
 
 

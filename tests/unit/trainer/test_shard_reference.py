@@ -33,7 +33,7 @@ def shard(model):
             dist.destroy_process_group()
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
         kl = {"coef": 0.1, "reference": {"base_model": None if lora else model, "update_every": update_every}}
-        return Shard(make_config(model, trainer__kl=kl, trainer__lora=lora or {}), 0, 1, store, sender=Packer(np.copy))
+        return Shard(make_config(model, trainer__kl=kl, trainer__lora=lora or {}), 0, store, sender=Packer(np.copy))
 
     yield make
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What is wrong with a datum or a loss is said by its name: at construction, in a batch, on a shard, at the update."""
+"""An error names the datum at fault: at construction, in a batch, on a shard, at the update."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,11 @@ import torch.distributed as dist
 # The tiny models and batches are the end-to-end tests' too.
 from trainer_support import VOCAB, make_batch, make_config, make_model
 
+from trainer.batch_checks import nonfinite_datums
 from trainer.batching import ShardOutput
-from trainer.culprits import culprits
-from trainer.handle import blame
-from trainer.losses import LOSS_FNS
 from trainer.shard import Shard
 from trireme.config import Config
+from trireme.config.losses import LOSSES
 from trireme.core.errors import BadInput, NonFiniteGradient
 from trireme.core.types import AdamParams, Datum, ModelInput, TokenBatch
 from trireme.transports.packing import Packer
@@ -64,7 +63,7 @@ def test_a_datum_unlike_the_others_is_named():
 def shard(tmp_path_factory):
     model = make_model(tmp_path_factory.mktemp("model"), "qwen3", True)
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    yield Shard(make_config(model, trainer__micro_batch_tokens=12), 0, 1, store, sender=Packer(np.copy))
+    yield Shard(make_config(model, trainer__micro_batch_tokens=12), 0, store, sender=Packer(np.copy))
     dist.destroy_process_group()
 
 
@@ -85,7 +84,7 @@ def test_an_unknown_loss_and_a_missing_beta_are_named(shard):
         shard.forward_backward(make_batch(LENGTHS), "dro", {}, None)
 
 
-@pytest.mark.parametrize("name", [name for name in LOSS_FNS if name != "cross_entropy"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "cross_entropy"])
 def test_the_datums_that_make_a_loss_not_finite_are_found_and_nothing_is_updated(shard, name):
     batch = make_batch(LENGTHS)
     starts = batch.offsets[:-1]
@@ -111,7 +110,7 @@ def test_a_gradient_that_is_not_finite_has_culprits_though_its_loss_is():
     batch = make_batch((2, 3, 2))
     p = np.array([0, 0, 3, -1, 3, 0, 0], np.float32)
     output = ShardOutput((2, 1, 0), np.concatenate([p[5:], p[2:5], p[:2]]), {})
-    assert culprits(batch, output, root, {}) == (1,)
+    assert nonfinite_datums(batch, output, root, {}) == (1,)
 
 
 def test_supervised_losses_have_culprits_too(shard):
@@ -123,9 +122,3 @@ def test_supervised_losses_have_culprits_too(shard):
     assert shard.forward_backward(supervised, "cross_entropy", {}, None).suspects == (0,)
     with pytest.raises(NonFiniteGradient):
         shard.optim_step(AdamParams(), 1.0)
-
-
-def test_blame_names_batches_and_datums():
-    assert blame([(3, 7), (), (0,)]) == "Not finite: the loss of datum 3, 7 of batch 0; datum 0 of batch 2."
-    assert blame([tuple(range(99))]).endswith("6, 7, .. of batch 0.")
-    assert blame([(), ()]) == "The loss of each datum was finite."

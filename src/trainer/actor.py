@@ -1,0 +1,115 @@
+"""The Ray actor of one trainer shard.
+
+Importing this module imports neither torch nor transformers: the actor's process does, while the other rooms start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from trireme.checkpoint.files import FileRecord
+from trireme.config import CommonConfig
+from trireme.core.sampler import Heartbeat
+from trireme.core.transport import load_transport
+from trireme.core.weights import PublishedWeights
+from trireme.process import trace, waits
+from trireme.process.faults import number_process
+from trireme.process.logs import redirect
+from trireme.process.priority import yield_to_others
+
+OWN_CODE = ("trainer/shard.py", "trainer/state.py")
+"""Files whose threads `stack` shows."""
+
+SPANS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
+    "forward_backward": lambda batch, *_: trace.span("forward_backward", tokens=len(batch.tokens)),
+    "optim_step": lambda *_: trace.span("optim"),
+    "publish_weights": lambda version: trace.span("publish", version=version),
+    "begin_save": lambda _: trace.span("begin_save"),
+}
+"""Spans of the verbs that appear in the trace, from the verb's arguments."""
+
+
+class ShardActor:
+    """Runs `trainer.shard.Shard` in its own process. Rank 0 hosts the store where the ranks find each other."""
+
+    def __init__(self, config: CommonConfig, rank: int, log_dir: Path | None, attempt: int) -> None:
+        redirect(log_dir, f"trainer_{rank}")
+        number_process(rank)
+        trace.start(log_dir, f"trainer_{rank}", config.trace.max_mb)
+        import trainer.shard  # noqa: F401  takes seconds, which all shards spend at the same time
+
+        self._config, self._rank, self._attempt = config, rank, attempt
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Opens the store and returns its address; on rank 0 only."""
+        host = ray.util.get_node_ip_address()
+        self._store = self._open_store(host, 0, hosts=True)
+        return host, self._store.port
+
+    def setup(self, address: tuple[str, int]) -> None:
+        """Joins the other shards and loads the model. Collective."""
+        import torch
+
+        from trainer.shard import Shard
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+        ip = ray.util.get_node_ip_address()
+        interfaces = psutil.net_if_addrs().items()
+        interface = next((name for name, found in interfaces if any(a.address == ip for a in found)), None)
+        if interface:  # else gloo takes the address of the host's name, which other nodes may not reach
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        store = self._store if self._rank == 0 else self._open_store(*address, hosts=False)
+        sender = load_transport(self._config.transport).make_sender(self._rank)
+        self._shard = Shard(self._config, self._rank, store, sender, self._attempt)
+
+    def _open_store(self, host: str, port: int, *, hosts: bool) -> Any:
+        from datetime import timedelta
+
+        from torch.distributed import TCPStore
+
+        timeout = timedelta(seconds=self._config.timeouts.start_s)
+        return TCPStore(host, port, None, hosts, timeout, wait_for_workers=False)
+
+    def call(self, verb: str, *args: Any) -> Any:
+        """Calls a method of `Shard`, one after the other."""
+        with SPANS[verb](*args) if verb in SPANS else nullcontext():
+            return getattr(self._shard, verb)(*args)
+
+    @ray.method(concurrency_group="save")
+    def finish_save(self, path: Path, _begun: None) -> list[FileRecord]:
+        """Waits for a save. Ray calls this only after the `begin_save` whose result is `_begun`."""
+        with trace.span("finish_save", "saving"):
+            return self._shard.finish_save(path)
+
+    @ray.method(concurrency_group="save")
+    def save_weights(self, path: Path, published: PublishedWeights) -> list[FileRecord]:
+        """Fetches published weights and writes them."""
+        if self._config.checkpoint.async_save:
+            yield_to_others()  # the threads of this group only save
+        timeout_s, who = self._config.timeouts.checkpoint_s, f"the bytes of version {published.identity.version}"
+        with trace.span("save_weights", "saving weights"):
+            opening = load_transport(self._config.transport).make_receiver().open(published.source)
+            buckets = asyncio.run(waits.get_async(opening, who=who, timeout_s=timeout_s))
+            return self._shard.save_weights(path, published.manifest.entries, buckets)
+
+    @ray.method(concurrency_group="watch")
+    def heartbeat(self) -> Heartbeat:
+        """Answers also while a verb runs."""
+        return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
+
+    @ray.method(concurrency_group="watch")
+    def stack(self) -> str:
+        """Returns the stacks of the threads in OWN_CODE, also while a verb hangs in a collective."""
+        stacks = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
+        own = [stack for stack in stacks if any(frame.filename.endswith(OWN_CODE) for frame in stack)]
+        return "".join("".join(stack.format()) for stack in own) or "(in no verb)\n"

@@ -1,0 +1,71 @@
+"""The device mesh: the processes that train together, and the part of each. Only this module counts ranks.
+
+`CommonTrainer.mesh` gives the size of each dimension, outermost first:
+
+    replicate   copies of the model (HSDP)
+    shard       processes over which FSDP2 spreads each copy
+
+Ranks that differ in a dimension of DATA_PARALLEL compute different datums. A dimension of size 1 is left out of the
+mesh, so it needs no process groups.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trireme.config import CommonConfig
+
+REPLICATE, SHARD = "replicate", "shard"
+DATA_PARALLEL = (REPLICATE, SHARD)
+
+
+class Mesh:
+    """The place of this process among all trainer processes. Constructing it joins the process group: collective."""
+
+    def __init__(self, config: CommonConfig, rank: int, store: dist.Store, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, config.trainer.processes, device
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=max(config.timeouts.start_s, config.timeouts.step_s)),
+        )
+        sizes = {name: n for name, n in config.trainer.mesh.items() if n > 1 or name == SHARD}
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        dp = tuple(name for name in DATA_PARALLEL if name in sizes)
+        self.fsdp: DeviceMesh = mesh if len(dp) == len(sizes) else mesh[dp]
+        self.dp_size, self.dp_rank = self.fsdp.size(), 0
+        for name in dp:
+            self.dp_rank = self.dp_rank * sizes[name] + mesh.get_local_rank(name)
+
+    @property
+    def is_first(self) -> bool:
+        """True on the one rank that reads models, publishes weights and has the results of collectives."""
+        return self.rank == 0
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrites `tensor` with that of the first rank. Collective."""
+        dist.broadcast(tensor, src=0)
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Returns the `value` of the first rank, which must be picklable. Collective."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    def sum_over_shards(self, value: Tensor) -> float:
+        """Sums a number over the ranks that hold the parts of one copy of the model. Collective."""
+        value = value.to(self.device)
+        dist.all_reduce(value, group=self.fsdp.get_group(SHARD))
+        return float(value)
+
+    def new_cpu_group(self, timeout_s: float) -> dist.ProcessGroup:
+        """Makes a gloo group of all ranks, for collectives beside those of training. Collective."""
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

@@ -1,0 +1,158 @@
+"""Copies of the trainer's state in host memory, so that a save can read the state of one moment while training goes on.
+
+Tensors of one kind (`kinds`) are saved as one stack, because DCP holds Python's lock for about 1 ms for every tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from threading import Event, Lock
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from trireme.checkpoint.files import Bytes
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+REFERENCE = "reference."
+STACKED_BYTES = 2**28
+"""Largest whole size of a stack, unless it is one parameter: a rank that reads a part of a stack reads all that another
+rank has written of it."""
+
+
+def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Groups names that differ only in their numbers, and whose tensors have the same shape and dtype; in the order of
+    these numbers, under the first name and, if there are several, the last.
+
+    The result is the same for any number of ranks: shapes and STACKED_BYTES are those of whole tensors.
+    """
+    found: dict[Any, list[list[str]]] = {}
+    for name in sorted(tensors, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
+        tensor = tensors[name]
+        stacks = found.setdefault((re.sub(r"\d+", "#", name), tensor.shape, tensor.dtype), [[]])
+        if len(stacks[-1]) * tensor.numel() * tensor.element_size() >= STACKED_BYTES // (1 + len(MOMENTS)):
+            stacks.append([])
+        stacks[-1].append(name)
+    return {
+        names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}": names
+        for stacks in found.values()
+        for names in stacks
+    }
+
+
+class StagedTensor:
+    """One tensor of the state and its copy in host memory."""
+
+    def __init__(self, host: Tensor, live: Tensor) -> None:
+        self.host, self.live = host, live
+        self.address, self.nbytes = host.data_ptr(), host.nbytes
+        self.host_bytes: Bytes = host.view(-1).view(torch.uint8).numpy()  # shares the tensor's memory, as the next does
+        readable = not live.is_cuda and live.is_contiguous()
+        self.live_bytes: Bytes | None = live.view(-1).view(torch.uint8).numpy() if readable else None
+
+
+class Staging:
+    """Buffers in host memory for this rank's part of each parameter, its moments, and the reference.
+
+    `buffers` by the name under which each is saved, sharded like the parameter, over the CPUs of the same ranks.
+    `tensors`: those in the buffers, with the live tensors that they are copies of.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, reference: Mapping[str, Tensor]
+    ) -> None:
+        self.buffers: dict[str, Tensor] = {}
+        self.tensors: list[StagedTensor] = []
+        for kind, names in kinds(parameters).items():
+            moments = [{name: optimizer.state[parameters[name]][moment] for name in names} for moment in MOMENTS]
+            self._add(f"parameters.{kind}", [[each[name] for name in names] for each in (parameters, *moments)])
+        for kind, names in kinds(reference).items():
+            self._add(REFERENCE + kind, [[reference[name] for name in names]])
+
+    def _add(self, name: str, stacks: Sequence[Sequence[Tensor]]) -> None:
+        live = [[cast(DTensor, tensor).to_local().detach() for tensor in stack] for stack in stacks]
+        first = live[0][0]
+        local = torch.empty((len(live), len(live[0]), *first.shape), dtype=first.dtype, pin_memory=first.is_cuda)
+        self.buffers[name] = _stacked(local, stacks[0][0])
+        host = [part for stack in local.unbind() for part in stack.unbind()]
+        self.tensors += map(StagedTensor, host, [tensor for stack in live for tensor in stack])
+
+
+def _stacked(local: Tensor, parameter: Tensor) -> Tensor:
+    """Wraps `local`, [a, b, ...] parts of tensors sharded like `parameter`, as this rank's part of their stack."""
+    assert isinstance(parameter, DTensor)
+    placements = [Shard(p.dim + 2) if isinstance(p, Shard) else p for p in parameter.placements]
+    whole = torch.empty((*local.shape[:2], *parameter.shape), device="meta")
+    mesh = DeviceMesh("cpu", parameter.device_mesh.mesh, _init_backend=False)  # only says which rank has which part
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+class StateSnapshot:
+    """The live values of `tensors` at this moment, for a save that reads each byte of the host copies once, in order.
+
+    The save reads through `copy`, from the live tensors as long as they have not changed. Call `keep` before changing
+    them: it copies to the host what is not yet read. `begin` copies first what cannot be read in place, such as a GPU's
+    tensors, in `stream`.
+    """
+
+    def __init__(self, tensors: Sequence[StagedTensor], stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+        self._tensors = sorted((tensor for tensor in tensors if tensor.nbytes), key=lambda tensor: tensor.address)
+        self._addresses = [tensor.address for tensor in self._tensors]
+        self._kept, self._read_bytes = [False] * len(self._tensors), [0] * len(self._tensors)
+        self._lock = Lock()
+        self._host_free, self._over = Event(), False
+
+    def host_is_free(self) -> None:
+        """Allows writing to the host copies: the save before has read them."""
+        self._host_free.set()
+
+    def end(self) -> None:
+        """Marks the save as over: nothing is read any more."""
+        self._over = True
+        self._host_free.set()
+
+    def begin(self) -> None:
+        self._keep([i for i, tensor in enumerate(self._tensors) if tensor.live_bytes is None])
+
+    def keep(self) -> None:
+        """Prepares for a change of the live tensors. Waits for the save before if that still reads the host copies."""
+        self._host_free.wait()
+        if not self._over:
+            self._keep(range(len(self._tensors)))
+
+    @torch.no_grad()
+    def _keep(self, indices: Sequence[int]) -> None:
+        # With None as the stream, torch would still look for a GPU.
+        with self._lock, torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            for i in indices:
+                tensor = self._tensors[i]
+                if not self._kept[i] and self._read_bytes[i] < tensor.nbytes:
+                    tensor.host.copy_(tensor.live, non_blocking=True)
+                    self._kept[i] = True
+            if self._stream:
+                self._stream.synchronize()
+
+    def copy(self, to: Bytes, wanted: Bytes) -> None:
+        """Copies to `to` the bytes that `wanted`, memory of the host copies or any other, will have."""
+        address = wanted.__array_interface__["data"][0]
+        while len(wanted):
+            i = bisect_right(self._addresses, address) - 1
+            start = address - self._addresses[i]
+            if i < 0 or start >= self._tensors[i].nbytes:
+                np.copyto(to, wanted)
+                return
+            tensor = self._tensors[i]
+            count = min(tensor.nbytes - start, len(wanted))
+            with self._lock:
+                live = tensor.live_bytes is not None and not self._kept[i]
+                np.copyto(to[:count], (tensor.live_bytes if live else tensor.host_bytes)[start : start + count])
+                self._read_bytes[i] = start + count
+            to, wanted, address = to[count:], wanted[count:], address + count

@@ -1,0 +1,84 @@
+"""Published weights as a Hugging Face directory."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+# The tiny models are the end-to-end tests' too.
+from trainer_support import make_config, make_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainer.export import write_weights
+from trainer.shard import Shard
+from trireme.checkpoint.files import checksum_of
+from trireme.core.errors import StorageFailed
+from trireme.transports.packing import Packer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3", True)
+
+
+@pytest.fixture
+def shard(model):
+    """A function that makes a shard in a process group of one, which ends with the test."""
+
+    def make(**options):
+        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+        return Shard(make_config(model, **options), 0, store, Packer(np.copy))
+
+    yield make
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def export(one, path, **options):
+    published = one.publish_weights(0)
+    return published, one.save_weights(path, published.manifest.entries, published.source, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_exported_model_opens_and_is_what_was_published(shard, model, tmp_path, dtype):
+    published, records = export(shard(model__dtype=dtype), tmp_path / "inference")
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "inference")
+    assert reopened.dtype == getattr(torch, dtype)
+    expected = AutoModelForCausalLM.from_pretrained(model, dtype=reopened.dtype)
+    assert all(torch.equal(reopened.get_parameter(name), p) for name, p in expected.named_parameters())
+    assert len(published.manifest.entries) == len(list(expected.named_parameters()))
+    assert AutoTokenizer.from_pretrained(tmp_path / "inference").encode("0129")[-1] == 9
+    files = {f"inference/{f.name}" for f in (tmp_path / "inference").iterdir()}
+    assert {r.path for r in records} == files
+    assert "inference/generation_config.json" in files
+    for record in records:
+        file = tmp_path / record.path
+        assert (record.size, record.checksum) == (file.stat().st_size, checksum_of(file))
+
+
+def test_tensors_are_spread_over_files(shard, tmp_path):
+    published = shard().publish_weights(0)
+    write_weights(tmp_path / "inference", published.manifest.entries, published.source, {}, file_bytes=20_000)
+    index = json.loads((tmp_path / "inference" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{i:05d}.safetensors" for i in range(1, len(files) + 1)]
+    assert len(files) > 3
+    found = {name: load_file(tmp_path / "inference" / file) for name, file in index["weight_map"].items()}
+    for entry in published.manifest.entries:
+        assert tuple(found[entry.name][entry.name].shape) == entry.shape
+        content = published.source[entry.bucket][entry.offset : entry.offset + entry.nbytes]
+        assert found[entry.name][entry.name].numpy().tobytes() == content.tobytes()
+    sizes = [sum(e.nbytes for e in published.manifest.entries if index["weight_map"][e.name] == file) for file in files]
+    assert all(a + b > 20_000 for a, b in pairwise(sizes)), "files are filled"
+    assert index["metadata"]["total_size"] == sum(sizes) == published.nbytes
+
+
+def test_an_export_to_a_full_disk_is_said(shard, tmp_path):
+    (tmp_path / "inference").mkdir()
+    (tmp_path / "inference" / "model-00001.safetensors").symlink_to("/dev/full")
+    with pytest.raises(StorageFailed, match=r"inference/model-00001.safetensors: No space left"):
+        export(shard(), tmp_path / "inference")

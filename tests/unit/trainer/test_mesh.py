@@ -1,0 +1,48 @@
+"""The device mesh: ranks by dimension, and that nothing else of the trainer counts them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks_support import run_ranks
+from trainer_support import make_config
+
+from trainer import mesh
+from trainer.mesh import Mesh
+
+
+def describe(rank, world_size, store, shards, copies):
+    one = Mesh(make_config("m", trainer__shards=shards, trainer__replicate=copies), rank, store, torch.device("cpu"))
+    numbers = one.broadcast_object(rank + 10), one.sum_over_shards(torch.tensor(2.0**rank, dtype=torch.float64))
+    dist.destroy_process_group()
+    return one.size, one.dp_size, one.dp_rank, one.is_first, one.fsdp.mesh_dim_names, numbers
+
+
+@pytest.mark.parametrize(
+    ("shards", "copies", "names", "sums"),
+    [
+        (1, 1, ("shard",), [1]),
+        (2, 1, ("shard",), [3, 3]),
+        (1, 2, ("replicate", "shard"), [1, 2]),
+        (2, 2, ("replicate", "shard"), [3, 3, 12, 12]),
+    ],
+)
+def test_ranks_know_their_place(shards, copies, names, sums):
+    size = shards * copies
+    found = run_ranks(size, describe, shards, copies)
+    assert found == [(size, size, rank, rank == 0, names, (10, sums[rank])) for rank in range(size)]
+
+
+def test_the_configuration_counts_processes_by_dimension():
+    trainer = make_config("m", trainer__shards=3, trainer__replicate=2).trainer
+    assert (trainer.mesh, trainer.processes) == ({"replicate": 2, "shard": 3}, 6)
+
+
+def test_only_the_mesh_counts_ranks():
+    counting = re.compile(
+        r"world_size|get_rank\(|init_device_mesh|init_process_group|new_group|\.replicate\b|\.shards\b"
+    )
+    sources = Path(mesh.__file__).parent.glob("*.py")
+    assert [source.name for source in sources if counting.search(source.read_text())] == ["mesh.py"]
