@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 from rich.table import Table
 from rich.text import Text
 
-from trireme.config.checks import check_gpu_build, installed_vllm, seq_limit
+from trireme.config.checks import installed_vllm, seq_limit
 from trireme.config.model_facts import ModelFacts
 from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig
@@ -130,8 +130,6 @@ class Part(ABC):
 
     def check_build(self) -> None:
         """Raises BadInput when what is installed cannot compute on the devices of the plan."""
-        if self.size_key and self.on_gpus:
-            check_gpu_build()
 
 
 PartKind = Callable[[Any, ModelFacts | None, Resources], Part]

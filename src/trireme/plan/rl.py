@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trireme.config.checks import check_cpu_build, seq_limit
+from trireme.config.checks import check_cpu_build, check_gpu_build, seq_limit
 from trireme.config.lora import trained_parameters
 from trireme.config.schema import Config
 from trireme.plan.base import SHARED_GPU_UTILIZATION, Part, count, gib
@@ -68,9 +68,7 @@ class InferencePart(Part):
         return min(self.max_num_seqs * self.config.inference.replicas, rollouts) * limit if limit else None
 
     def check_build(self) -> None:
-        super().check_build()
-        if not self.on_gpus:
-            check_cpu_build()
+        (check_gpu_build if self.on_gpus else check_cpu_build)()
 
     def rows(self, each: str) -> list[tuple[str, str]]:
         replicas = self.config.inference.replicas
