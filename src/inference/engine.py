@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from inference.engine_startup import prepare_start
 from trireme.config import Config
-from trireme.config.lora import UNEMBED, lora_targets
 from trireme.config.schema import LoraConfig
+from trireme.config.trainer import UNEMBED
 from trireme.core.errors import BadInput, RoomFailed
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
@@ -94,7 +94,7 @@ def lora_args(lora: LoraConfig) -> dict[str, Any]:
     """One adapter, on the layers that `inference.adapter` does not merge."""
     if not lora.on:
         return {}
-    layers = [name for name in lora_targets(lora) if name not in UNEMBED]
+    layers = [name for name in lora.target_modules if name not in UNEMBED]
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.rank, "lora_target_modules": layers}
 
 

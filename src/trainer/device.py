@@ -7,7 +7,7 @@ import os
 import torch
 
 from trireme.config import CommonConfig
-from trireme.config.checks import INSTALL_GPU
+from trireme.config.installed import INSTALL_GPU
 from trireme.config.refusals import Refusal
 
 

@@ -21,7 +21,6 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trireme.config.lora import lora_targets
 from trireme.config.schema import LoraConfig
 from trireme.core.errors import BadInput
 from trireme.core.weights import Adapter
@@ -39,7 +38,7 @@ def peft_config(lora: LoraConfig) -> PeftConfig:
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # declared as an int, used as a number
         lora_dropout=lora.dropout,
-        target_modules=list(lora_targets(lora)),
+        target_modules=list(lora.target_modules),
         task_type=TaskType.CAUSAL_LM,
     )
 
@@ -48,7 +47,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, m
     """Puts adapters of dtype `master` into a model without allocating them; freezes all other parameters and casts them
     to `dtype`. Raises BadInput for a target that the model does not have."""
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    missing = [name for name in lora_targets(lora) if name not in linear]
+    missing = [name for name in lora.target_modules if name not in linear]
     if missing:
         raise BadInput(
             f"trainer.lora.targets has {', '.join(missing)}, which {type(model).__name__} does not have as a linear "
@@ -124,7 +123,7 @@ def adapter_files(lora: LoraConfig, adapter: Adapter, base: str) -> dict[str, by
         **peft_config(lora).to_dict(),
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "target_modules": sorted(lora_targets(lora)),
+        "target_modules": sorted(lora.target_modules),
     }
     files = {"adapter_config.json": config, "base.json": {"name": base, "digest": adapter.base}}
     return {name: (json.dumps(values, indent=2, sort_keys=True) + "\n").encode() for name, values in files.items()}

@@ -24,9 +24,10 @@ from rich.console import Console
 
 from trainer.schedule import get_lr, lr_at, scale_lr
 from trireme.config import Config
-from trireme.config.checks import check, check_installed
+from trireme.config.checks import check
+from trireme.config.installed import check_installed
 from trireme.config.load import load
-from trireme.config.model_facts import ModelFacts, with_absolute_paths
+from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import LoraConfig
 from trireme.core.errors import BadInput, NonFiniteGradient, RoomFailed
 from trireme.core.types import (
@@ -84,7 +85,7 @@ def loop_config(argv: Sequence[str]) -> Config:
     assert facts is not None, "required"
     for warning in check(config, facts):
         print(f"warning: {warning}", file=sys.stderr)
-    return resolve_reference(with_absolute_paths(config), facts)
+    return resolve_reference(config.with_absolute_paths(), facts)
 
 
 @contextmanager

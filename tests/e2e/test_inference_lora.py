@@ -32,7 +32,6 @@ from peft import get_peft_model, get_peft_model_state_dict
 
 from inference.handle import InferenceHandle
 from inference.router import Router
-from trireme.config.lora import lora_targets
 from trireme.config.schema import LoraConfig
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import WeightsRefused
@@ -60,7 +59,7 @@ KINDS = {
 
 def adapted(base: Any, lora: LoraConfig, seed: int) -> Any:
     """The base with adapters of random values; none with seed 0, whose B is zero."""
-    config = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora_targets(lora)))
+    config = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.target_modules))
     model = get_peft_model(base, config)
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():

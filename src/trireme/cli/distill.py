@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trireme.checkpoint.files import replace_file, storage_errors
-from trireme.config.checks import check_installed
+from trireme.config.installed import check_installed
 from trireme.config.refusals import Refusal
 from trireme.core.errors import EXIT_OK
 from trireme.core.tokenizer import load_tokenizer

@@ -27,9 +27,10 @@ from rich.table import Table
 from trireme.checkpoint.manifest import MANIFEST, Manifest, step_of
 from trireme.checkpoint.store import HEAD, CheckpointStore
 from trireme.config import Config
-from trireme.config.checks import check, check_installed
+from trireme.config.checks import check
+from trireme.config.installed import check_installed
 from trireme.config.load import load
-from trireme.config.model_facts import ModelFacts, with_absolute_paths
+from trireme.config.model_facts import ModelFacts
 from trireme.config.refusals import Refusal
 from trireme.config.schema import LoraConfig
 from trireme.core.errors import CheckpointInvalid
@@ -109,7 +110,7 @@ def evaluate(argv: Sequence[str], console: Console) -> None:
         console.print(f"warning: {warning}", style="yellow")
     with ExitStack() as ending:
         model = config.model.model_copy(update={"name": subject.whole(console, ending)})
-        config = with_absolute_paths(config.model_copy(update={"model": model}))
+        config = config.model_copy(update={"model": model}).with_absolute_paths()
         row = _measure(config, plan, subject.identity, console)
     console.print(table(row))
     if options.output:

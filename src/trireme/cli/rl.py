@@ -11,9 +11,10 @@ from rich.console import Console
 
 from trireme.cli.common import next_steps, run_command, show
 from trireme.config import Config
-from trireme.config.checks import check, check_installed
+from trireme.config.checks import check
+from trireme.config.installed import check_installed
 from trireme.config.load import load
-from trireme.config.model_facts import ModelFacts, with_absolute_paths
+from trireme.config.model_facts import ModelFacts
 from trireme.launch.common import prepare_cluster
 from trireme.plan.base import Plan, Resources
 from trireme.plan.rl import RL_ROOMS
@@ -40,7 +41,7 @@ def _rl(argv: list[str], console: Console) -> None:
         show(plan, config, console)
         return
     check_installed()
-    config = resolve_reference(with_absolute_paths(config), facts)
+    config = resolve_reference(config.with_absolute_paths(), facts)
     prepare_cluster(config, plan)
     from trireme.launch.rl import RlRun  # imports Ray, which reads the environment that was just prepared
     from trireme.launch.run import launch

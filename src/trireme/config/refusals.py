@@ -1,4 +1,4 @@
-"""What is wrong with an input, in the three parts of every refusal: what was given, what was expected, what to do."""
+"""Refusals of an input, in three parts: what was given, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ from trireme.core.errors import BadInput
 
 @dataclass(frozen=True)
 class Refusal:
+    """Says why an input cannot be used."""
+
     given: str
+    """The input, and its value."""
     expected: str
+    """The values that are accepted, and why."""
     do: str
+    """The change that a user can make."""
 
     def __str__(self) -> str:
         return f"given: {self.given}\n  expected: {self.expected}\n  to do: {self.do}"
 
     def error(self) -> BadInput:
+        """Returns the error to raise."""
         return BadInput(str(self))
 
 
-def refuse(problems: Sequence[Refusal]) -> None:
-    """Raises one BadInput that lists all `problems`; does nothing when there is none."""
-    if len(problems) == 1:
-        raise problems[0].error()
-    if problems:
-        numbered = [f"({n}) " + str(p).replace("\n", "\n    ") for n, p in enumerate(problems, 1)]
-        raise BadInput(f"{len(problems)} problems:\n" + "\n".join(numbered))
+def refuse(refusals: Sequence[Refusal]) -> None:
+    """Raises one BadInput that lists all `refusals`; does nothing when there is none."""
+    if len(refusals) == 1:
+        raise refusals[0].error()
+    if refusals:
+        numbered = [f"({n}) " + str(r).replace("\n", "\n    ") for n, r in enumerate(refusals, 1)]
+        raise BadInput(f"{len(refusals)} problems:\n" + "\n".join(numbered))

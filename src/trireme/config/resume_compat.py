@@ -2,7 +2,7 @@
 of the data.
 
 Everything else may change between a commit and its resume: shards, replicas, micro-batches, transport, batch size,
-staleness bound, learning rate, limits. `--resume.force` goes on in spite of a difference.
+max_steps_off_policy, learning rate, limits. `--resume.force` resumes in spite of a difference.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any
 
 import xxhash
 
-from trireme.config.lora import lora_targets
 from trireme.config.model_facts import ModelFacts, looks_like_path
-from trireme.config.schema import CommonConfig, Config, EnvConfig, KlConfig, LoraConfig
+from trireme.config.schema import CommonConfig, Config
 
 IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 """Entries of a model's config.json that say nothing about what it computes."""
@@ -28,7 +27,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 
 
 def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
-    """Nested dict of JSON values, the same for every start of a run that may go on from the same commits."""
+    """Returns a nested dict of JSON values that is the same at each start of a run that may resume the same commits."""
+    alone = len(config.env) == 1  # else names and weights are in the order of the problems too
+    envs = [
+        {"id": env.id, "args": env.args} | ({} if alone else {"name": env.label, "weight": env.weight})
+        for env in config.env
+    ]
     return {
         **common_parts(config, facts),
         "loss": {
@@ -36,43 +40,45 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
             "trainer.loss_fn_config": config.trainer.loss_fn_config,
             "trainer.loss_normalization": config.trainer.loss_normalization,
             "orchestrator.advantage": config.orchestrator.advantage,
-            **kl_parts(config.trainer.kl, config.base_is_reference),
+            **_kl_parts(config),
         },
-        "data": {
-            "seed": config.seed,
-            "env": [data_of(env, alone=len(config.env) == 1) for env in config.env],
-            "renderer": config.renderer.model_dump(),
-        },
+        "data": {"seed": config.seed, "env": envs, "renderer": config.renderer.model_dump()},
     }
 
 
 def common_parts(config: CommonConfig, facts: ModelFacts) -> dict[str, Any]:
-    """Those of a run of any kind."""
-    return {
+    """Returns the parts that are fixed in a run of any kind: model, tokenizer, and adapters if they are trained. The
+    base of adapters is compared when they are loaded."""
+    files = {file: _tokenizer_file(config.tokenizer_name, file) for file in TOKENIZER_FILES}
+    parts = {
         "model": {name: value for name, value in facts.described.items() if name not in IRRELEVANT},
-        "tokenizer": tokenizer_hashes(config.tokenizer_name),
-        **adapter_parts(config.trainer.lora),
+        "tokenizer": {file: xxhash.xxh3_128_hexdigest(path.read_bytes()) for file, path in files.items() if path},
     }
+    lora = config.trainer.lora
+    if lora.on:
+        numbers = {"trainer.lora.rank": lora.rank, "trainer.lora.alpha": lora.alpha}
+        parts["lora"] = {**numbers, "trainer.lora.targets": list(lora.target_modules)}
+    return parts
 
 
-def kl_parts(kl: KlConfig, is_base: bool) -> dict[str, Any]:
-    """The penalty and what it is for moving away from; nothing without one. `is_base`: from the base of adapters."""
-    reference = kl.reference
+def _kl_parts(config: Config) -> dict[str, Any]:
+    """Returns the KL penalty and its reference; nothing without a penalty."""
+    kl, reference = config.trainer.kl, config.trainer.kl.reference
     found: dict[str, Any] = {}
     if kl.coef:
         found = {"trainer.kl.coef": kl.coef, "trainer.kl.discount": kl.discount}
         name = reference.load_checkpoint_path or reference.base_model
-        if name and not is_base:  # which is the model's own, whose weights are compared when adapters are loaded
-            found[REFERENCE_WEIGHTS] = weights_fingerprint(name)
+        if name and not config.base_is_reference:  # whose weights are compared when adapters are loaded
+            found[REFERENCE_WEIGHTS] = _weights_fingerprint(name)
     if reference.update_every:
         found["trainer.kl.reference.update_every"] = reference.update_every
     return found
 
 
-def weights_fingerprint(name: str) -> str:
-    """Tells the weights of a model from others without reading all of them, which takes minutes for a large one: of a
-    local directory, xxh3-128 (32 hex digits) of the sizes of its safetensors files and of what stands at their begin
-    and at evenly spread places, wherever the directory lies; of a model on the hub, its name."""
+def _weights_fingerprint(name: str) -> str:
+    """Tells the weights of a model from others without reading all of them, which takes minutes for a large one.
+    Returns for a local directory, wherever it lies, xxh3-128 (32 hex digits) of the sizes of its safetensors files and
+    of evenly spread samples; for a model on the hub its name."""
     if not looks_like_path(name):
         return name
     seen = xxhash.xxh3_128()
@@ -86,27 +92,8 @@ def weights_fingerprint(name: str) -> str:
     return seen.hexdigest()
 
 
-def adapter_parts(lora: LoraConfig) -> dict[str, Any]:
-    """What LoRA adapters are; nothing where all weights are trained. Their base is compared when they are loaded."""
-    if not lora.on:
-        return {}
-    targets = list(lora_targets(lora))
-    return {"lora": {"trainer.lora.rank": lora.rank, "trainer.lora.alpha": lora.alpha, "trainer.lora.targets": targets}}
-
-
-def data_of(env: EnvConfig, alone: bool) -> dict[str, Any]:
-    """What the order of the problems follows from; with several environments also their names and weights."""
-    own = {"id": env.id, "args": env.args}
-    return own if alone else own | {"name": env.label, "weight": env.weight}
-
-
-def tokenizer_hashes(name: str) -> dict[str, str]:
-    """xxh3-128 of each file that defines the tokenizer: a local directory, or a model on the hub."""
-    found = {file: _find(name, file) for file in TOKENIZER_FILES}
-    return {file: xxhash.xxh3_128_hexdigest(path.read_bytes()) for file, path in found.items() if path}
-
-
-def _find(name: str, file: str) -> Path | None:
+def _tokenizer_file(name: str, file: str) -> Path | None:
+    """Returns the path of a tokenizer's file, in a local directory or of a model on the hub; None if it has none."""
     if looks_like_path(name):
         path = Path(name).expanduser() / file
         return path if path.is_file() else None

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 from rich.table import Table
 from rich.text import Text
 
-from trireme.config.checks import installed_vllm, seq_limit
+from trireme.config.installed import check_build, installed_vllm
 from trireme.config.model_facts import ModelFacts
 from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig
@@ -128,9 +128,6 @@ class Part(ABC):
     def rows(self, each: str) -> list[tuple[str, str]]:
         """Returns its rows as (what, text) pairs; `each` says what an actor with a model computes on."""
 
-    def check_build(self) -> None:
-        """Raises BadInput when what is installed cannot compute on the devices of the plan."""
-
 
 PartKind = Callable[[Any, ModelFacts | None, Resources], Part]
 """Makes a part of a plan."""
@@ -232,11 +229,11 @@ class Plan:
         return {part.room: list(islice(left, len(part.actors))) for part in self.parts}
 
     def check_resources(self) -> None:
-        """Raises BadInput when the run needs more GPUs than there are, or what is installed cannot compute on its
-        devices. Too few cores are only a warning."""
+        """Raises BadInput when the run needs more GPUs than there are, or replicas and the installed build
+        of vLLM is not for its devices. Too few cores are only a warning."""
         if self.gpus_needed <= self.resources.gpus:
-            for part in self.parts:
-                part.check_build()
+            if any(part.room == "inference" for part in self.parts):
+                check_build(on_gpus=self.on_gpus)
             return
         holders = [part for part in self.parts if part.size_key]
         lower = "lower " + " or ".join(f"--{part.size_key}" for part in holders)
@@ -310,7 +307,7 @@ class Plan:
         return (
             f"{facts.name}: {facts.architecture}, {facts.num_parameters:,} parameters ({facts.num_layers} layers, "
             f"hidden {facts.hidden_size}, vocabulary {facts.vocab_size}, {tied} embeddings), "
-            f"sequences of at most {seq_limit(self.config, facts)} tokens"
+            f"sequences of at most {self.config.seq_limit(facts)} tokens"
         )
 
     def _commits_text(self) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trireme.config.checks import check_cpu_build, check_gpu_build, seq_limit
-from trireme.config.lora import trained_parameters
 from trireme.config.schema import Config
 from trireme.plan.base import SHARED_GPU_UTILIZATION, Part, count, gib
 from trireme.plan.memory import GIB
@@ -63,12 +61,9 @@ class InferencePart(Part):
     def recomputed_tokens(self) -> int | None:
         """The most tokens whose KV is computed again at an update: all that can be in flight, at full length. None if
         the limit of the model is unknown."""
-        limit = seq_limit(self.config, self.facts)
+        limit = self.config.seq_limit(self.facts)
         rollouts = self.config.groups_in_flight * self.config.largest_group
         return min(self.max_num_seqs * self.config.inference.replicas, rollouts) * limit if limit else None
-
-    def check_build(self) -> None:
-        (check_gpu_build if self.on_gpus else check_cpu_build)()
 
     def rows(self, each: str) -> list[tuple[str, str]]:
         replicas = self.config.inference.replicas
@@ -96,10 +91,10 @@ class InferencePart(Part):
         what = "the adapters" if lora.on else "all weights"
         if self.facts is None:
             return f"{what} travel"
-        return f"{what} ({trained_parameters(lora, self.facts) * self.dtype_bytes / 2**20:,.2f} MiB) travel"
+        return f"{what} ({self.facts.trained_parameters(lora) * self.dtype_bytes / 2**20:,.2f} MiB) travel"
 
     def _update_text(self) -> str:
-        config, limit = self.config, seq_limit(self.config, self.facts)
+        config, limit = self.config, self.config.seq_limit(self.facts)
         if self.recomputed_tokens is None:
             return (
                 "the KV cache of everything in flight is computed again; how much is unknown, as the model's limit is"

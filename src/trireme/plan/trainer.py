@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trireme.config.checks import computing_warnings
-from trireme.config.lora import lora_targets, trained_parameters
-from trireme.config.schema import DTYPE_BYTES
+from trireme.config.run import DTYPE_BYTES
 from trireme.plan.base import Part, count, gib
 from trireme.plan.memory import LOGITS_GIB, SHARD_BASE_GIB, ModelMemory, ShardMemory
 
@@ -39,7 +37,20 @@ class TrainerPart(Part):
 
     @property
     def warnings(self) -> list[str]:
-        return list(computing_warnings(self.config, on_gpus=self.on_gpus))
+        options, found = self.config.trainer, []
+        if options.packing == "packed" and (not self.on_gpus or self.config.model.dtype == "float32"):
+            found.append(
+                "trainer.packing = packed without GPUs or in float32: attention is computed between all tokens of a "
+                "row, and masked; rows are several times faster there (auto takes them)"
+            )
+        if options.offload == "cpu" and not self.on_gpus:
+            found.append("trainer.offload = cpu on CPUs: there is nothing to offload")
+        if options.master_dtype == "bfloat16":
+            found.append(
+                "trainer.master_dtype = bfloat16: an update below 1/256 of a weight is lost, which at learning rates "
+                "below 1e-4 are most of them; float32 keeps them all"
+            )
+        return found
 
     @property
     def shard_memory(self) -> ShardMemory | None:
@@ -47,7 +58,7 @@ class TrainerPart(Part):
         if self.facts is None:
             return None
         tokens = self.config.micro_batch_limit(self.facts.max_position_embeddings)
-        trained = self._bytes_per_trained * trained_parameters(self.config.trainer.lora, self.facts)
+        trained = self._bytes_per_trained * self.facts.trained_parameters(self.config.trainer.lora)
         state = self._bytes_per_parameter * self.facts.num_parameters + trained
         return ModelMemory(self.facts, self.dtype_bytes, self.on_gpus).shard(self.config.trainer, tokens, state)
 
@@ -83,10 +94,10 @@ class TrainerPart(Part):
 
     def _adapters_text(self) -> str:
         lora = self.config.trainer.lora
-        text = f"LoRA of rank {lora.rank} and alpha {lora.alpha:g} on {', '.join(lora_targets(lora))}"
+        text = f"LoRA of rank {lora.rank} and alpha {lora.alpha:g} on {', '.join(lora.target_modules)}"
         if self.facts is None:
             return text
-        trained = trained_parameters(lora, self.facts)
+        trained = self.facts.trained_parameters(lora)
         share = trained / self.facts.num_parameters
         return f"{text}: {trained:,} parameters are trained, {share:.2%} of the model's"
 
@@ -97,7 +108,7 @@ class TrainerPart(Part):
         trained, each = self._bytes_per_trained, self._bytes_per_parameter
         of_state, lora = f"{trained + each} B x parameters", self.config.trainer.lora
         if lora.on:
-            adapters = trained_parameters(lora, self.facts)
+            adapters = self.facts.trained_parameters(lora)
             of_state = f"({trained} B x {adapters:,} of adapters + {each} B x parameters)"
         state = f"{of_state} / shards = {gib(memory.state)}"
         kept = "computed twice" if memory.again else "kept"

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import xxhash
 
 from trireme.checkpoint.files import FileRecord, write_bytes
-from trireme.config.checks import seq_limit
 from trireme.config.model_facts import ModelFacts
 from trireme.config.refusals import Refusal
 from trireme.config.sft import SftConfig
@@ -174,7 +173,7 @@ class SftData:
 def load_data(config: SftConfig, facts: ModelFacts, say: Callable[[str], None]) -> SftData:
     """Reads all examples of a run. Raises BadInput."""
     options = config.data
-    limit = seq_limit(config, facts)
+    limit = config.seq_limit(facts)
     assert limit is not None, "the model has one"
     rules = ExampleRules(
         cache(lambda: renderer_of(config)), options.train_on, facts.vocab_size, limit, options.too_long

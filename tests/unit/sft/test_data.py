@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model_support import FACTS
 from sft_support import config, some
 
-from trireme.config.sft_checks import check
+from trireme.config.checks import check
 from trireme.core.errors import BadInput
 from trireme.sft.data import (
     ExampleCursor,

