@@ -40,7 +40,7 @@ import numpy as np
 import psutil
 from _common import DEADLINE_S, Result, cpu_by_room, median
 
-from trireme.process.environ import prepare_local_cluster
+from trireme.process.environ import prepare_ray_environment
 
 if TYPE_CHECKING:
     from trainer.handle import TrainerHandle
@@ -308,7 +308,7 @@ def main() -> None:
     if args.repeats < 2 or args.steps < 1:
         parser.error(f"--repeats {args.repeats} --steps {args.steps}: expected at least 2 and 1")
 
-    prepare_local_cluster(max(1, (os.cpu_count() or 1) // SHARDS), deterministic=False)
+    prepare_ray_environment(None, max(1, (os.cpu_count() or 1) // SHARDS), deterministic=False)
     load_before = os.getloadavg()[0]
     with (
         tempfile.TemporaryDirectory(prefix="bench-", dir=args.directory) as directory,

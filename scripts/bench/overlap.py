@@ -295,10 +295,10 @@ def main() -> None:
         parser.error("--steps, --alone and --batch-size: expected at least 1 of each")
 
     from trireme.config import Config
-    from trireme.process.environ import prepare_local_cluster
+    from trireme.process.environ import prepare_ray_environment
 
     let_actors_import_counting()
-    prepare_local_cluster(1, deterministic=False)
+    prepare_ray_environment(None, 1, deterministic=False)
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         model = Path(directory) / "model"

@@ -42,7 +42,7 @@ from _common import ROOT, Result, median, run_for_json
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
-from trireme.process.environ import prepare_local_cluster
+from trireme.process.environ import prepare_ray_environment
 
 if TYPE_CHECKING:
     from orchestrator.pipeline import Pipeline
@@ -203,7 +203,7 @@ def measure_in_flight(rollouts: int) -> Measured:
 @contextmanager
 def ray_replica() -> Iterator[Any]:
     """The actor, in a Ray cluster of its own that leaves this process's core alone."""
-    prepare_local_cluster(threads=1, deterministic=False)
+    prepare_ray_environment(None, threads=1, deterministic=False)
     import ray
 
     from inference.handle import MAX_CALLS, RayReplica

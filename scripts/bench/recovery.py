@@ -244,10 +244,10 @@ def start_bare(room: str, config_json: Path, commit: Path | None) -> float:
     if room == "replica":
         os.sched_setaffinity(0, {LOST_CORE})
     from trireme.config import Config
-    from trireme.process.environ import prepare_local_cluster
+    from trireme.process.environ import prepare_ray_environment
 
     config = Config.model_validate_json(config_json.read_text())
-    prepare_local_cluster(threads=1, deterministic=False)
+    prepare_ray_environment(None, threads=1, deterministic=False)
     import ray
 
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:

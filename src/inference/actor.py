@@ -37,9 +37,9 @@ from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.transport import load_transport
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport, WeightsManifest, check_canary
-from trireme.process import logs, trace
+from trireme.process import trace
+from trireme.process.environ import lower_priority, redirect_output
 from trireme.process.faults import fault_point, number_process
-from trireme.process.priority import be_nice
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -85,13 +85,13 @@ class ReplicaActor(SamplingEngine):
         self.receiver = load_transport(cfg.transport).make_receiver()
         self.updating = asyncio.Lock()
         if index is None:
-            logs.redirect(log_dir, SPARE)
+            redirect_output(log_dir, SPARE)
         else:
             self._become(index)
 
     def _become(self, index: int) -> None:
         self.index, self.name = index, f"inference replica {index}"
-        logs.redirect(self._log_dir, f"inference_{index}")
+        redirect_output(self._log_dir, f"inference_{index}")
         number_process(index)
         trace.start(self._log_dir, f"inference_{index}", self.cfg.trace.max_mb)
 
@@ -99,7 +99,7 @@ class ReplicaActor(SamplingEngine):
         """Returns when all is imported that a start needs here."""
         if not self._prepared:
             # Nobody waits for it yet. Threads keep their priority for good, so it is one of its own.
-            with ThreadPoolExecutor(1, "prepare", initializer=be_nice) as thread:
+            with ThreadPoolExecutor(1, "prepare", initializer=lower_priority) as thread:
                 await asyncio.wrap_future(thread.submit(import_engine))
             self._prepared = True
             log.info("process %d is a spare: all is imported", os.getpid())

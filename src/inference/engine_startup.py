@@ -20,7 +20,7 @@ import os
 import signal
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess, SpawnContext, SpawnProcess
 
-from trireme.process.logs import write_stacks_when_asked
+from trireme.process.environ import write_stacks_on_signal
 
 PR_SET_PDEATHSIG = 1
 KEPT_KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256"
@@ -51,7 +51,7 @@ class _ForkedEngine(ForkProcess):
 class _SpawnedEngine(SpawnProcess):
     def run(self) -> None:
         die_with_parent()
-        write_stacks_when_asked()
+        write_stacks_on_signal()
         super().run()
 
 

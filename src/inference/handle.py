@@ -21,8 +21,7 @@ from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import ReplicaStats, Sampler
 from trireme.core.types import SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
-from trireme.process.ray_cluster import on_node
-from trireme.process.visible_gpus import seeing_own_gpus
+from trireme.process.ray_cluster import on_node, seeing_own_gpus
 from trireme.process.waits import get_all, get_async, ready
 
 MAX_CALLS = 100_000

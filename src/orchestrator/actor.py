@@ -23,8 +23,8 @@ from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import Minibatch, WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import trace
+from trireme.process.environ import redirect_output
 from trireme.process.faults import fault_point, number_process
-from trireme.process.logs import redirect
 
 COLLECT_AFTER = (200_000, 50)
 """By how many objects there are more before the cycle collector looks at the young ones, and after how many such looks
@@ -41,7 +41,7 @@ class OrchestratorActor:
         reserved_factory: Callable[[], Sampler] | None,
         log_dir: Path | None,
     ) -> None:
-        redirect(log_dir, "orchestrator_0")
+        redirect_output(log_dir, "orchestrator_0")
         number_process(0)
         trace.start(log_dir, "orchestrator_0", config.trace.max_mb)
         self._config, self._sampler_factory, self._reserved_factory = config, sampler_factory, reserved_factory

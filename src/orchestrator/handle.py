@@ -18,7 +18,7 @@ from trireme.core.sampler import Sampler
 from trireme.core.types import Minibatch, WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import waits
-from trireme.process.visible_gpus import seeing_own_gpus
+from trireme.process.ray_cluster import seeing_own_gpus
 
 ANSWER_S = 30.0
 """On top of a deadline that the actor keeps itself, so that its own message, which says what is missing, is first."""

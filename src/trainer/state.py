@@ -47,8 +47,8 @@ from trireme.checkpoint.files import (
 )
 from trireme.config import CommonConfig
 from trireme.core.errors import CheckpointInvalid, StorageFailed
+from trireme.process.environ import yield_to_others
 from trireme.process.faults import fault_point
-from trireme.process.priority import yield_to_others
 
 
 def make_adam_state(optimizer: torch.optim.AdamW) -> None:

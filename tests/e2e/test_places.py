@@ -14,7 +14,7 @@ import ray
 from inference import handle as group_module
 from inference.handle import InferenceHandle
 from trireme.config import Config
-from trireme.process.ray_cluster import PlacePool, has_place, reserve
+from trireme.process.ray_cluster import PlacePool, reserve
 from trireme.supervision.heartbeats import HeartbeatMonitor
 from trireme.supervision.replica_manager import ReplicaManager
 from trireme.supervision.roster import Roster
@@ -74,19 +74,19 @@ def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPa
         _, options = reserve([RESOURCES] * 2, DEADLINE_S, lambda *_: None, ending)
         group = InferenceHandle.start(config, options, None)
         roster = Roster(time.time)
-        watch = HeartbeatMonitor(roster, 30.0, 30.0, lambda *_: None)
-        fleet = ReplicaManager(config, group, roster, watch, lambda *_: None, PlacePool(RESOURCES, ending))
-        fleet.begin()
+        monitor = HeartbeatMonitor(roster, 30.0, 30.0, lambda *_: None)
+        manager = ReplicaManager(config, group, roster, monitor, lambda *_: None, PlacePool(RESOURCES, ending))
+        manager.begin()
         for _ in range(2):
-            fleet.scale(4)
+            manager.scale(4)
             assert all_are_placed(group)
             assert free_gpus(0) == 0
-            fleet.scale(1)  # one of the two places that the run began with is kept for the next
+            manager.scale(1)  # one of the two places that the run began with is kept for the next
             assert free_gpus(GPUS - 2) == GPUS - 2
-        fleet.scale(2)
+        manager.scale(2)
         assert all_are_placed(group)
-        assert all(has_place(group.options(index)) for index in group.indices)
+        assert all(PlacePool.is_there(group.options(index)) for index in group.indices)
         assert free_gpus(GPUS - 2) == GPUS - 2, "which took it"
-        fleet.scale(3)
+        manager.scale(3)
         assert all_are_placed(group)
     assert free_gpus(GPUS) == GPUS

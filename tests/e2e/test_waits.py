@@ -13,7 +13,7 @@ import ray
 
 from trireme.core.errors import LimitReached, RoomFailed
 from trireme.process import waits
-from trireme.process.ray_cluster import is_obituary
+from trireme.process.ray_cluster import OBITUARY
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -104,7 +104,7 @@ def test_ray_would_print_a_page_for_a_process_that_was_killed(tmp_path: Path, mo
     while not (tmp_path / "at work").exists():  # Ray prints of those only that are
         time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
-    while not is_obituary(printed.get(timeout=60)):
+    while not any(line.startswith(OBITUARY) for line in printed.get(timeout=60)["lines"]):
         pass
 
 

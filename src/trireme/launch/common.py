@@ -6,18 +6,16 @@ from rich.console import Console
 
 from trireme.config import CommonConfig
 from trireme.plan.base import Plan
-from trireme.process.environ import cluster_address, prepare_existing_cluster, prepare_local_cluster
+from trireme.process.environ import cluster_address, prepare_ray_environment
 
 PROGRESS_EVERY_S = 5.0
 
 
 def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
     """Prepares the environment for Ray. Raises BadInput when this machine lacks what the run needs."""
-    if cluster_address(config) is None:
+    if (address := cluster_address(config)) is None:
         plan.check_resources()
-        prepare_local_cluster(plan.threads, config.deterministic)
-    else:
-        prepare_existing_cluster()
+    prepare_ray_environment(address, plan.threads, config.deterministic)
 
 
 class StartProgress:

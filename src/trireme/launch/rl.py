@@ -20,7 +20,7 @@ from trireme.process.ray_cluster import PlacePool, Progress, reserve
 from trireme.run.metrics import Journal, step_line
 from trireme.run.rundir import RunDir
 from trireme.supervision.status import ScaleRequests
-from trireme.supervision.supervisor import Elastic
+from trireme.supervision.supervisor import ElasticReplicas
 from trireme.train.guards import Guard
 from trireme.train.kl_reference import keep_reference
 from trireme.train.rl_loop import train
@@ -38,13 +38,13 @@ class RlRun(TrainingRun):
         super().__init__(config, facts, plan, fixed_parts(config, facts))
         engine_args(config, on_cpu=not plan.on_gpus)
 
-    def start_lasting(self, run: RunDir, ending: ExitStack) -> Elastic:
+    def start_lasting(self, run: RunDir, ending: ExitStack) -> ElasticReplicas:
         """Starts the replicas, which take longest."""
         keep_reference(self.config)
         config, places = self.plan.with_device(self.config), PlacePool(self.plan.added_replica_options, ending)
         self.inference = InferenceHandle.start(config, self.places["inference"], run.logs)
         ending.callback(self.inference.stop)
-        return Elastic(config, self.inference, ScaleRequests(run.root), places)
+        return ElasticReplicas(config, self.inference, ScaleRequests(run.root), places)
 
     def start(self, run: RunDir, ending: ExitStack) -> Core:
         config, inference = self.plan.with_device(self.config), self.inference

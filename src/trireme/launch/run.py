@@ -30,7 +30,7 @@ from trireme.run.rundir import RunDir, resume_command
 from trireme.supervision.replica_manager import Serving
 from trireme.supervision.roster import Incident, Roster
 from trireme.supervision.status import StatusWriter
-from trireme.supervision.supervisor import Elastic, Supervisor
+from trireme.supervision.supervisor import ElasticReplicas, Supervisor
 from trireme.train.guards import RefusedSteps
 from trireme.train.steps import Attempt
 
@@ -62,7 +62,7 @@ class TrainingRun(ABC):
     def enter(self, run: RunDir) -> None:  # noqa: B027  most commands need nothing here
         """Takes over from `run` what the configuration depends on."""
 
-    def start_lasting(self, run: RunDir, ending: ExitStack) -> Elastic | None:
+    def start_lasting(self, run: RunDir, ending: ExitStack) -> ElasticReplicas | None:
         """Starts the actors that outlive attempts, if there are any. `ending` gets their stops."""
         return None
 
@@ -210,7 +210,7 @@ def train_and_commit(
     config, facts, say = training.config, training.facts, console.print
     with (
         journal(training, run, wandb) as written,
-        signals.graceful(config.checkpoint.grace_s) as stop,
+        signals.Stop(config.checkpoint.grace_s) as stop,
         Commits(config, run, training.fixed, core.trainer, core.others, say) as commits,
     ):
         surroundings = Attempt(

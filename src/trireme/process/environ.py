@@ -1,24 +1,39 @@
-"""The process environment of a run, prepared before Ray is imported: Ray reads much of it at that moment."""
+"""What the system gives a process: variables that Ray reads when it is imported, files for its output, CPU time."""
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import os
 import secrets
+import signal
+import sys
 from pathlib import Path
 
 from trireme.config import CommonConfig
 
+NICE = 10
+"""A nice value with which a thread gets a tenth of the CPU time that other threads on its core get."""
+
 
 def cluster_address(config: CommonConfig) -> str | None:
-    """Address of the cluster to join (`RAY_ADDRESS` is what `ray job submit` sets); none = start one here."""
+    """Returns the address of the cluster to join (`ray job submit` sets `RAY_ADDRESS`); None: start one here."""
     return config.cluster.address or os.environ.get("RAY_ADDRESS")
 
 
-def prepare_local_cluster(threads: int, deterministic: bool) -> None:
-    """For a cluster started here, whose processes inherit this environment: `threads` for each of them (unless
-    OMP_NUM_THREADS says otherwise; `deterministic` does not let it), the priority that other programs have (Ray's own
-    default for workers, nice 15, would leave no room below it for what can wait), and a token of its own for
-    authentication. (Without one Ray writes a token into the home directory, and says so at every start.)"""
+def prepare_ray_environment(address: str | None, threads: int, deterministic: bool) -> None:
+    """Sets the variables that Ray reads when it is imported, for the cluster at `address` or one started here (None).
+
+    All processes of a cluster started here inherit this environment: `threads` for each (unless OMP_NUM_THREADS is set;
+    `deterministic` overrides it); the usual CPU priority (Ray's default for workers, nice 15, leaves no room below it
+    for work that can wait); and an authentication token of its own (else Ray writes one into the home directory and
+    prints that at every start). Other clusters ask for a token by default, but a driver only sends it if told to.
+    """
+    if address is not None:
+        has_token = "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file()
+        if "RAY_AUTH_MODE" not in os.environ and has_token:
+            os.environ["RAY_AUTH_MODE"] = "token"
+        return
     if deterministic or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -26,8 +41,40 @@ def prepare_local_cluster(threads: int, deterministic: bool) -> None:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 
 
-def prepare_existing_cluster() -> None:
-    """Ray's clusters ask for a token by default, but a driver sends the one that it has only when told to."""
-    has_token = "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file()
-    if "RAY_AUTH_MODE" not in os.environ and has_token:
-        os.environ["RAY_AUTH_MODE"] = "token"
+def redirect_output(log_dir: Path | None, name: str) -> None:
+    """Sends stdout and stderr of this process and its children (the descriptors) to `log_dir/name.log`, and makes
+    SIGUSR1 write the stacks of all threads there. Does nothing if `log_dir` is None."""
+    if log_dir is None:
+        return
+    log_dir.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(log_dir / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    write_stacks_on_signal()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
+    )
+
+
+def write_stacks_on_signal() -> None:
+    """Makes SIGUSR1 write the stacks of all threads to stderr, also in a process that answers nothing."""
+    faulthandler.register(signal.SIGUSR1)
+
+
+def lower_priority() -> None:
+    """Permanently lowers the CPU priority of this thread and its children. Call it in a thread of its own whose work is
+    not urgent but must come to an end however busy the machine is."""
+    os.nice(NICE)  # on Linux this applies to the thread alone
+
+
+def yield_to_others() -> None:
+    """Permanently gives this thread only CPU time that others leave. Call it in a thread of its own that hardly ever
+    holds Python's lock: while it waits for a core with the lock, no other thread runs Python.
+
+    SCHED_IDLE, not a high nice value: any thread that wakes up takes the core immediately, not at the end of a turn.
+    (Training waits often and briefly: for another shard, for a message.)
+    """
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread

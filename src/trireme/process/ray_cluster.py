@@ -1,4 +1,4 @@
-"""Ray for the time of a run, and places for its actors."""
+"""Runs Ray for the time of a run, and reserves places for its actors."""
 
 from __future__ import annotations
 
@@ -28,34 +28,28 @@ Progress = Callable[[list[str], float], None]
 SHUTDOWN_S = 15.0
 REACH_S = 5.0
 LONGEST_TEMP_DIR = 28
-"""Ray puts unix sockets some 60 characters below its directory, and the system allows 107 for the path of one."""
-
+"""Ray puts unix sockets some 60 characters below its directory; the system allows paths of 107."""
 
 OBITUARY = "A worker died or was killed"
+"""Beginning of the page that Ray prints about each process that was killed."""
 
 
 def _without_obituaries() -> None:
-    """Ray prints a page for each process that was killed, whatever `log_to_driver` says, and has no option against it;
-    and what others raised for whom nobody waits any more, because one died. Who died is said by whoever waited for it,
-    in a line."""
+    """Keeps Ray from printing a page for each process that was killed, for which it has no option, and errors of calls
+    whose result is not needed any more. The caller that waited for the process reports its death in one line."""
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     printed = ray._private.worker.print_to_stdstream
 
     def print_others(data: Mapping[str, Any], ignore_prefix: bool) -> None:
-        if not is_obituary(data):
+        if not any(line.startswith(OBITUARY) for line in data["lines"]):
             printed(data, ignore_prefix)
 
     ray._private.worker.print_to_stdstream = print_others
 
 
-def is_obituary(data: Mapping[str, Any]) -> bool:
-    """Whether Ray is about to print that a process was killed."""
-    return any(line.startswith(OBITUARY) for line in data["lines"])
-
-
 @contextmanager
 def ray_cluster(config: CommonConfig, plan: Plan) -> Iterator[Resources]:
-    """Ray for the time of a run: the cluster at `cluster_address`, or one started here that leaves nothing behind."""
+    """Connects to the cluster at `cluster_address`, or starts one here that leaves nothing behind. Yields resources."""
     _without_obituaries()
     address = cluster_address(config)
     if address is None:
@@ -65,13 +59,20 @@ def ray_cluster(config: CommonConfig, plan: Plan) -> Iterator[Resources]:
     _refuse_unless_reachable(address)
     ray.init(address=address, log_to_driver=False, configure_logging=False)
     try:
-        yield cluster_resources()
+        total = ray.cluster_resources()
+        yield Resources(
+            nodes=sum(1 for node in ray.nodes() if node["Alive"]),
+            cpus=int(total.get("CPU", 0)),
+            gpus=int(total.get("GPU", 0)),
+            memory_bytes=int(total.get("memory", 0)),
+            source="the Ray cluster",
+        )
     finally:
         ray.shutdown()
 
 
 def _refuse_unless_reachable(address: str) -> None:
-    """Raises BadInput when `address` is host:port and nothing listens there: Ray itself would try for minutes."""
+    """Raises BadInput if `address` is host:port and nothing listens there; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if "/" in address or not port.isdigit():  # "auto", "ray://...": Ray's own to resolve
         return
@@ -101,8 +102,8 @@ def _local_cluster(plan: Plan) -> Iterator[None]:
 
 
 def _start_ray(cpus: int, directory: str) -> None:
-    """Raises RoomFailed when its services do not come up, for which Ray gives them 30 s, whatever the machine does
-    besides (`ray._private.node.Node`)."""
+    """Starts Ray. Raises RoomFailed if its services are not up within the 30 s that Ray gives them, however busy the
+    machine is (`ray._private.node.Node`)."""
     try:
         with _in_groups_of_their_own():
             ray.init(
@@ -122,9 +123,10 @@ def _start_ray(cpus: int, directory: str) -> None:
 
 @contextmanager
 def _in_groups_of_their_own() -> Iterator[None]:
-    """Services that Ray starts within do not get what a shell or a scheduler sends to the driver's process group. They
-    would else end of its SIGTERM before the driver could commit, and the driver, which cannot do without them, would
-    hang for a minute and be ended by Ray. (They end with the driver all the same: the kernel sees to that.)"""
+    """Starts Ray's services in process groups of their own, so that signals to the driver's group do not reach them.
+
+    A SIGTERM would end them before the driver could commit; the driver would hang for a minute without them, and Ray
+    would end it. (They still end with the driver: the kernel ensures that.)"""
     popen = ray_services.ConsolePopen
     ray_services.ConsolePopen = partial(popen, process_group=0)
     try:
@@ -134,7 +136,7 @@ def _in_groups_of_their_own() -> Iterator[None]:
 
 
 def _children(of: psutil.Process | None = None) -> set[psutil.Process]:
-    """Direct children of this process, or all descendants of another, which may have ended meanwhile."""
+    """Returns direct children of this process, or all descendants of another, which may have ended meanwhile."""
     try:
         return set(of.children(recursive=True) if of else psutil.Process().children())
     except psutil.NoSuchProcess:
@@ -142,23 +144,11 @@ def _children(of: psutil.Process | None = None) -> set[psutil.Process]:
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """Waits until the cluster's processes are gone; those that stay are killed."""
+    """Waits until the cluster's processes have ended, and kills those that do not."""
     _, alive = psutil.wait_procs(processes, timeout=SHUTDOWN_S)
     for process in alive:
         process.kill()
     psutil.wait_procs(alive, timeout=SHUTDOWN_S)
-
-
-def cluster_resources() -> Resources:
-    """What the connected cluster has."""
-    total = ray.cluster_resources()
-    return Resources(
-        nodes=sum(1 for node in ray.nodes() if node["Alive"]),
-        cpus=int(total.get("CPU", 0)),
-        gpus=int(total.get("GPU", 0)),
-        memory_bytes=int(total.get("memory", 0)),
-        source="the Ray cluster",
-    )
 
 
 def reserve(
@@ -168,9 +158,11 @@ def reserve(
     ending: ExitStack,
     blocks: Sequence[int] = (),
 ) -> tuple[PlacementGroup, list[dict[str, Any]]]:
-    """Places for actors with these Ray resources, all at once, packed on as few nodes as possible; and the options of
-    each actor in its place. `ending` gives them back. `blocks`: how many, from the first on, are on one node together;
-    those that are left go one by one. Raises BadInput when no node is large enough for a block."""
+    """Reserves places for actors with these Ray resources together, on as few nodes as possible. Returns their group
+    and the options of each actor. `ending` gives the places back.
+
+    `blocks`: sizes of groups, from the first actor on, that must be on one node each; other actors are placed one by
+    one. Raises BadInput if no node is large enough for a block, and RoomFailed after `timeout_s` seconds."""
     blocks = [*blocks, *[1] * (len(resources) - sum(blocks))]
     bundles = [_together(resources[end - size : end]) for size, end in zip(blocks, accumulate(blocks), strict=True)]
     _refuse_unless_a_node_has([bundle for bundle, size in zip(bundles, blocks, strict=True) if size > 1])
@@ -188,18 +180,18 @@ def reserve(
 
 
 class PlacePool:
-    """Places for actors with these Ray resources, which come and go. `ending` gives back those that are taken then.
+    """Places for actors with these Ray resources that are added later and removed again. `ending` gives all back.
 
-    A place that `reserve` made cannot be given back to Ray without all others: it is kept for who comes next."""
+    A place that `reserve` made cannot be given back to Ray without its whole group: it is kept for the next actor."""
 
     def __init__(self, resources: Mapping[str, float], ending: ExitStack) -> None:
         self._resources = resources
         self._groups: list[PlacementGroup] = []
         self._kept: list[dict[str, Any]] = []
-        ending.callback(self._remove_all)
+        ending.callback(lambda: [remove_placement_group(group) for group in self._groups])
 
     def take(self) -> dict[str, Any]:
-        """Ray's options of one actor more, which waits until there is a place."""
+        """Returns Ray's options of one more actor, which waits until there is a place."""
         if self._kept:
             return self._kept.pop()
         group = placement_group([_bundle(self._resources) or {"CPU": 0.001}])
@@ -208,7 +200,7 @@ class PlacePool:
         return {**self._resources, "scheduling_strategy": strategy}
 
     def give_back(self, options: dict[str, Any]) -> None:
-        """Nobody is at the place with these options any more."""
+        """Gives back the place with these options, whose actor has ended."""
         group = options["scheduling_strategy"].placement_group
         if group in self._groups:
             self._groups.remove(group)
@@ -216,24 +208,31 @@ class PlacePool:
         else:
             self._kept.append(options)
 
-    def _remove_all(self) -> None:
-        for group in self._groups:
-            remove_placement_group(group)
+    @staticmethod
+    def is_there(options: Mapping[str, Any]) -> bool:
+        """Returns True if Ray has the place of an actor with these options; it has none while a node is lost."""
+        group = options["scheduling_strategy"].placement_group
+        return bool(placement_group_table(group)["state"] == "CREATED")
 
 
-def has_place(options: Mapping[str, Any]) -> bool:
-    """Whether Ray has the place of an actor with these options: it has none while a node is lost."""
-    group = options["scheduling_strategy"].placement_group
-    return bool(placement_group_table(group)["state"] == "CREATED")
+def seeing_own_gpus(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns Ray's options of an actor that sees the GPUs it is given and no others. (Ray shows an actor that is given
+    none all GPUs of its node.) Keeps CUDA_VISIBLE_DEVICES of `runtime_env`."""
+    # A worker process with an environment of its own takes a second more to start; not needed without GPUs.
+    if options.get("num_gpus") or not ray.cluster_resources().get("GPU"):
+        return dict(options)
+    environment = options.get("runtime_env") or {}
+    variables = {"CUDA_VISIBLE_DEVICES": "", **environment.get("env_vars", {})}
+    return {**options, "runtime_env": {**environment, "env_vars": variables}}
 
 
 def on_node(node: str) -> Any:
-    """Ray's option `scheduling_strategy` of what shall be on the node with this id of Ray's, or nowhere."""
+    """Returns the option `scheduling_strategy` that places an actor on the node with this Ray id or nowhere."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def signal_processes(node: str, pids: Sequence[int], number: int) -> None:
-    """Sends a signal to processes of a run on the node with Ray's id `node`; those that have ended are passed over."""
+    """Sends a signal to processes of a run on the node with Ray's id `node`. Ignores those that have ended."""
     if node == ray.get_runtime_context().get_node_id():
         _signal(pids, number)
         return
@@ -248,7 +247,7 @@ def _signal(pids: Sequence[int], number: int) -> None:
 
 
 def _together(options: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One bundle for several actors: Ray never splits one over nodes."""
+    """Makes one bundle for several actors: Ray never splits a bundle over nodes."""
     bundles = [_bundle(each) for each in options]
     return {name: sum(bundle[name] for bundle in bundles) for name in bundles[0]}
 

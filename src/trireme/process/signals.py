@@ -1,60 +1,52 @@
-"""SIGTERM and Ctrl-C end a run in order: a commit is taken, rooms are stopped and nothing is left behind."""
+"""SIGTERM and Ctrl-C end a run in order: it takes a commit, stops its rooms and leaves nothing behind."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_SIGTERM, RoomFailed
 
 
 class Stopped(BaseException):
-    """A signal asked the run to end. Not an Exception: no room's error handling may swallow it."""
+    """A signal asked the run to end. Not an Exception, so that no error handling of a room catches it."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("stopped by a signal")
         self.exit_code = exit_code
 
 
-class GraceOver(Stopped):
-    """A signal asked the run to end, and it came to no point where it could be committed within its grace time."""
+class StoppedWithoutCommit(Stopped):
+    """A signal asked the run to end, and no commit was possible: a room failed, or the grace time was over."""
 
-    def __str__(self) -> str:
-        return "stopped by a signal, without a commit: none was possible within checkpoint.grace_s"
-
-
-class RoomLost(Stopped):
-    """A signal asked the run to end, and before it could be committed one of its rooms failed."""
-
-    def __init__(self, exit_code: int, failure: RoomFailed) -> None:
+    def __init__(self, exit_code: int, failure: RoomFailed | None = None) -> None:
         super().__init__(exit_code)
         self.failure = failure
 
     def __str__(self) -> str:
-        return f"stopped by a signal, without a commit: {self.failure}"
+        why = self.failure or "none was possible within checkpoint.grace_s"
+        return f"stopped by a signal, without a commit: {why}"
 
 
 EXIT_CODES = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_SIGTERM}
 SAME_S = 3.0
-"""The same signal so soon after the first is no second one: whoever signals all processes of a job (a scheduler, `kill`
-of a process group) signals a launcher like `uv run` too, which passes it on. More than twice `waits.TICK_S`: Python
-hears of a signal only when the main thread is back from Ray, so of two at once the second may be late by as much."""
+"""The same signal within this time after the first does not count as a second one. A scheduler, or `kill` of a process
+group, also signals a launcher like `uv run`, which passes the signal on. More than twice `waits.TICK_S`: Python handles
+a signal only when the main thread is back from Ray, so the second of two may be late by as much."""
 BOTH_S = 0.5
-"""So soon after the first another one is no second one either: launchers turn Ctrl-C, which the terminal has sent to
-all, into a SIGTERM."""
+"""A different signal within this time does not count as a second one either: launchers turn Ctrl-C, which the terminal
+sends to all processes, into a SIGTERM."""
 
 
 def _end_at_the_next(first: int) -> None:
-    """From now on a signal ends the process at once, unless it comes with `first`, which just came."""
+    """Makes the next signal end the process immediately, unless it belongs to `first`, which just came."""
     came = time.monotonic()
 
     def end(signum: int, _frame: FrameType | None) -> None:
         if time.monotonic() - came > (SAME_S if signum == first else BOTH_S):
-            os._exit(EXIT_CODES[signal.Signals(signum)])  # the cluster's processes share the driver's fate
+            os._exit(EXIT_CODES[signal.Signals(signum)])  # the cluster's processes end with the driver
 
     for each in EXIT_CODES:
         signal.signal(each, end)
@@ -66,54 +58,51 @@ def _stop(signum: int, _frame: FrameType | None) -> None:
 
 
 def arm() -> None:
-    """Makes both signals raise Stopped in the main thread; a second (see SAME_S) ends the process at once. To be called
-    again after `ray.init`, which sets its own."""
+    """Makes both signals raise Stopped in the main thread; a second one (see SAME_S) ends the process immediately. Call
+    it again after `ray.init`, which sets handlers of its own."""
     for each in EXIT_CODES:
         signal.signal(each, _stop)
 
 
 class Stop:
-    """Whether a signal asked to stop, and when it is convenient to obey."""
+    """Notes a signal during its `with` block, so that training stops where it can be committed (`check`).
 
-    exit_code: int | None = None
+    Raises StoppedWithoutCommit in the main thread if the block has not ended `grace_s` seconds after the signal. A
+    second signal (see SAME_S) ends the process immediately. A room that fails after a signal is not built again: its
+    RoomFailed becomes StoppedWithoutCommit.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self.exit_code: int | None = None
 
     def asked(self) -> bool:
-        """Whether a signal came."""
+        """Returns True once a signal came."""
         return self.exit_code is not None
 
     def check(self) -> None:
-        """Raises Stopped if a signal came: called where the run can be committed."""
+        """Raises Stopped if a signal came. Call it where the run can be committed."""
         if self.exit_code is not None:
             raise Stopped(self.exit_code)
 
+    def __enter__(self) -> Stop:
+        signal.signal(signal.SIGALRM, self._overdue)
+        for each in EXIT_CODES:
+            signal.signal(each, self._note)
+        return self
 
-@contextmanager
-def graceful(grace_s: float) -> Iterator[Stop]:
-    """While training: the first signal is noted for `Stop.check`, and raises GraceOver where the main thread happens to
-    be if the block has not ended `grace_s` seconds later. A second one (see SAME_S) ends the process at once.
-
-    A room that fails once a signal came is not built anew: what the block raises becomes RoomLost."""
-    stop = Stop()
-
-    def note(signum: int, _frame: FrameType | None) -> None:
-        stop.exit_code = EXIT_CODES[signal.Signals(signum)]
-        _end_at_the_next(signum)
-        signal.setitimer(signal.ITIMER_REAL, grace_s)
-
-    def overdue(_signum: int, _frame: FrameType | None) -> None:
-        assert stop.exit_code is not None
-        raise GraceOver(stop.exit_code)
-
-    signal.signal(signal.SIGALRM, overdue)
-    for each in EXIT_CODES:
-        signal.signal(each, note)
-    try:
-        yield stop
-    except RoomFailed as failure:  # perhaps of the same signal, which whoever signals a whole group sends to rooms too
-        if stop.exit_code is None:
-            raise
-        raise RoomLost(stop.exit_code, failure) from failure
-    finally:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if stop.exit_code is None:  # else a second signal still ends the process at once
+        if self.exit_code is None:  # else a second signal still ends the process
             arm()
+        elif isinstance(error, RoomFailed):  # the signal may have reached the rooms too, if it was sent to a group
+            raise StoppedWithoutCommit(self.exit_code, error) from error
+
+    def _note(self, signum: int, _frame: FrameType | None) -> None:
+        self.exit_code = EXIT_CODES[signal.Signals(signum)]
+        _end_at_the_next(signum)
+        signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+
+    def _overdue(self, _signum: int, _frame: FrameType | None) -> None:
+        assert self.exit_code is not None
+        raise StoppedWithoutCommit(self.exit_code)

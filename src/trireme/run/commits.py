@@ -32,7 +32,7 @@ from trireme.core.weights import PublishedWeights
 from trireme.plan.base import package_versions
 from trireme.process import trace
 from trireme.process.faults import fault_point
-from trireme.process.signals import GraceOver, Stopped
+from trireme.process.signals import StoppedWithoutCommit, Stopped
 from trireme.run.rundir import RunDir
 
 END_S = 30.0
@@ -109,7 +109,7 @@ class Commits:
         try:
             if error is None:
                 self._settle(may_miss=0)
-            elif isinstance(error, Stopped | LimitReached) and not isinstance(error, GraceOver):
+            elif isinstance(error, Stopped | LimitReached) and not isinstance(error, StoppedWithoutCommit):
                 self._settle()
                 if self._boundary and self._boundary[0] != self._newest:
                     self._save()

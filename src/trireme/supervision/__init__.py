@@ -1,4 +1,4 @@
-"""What keeps a run alive: the health of its parts, what happened to them, and how often they may be started again.
+"""Keeps a run alive: the health of its parts, what happened to them, and how often they may be started again.
 
-`roster`, `restarts` and `status` know neither Ray nor the rooms; `supervisor` watches the actors.
+`roster`, `restarts` and `status` know neither Ray nor the rooms; `supervisor` monitors the actors.
 """

@@ -1,9 +1,9 @@
-"""The replicas of a run while it goes on: which serve, which are on their way, and how many there shall be.
+"""The replicas of a run: which serve, which are starting, and how many are wanted.
 
 STARTING --its start ends--> READY --join--> JOINING --it has the newest weights--> SERVING --drain--> DRAINING
     ^                          ^                |                                      |                   |
     |                          +----------------+------- the attempt ends -------------+                   v
-    +---- lost at any time: a successor, as long as the budget lasts                                  taken away
+    +---- lost at any time: a successor, as long as the restart budget lasts                            removed
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from trireme.config import Config
 from trireme.core.errors import BadInput, RoomFailed, TriremeError
 from trireme.plan.base import count
 from trireme.process import waits
-from trireme.process.ray_cluster import has_place
+from trireme.process.ray_cluster import PlacePool
 from trireme.supervision.heartbeats import HeartbeatMonitor
 from trireme.supervision.roster import PartHealth, Roster
 
 SECOND_OPINION_S = 3.0
-"""The orchestrator found a replica failed: for so long the end of trainer or orchestrator may turn out to be why."""
+"""Time between the orchestrator's report that a replica failed and its replacement. In it, a failure of trainer or
+orchestrator may turn out to be the cause."""
 SPARES_EVERY_S = 10.0
 PREFIX = "inference_"
+REPORTS = "orchestrator_0 (of replicas)"
 
 Again = Callable[[str, TriremeError, bool], None]
 
 
-class Serving(Protocol):
-    """The orchestrator, as it is told of replicas. All calls give references to the answers."""
+class ReplicaUser(Protocol):
+    """The orchestrator, which uses the replicas. All calls return references to the answers."""
 
     def join(self, index: int, client: Any, *, reserved: bool) -> Any: ...
 
@@ -45,8 +47,8 @@ class Serving(Protocol):
         ...
 
 
-class Replicas(Protocol):
-    """The inference room: actors by number. `ready_ref` and `replace` give a reference to the end of a start."""
+class ReplicaActors(Protocol):
+    """The inference room: actors by number. `ready_ref` and `replace` return a reference to the end of a start."""
 
     @property
     def indices(self) -> Sequence[int]: ...
@@ -72,16 +74,8 @@ class Replicas(Protocol):
     def abort_all(self) -> None: ...
 
 
-class Places(Protocol):
-    """Where replicas that are added can be, as Ray's options of the actor."""
-
-    def take(self) -> dict[str, Any]: ...
-
-    def give_back(self, options: dict[str, Any]) -> None: ...
-
-
-class State(Enum):
-    """Of a replica, see above."""
+class ReplicaState(Enum):
+    """The state of a replica (see the module)."""
 
     STARTING = auto()
     READY = auto()
@@ -91,95 +85,106 @@ class State(Enum):
 
 
 SHOWN = {
-    State.STARTING: PartHealth.STARTING,
-    State.READY: PartHealth.CATCHING_UP,
-    State.JOINING: PartHealth.CATCHING_UP,
-    State.SERVING: PartHealth.HEALTHY,
-    State.DRAINING: PartHealth.DRAINING,
+    ReplicaState.STARTING: PartHealth.STARTING,
+    ReplicaState.READY: PartHealth.CATCHING_UP,
+    ReplicaState.JOINING: PartHealth.CATCHING_UP,
+    ReplicaState.SERVING: PartHealth.HEALTHY,
+    ReplicaState.DRAINING: PartHealth.DRAINING,
 }
 
 
-def index_of(name: str) -> int | None:
-    """Number of the replica with this name in the roster; None for a part that is none."""
-    return int(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
+def _part_name(index: int) -> str:
+    return f"{PREFIX}{index}"
 
 
 class ReplicaManager:
-    """`again(name, failure, died)` is asked before a successor is started, and raises when there must be none. Replicas
-    that are added take their places from `places`; all that leave give theirs back. Not for several threads at once."""
+    """Starts, replaces, adds and removes the replicas of a run. Not thread-safe.
+
+    Calls `again(name, failure, died)` before it starts a successor; that raises if there must be none. Added replicas
+    take their places from `places`, and all that leave give theirs back.
+    """
 
     def __init__(
         self,
         config: Config,
-        replicas: Replicas,
+        replicas: ReplicaActors,
         roster: Roster,
-        watch: HeartbeatMonitor,
+        monitor: HeartbeatMonitor,
         again: Again,
-        places: Places,
+        places: PlacePool,
     ) -> None:
-        self._config, self._replicas, self._roster, self._watch = config, replicas, roster, watch
+        self._config, self._replicas, self._roster, self._monitor = config, replicas, roster, monitor
         self._again, self._places = again, places
-        self._states: dict[int, State] = {}
-        self._since: dict[int, float] = {}  # when each was started or lost last
-        self._successors: set[int] = set()  # those of them that have not served yet
-        self._serving: Serving | None = None
-        self._reports: list[tuple[float, int, str]] = []  # from when on to believe which failure
-        self._spares_at = math.inf  # when to look after spares next, once replicas have joined
+        self._states: dict[int, ReplicaState] = {}
+        self._since: dict[int, float] = {}  # when each was last started or found without a place
+        self._successors: set[int] = set()  # the successors that have not served yet
+        self._user: ReplicaUser | None = None
+        self._reports: list[tuple[float, int, str]] = []  # (time from which to believe it, replica, reason)
+        self._spares_at = math.inf  # when to ask for spares next, once replicas have joined
 
     def begin(self) -> None:
-        """All replicas have been asked to start."""
+        """Waits for the starts of all replicas, which have been requested."""
         for index in self._replicas.indices:
             self._starts(index, self._replicas.ready_ref(index))
 
-    def attach(self, serving: Serving) -> None:
-        """From now on `serving` is told of every replica that is ready."""
-        self._serving, self._reports = serving, []
+    @staticmethod
+    def index_of(name: str) -> int | None:
+        """Returns the number of the replica with this name in the roster; None for other parts."""
+        return int(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
+
+    def attach(self, user: ReplicaUser) -> None:
+        """Passes each ready replica to `user` from now on."""
+        self._user, self._reports = user, []
         self._await_report()
-        for index in self._of(State.READY):
+        for index in self._of(ReplicaState.READY):
             self._join(index)
 
     def detach(self) -> None:
-        """The attempt ends. What it asked of the replicas is forgotten."""
-        if self._serving is None:
+        """Ends an attempt: aborts what it asked of the replicas."""
+        if self._user is None:
             return
-        self._serving = None
-        for index in self._of(State.JOINING, State.SERVING):
-            self._become(index, State.READY)
-        for index in self._of(State.DRAINING):
+        self._user = None
+        for index in self._of(ReplicaState.JOINING, ReplicaState.SERVING):
+            self._become(index, ReplicaState.READY)
+        for index in self._of(ReplicaState.DRAINING):
             self._take_away(index)
         self._replicas.abort_all()
 
     def missing(self, all_of_them: bool) -> list[str]:
-        """Who is still waited for: none if all serve, or (`all_of_them` false) one that samples for training."""
-        if not all_of_them and any(not self._replicas.is_reserved(index) for index in self._of(State.SERVING)):
+        """Returns the replicas that do not serve yet; none if one that samples for training serves and `all_of_them` is
+        False."""
+        if not all_of_them and any(not self._replicas.is_reserved(index) for index in self._of(ReplicaState.SERVING)):
             return []
-        return [f"inference replica {index}" for index in self._of(State.STARTING, State.READY, State.JOINING)]
+        waited_for = self._of(ReplicaState.STARTING, ReplicaState.READY, ReplicaState.JOINING)
+        return [f"inference replica {index}" for index in waited_for]
 
     def look(self) -> None:
-        """Believes what was reported long enough ago, of replicas of which Ray knows if they live, and ends starts that
-        take too long."""
+        """Replaces replicas whose failure was reported long enough ago, unless Ray does not know yet if they live, and
+        ends starts that take too long."""
         now = time.monotonic()
         due = [
-            report for report in self._reports if report[0] <= now and not self._watch.is_unreached(name_of(report[1]))
+            (at, index, reason)
+            for at, index, reason in self._reports
+            if at <= now and not self._monitor.is_unreached(_part_name(index))
         ]
         self._reports = [report for report in self._reports if report not in due]
         for _, index, reason in due:
-            if self._states.get(index) is State.SERVING:
+            if self._states.get(index) is ReplicaState.SERVING:
                 self._fail(index, reason)
-        for index in self._of(State.STARTING):
+        for index in self._of(ReplicaState.STARTING):
             self._look_at_start(index, now)
         if now >= self._spares_at:
             self._keep_spares()
 
     def serves(self, index: int) -> bool:
-        """Whether this attempt has sampled with replica `index`: not if it was lost in the one before, which ended."""
-        return self._states.get(index) is State.SERVING
+        """Returns True if this attempt samples with replica `index`."""
+        return self._states.get(index) is ReplicaState.SERVING
 
     def lost(self, index: int, failure: TriremeError, died: bool) -> None:
-        """Replica `index` is of no more use. Raises what its loss ends the run with."""
-        if self._serving:
-            self._tell(self._serving.leave(index, str(failure)))
-        if self._states[index] is State.DRAINING:
+        """Replaces the lost replica `index`. Raises the error with which its loss ends the run."""
+        if self._user:
+            self._monitor.wait_for(self._user.leave(index, str(failure)), REPORTS, lambda _outcome: None)
+        if self._states[index] is ReplicaState.DRAINING:
             self._take_away(index)
             return
         if isinstance(failure, BadInput):
@@ -188,9 +193,8 @@ class ReplicaManager:
         self._starts(index, self._replicas.replace(index), successor=True)
 
     def scale(self, wanted: int) -> tuple[bool, str]:
-        """From now on there shall be so many replicas, the reserved ones among them: whether that can be, and what
-        happens now."""
-        staying = [index for index in self._states if self._states[index] is not State.DRAINING]
+        """Changes the number of replicas to `wanted`, reserved ones included. Returns (accepted, what happens now)."""
+        staying = [index for index in self._states if self._states[index] is not ReplicaState.DRAINING]
         for _ in range(wanted - len(staying)):
             index = self._replicas.add(self._places.take())
             self._starts(index, self._replicas.ready_ref(index))
@@ -207,104 +211,93 @@ class ReplicaManager:
 
     def _starts(self, index: int, ready: Any, successor: bool = False) -> None:
         self._since[index] = time.monotonic()
-        self._states[index] = State.STARTING
+        self._states[index] = ReplicaState.STARTING
         if successor:
             self._successors.add(index)
-        self._roster.set(name_of(index), PartHealth.STARTING, pids=(), successor=successor)
-        self._watch.wait_for(ready, name_of(index), partial(self._started, index))
+        self._roster.set(_part_name(index), PartHealth.STARTING, pids=(), successor=successor)
+        self._monitor.wait_for(ready, _part_name(index), partial(self._started, index))
 
     def _started(self, index: int, outcome: Any) -> None:
         if isinstance(outcome, TriremeError):
             self._fail(index, str(outcome), outcome)
             return
-        self._watch.add(name_of(index), partial(self._replicas.heartbeat_ref, index))
-        self._become(index, State.READY)
-        if self._serving:
+        self._monitor.add(_part_name(index), partial(self._replicas.heartbeat_ref, index))
+        self._become(index, ReplicaState.READY)
+        if self._user:
             self._join(index)
 
     def _join(self, index: int) -> None:
-        assert self._serving
-        self._become(index, State.JOINING)
-        joined = self._serving.join(index, self._replicas.client(index), reserved=self._replicas.is_reserved(index))
-        self._watch.wait_for(joined, name_of(index), partial(self._joined, index))
+        assert self._user
+        self._become(index, ReplicaState.JOINING)
+        joined = self._user.join(index, self._replicas.client(index), reserved=self._replicas.is_reserved(index))
+        self._monitor.wait_for(joined, _part_name(index), partial(self._joined, index))
 
     def _joined(self, index: int, outcome: Any) -> None:
-        if self._states[index] is not State.JOINING:
+        if self._states[index] is not ReplicaState.JOINING:
             return
         if isinstance(outcome, TriremeError):
             self._reports.append((time.monotonic() + SECOND_OPINION_S, index, f"could not join: {outcome}"))
-            self._become(index, State.SERVING)
+            self._become(index, ReplicaState.SERVING)
             return
-        self._become(index, State.SERVING)
+        self._become(index, ReplicaState.SERVING)
         if index in self._successors:  # not when it joins the next attempt
             self._successors.remove(index)
             took = time.monotonic() - self._since[index]
-            self._roster.note(name_of(index), f"its successor serves, {took:.1f} s after it was started")
+            self._roster.note(_part_name(index), f"its successor serves, {took:.1f} s after it was started")
         self._keep_spares()
 
     def _keep_spares(self) -> None:
         self._spares_at = time.monotonic() + SPARES_EVERY_S
-        if self._serving and not self.missing(all_of_them=True):  # else whoever starts has the cores
+        if self._user and not self.missing(all_of_them=True):  # a start needs the cores
             self._replicas.keep_spares()
 
     def _leave(self, index: int) -> None:
-        if self._serving is None or self._states[index] is not State.SERVING:
+        if self._user is None or self._states[index] is not ReplicaState.SERVING:
             self._take_away(index)
             return
-        self._become(index, State.DRAINING)
-        drained = self._serving.drain(index, self._config.timeouts.update_s)
-        self._watch.wait_for(drained, name_of(index), lambda _outcome: self._take_away(index))
+        self._become(index, ReplicaState.DRAINING)
+        drained = self._user.drain(index, self._config.timeouts.update_s)
+        self._monitor.wait_for(drained, _part_name(index), lambda _outcome: self._take_away(index))
 
     def _take_away(self, index: int) -> None:
-        self._watch.drop(name_of(index))
+        self._monitor.drop(_part_name(index))
         self._places.give_back(self._replicas.remove(index))
         del self._states[index]
-        self._roster.remove(name_of(index))
+        self._roster.remove(_part_name(index))
         self._keep_spares()
 
-    def _become(self, index: int, state: State) -> None:
+    def _become(self, index: int, state: ReplicaState) -> None:
         self._states[index] = state
-        self._roster.set(name_of(index), SHOWN[state])
+        self._roster.set(_part_name(index), SHOWN[state])
 
     # -------------------------------------------------------------------------------------------------------- failures
 
     def _look_at_start(self, index: int, now: float) -> None:
         limit = self._config.timeouts.start_s
-        if not has_place(self._replicas.options(index)):
+        if not self._places.is_there(self._replicas.options(index)):
             self._since[index] = now
-            self._roster.set(name_of(index), PartHealth.STARTING, "it waits for a place in the cluster")
+            self._roster.set(_part_name(index), PartHealth.STARTING, "it waits for a place in the cluster")
         elif now - self._since[index] > limit:
             self._fail(index, f"it did not start within {limit:g} s (timeouts.start_s)")
 
     def _fail(self, index: int, reason: str, failure: TriremeError | None = None) -> None:
         name = f"inference replica {index}"
         failure = failure or RoomFailed(reason if reason.startswith(name) else f"{name}: {reason}")
-        self._watch.drop(name_of(index))
-        self._roster.set(name_of(index), PartHealth.DEAD, str(failure))
-        self._roster.note(name_of(index), str(failure))
+        self._monitor.drop(_part_name(index))
+        self._roster.set(_part_name(index), PartHealth.DEAD, str(failure))
+        self._roster.note(_part_name(index), str(failure))
         self.lost(index, failure, waits.died(failure))
 
     def _await_report(self) -> None:
-        assert self._serving
-        self._watch.wait_for(self._serving.next_failure(), REPORTS, partial(self._reported, self._serving))
+        assert self._user
+        self._monitor.wait_for(self._user.next_failure(), REPORTS, partial(self._reported, self._user))
 
-    def _reported(self, serving: Serving, outcome: Any) -> None:
-        if serving is not self._serving or isinstance(outcome, TriremeError):
-            return  # the attempt is over, or ends: its own watch says why
+    def _reported(self, user: ReplicaUser, outcome: Any) -> None:
+        if user is not self._user or isinstance(outcome, TriremeError):
+            return  # the attempt has ended, or the monitor will say why it does
         index, reason = outcome
         self._reports.append((time.monotonic() + SECOND_OPINION_S, index, reason))
         self._await_report()
 
-    def _tell(self, told: Any) -> None:
-        self._watch.wait_for(told, REPORTS, lambda _outcome: None)
-
-    def _of(self, *states: State) -> list[int]:
+    def _of(self, *states: ReplicaState) -> list[int]:
         return [index for index, state in sorted(self._states.items()) if state in states]
-
-
-REPORTS = "orchestrator_0 (of replicas)"
-
-
-def name_of(index: int) -> str:
-    """Of a replica, in the roster."""
-    return f"{PREFIX}{index}"

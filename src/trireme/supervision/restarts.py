@@ -1,4 +1,4 @@
-"""How often parts may be started again. No Ray, no clock of its own."""
+"""Limits how often parts may be started again. Pure: no Ray, no clock of its own."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from trireme.core.errors import LimitReached, TriremeError
 
 NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+")
 COMPARED = 400
-"""Characters of two reasons that are compared: their beginnings say what happened, the rest where."""
+"""Number of characters of two reasons that are compared: their beginnings say what happened, the rest where."""
 
 
 class Restarts:
-    """The budget of one command. The same part is started again at most `limit` times in any `window_s` seconds.
+    """The restart budget of one command: a part is started again at most `limit` times in any `window_s` seconds.
 
-    An error that code raised is no accident when it is raised again before a step was completed in between: then
-    starting again is of no use, however much of the budget is left. A process that dies says nothing of that kind.
+    An error that code raised twice, without a completed step in between, ends the budget: another start would not help.
+    The death of a process does not count as such an error.
     """
 
     def __init__(self, limit: int, window_s: float) -> None:
@@ -25,11 +25,10 @@ class Restarts:
         self._last: dict[str, tuple[str, int]] = {}
 
     def take(self, part: str, failure: TriremeError, *, died: bool, step: int, now: float) -> None:
-        """`part` is about to be started again after `failure`, `step` steps being completed. Raises LimitReached when
-        it may not be, and `failure` itself when no part ever may or it is the same as the last time.
+        """Counts a restart of `part` after `failure`, with `step` steps completed. Raises LimitReached if the budget is
+        used up, and `failure` itself if there is no budget or it is the same error as the last time.
 
-        `died`: its process ended, or was killed because it did not answer. `now`: seconds on any clock that does not
-        go back.
+        `died`: the process ended, or was killed because it did not answer. `now`: seconds of a monotonic clock.
         """
         if not self._limit:
             raise failure

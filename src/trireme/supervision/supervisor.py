@@ -1,15 +1,15 @@
-"""Watches all actors of a run while it goes on, and replaces what is lost. A thread of the driver.
+"""Monitors all actors of a run in a thread of the driver, and replaces lost ones.
 
-heartbeats     each process is asked for a sign of life once a second. One that is silent for timeouts.heartbeat_s, or
-           has not heard from its own engine for so long, writes its stacks to its log and is killed (`watch.py`).
-replicas   a lost one's requests go on elsewhere; a successor is started in its place, takes the newest weights and
-           serves. The run goes on meanwhile (`fleet.py`).
-the core   trainer and orchestrator (of `sft` the trainer alone). One of them lost: `check` raises what happened in
-           the driver's own thread, which ends the attempt and builds both anew from the newest commit
-           (`attempts.py`); replicas stay. The same when a replica is lost in deterministic mode: the step has to be
-           sampled again whole.
-budget     the same part is started again so often (`restarts.py`); then `check` raises what ends the run.
-scale      `trireme scale` asks for more or fewer replicas (`status.py`).
+heartbeats  Each process is asked for a heartbeat once a second. One that is silent for timeouts.heartbeat_s, or whose
+            engine is, writes its stacks to its log and is killed (`heartbeats.py`).
+replicas    Requests of a lost replica continue on others. A successor takes its place, takes the newest weights and
+            serves, while the run continues (`replica_manager.py`).
+the core    Trainer and orchestrator (for `sft` the trainer alone). If one is lost, `check` raises the reason in the
+            driver's own thread. That ends the attempt, and both are built again from the newest commit (`attempts.py`);
+            replicas stay. The same happens when a replica is lost in deterministic mode, where the whole step must be
+            sampled again.
+budget      Limits how often a part is started again (`restarts.py`); then `check` raises the error that ends the run.
+scale       `trireme scale` asks for more or fewer replicas (`status.py`).
 """
 
 from __future__ import annotations
@@ -28,50 +28,52 @@ from typing import Any, Protocol
 from trireme.config import CommonConfig, Config
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.process import waits
-from trireme.process.ray_cluster import Progress
-from trireme.process.signals import RoomLost
+from trireme.process.ray_cluster import PlacePool, Progress
+from trireme.process.signals import StoppedWithoutCommit
 from trireme.supervision.heartbeats import EVERY_S, HeartbeatMonitor
-from trireme.supervision.replica_manager import Places, ReplicaManager, Replicas, Serving, index_of
+from trireme.supervision.replica_manager import ReplicaActors, ReplicaManager, ReplicaUser
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequests
 
 TICK_S = 0.2
 ROUND_S = 2 * EVERY_S
-"""Within it everyone has been asked once more."""
+"""Within this time each process has been asked once more."""
 log = logging.getLogger(__name__)
 
 
-class Watched(Protocol):
-    """Processes of one room."""
+class MonitoredRoom(Protocol):
+    """A room whose processes are monitored."""
 
     def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
-        """By their names in the roster: what asks each for a Heartbeat, and gives a reference to the answer."""
+        """Returns {name in the roster: function that requests a Heartbeat and returns a reference to it}."""
         ...
 
 
 @dataclass(frozen=True)
-class Elastic:
-    """The replicas of a run of rl. `requests`: for more of them or fewer. `places` are for those that are added."""
+class ElasticReplicas:
+    """The replicas of a run of `rl`, whose number can change."""
 
     config: Config
-    replicas: Replicas
-    requests: ScaleRequests
-    places: Places
+    replicas: ReplicaActors
+    requests: ScaleRequests  # for more or fewer replicas
+    places: PlacePool  # for added replicas
 
 
 class Supervisor:
-    """See the module. `core`: what people call the rooms that are built anew together. To be entered by the driver's
-    main thread, of which all other calls are too. `roster`: what became of whom."""
+    """Monitors the actors of a run (see the module). Enter and call only from the driver's main thread.
 
-    def __init__(self, config: CommonConfig, roster: Roster, core: str, elastic: Elastic | None = None) -> None:
+    `core`: name for people of the rooms that are built again together. `roster` records what happens to the parts.
+    """
+
+    def __init__(self, config: CommonConfig, roster: Roster, core: str, elastic: ElasticReplicas | None = None) -> None:
         self.roster = roster
         self._config, self._core, self._elastic = config, core, elastic
         self._restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
         engine_s = elastic.config.timeouts.update_s if elastic else math.inf
-        self._watch = HeartbeatMonitor(roster, config.timeouts.heartbeat_s, engine_s, self._lost)
-        self._fleet = (
-            ReplicaManager(elastic.config, elastic.replicas, roster, self._watch, self._again, elastic.places)
+        self._monitor = HeartbeatMonitor(roster, config.timeouts.heartbeat_s, engine_s, self._lost)
+        self._manager = (
+            ReplicaManager(elastic.config, elastic.replicas, roster, self._monitor, self._again, elastic.places)
             if elastic
             else None
         )
@@ -79,13 +81,13 @@ class Supervisor:
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="supervisor", daemon=True)
         self._attempts = 0
-        self._ended = 0.0  # when the attempt before this one did
+        self._ended = 0.0  # when the attempt before this one ended
         self._core_failure: TriremeError | None = None
         self._fatal: TriremeError | None = None
 
     def __enter__(self) -> Supervisor:
-        if self._fleet:
-            self._fleet.begin()
+        if self._manager:
+            self._manager.begin()
         self._thread.start()
         return self
 
@@ -94,28 +96,28 @@ class Supervisor:
         self._thread.join(self._config.timeouts.heartbeat_s)
 
     def check(self) -> None:
-        """Raises why the run cannot go on, or why this attempt cannot."""
+        """Raises the error that ends the run or this attempt, if there is one."""
         if failure := self._fatal or self._core_failure:
             raise failure
 
-    def expect(self, *rooms: Watched) -> None:
-        """These rooms of an attempt have begun to start."""
+    def expect(self, *rooms: MonitoredRoom) -> None:
+        """Records that these rooms of an attempt have begun to start."""
         self._attempts += 1
         for name in (name for room in rooms for name in room.heartbeats()):
             self.roster.set(name, PartHealth.STARTING, pids=(), successor=self._attempts > 1)
 
-    def attach(self, *rooms: Watched, serving: Serving | None = None) -> None:
-        """They are there: they are watched, and `serving`, one of them, gets every replica that is ready."""
+    def attach(self, *rooms: MonitoredRoom, serving: ReplicaUser | None = None) -> None:
+        """Monitors these rooms, which have started, and passes each ready replica to `serving`, one of them."""
         with self._lock:
             for name, ask in ((name, ask) for room in rooms for name, ask in room.heartbeats().items()):
                 self.roster.set(name, PartHealth.HEALTHY)
-                self._watch.add(name, ask)
-            if self._fleet and serving:
-                self._fleet.attach(serving)
+                self._monitor.add(name, ask)
+            if self._manager and serving:
+                self._manager.attach(serving)
 
     def await_replicas(self, log: Path, progress: Progress) -> None:
-        """Returns when replicas serve: all of them, or later than at the start one that samples for training, unless
-        the run is deterministic. Raises what the attempt ends with."""
+        """Waits until replicas serve: all of them in the first attempt and in deterministic mode, else one that samples
+        for training. Raises the error that ends the attempt."""
         all_of_them = self._attempts == 1 or self._config.deterministic
         started = time.monotonic()
         while missing := self._missing(all_of_them):
@@ -127,46 +129,46 @@ class Supervisor:
             time.sleep(TICK_S)
 
     def goes_on(self) -> None:
-        """The attempt has loaded what it starts from."""
+        """Records that the attempt has loaded the commit that it starts from."""
         if self._attempts > 1:
             self.roster.note_return(self._core, time.monotonic() - self._ended)
 
     def _missing(self, all_of_them: bool) -> list[str]:
         with self._lock:
-            return self._fleet.missing(all_of_them) if self._fleet else []
+            return self._manager.missing(all_of_them) if self._manager else []
 
     def detach(self, failure: BaseException | None) -> None:
-        """The attempt ends, with `failure` if there is one: its rooms are about to be taken down. Of one that hangs,
-        all actors write where they are to their logs."""
+        """Ends the attempt, with `failure` or None, before its rooms are stopped. If a room hangs, all actors write the
+        stacks of their threads to their logs."""
         self._ended = time.monotonic()
-        failure = failure.failure if isinstance(failure, RoomLost) else failure
+        failure = (failure.failure or failure) if isinstance(failure, StoppedWithoutCommit) else failure
         if failure and waits.unreached(failure):
             self._await_verdict()
         with self._lock:
             hangs = isinstance(failure, RoomFailed) and failure is not self._core_failure and not waits.died(failure)
             if hangs:
-                self._watch.write_stacks(self.roster.parts)
+                self._monitor.write_stacks(self.roster.parts)
             may_go_on = isinstance(failure, RoomFailed)
-            for name in self._watch.names:
-                if index_of(name) is None or not may_go_on:
-                    self._watch.drop(name)
-            if may_go_on and self._fleet:
-                self._fleet.detach()
+            for name in self._monitor.names:
+                if ReplicaManager.index_of(name) is None or not may_go_on:
+                    self._monitor.drop(name)
+            if may_go_on and self._manager:
+                self._manager.detach()
 
     def _await_verdict(self) -> None:
-        """Returns when Ray knows of everyone whether they live, or somebody was found to be lost. A node that is gone
-        looks as before to Ray until it has given it up: what is started before that is placed there."""
+        """Waits until Ray knows of each process if it lives, or one was found lost. Until Ray has given up a lost node,
+        it places new actors there."""
         while not self._fatal and not self._core_failure:
             waited = time.monotonic() - self._ended
             with self._lock:
-                unknown = any(map(self._watch.is_unreached, self._watch.names))
+                unknown = any(map(self._monitor.is_unreached, self._monitor.names))
             if waited > (self._config.timeouts.heartbeat_s if unknown else ROUND_S):
                 return
             time.sleep(TICK_S)
 
     def may_rebuild(self, failure: RoomFailed) -> None:
-        """Returns if the rooms of an attempt may be built anew after `failure`, which ended it. Else raises what ends
-        the run."""
+        """Returns if the rooms may be built again after `failure`, which ended the attempt. Else raises the error that
+        ends the run."""
         with self._lock:
             if self._fatal:
                 raise self._fatal from failure
@@ -178,7 +180,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------ the thread
 
     def _follow(self) -> None:
-        """Until the end. What nobody foresaw ends the run too: it does not go on when nobody watches it."""
+        """Runs the thread. An unexpected error ends the run too: it must not continue unsupervised."""
         try:
             while not self._ending.is_set():
                 self._turn()
@@ -188,34 +190,34 @@ class Supervisor:
 
     def _turn(self) -> None:
         with self._lock:
-            refs = self._watch.refs()
+            refs = self._monitor.refs()
         there = waits.ready(refs, TICK_S)
         with self._lock:
             for ref, outcome in there.items():
-                self._guarded(partial(self._watch.arrived, ref, outcome))
-            for look in (self._watch.look, *((self._fleet.look, self._scale) if self._fleet else ())):
+                self._guarded(partial(self._monitor.arrived, ref, outcome))
+            for look in (self._monitor.look, *((self._manager.look, self._scale) if self._manager else ())):
                 self._guarded(look)
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """A failure after which nothing may be started again ends the run: in the driver's own thread."""
+        """Keeps an error after which nothing may be started again, for `check` to raise in the driver's own thread."""
         try:
             work()
         except TriremeError as error:
             self._fatal = self._fatal or error
 
     def _lost(self, name: str, failure: TriremeError, died: bool) -> None:
-        index = index_of(name)
-        if index is None or not self._fleet or (self._config.deterministic and self._fleet.serves(index)):
+        index = ReplicaManager.index_of(name)
+        if index is None or not self._manager or (self._config.deterministic and self._manager.serves(index)):
             self._core_failure = self._core_failure or failure
-        if index is not None and self._fleet:
-            self._fleet.lost(index, failure, died)
+        if index is not None and self._manager:
+            self._manager.lost(index, failure, died)
 
     def _again(self, part: str, failure: TriremeError, died: bool) -> None:
         self._restarts.take(part, failure, died=died, step=self.roster.step, now=time.monotonic())
 
     def _scale(self) -> None:
         assert self._elastic
-        assert self._fleet
+        assert self._manager
         if request := self._elastic.requests.poll():
-            with suppress(OSError):  # the disk is full: it is asked for again, and then as many are there
-                self._elastic.requests.answer(request, *self._fleet.scale(request.replicas))
+            with suppress(OSError):  # the disk is full: the request comes again, and finds as many replicas
+                self._elastic.requests.answer(request, *self._manager.scale(request.replicas))

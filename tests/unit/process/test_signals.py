@@ -37,7 +37,7 @@ try:
             wait(60)
         finally:
             wait(1)
-    with signals.graceful(grace) as stop:
+    with signals.Stop(grace) as stop:
         print("ready", flush=True)
         while mode == "deaf" or stop.exit_code is None:
             wait(0.05)
@@ -50,12 +50,9 @@ try:
         if mode == "room fails":
             raise RoomFailed("it got the signal too")
         stop.check()
-except signals.GraceOver as over:
-    print("grace over", flush=True)
-    sys.exit(over.exit_code)
-except signals.RoomLost as lost:
-    print(lost, flush=True)
-    sys.exit(lost.exit_code)
+except signals.StoppedWithoutCommit as stopped:
+    print(stopped if stopped.failure else "grace over", flush=True)
+    sys.exit(stopped.exit_code)
 except signals.Stopped as stopped:
     print("stopped", flush=True)
     sys.exit(stopped.exit_code)

@@ -18,7 +18,7 @@ from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.config import Config
 from trireme.core.errors import EXIT_SIGTERM, LimitReached, RoomFailed, StorageFailed, WeightsRefused
 from trireme.core.types import WeightIdentity
-from trireme.process.signals import GraceOver, Stopped
+from trireme.process.signals import StoppedWithoutCommit, Stopped
 from trireme.run.commits import Commits
 from trireme.run.rundir import Start
 
@@ -221,7 +221,7 @@ class TestEndingEarly:
             commits.leave_boundary()
         assert bench.steps == ["step_000002"]
 
-    @pytest.mark.parametrize("error", [GraceOver(EXIT_SIGTERM), RoomFailed("trainer died")], ids=type)
+    @pytest.mark.parametrize("error", [StoppedWithoutCommit(EXIT_SIGTERM), RoomFailed("trainer died")], ids=type)
     def test_what_is_in_flight_still_becomes_a_commit_but_nothing_is_begun(
         self, bench: Bench, error: BaseException
     ) -> None:

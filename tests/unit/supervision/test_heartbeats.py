@@ -11,7 +11,7 @@ from ray.exceptions import ActorUnavailableError
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.supervision import heartbeats as module
-from trireme.supervision.heartbeats import RECEIVER, HeartbeatMonitor
+from trireme.supervision.heartbeats import EVERY_S, RECEIVER, HeartbeatMonitor
 from trireme.supervision.roster import PartHealth, Roster
 
 HEARTBEAT_S = 30.0
@@ -23,26 +23,36 @@ class Processes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         self.now, self.stopped, self.killed, self.lost = 0.0, set[str](), list[str](), dict[str, TriremeError]()
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=lambda _s: None))
-        monkeypatch.setattr(module, "send", self._send)
+        monkeypatch.setattr(HeartbeatMonitor, "_signal", lambda _self, part, number: self._send(part, number))
         self.roster = Roster(lambda: self.now)
-        self.watch = HeartbeatMonitor(
+        self.monitor = HeartbeatMonitor(
             self.roster, HEARTBEAT_S, 90.0, lambda name, failure, _died: self.lost.update({name: failure})
         )
         for name in names:
             self.roster.set(name, PartHealth.HEALTHY)
-            self.watch.add(name, object)
+            self.monitor.add(name, object)
 
-    def _send(self, part: object, _pids: object, number: int) -> None:
+    def _send(self, part: object, number: int) -> None:
         if number == signal.SIGKILL:
             self.killed.append(part.name)  # type: ignore[attr-defined]
 
     def live(self, seconds: int) -> None:
         for _ in range(seconds):
             self.now += 1.0
-            self.watch.look()
-            for ref, name in self.watch.refs().items():
+            self.monitor.look()
+            for ref, name in self.monitor.refs().items():
                 if name not in self.stopped:
-                    self.watch.arrived(ref, Heartbeat((1,), "node"))
+                    self.monitor.arrived(ref, Heartbeat((1,), "node"))
+
+    def look(self, now: float) -> list[str]:
+        """The names of those that have been asked, and have not answered, after a look at that time."""
+        self.now = now
+        self.monitor.look()
+        return list(self.monitor.refs().values())
+
+    def answer(self, name: str, outcome: object = Heartbeat((1,), "node")) -> None:
+        for ref in [ref for ref, owner in self.monitor.refs().items() if owner == name]:
+            self.monitor.arrived(ref, outcome)
 
     def health(self, name: str) -> PartHealth:
         part = self.roster.part(name)
@@ -100,13 +110,82 @@ def test_they_get_their_time_once_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_cannot_be_reached_is_asked_again_until_ray_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a process on a lost node Ray says first that it is unavailable, and after some seconds that it died."""
-    unreached, died = RoomFailed("unavailable"), RoomFailed("died")
-    unreached.__cause__ = ActorUnavailableError("no connection", b"0" * 16)
+    unreached, died = unavailable(), RoomFailed("died")
     processes = Processes(monkeypatch, "inference_0", RECEIVER)
     processes.stopped = {"inference_0"}
     for seconds in range(12):
         processes.live(1)
-        for ref in [ref for ref, name in processes.watch.refs().items() if name == "inference_0"]:
-            processes.watch.arrived(ref, unreached if seconds < 11 else died)
+        for ref in [ref for ref, name in processes.monitor.refs().items() if name == "inference_0"]:
+            processes.monitor.arrived(ref, unreached if seconds < 11 else died)
     assert processes.lost == {"inference_0": died}
     assert processes.killed == []
+
+
+def test_a_process_that_has_not_answered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Processes(monkeypatch, "a")
+    assert processes.look(0.0) == ["a"]
+    assert processes.look(10.0) == ["a"]
+    processes.answer("a")
+    assert processes.look(10.0 + EVERY_S / 2) == []
+    assert processes.look(10.0 + EVERY_S) == ["a"]
+
+
+def test_silence_counts_from_the_request_that_has_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Processes(monkeypatch, "a", "b")
+    processes.look(5.0)
+    processes.now = 6.0
+    processes.answer("b")
+    for second in range(7, 15):
+        processes.look(float(second))
+        assert processes.health("a") is PartHealth.HEALTHY
+    processes.look(15.0)
+    assert (processes.health("a"), processes.health("b")) == (PartHealth.SUSPECT, PartHealth.HEALTHY)
+    assert "answered nothing for 10 s" in processes.roster.parts[0].why
+
+
+def test_a_monitor_that_was_stopped_itself_does_not_blame_others_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process was stopped, or its machine: the answers are there, it has only not looked yet."""
+    processes = Processes(monkeypatch, "a")
+    for now in (1.0, 3600.0, 3601.0, 3602.0):
+        processes.look(now)
+        assert processes.health("a") is PartHealth.HEALTHY
+    processes.look(3603.0)
+    assert processes.health("a") is PartHealth.SUSPECT, "it does answer nothing"
+
+
+def test_a_process_that_was_not_reached_is_asked_again_and_silent_since_the_first_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processes = Processes(monkeypatch, "a")
+    for now in range(10):
+        assert processes.look(float(now)) == ["a"]
+        processes.answer("a", unavailable())
+        assert processes.monitor.is_unreached("a")
+        assert processes.health("a") is PartHealth.HEALTHY
+    processes.look(10.0)
+    assert processes.health("a") is PartHealth.SUSPECT
+    processes.answer("a")
+    assert processes.health("a") is PartHealth.HEALTHY
+    assert not processes.monitor.is_unreached("a")
+
+
+def test_a_successor_is_not_blamed_and_no_process_is_after_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Processes(monkeypatch, "a")
+    processes.look(0.0)
+    processes.monitor.add("a", object)
+    for now in (6.0, 12.0):
+        processes.look(now)
+        assert processes.health("a") is PartHealth.HEALTHY
+    late = list(processes.monitor.refs())
+    processes.monitor.drop("a")
+    for ref in late:
+        processes.monitor.arrived(ref, Heartbeat((1,), "node"))
+    assert processes.look(500.0) == []
+    assert processes.health("a") is PartHealth.HEALTHY
+
+
+def unavailable() -> RoomFailed:
+    """What a call to a process on a lost node fails with, until Ray has given up the node."""
+    failure = RoomFailed("unavailable")
+    failure.__cause__ = ActorUnavailableError("no connection", b"0" * 16)
+    return failure

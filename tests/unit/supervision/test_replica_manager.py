@@ -13,29 +13,29 @@ from supervision_support import Room
 from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached, RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import Heartbeat
-from trireme.supervision import heartbeats as watch_module
-from trireme.supervision import replica_manager as fleet_module
+from trireme.supervision import heartbeats as heartbeats_module
+from trireme.supervision import replica_manager as manager_module
 from trireme.supervision.heartbeats import HeartbeatMonitor
-from trireme.supervision.replica_manager import SECOND_OPINION_S, ReplicaManager, index_of
+from trireme.supervision.replica_manager import SECOND_OPINION_S, ReplicaManager
 from trireme.supervision.roster import PartHealth, Roster, RunPart
 
 HEARTBEAT_S, ENGINE_S = 30.0, 90.0
 
 
 class World:
-    """A fleet of two replicas, its watch and its clock."""
+    """A manager of two replicas, its monitor and its clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, indices: list[int], reserved: list[int]) -> None:
-        self.now, self.places, self.signals = 0.0, set[int](), []
+        self.now, self.signals = 0.0, []
         self.pids: list[tuple[int, ...]] = []
         self.refused: TriremeError | None = None
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=lambda _s: None)
-        monkeypatch.setattr(fleet_module, "time", clock)
-        monkeypatch.setattr(watch_module, "time", clock)
-        monkeypatch.setattr(fleet_module, "has_place", lambda options: options["place of"] not in self.places)
-        monkeypatch.setattr(watch_module, "send", self._send)
+        monkeypatch.setattr(manager_module, "time", clock)
+        monkeypatch.setattr(heartbeats_module, "time", clock)
+        monkeypatch.setattr(HeartbeatMonitor, "_signal", lambda _self, part, number: self._send(part, number))
         self.roster, self.room = Roster(lambda: self.now), Room(indices, reserved)
-        self.watch = HeartbeatMonitor(self.roster, HEARTBEAT_S, ENGINE_S, self._lost)
+        places: Any = self.room
+        self.monitor = HeartbeatMonitor(self.roster, HEARTBEAT_S, ENGINE_S, self._lost)
         config = Config.model_validate(
             {
                 "model": {"name": "m"},
@@ -45,17 +45,17 @@ class World:
                 "eval": {"replicas": len(reserved)},
             }
         )
-        self.fleet = ReplicaManager(config, self.room, self.roster, self.watch, self._again, self.room)
-        self.fleet.begin()
+        self.manager = ReplicaManager(config, self.room, self.roster, self.monitor, self._again, places)
+        self.manager.begin()
 
-    def _send(self, part: RunPart, pids: tuple[int, ...], number: int) -> None:
+    def _send(self, part: RunPart, number: int) -> None:
         self.signals.append((part.name, number))
-        self.pids.append(pids)
+        self.pids.append(part.pids)
 
     def _lost(self, name: str, failure: TriremeError, died: bool) -> None:
-        index = index_of(name)
+        index = ReplicaManager.index_of(name)
         assert index is not None
-        self.fleet.lost(index, failure, died)
+        self.manager.lost(index, failure, died)
 
     def _again(self, _part: str, _failure: TriremeError, _died: bool) -> None:
         if self.refused:
@@ -63,29 +63,29 @@ class World:
 
     def answer(self, *what: object, value: Any = None) -> None:
         """The references whose description begins so are there."""
-        found = [ref for ref in self.watch.refs() if ref.what[: len(what)] == what]
-        assert found, f"nobody waits for {what}: {list(self.watch.refs())}"
+        found = [ref for ref in self.monitor.refs() if ref.what[: len(what)] == what]
+        assert found, f"nobody waits for {what}: {list(self.monitor.refs())}"
         for ref in found:
-            self.watch.arrived(ref, value)
+            self.monitor.arrived(ref, value)
 
     def waits_for(self, *what: object) -> bool:
-        return any(ref.what[: len(what)] == what for ref in self.watch.refs())
+        return any(ref.what[: len(what)] == what for ref in self.monitor.refs())
 
     def look(self, for_s: float = 0.0) -> None:
         """Time passes, and it is looked once a second, as far as a thread that is awake does."""
         end = self.now + for_s
         while self.now < end - 1.0:
             self.now += 1.0
-            self.watch.look()
+            self.monitor.look()
         self.now = end
-        self.watch.look()
-        self.fleet.look()
+        self.monitor.look()
+        self.manager.look()
 
     def serve(self) -> None:
         """All replicas have started and joined."""
         for index in self.room.indices:
             self.answer("start", index)
-        self.fleet.attach(self.room)
+        self.manager.attach(self.room)
         for index in self.room.indices:
             self.answer("join", index)
         self.room.told.clear()
@@ -111,47 +111,47 @@ class TestStart:
     def test_a_replica_joins_when_it_and_the_orchestrator_are_there(self, world: World) -> None:
         world.answer("start", 0)
         assert world.room.told == []
-        world.fleet.attach(world.room)
+        world.manager.attach(world.room)
         world.answer("start", 1)
         assert world.room.told == [("join", 0, "client 0", False), ("join", 1, "client 1", False)]
         assert world.health() == {"inference_0": PartHealth.CATCHING_UP, "inference_1": PartHealth.CATCHING_UP}
         world.answer("join", 0)
-        assert world.fleet.missing(all_of_them=False) == []
-        assert world.fleet.missing(all_of_them=True) == ["inference replica 1"]
+        assert world.manager.missing(all_of_them=False) == []
+        assert world.manager.missing(all_of_them=True) == ["inference replica 1"]
 
     def test_a_replica_that_only_evaluates_is_not_enough(self, evaluating: World) -> None:
         evaluating.answer("start", 1)
-        evaluating.fleet.attach(evaluating.room)
+        evaluating.manager.attach(evaluating.room)
         evaluating.answer("join", 1)
         assert evaluating.room.told == [("join", 1, "client 1", True)]
-        assert evaluating.fleet.missing(all_of_them=False) == ["inference replica 0"]
+        assert evaluating.manager.missing(all_of_them=False) == ["inference replica 0"]
 
     def test_spares_are_made_when_nobody_else_starts(self, world: World) -> None:
         world.answer("start", 0)
-        world.fleet.attach(world.room)
+        world.manager.attach(world.room)
         world.answer("join", 0)
         assert ("keep spares",) not in world.room.told, "replica 1 is on its way, and has the cores"
         world.answer("start", 1)
         world.answer("join", 1)
         assert world.room.told[-1] == ("keep spares",)
         world.room.told.clear()
-        world.fleet.lost(1, DIED, died=True)
+        world.manager.lost(1, DIED, died=True)
         world.answer("start", 1)
         assert ("keep spares",) not in world.room.told
         world.answer("join", 1)
         assert world.room.told[-1] == ("keep spares",), "the one that there was may be gone"
         world.room.told.clear()
-        world.fleet.lost(1, DIED, died=True)
-        world.fleet.scale(1)
+        world.manager.lost(1, DIED, died=True)
+        world.manager.scale(1)
         assert world.room.told[-1] == ("keep spares",), "nobody starts any more"
 
     def test_spares_are_looked_after_now_and_then(self, world: World) -> None:
-        world.look(fleet_module.SPARES_EVERY_S)
+        world.look(manager_module.SPARES_EVERY_S)
         assert world.room.told == [], "nobody serves yet"
         world.serve()
         world.look()
         assert world.room.told == []
-        world.look(fleet_module.SPARES_EVERY_S)
+        world.look(manager_module.SPARES_EVERY_S)
         assert world.room.told == [("keep spares",)]
 
     def test_one_that_dies_as_it_starts_is_replaced(self, world: World) -> None:
@@ -164,7 +164,7 @@ class TestStart:
             world.answer("start", 0, value=BadInput("no such argument"))
 
     def test_a_start_that_takes_too_long_is_given_up_but_waiting_for_a_place_is_not(self, world: World) -> None:
-        world.places = {1}
+        world.room.lost_places = {1}
         world.look(601.0)
         assert world.room.told == [("replace", 0)]
         world.look(601.0)
@@ -185,23 +185,23 @@ class TestLoss:
         world.answer("join", 1)
         assert world.health()["inference_1"] is PartHealth.HEALTHY
         assert [incident.part for incident in world.roster.incidents] == ["inference_1"] * 2
-        world.fleet.detach()
-        world.fleet.attach(world.room)
+        world.manager.detach()
+        world.manager.attach(world.room)
         world.answer("join", 1)
         assert len(world.roster.incidents) == 2, "that it joins the next attempt too is no news"
 
     def test_an_attempt_has_nothing_to_do_with_a_loss_in_the_one_before(self, world: World) -> None:
         """In deterministic mode the loss of a replica that serves ends the attempt: once."""
         world.serve()
-        assert world.fleet.serves(0)
-        world.fleet.detach()
-        assert not world.fleet.serves(0)
-        world.fleet.lost(0, DIED, died=True)
-        world.fleet.attach(world.room)
-        assert not world.fleet.serves(0)
+        assert world.manager.serves(0)
+        world.manager.detach()
+        assert not world.manager.serves(0)
+        world.manager.lost(0, DIED, died=True)
+        world.manager.attach(world.room)
+        assert not world.manager.serves(0)
         world.answer("start", 0)
         world.answer("join", 0)
-        assert world.fleet.serves(0)
+        assert world.manager.serves(0)
 
     def test_one_that_says_itself_that_it_is_of_no_use_is_replaced(self, world: World) -> None:
         world.serve()
@@ -222,7 +222,7 @@ class TestLoss:
         assert world.health()["inference_1"] is PartHealth.HEALTHY
         world.look(1.5)
         world.look(HEARTBEAT_S)
-        assert world.signals[:2] == [("inference_0", watch_module.STACKS), ("inference_0", 9)]
+        assert world.signals[:2] == [("inference_0", heartbeats_module.STACKS), ("inference_0", 9)]
         assert world.pids[:2] == [(11, 12), (11, 12)], "its engine too"
         assert ("replace", 1) in world.room.told
 
@@ -271,9 +271,9 @@ class TestLoss:
     def test_when_the_attempt_ends_meanwhile_the_replica_was_not_to_blame(self, world: World) -> None:
         world.serve()
         world.answer("failure", value=(1, "could not fetch the weights of a dead trainer"))
-        world.fleet.detach()
+        world.manager.detach()
         assert world.room.told == [("abort all",)]
-        world.fleet.attach(world.room)
+        world.manager.attach(world.room)
         world.look(2 * SECOND_OPINION_S)
         assert world.room.told[1:] == [("join", 0, "client 0", False), ("join", 1, "client 1", False)]
 
@@ -281,14 +281,14 @@ class TestLoss:
 class TestScale:
     def test_more_start_and_join(self, world: World) -> None:
         world.serve()
-        assert world.fleet.scale(3) == (True, "2 replicas; 1 more to start")
+        assert world.manager.scale(3) == (True, "2 replicas; 1 more to start")
         assert world.room.told == [("take",), ("add", 2)]
         world.answer("start", 2)
         assert world.room.told[2:] == [("join", 2, "client 2", False)]
 
     def test_the_youngest_leave_when_they_are_drained(self, world: World) -> None:
         world.serve()
-        world.fleet.scale(1)
+        world.manager.scale(1)
         assert world.room.told == [("drain", 1)]
         assert world.health()["inference_1"] is PartHealth.DRAINING
         world.answer("drain", 1)
@@ -298,28 +298,28 @@ class TestScale:
     def test_one_that_dies_while_it_drains_has_no_successor(self, world: World) -> None:
         world.serve()
         world.look()
-        world.fleet.scale(1)
+        world.manager.scale(1)
         world.answer("heartbeat", 1, value=DIED)
         assert world.room.told == [("drain", 1), ("leave", 1), ("remove", 1), ("give back", 1), ("keep spares",)]
         assert not world.waits_for("drain", 1)
 
     def test_one_that_starts_leaves_at_once(self, world: World) -> None:
         world.answer("start", 0)
-        world.fleet.attach(world.room)
-        world.fleet.scale(1)
+        world.manager.attach(world.room)
+        world.manager.scale(1)
         assert ("remove", 1) in world.room.told
         assert not world.waits_for("start", 1)
 
     def test_those_that_are_reserved_for_evaluations_stay(self, evaluating: World) -> None:
         evaluating.serve()
-        evaluating.fleet.scale(3)
+        evaluating.manager.scale(3)
         evaluating.answer("start", 2)
         evaluating.answer("join", 2)
-        evaluating.fleet.scale(2)
+        evaluating.manager.scale(2)
         assert ("drain", 2) in evaluating.room.told
         assert evaluating.health()["inference_1"] is PartHealth.HEALTHY
 
     def test_as_many_as_there_are(self, world: World) -> None:
         world.serve()
-        assert world.fleet.scale(2) == (True, "there are 2 already")
+        assert world.manager.scale(2) == (True, "there are 2 already")
         assert world.room.told == []

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trireme.core.errors import LimitReached, RoomFailed
-from trireme.supervision.heartbeats import EVERY_S, Silences
 from trireme.supervision.restarts import Restarts
 
 DEATH = RoomFailed("trainer shard 1 died (exit type: SYSTEM_ERROR)")
@@ -77,56 +76,3 @@ class TestTheSameErrorTwice:
         restarts.take("replica 0", first, died=False, step=0, now=0.0)
         with pytest.raises(RoomFailed, match="98765"):
             restarts.take("replica 0", second, died=False, step=0, now=1.0)
-
-
-class TestPulses:
-    def test_who_has_not_answered_is_not_asked_again(self) -> None:
-        heartbeats = Silences(60.0)
-        heartbeats.watch("a")
-        assert heartbeats.due(0.0) == ["a"]
-        assert heartbeats.due(10.0) == []
-        heartbeats.answered("a", 10.0)
-        assert heartbeats.due(10.0 + EVERY_S / 2) == []
-        assert heartbeats.due(10.0 + EVERY_S) == ["a"]
-
-    def test_silence_counts_from_the_question_that_has_no_answer(self) -> None:
-        heartbeats = Silences(60.0)
-        heartbeats.watch("a")
-        heartbeats.watch("b")
-        heartbeats.due(5.0)
-        heartbeats.answered("b", 6.0)
-        for second in range(7, 25):
-            assert heartbeats.silent(float(second)) == {}
-        assert heartbeats.silent(25.0) == {"a": 20.0}
-
-    def test_a_watcher_that_slept_itself_blames_nobody_for_it(self) -> None:
-        """Stopped, or its machine was: the answers are there, it has only not looked yet."""
-        heartbeats = Silences(60.0)
-        heartbeats.watch("a")
-        heartbeats.due(1.0)
-        assert heartbeats.silent(3600.0) == {}
-        for second in range(3601, 3605):
-            assert heartbeats.silent(float(second)) == {}
-        assert heartbeats.silent(3606.0)["a"] == 15.0 + 6.0, "it does answer nothing"
-
-    def test_who_could_not_be_reached_is_asked_again_and_silent_since_the_first_time(self) -> None:
-        heartbeats = Silences(60.0)
-        heartbeats.watch("a")
-        for now in range(21):
-            assert heartbeats.due(float(now)) == ["a"]
-            heartbeats.unreached("a", float(now))
-        assert heartbeats.silent(20.0) == {"a": 20.0}
-        heartbeats.answered("a", 21.0)
-        assert heartbeats.silent(21.0) == {}
-
-    def test_a_successor_is_not_blamed_and_nobody_is_after_leaving(self) -> None:
-        heartbeats = Silences(60.0)
-        heartbeats.watch("a")
-        heartbeats.due(0.0)
-        heartbeats.watch("a")
-        assert heartbeats.silent(100.0) == {}
-        heartbeats.due(100.0)
-        heartbeats.forget("a")
-        heartbeats.answered("a", 101.0)
-        assert heartbeats.silent(500.0) == {}
-        assert heartbeats.due(500.0) == []

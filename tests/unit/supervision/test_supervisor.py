@@ -18,11 +18,10 @@ from trireme.core.errors import LimitReached, RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.process import waits
 from trireme.run.rundir import LOCK
-from trireme.supervision import heartbeats as watch_module
-from trireme.supervision import replica_manager as fleet_module
+from trireme.supervision.heartbeats import HeartbeatMonitor
 from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequests
-from trireme.supervision.supervisor import Elastic, Supervisor
+from trireme.supervision.supervisor import ElasticReplicas, Supervisor
 
 DEADLINE_S = 20.0
 
@@ -47,8 +46,7 @@ class World:
         self.fails: dict[str, TriremeError | type[Exception]] = {}
         monkeypatch.setattr(waits, "ready", self._ready)
         self.signals: list[str] = []
-        monkeypatch.setattr(fleet_module, "has_place", lambda _options: True)
-        monkeypatch.setattr(watch_module, "send", lambda part, _pids, _number: self.signals.append(part.name))
+        monkeypatch.setattr(HeartbeatMonitor, "_signal", lambda _self, part, _number: self.signals.append(part.name))
         cfg = Config.model_validate(
             {
                 "model": {"name": "m"},
@@ -61,7 +59,8 @@ class World:
         (root / LOCK).touch()
         self.supervised_config = cfg
         self.roster, self.room = Roster(time.time), Orchestrator([0], [])
-        elastic = Elastic(cfg, self.room, ScaleRequests(root), self.room)
+        places: Any = self.room
+        elastic = ElasticReplicas(cfg, self.room, ScaleRequests(root), places)
         self.supervisor = Supervisor(cfg, self.roster, "trainer and orchestrator", elastic)
 
     def _ready(self, refs: dict[Any, str], timeout_s: float) -> dict[Any, Any]:

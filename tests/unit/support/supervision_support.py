@@ -69,6 +69,7 @@ class Room:
     def __init__(self, indices: list[int], reserved: list[int]) -> None:
         self.indices, self._reserved, self.next = indices, reserved, len(indices)
         self.told: list[tuple[object, ...]] = []
+        self.lost_places: set[int] = set()
 
     def _ref(self, *what: object) -> Ref:
         self.told.append(what)
@@ -93,6 +94,9 @@ class Room:
     def take(self) -> dict[str, Any]:
         self.told.append(("take",))
         return {}
+
+    def is_there(self, options: dict[str, Any]) -> bool:
+        return options["place of"] not in self.lost_places
 
     def give_back(self, options: dict[str, Any]) -> None:
         self.told.append(("give back", options["place of"]))

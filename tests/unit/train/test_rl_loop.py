@@ -89,7 +89,7 @@ def asked(check: Callable[[], None] = lambda: None, max_steps: int = 1, **traine
     )
     all_: Any = StandIns(config.trainer.num_minibatches)
     roster = Roster(lambda: 0.0)
-    attempt = Attempt(config, 1, 0, lambda step: 1e-3, all_, all_, Stop(), roster, check)
+    attempt = Attempt(config, 1, 0, lambda step: 1e-3, all_, all_, Stop(60.0), roster, check)
     try:
         train(config, Rooms(all_, all_), attempt, all_)
     except LimitReached:

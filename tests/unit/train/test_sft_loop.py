@@ -82,7 +82,7 @@ def run(
     data = SftData(some(4, 6, 4, 6), some(4, 4) if held_out else None, ExampleCursor(4, 0, False))
     anything: Any = all_
     guard, roster = RefusedSteps(given, say), Roster(lambda: 0.0)
-    attempt = Attempt(given, 3, start, lambda s: 0.1 * s, anything, guard, stop or Stop(), roster, lambda: None)
+    attempt = Attempt(given, 3, start, lambda s: 0.1 * s, anything, guard, stop or Stop(60.0), roster, lambda: None)
     train(given, anything, data, attempt, anything)
     return data
 
@@ -126,7 +126,7 @@ def test_held_out_examples_are_looked_at_first_of_all_and_at_the_end() -> None:
 
 
 def test_a_signal_is_obeyed_between_steps_with_the_boundary_there() -> None:
-    all_, stop = StandIn(), Stop()
+    all_, stop = StandIn(), Stop(60.0)
     stop.exit_code = 75
     with pytest.raises(Stopped):
         run(all_, start=2, stop=stop)

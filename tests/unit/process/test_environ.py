@@ -17,7 +17,7 @@ DEADLINE_S = 60
 HANGS = """
 import os, sys, time
 from pathlib import Path
-from trireme.process import logs
+from trireme.process.environ import redirect_output
 
 def in_a_collective():
     os.system("echo a child")
@@ -25,7 +25,7 @@ def in_a_collective():
     print("error", file=sys.stderr)
     time.sleep(3600)
 
-logs.redirect(Path(sys.argv[1]), "room_0")
+redirect_output(Path(sys.argv[1]), "room_0")
 in_a_collective()
 """
 
