@@ -32,7 +32,7 @@ from trireme.core.weights import PublishedWeights
 from trireme.plan.base import package_versions
 from trireme.process import trace
 from trireme.process.faults import fault_point
-from trireme.process.signals import StoppedWithoutCommit, Stopped
+from trireme.process.signals import Stopped, StoppedWithoutCommit
 from trireme.run.rundir import RunDir
 
 END_S = 30.0

@@ -150,7 +150,7 @@ class HeartbeatMonitor:
         self._lost(name, failure, died)
 
     def write_stacks(self, parts: Sequence[RunPart]) -> None:
-        """Makes the monitored actors among `parts`, and their engines, write the stacks of their threads to the logs."""
+        """Makes the monitored actors among `parts`, and their engines, write their stacks to their logs."""
         for part in parts:
             if part.name in self._monitored:
                 self._signal(part, STACKS)

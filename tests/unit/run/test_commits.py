@@ -18,7 +18,7 @@ from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.config import Config
 from trireme.core.errors import EXIT_SIGTERM, LimitReached, RoomFailed, StorageFailed, WeightsRefused
 from trireme.core.types import WeightIdentity
-from trireme.process.signals import StoppedWithoutCommit, Stopped
+from trireme.process.signals import Stopped, StoppedWithoutCommit
 from trireme.run.commits import Commits
 from trireme.run.rundir import Start
 
