@@ -27,7 +27,7 @@ from trireme.run.commits import Commits
 from trireme.run.metrics import ConsoleSink, Journal, JsonlSink, WandbSink, wandb_run
 from trireme.run.rollout_records import RolloutFiles
 from trireme.run.rundir import RunDir, resume_command
-from trireme.supervision.replica_manager import Serving
+from trireme.supervision.replica_manager import ReplicaUser
 from trireme.supervision.roster import Incident, Roster
 from trireme.supervision.status import StatusWriter
 from trireme.supervision.supervisor import ElasticReplicas, Supervisor
@@ -44,7 +44,7 @@ class Core:
     """What has a part in each commit beside the trainer, by its name: `save_state`, `load_state`."""
     rooms: Sequence[Any]
     """The handles of the rooms that were started."""
-    serving: Serving | None = None
+    serving: ReplicaUser | None = None
     """The room that is told of each replica that is ready."""
 
 
