@@ -24,8 +24,8 @@ from trireme.core.transport import load_transport
 from trireme.core.weights import PublishedWeights
 from trireme.process import trace, waits
 from trireme.process.faults import number_process
-from trireme.process.logs import redirect
-from trireme.process.priority import yield_to_others
+from trireme.process.environ import redirect_output
+from trireme.process.environ import yield_to_others
 
 OWN_CODE = ("trainer/shard.py", "trainer/state.py")
 """Files whose threads `stack` shows."""
@@ -43,7 +43,7 @@ class ShardActor:
     """Runs `trainer.shard.Shard` in its own process. Rank 0 hosts the store where the ranks find each other."""
 
     def __init__(self, config: CommonConfig, rank: int, log_dir: Path | None, attempt: int) -> None:
-        redirect(log_dir, f"trainer_{rank}")
+        redirect_output(log_dir, f"trainer_{rank}")
         number_process(rank)
         trace.start(log_dir, f"trainer_{rank}", config.trace.max_mb)
         import trainer.shard  # noqa: F401  takes seconds, which all shards spend at the same time

@@ -31,7 +31,7 @@ from trireme.core.types import (
 )
 from trireme.core.weights import PublishedWeights
 from trireme.process import waits
-from trireme.process.visible_gpus import seeing_own_gpus
+from trireme.process.ray_cluster import seeing_own_gpus
 from trireme.process.waits import Pending
 from trireme.run.metrics import reduce_metrics
 
