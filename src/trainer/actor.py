@@ -23,9 +23,8 @@ from trireme.core.sampler import Heartbeat
 from trireme.core.transport import load_transport
 from trireme.core.weights import PublishedWeights
 from trireme.process import trace, waits
+from trireme.process.environ import redirect_output, yield_to_others
 from trireme.process.faults import number_process
-from trireme.process.environ import redirect_output
-from trireme.process.environ import yield_to_others
 
 OWN_CODE = ("trainer/shard.py", "trainer/state.py")
 """Files whose threads `stack` shows."""
