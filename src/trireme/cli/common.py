@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
 from trireme.config import CommonConfig
+from trireme.config.refusals import Refusal
 from trireme.core.errors import EXIT_OK, TriremeError
 from trireme.plan.base import Plan
 from trireme.process import signals
@@ -26,6 +29,14 @@ def run_command(command: Callable[[list[str], Console], None], argv: Sequence[st
         print("\n".join([said, *getattr(error, "__notes__", [])]), file=sys.stderr)
         return error.exit_code
     return EXIT_OK
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses as all commands of this project do. Raises BadInput."""
+
+    def error(self, message: str) -> NoReturn:
+        usage = " ".join(self.format_usage().removeprefix("usage:").split())
+        raise Refusal(message, usage, f"{self.prog} --help").error()
 
 
 def show(plan: Plan, config: CommonConfig, console: Console) -> None:

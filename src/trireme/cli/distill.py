@@ -13,36 +13,44 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from trireme.checkpoint.files import replace_file, storage_errors
+from trireme.cli.common import Parser
 from trireme.config.installed import check_installed
 from trireme.config.refusals import Refusal
 from trireme.core.errors import EXIT_OK
 from trireme.core.tokenizer import load_tokenizer
+from trireme.core.types import SamplingParams
 from trireme.renderers import Message, Renderer, make_renderer
 from trireme.sft.reading import BadExample, check_messages
 from trireme.train.kl_reference import weights_of
 
 if TYPE_CHECKING:
-    from vllm import LLM
-
-CPU_KV_CACHE_BYTES = 2**30
+    from inference.offline import OfflineEngine
 
 
 @dataclass(frozen=True)
 class Question:
-    """What the teacher is asked, and what the student will be: token ids. `stop` ends an answer, tokens and strings;
-    `closed` is the answer that the student learns."""
+    """A question to the teacher, and to the student that learns its answer."""
 
     teacher: Sequence[int]
+    """Token ids, with the teacher's prompt."""
     student: Sequence[int]
+    """Token ids, without it."""
     stop: tuple[int | str, ...]
+    """Tokens and strings that end an answer."""
     closed: Callable[[Sequence[int]], list[int]] = list
+    """Makes the answer that the student learns of the one that was sampled."""
+
+    def example(self, answer: Sequence[int]) -> dict[str, list[int]]:
+        """Returns a line of the file: the student's question and the answer, which alone counts."""
+        closed = self.closed(answer)
+        weights = [0] * len(self.student) + [1] * len(closed)
+        return {"tokens": [*self.student, *closed], "weights": weights}
 
 
 def main(words: Sequence[str]) -> int:
@@ -57,10 +65,10 @@ def main(words: Sequence[str]) -> int:
     teacher = _text_of(options.teacher_prompt)
     questions = list(questions_of(options.prompts, teacher, tokenizer, options.renderer))
     check_installed()
-    llm = start(model, options)
-    if any(isinstance(end, str) for question in questions for end in question.stop):
-        llm.llm_engine.output_processor.tokenizer = tokenizer
-    examples, cut = sample(llm, questions, options)
+    from inference.offline import OfflineEngine  # takes seconds to import
+
+    engine = OfflineEngine(model, options.seed, options.max_model_len, options.gpu_memory_utilization)
+    examples, cut = sample(engine, questions, options)
     if not examples:
         raise Refusal(
             f"--max-tokens {options.max_tokens}, at which all {cut} answers were cut",
@@ -74,13 +82,8 @@ def main(words: Sequence[str]) -> int:
     return EXIT_OK
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Refusal(message, " ".join(self.format_usage().split()[1:]), f"{self.prog} --help").error()
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="trireme distill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="trireme distill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="directory, commit of a run, or name on the hub")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL of questions")
     parser.add_argument(
@@ -146,69 +149,15 @@ def _of_text(prompt: str, teacher: str, tokenizer: Any) -> Question:
     return Question(asked, plain, (tokenizer.eos_token_id,))
 
 
-def start(model: str, options: argparse.Namespace) -> LLM:
-    """vLLM with the model, in this process where it computes on CPUs."""
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    from vllm.platforms import current_platform
-
-    on_cpu = current_platform.is_cpu()
-    if on_cpu:
-        from inference.engine import CPU_ENVIRONMENT
-
-        os.environ.update(CPU_ENVIRONMENT)
-    from vllm import LLM
-
-    # As a replica's: see inference.engine.
-    device = {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "enable_chunked_prefill": False, "enforce_eager": True}
-    return LLM(
-        model=model,
-        dtype="float32" if on_cpu else "bfloat16",
-        max_model_len=options.max_model_len,
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        seed=options.seed,
-        **(device if on_cpu else {"gpu_memory_utilization": options.gpu_memory_utilization}),
-    )
-
-
 def sample(
-    llm: LLM, questions: Sequence[Question], options: argparse.Namespace
+    engine: OfflineEngine, questions: Sequence[Question], options: argparse.Namespace
 ) -> tuple[list[dict[str, list[int]]], int]:
-    """`samples` answers to each question, as examples of the student; and how many were cut, and left out."""
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
+    """Returns `samples` answers to each question, as examples of the student, and how many were cut and left out."""
     asked = [question for question in questions for _ in range(options.samples)]
     params = [
-        SamplingParams(
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            seed=options.seed + number,
-            stop_token_ids=[end for end in question.stop if not isinstance(end, str)],
-            stop=(strings := [end for end in question.stop if isinstance(end, str)]),
-            include_stop_str_in_output=True,
-            detokenize=bool(strings),
-            skip_special_tokens=False,
-        )
+        SamplingParams(options.max_tokens, options.temperature, stop=question.stop, seed=options.seed + number)
         for number, question in enumerate(asked)
     ]
-    prompts = [TokensPrompt(prompt_token_ids=list(question.teacher)) for question in asked]
-    outputs = llm.generate(prompts, params)
-    examples, cut = [], 0
-    for question, output in zip(asked, outputs, strict=True):
-        answer = output.outputs[0]
-        if answer.finish_reason == "length":
-            cut += 1
-            continue
-        examples.append(example(question, list(answer.token_ids)))
-    return examples, cut
-
-
-def example(question: Question, answer: Sequence[int]) -> dict[str, list[int]]:
-    """A line of the file: the student's prompt and the answer, which alone counts."""
-    closed = question.closed(answer)
-    return {
-        "tokens": [*question.student, *closed],
-        "weights": [0] * len(question.student) + [1] * len(closed),
-    }
+    answers = engine.answers([question.teacher for question in asked], params)
+    examples = [q.example(answer) for q, answer in zip(asked, answers, strict=True) if answer is not None]
+    return examples, len(asked) - len(examples)

@@ -21,14 +21,9 @@ from trireme.plan.rl import RL_ROOMS
 from trireme.train.kl_reference import resolve_reference
 
 
-def rl() -> None:
-    """Entry point: `rl @ config.toml --key value`."""
-    sys.exit(main(sys.argv[1:]))
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command and returns its exit code (`trireme.core.errors`)."""
-    return run_command(_rl, argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command `rl @ config.toml --key value` and returns its exit code (`trireme.core.errors`)."""
+    return run_command(_rl, sys.argv[1:] if argv is None else argv)
 
 
 def _rl(argv: list[str], console: Console) -> None:
@@ -69,4 +64,4 @@ def _next_steps(config: Config, root: Path, seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    rl()
+    sys.exit(main())

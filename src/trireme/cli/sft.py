@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -14,22 +13,16 @@ from trireme.cli.common import next_steps, run_command, show
 from trireme.config.checks import check
 from trireme.config.load import load_as
 from trireme.config.model_facts import ModelFacts
-from trireme.config.resume_compat import common_parts
 from trireme.config.sft import SftConfig
 from trireme.launch.common import prepare_cluster
 from trireme.plan.base import Resources
 from trireme.plan.sft import sft_plan
-from trireme.sft.data import SftData, load_data, with_absolute_files, with_steps
+from trireme.sft.data import load_data, with_absolute_files, with_steps
 
 
-def sft() -> None:
-    """Entry point: `sft @ config.toml --key value`."""
-    sys.exit(main(sys.argv[1:]))
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command and returns its exit code (`trireme.core.errors`)."""
-    return run_command(_sft, argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command `sft @ config.toml --key value` and returns its exit code (`trireme.core.errors`)."""
+    return run_command(_sft, sys.argv[1:] if argv is None else argv)
 
 
 def _sft(argv: list[str], console: Console) -> None:
@@ -51,16 +44,10 @@ def _sft(argv: list[str], console: Console) -> None:
     from trireme.launch.run import launch  # imports Ray, which reads the environment that was just prepared
     from trireme.launch.sft import SftRun
 
-    training = SftRun(config, facts, plan, fixed_parts(config, facts, data), data)
+    training = SftRun(config, facts, plan, data)
     started = time.monotonic()
     if root := launch(training, console):
         console.print(_next_steps(training.config, root, time.monotonic() - started))
-
-
-def fixed_parts(config: SftConfig, facts: ModelFacts, data: SftData) -> dict[str, Any]:
-    """What a resume must find unchanged: the model, its tokenizer, the loss, the examples and their order."""
-    loss = {"trainer.loss_normalization": config.trainer.loss_normalization}
-    return {**common_parts(config, facts), "loss": loss, "data": data.fixed()}
 
 
 def _next_steps(config: SftConfig, root: Path, seconds: float) -> str:
@@ -78,4 +65,4 @@ def _next_steps(config: SftConfig, root: Path, seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sft()
+    sys.exit(main())

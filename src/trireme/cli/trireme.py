@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.filesize import decimal
 
+from trireme.cli.common import Parser, run_command
+from trireme.cli.distill import main as distill
 from trireme.config.refusals import Refusal
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_OK, TriremeError
 from trireme.core.extras import require
@@ -38,13 +39,15 @@ PIPE_WIDTH = 200
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command (of `sys.argv` when none is given) and returns its exit code (`trireme.core.errors`)."""
     given = sys.argv[1:] if argv is None else list(argv)
-    if given[:1] == ["eval"]:
-        return _evaluate(given[1:])
+    if given[:1] == ["eval"]:  # the only command here that starts rooms
+        from trireme.cli.eval import evaluate
+
+        return run_command(evaluate, given[1:])
     try:
         if given[:1] == ["sweep"]:
             return sweep(given[1:])  # takes all keys of `rl` or `sft`
         if given[:1] == ["distill"]:
-            return _distill(given[1:])
+            return distill(given[1:])
         options = _parser().parse_args(given)
         options.command(options)
     except TriremeError as error:
@@ -55,29 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _distill(given: list[str]) -> int:
-    from trireme.cli.distill import main as distill  # vLLM's environment is set before it is imported
-
-    return distill(given)
-
-
-def _evaluate(given: list[str]) -> int:
-    from trireme.cli.common import run_command  # the only command here that starts rooms, and takes all keys of `rl`
-    from trireme.cli.eval import evaluate
-
-    return run_command(evaluate, given)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Refuses as every command of this project does."""
-
-    def error(self, message: str) -> NoReturn:
-        usage = " ".join(self.format_usage().removeprefix("usage:").split())
-        raise Refusal(message, usage, f"{self.prog} --help").error()
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="trireme", description="Looks at runs, and takes models out of them.")
+    parser = Parser(prog="trireme", description="Looks at runs, and takes models out of them.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     looking = commands.add_parser("inspect", help="commits and lineages of a run, what they hold, whether they verify")

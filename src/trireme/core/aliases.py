@@ -47,9 +47,3 @@ class AliasFinder(MetaPathFinder, Loader):
         new = ALIASES[name]
         warnings.warn(f"{name} is now {new}; the old path goes with the next release", DeprecationWarning, stacklevel=2)
         sys.modules[name] = import_module(new)
-
-
-def install() -> None:
-    """Makes the old paths importable. Safe to call more than once."""
-    if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
-        sys.meta_path.append(AliasFinder())

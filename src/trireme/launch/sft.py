@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.handle import TrainerHandle
 from trireme.config.model_facts import ModelFacts
+from trireme.config.resume_compat import common_parts
 from trireme.config.sft import SftConfig
 from trireme.launch.run import Core, TrainingRun
 from trireme.plan.base import Plan
@@ -25,10 +26,9 @@ class SftRun(TrainingRun):
     core = "the trainer"
     config: SftConfig
 
-    def __init__(
-        self, config: SftConfig, facts: ModelFacts, plan: Plan, fixed: Mapping[str, Any], data: SftData
-    ) -> None:
-        super().__init__(config, facts, plan, fixed)
+    def __init__(self, config: SftConfig, facts: ModelFacts, plan: Plan, data: SftData) -> None:
+        loss = {"trainer.loss_normalization": config.trainer.loss_normalization}
+        super().__init__(config, facts, plan, {**common_parts(config, facts), "loss": loss, "data": data.fixed()})
         self._data = data
 
     def enter(self, run: RunDir) -> None:

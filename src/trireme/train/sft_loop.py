@@ -25,14 +25,17 @@ def train(config: SftConfig, trainer: Trainer, data: SftData, attempt: Attempt, 
     between steps, with the boundary there to be committed.
     """
     attempt.commits.at_boundary(attempt.start, trainer.publish_weights(attempt.start))
+    every, last = config.eval.every, config.max_steps - 1
     for step in attempt.steps():
         attempt.commits.leave_boundary()
         record = StepRecord(step, config.trainer.loss_normalization)
         with record.clock("step", step=step):
-            evaluation = evaluate(trainer, data.test, step, record.clock) if is_due(config, step) else {}
+            evaluation = {}
+            if every and step % every == 0 and step != last:  # the row of the last step has its result instead
+                evaluation = evaluate(trainer, data.test, step, record.clock)
             chosen = data.cursor.take(config.data.batch_size)
             trained = train_step(trainer, data.train, chosen, attempt, record)
-            if step + 1 == config.max_steps and config.eval.every:
+            if every and step == last:
                 evaluation = evaluate(trainer, data.test, step + 1, record.clock)
             with record.clock("checkpoint_stall"):
                 attempt.commits.at_boundary(step + 1)
@@ -75,12 +78,6 @@ def train_step(
 def weight_of(batch: TokenBatch) -> float:
     """Returns the sum of a batch's weights."""
     return float(batch.columns["weights"].sum(dtype=np.float64))
-
-
-def is_due(config: SftConfig, step: int) -> bool:
-    """Says if the weights that `step` begins with are evaluated. The row of the last step has those that it makes."""
-    every = config.eval.every
-    return every > 0 and step % every == 0 and step + 1 < config.max_steps
 
 
 def evaluate(trainer: Trainer, held_out: Examples | None, version: int, clock: Clock) -> dict[str, float]:

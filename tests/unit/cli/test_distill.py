@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trireme.cli.distill import Question, example, main, questions_of, sample
+from trireme.cli.distill import Question, main, questions_of, sample
 from trireme.core.errors import BadInput
 from trireme.core.tokenizer import load_tokenizer
 
@@ -65,7 +65,7 @@ def test_what_is_no_question_is_named_by_its_line(line: Any, said: str, tmp_path
 
 
 def test_an_answer_is_the_students_question_and_the_sampled_tokens() -> None:
-    made = example(Question(teacher=[1, 2, 3, 4], student=[3, 4], stop=(9,)), [7, 8, 9])
+    made = Question(teacher=[1, 2, 3, 4], student=[3, 4], stop=(9,)).example([7, 8, 9])
     assert made == {"tokens": [3, 4, 7, 8, 9], "weights": [0, 0, 1, 1, 1]}
 
 
@@ -74,7 +74,7 @@ def test_a_teacher_that_goes_on_for_the_user_is_stopped_and_the_student_learns_t
 ) -> None:
     (question,) = asked(tmp_path, tokenizer, {"messages": [{"role": "user", "content": "312"}]})
     assert question.stop == (1, "\n\nUser:", "\n\nSystem:", "\n\nTool:")
-    made = example(question, tokenizer.encode(" 123\n\nUser:"))
+    made = question.example(tokenizer.encode(" 123\n\nUser:"))
     assert tokenizer.decode(made["tokens"]) == "User: 312\n\nAssistant: 123<eos>"
     assert sum(made["weights"]) == len(" 123") + 1
 
@@ -82,19 +82,20 @@ def test_a_teacher_that_goes_on_for_the_user_is_stopped_and_the_student_learns_t
 def test_answers_that_were_cut_are_left_out_and_each_sample_has_a_seed_of_its_own() -> None:
     seen: list[Any] = []
 
-    def generate(prompts: list[Any], params: list[Any]) -> list[Any]:
+    def answers(prompts: list[Any], params: list[Any]) -> list[list[int] | None]:
+        assert prompts == [[1, 2], [1, 2], [1, 3], [1, 3]]
         seen.extend(params)
-        reasons = ["stop", "length", "stop", "stop"]
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(5,), finish_reason=r)]) for r in reasons]
+        return [[5], None, [5], [5]]
 
     options = argparse.Namespace(samples=2, max_tokens=3, temperature=0.5, seed=10)
     questions = [Question([1, 2], [2], (9,)), Question([1, 3], [3], (9, "ab"))]
-    llm: Any = SimpleNamespace(generate=generate)
-    examples, cut = sample(llm, questions, options)
+    engine: Any = SimpleNamespace(answers=answers)
+    examples, cut = sample(engine, questions, options)
     assert cut == 1
     assert [each["tokens"] for each in examples] == [[2, 5], [3, 5], [3, 5]]
     assert [params.seed for params in seen] == [10, 11, 12, 13]
-    assert [(params.stop_token_ids, params.stop) for params in seen[1:3]] == [([9], []), ([9], ["ab"])]
+    assert {(params.max_tokens, params.temperature) for params in seen} == {(3, 0.5)}
+    assert [(params.stop_token_ids, params.stop_strings) for params in seen[1:3]] == [((9,), ()), ((9,), ("ab",))]
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -6,17 +6,19 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 from model_support import FACTS
 
-from trireme.cli.sft import fixed_parts, main
+from trireme.cli.sft import main
 from trireme.config.checks import check
 from trireme.config.load import load_as
 from trireme.config.sft import SftConfig
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+from trireme.launch.sft import SftRun
 from trireme.plan.base import Resources
 from trireme.plan.sft import sft_plan
 from trireme.run.rundir import command_of, resume_command
@@ -122,14 +124,13 @@ def test_the_command_that_goes_on_is_that_of_the_run(tmp_path: Path) -> None:
 
 
 def test_what_may_change_between_commit_and_resume(flags: list[str]) -> None:
-    def fixed(*more: str, seed: int = 0) -> dict[str, object]:
+    def fixed(*more: str, seed: int = 0) -> Mapping[str, object]:
         config = load_as(SftConfig, [*flags, *more], {}).config
         facts = FACTS.__class__.of(config, required=True)
         assert facts is not None
-        import numpy as np
-
         examples = Examples.of([Example(np.arange(3, dtype=np.int32), np.ones(3, np.float32), "f:1")])
-        return fixed_parts(config, facts, SftData(examples, None, ExampleCursor(1, seed, True)))
+        data = SftData(examples, None, ExampleCursor(1, seed, True))
+        return SftRun(config, facts, sft_plan(config, facts, TWO_GPUS, data), data).fixed
 
     may = (
         ["--trainer.shards", "3"],

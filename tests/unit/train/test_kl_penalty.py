@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trireme.core.types import Datum, ForwardBackwardOutput, Minibatch, ModelInput, Provenance, TokenBatch
-from trireme.train.kl_penalty import KlPenalty, discounted_future_sum, divergence, mean_divergence, penalized
+from trireme.train.kl_penalty import KlPenalty, discounted_future_sum
 
 VECTORS = json.loads((Path(__file__).parents[2] / "oracles" / "vectors.json").read_text())
 ORACLE = VECTORS["kl_penalty"]
@@ -27,19 +27,50 @@ def of_the_vectors():
     return batch, np.full(len(batch.tokens), ORACLE["reference_logprob_everywhere"], np.float32)
 
 
+class Trainer:
+    """A reference that gives every token the same log-probability, or those that it is made with; remembers the order
+    of the calls."""
+
+    def __init__(self, log=None, logprobs=None):
+        self.log = [] if log is None else log
+        self.logprobs = logprobs
+
+    def forward(self, data, which="policy"):
+        self.log.append(which)
+        logprobs = np.full(len(data.tokens), -1.0, np.float32) if self.logprobs is None else self.logprobs
+        return ForwardBackwardOutput(logprobs, data.offsets, {})
+
+    def update_reference(self):
+        self.log.append("becomes the policy")
+
+
+def minibatch(batch, last=True):
+    provenance = Provenance(0, np.zeros(len(batch), np.int32), ())
+    return Minibatch(batch, provenance, ("p",) * len(batch), last, 1, 5)
+
+
+def minibatches(batch, log):
+    for last in (False, True):
+        log.append("sampled")
+        yield minibatch(batch, last)
+
+
+def penalized(batch, reference, coef, discount):
+    """The advantages of a batch with the penalty, and dbar."""
+    penalty = KlPenalty(Trainer(logprobs=reference), coef, discount)
+    (result,) = penalty(iter([minibatch(batch)]))
+    return result.batch.columns["advantages"], penalty.take()["kl_policy_base"]
+
+
 def test_advantages_of_the_vectors():
-    batch, reference = of_the_vectors()
-    d = divergence(batch, reference)
-    mean = mean_divergence([batch], [d])
+    advantages, mean = penalized(*of_the_vectors(), ORACLE["coef"], 0.0)
     assert mean == pytest.approx(ORACLE["kl_policy_base"])
-    result = penalized(batch, d, mean, ORACLE["coef"], 0.0).columns["advantages"]
-    assert result == pytest.approx(np.concatenate(ORACLE["advantages_discount_0"]), abs=1e-6)
+    assert advantages == pytest.approx(np.concatenate(ORACLE["advantages_discount_0"]), abs=1e-6)
 
 
 def test_a_discounted_penalty_is_masked_again():
-    batch, reference = of_the_vectors()
-    d = divergence(batch, reference)
-    result = penalized(batch, d, 0.58, 0.1, 0.5).columns["advantages"]
+    result, mean = penalized(*of_the_vectors(), 0.1, 0.5)
+    assert mean == pytest.approx(0.58)
     assert result[[0, 3, 5]].tolist() == [0, 0, 0], "observed tokens"
     # positions 1, 2, 4 of the first datum: c(t) = 0.1 (0.58 - d); the future within the datum, position 3 adds nothing
     c1, c2, c4 = 0.008, 0.018, 0.028
@@ -62,27 +93,6 @@ def test_sums_never_cross_datums(parts, discount):
         for i in reversed(range(len(part))):
             total = part[i] + discount * total
             assert sums[start + i] == pytest.approx(total, abs=1e-4)
-
-
-class Trainer:
-    """A reference that gives every token the same log-probability; remembers what it was asked in which order."""
-
-    def __init__(self, log):
-        self.log = log
-
-    def forward(self, data, which="policy"):
-        self.log.append(which)
-        return ForwardBackwardOutput(np.full(len(data.tokens), -1.0, np.float32), data.offsets, {})
-
-    def update_reference(self):
-        self.log.append("becomes the policy")
-
-
-def minibatches(batch, log):
-    for last in (False, True):
-        log.append("sampled")
-        provenance = Provenance(0, np.zeros(len(batch), np.int32), ())
-        yield Minibatch(batch, provenance, ("p",) * len(batch), last, 1, 5)
 
 
 def test_references_look_at_each_part_as_it_comes_and_one_mean_holds_for_all():
@@ -122,6 +132,6 @@ def test_without_a_coefficient_nothing_waits_and_nothing_changes():
 
 def test_a_policy_is_at_no_distance_from_itself():
     batch, _ = of_the_vectors()
-    d = divergence(batch, batch.columns["logprobs"])
-    assert not d.any()
-    assert mean_divergence([batch], [d]) == 0
+    advantages, mean = penalized(batch, batch.columns["logprobs"], 0.1, 0.5)
+    assert advantages.tolist() == batch.columns["advantages"].tolist()
+    assert mean == 0

@@ -1,0 +1,43 @@
+"""Answers of a model to a list of prompts, by vLLM in this process. No weights travel; the model stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inference.engine import give_tokenizer, import_engine, vllm_params
+from trireme.core.types import SampleRequest, SamplingParams
+
+CPU_KV_CACHE_BYTES = 2**30
+
+
+class OfflineEngine:
+    """vLLM with `model`, a directory or a name on the hub. Prompts and answers are token ids."""
+
+    def __init__(self, model: str, seed: int, max_model_len: int | None, gpu_memory_utilization: float) -> None:
+        on_cpu = import_engine()
+        from vllm import LLM
+
+        # As for a replica: see inference.engine.
+        cpu = {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "enable_chunked_prefill": False, "enforce_eager": True}
+        self._model = model
+        self._llm = LLM(
+            model=model,
+            dtype="float32" if on_cpu else "bfloat16",
+            max_model_len=max_model_len,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            seed=seed,
+            **(cpu if on_cpu else {"gpu_memory_utilization": gpu_memory_utilization}),
+        )
+
+    def answers(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[list[int] | None]:
+        """Returns the tokens of one answer to each prompt; None for one that was cut at `max_tokens`."""
+        from vllm.inputs import TokensPrompt
+
+        if any(each.stop_strings for each in params):
+            give_tokenizer(self._llm.llm_engine, self._model)
+        requests = [SampleRequest("", tuple(p), each, "") for p, each in zip(prompts, params, strict=True)]
+        asked = [TokensPrompt(prompt_token_ids=list(request.prompt)) for request in requests]
+        outputs = self._llm.generate(asked, [vllm_params(request, []) for request in requests])
+        ends = [output.outputs[0] for output in outputs]
+        return [None if end.finish_reason == "length" else list(end.token_ids) for end in ends]
