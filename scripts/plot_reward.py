@@ -1,4 +1,4 @@
-"""Draws the reward of one or more runs over their steps, as an SVG file that needs nothing else.
+"""Draws the reward of one or more runs over their steps, as an SVG file. Needs the extra `plot`.
 
     python scripts/plot_reward.py outputs/my-run/metrics.jsonl [more/metrics.jsonl ...] [--output reward.svg]
 
@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trireme.tools.plot import draw, read_curve
+from trireme.core.errors import BadInput
+from trireme.tools.plot import draw_runs, read_curve
 
 
 def main(argv: Sequence[str]) -> None:
@@ -29,9 +30,9 @@ def main(argv: Sequence[str]) -> None:
     output = args.output or args.metrics[0].parent / "reward.svg"
     title = args.title or f"{args.key} per step, and its mean over {args.window} steps"
     try:
-        curves = [read_curve(path, args.key) for path in args.metrics]
-        output.write_text(draw(curves, title=title, label=args.key, window=args.window), encoding="utf-8")
-    except (OSError, ValueError) as error:
+        curves = {path.absolute().parent.name: read_curve(path, args.key) for path in args.metrics}
+        output.write_bytes(draw_runs(curves, title=title, label=args.key, window=args.window))
+    except (BadInput, OSError, ValueError) as error:
         parser.error(str(error))
     print(f"wrote {output}")
 

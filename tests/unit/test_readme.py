@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trireme.config.load import load
-from trireme.tools.sweep.request import read_request, runs_of
+from trireme.tools.sweep import read_request
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -28,7 +28,7 @@ def test_a_run_is_understood(arguments: list[str], monkeypatch: pytest.MonkeyPat
 def test_the_sweep_is_understood() -> None:
     (words,) = [command[4:] for command in COMMANDS if command[2:4] == ["trireme", "sweep"]]
     kind, *rest = words
-    assert len(runs_of(read_request(kind, rest).knobs)) == 2
+    assert len(read_request(kind, rest).runs()) == 2
 
 
 def test_there_are_such_commands_and_scripts_exist() -> None:

@@ -24,7 +24,7 @@ from trireme.tools.export import DTYPES, export
 from trireme.tools.inspection import inspect, render, to_json
 from trireme.tools.report import page
 from trireme.tools.scale import scale
-from trireme.tools.sweep.running import main as sweep
+from trireme.tools.sweep import main as sweep
 from trireme.tools.timeline import Timeline, files_of, join_files, timeline, traces
 from trireme.tools.watch.following import Follower, tokenizer_of
 from trireme.tools.watch.plain import follow

@@ -1,205 +1,160 @@
-"""Curves of metrics as SVG that needs nothing else: over the steps of runs, or against a knob.
+"""Draws metrics as SVG with matplotlib: over the steps of runs, or against a knob.
 
-The background is transparent and the colours suit light and dark pages.
+The background is transparent, and the colours suit light and dark pages. The same data give the same file.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
-from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 720, 340
-LEFT, RIGHT, TOP, BOTTOM = 56, 16, 44, 48
+from trireme.core.extras import require
+
 COLORS = ("#2f81f7", "#d97706", "#2da44e", "#bf3989", "#8250df", "#cf222e")
-MAX_TICKS = 7
-MARGIN = 30
-"""Between the frame and the first and last value of a knob."""
+GREY = "#7d8590"
+AVERAGED = "seed"
+"""Runs that differ only in this key are one point against a knob."""
 LOG_FROM = 8
-"""From this ratio of the largest to the smallest on, a knob is drawn by its logarithm."""
-STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #57606a; }
-.title { font-size: 15px; font-weight: 600; }
-.grid { stroke: #8c959f; stroke-opacity: 0.3; }
-.step { fill: none; stroke-width: 1; stroke-opacity: 0.4; }
-.mean { fill: none; stroke-width: 2.5; stroke-linejoin: round; }
-@media (prefers-color-scheme: dark) { text { fill: #9da7b3; } }
-"""
+"""A knob is drawn by its logarithm from this ratio of the largest to the smallest value on."""
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "trireme",
+    "font.family": "sans-serif",
+    "text.color": GREY,
+    "axes.labelcolor": GREY,
+    "axes.edgecolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "axes.grid": True,
+    "grid.color": GREY,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One run: `steps` and the value at each, both of the same length, at least one."""
-
-    name: str
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Maps `low` to `high` linearly onto pixels `start` to `end`."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
-
-    def ticks(self) -> list[float]:
-        """At most `MAX_TICKS` round values within the axis, at steps of 1, 2 or 5 times a power of ten."""
-        rough = (self.high - self.low) / (MAX_TICKS - 1)
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [i * step for i in range(first, last + 1)]
+Curve = tuple[Sequence[int], Sequence[float]]
+"""Steps, and the value at each."""
 
 
 def read_curve(path: Path, key: str) -> Curve:
-    """The column `key` of a metrics file; rows without it are passed over. Raises ValueError where no row has it."""
+    """Returns the column `key` of a metrics file; rows without it are skipped.
+
+    Raises ValueError where no row has it.
+    """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    points = [(row["step"], row[key]) for row in rows if key in row]
-    if not points:
+    found = [row for row in rows if key in row]
+    if not found:
         raise ValueError(f"{path}: none of its {len(rows)} rows has {key!r}")
-    steps, values = zip(*points, strict=True)
-    return Curve(path.absolute().parent.name, steps, values)
+    return [row["step"] for row in found], [row[key] for row in found]
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and the up to `window - 1` before it.
+    """Returns the mean of each value and the up to `window - 1` before it.
 
     >>> moving_mean([1.0, 2.0, 6.0], 2)
     [1.0, 1.5, 4.0]
     """
-    parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-    return [sum(part) / len(part) for part in parts]
+    return [mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
-def axes(curves: Sequence[Curve]) -> tuple[Axis, Axis]:
-    """Steps from 0; values from 0 to 1, or as far as they go beyond."""
-    last_step = max(max(curve.steps) for curve in curves)
-    low = min(0.0, *(min(curve.values) for curve in curves))
-    high = max(1.0, *(max(curve.values) for curve in curves))
-    return Axis(0, max(last_step, 1), LEFT, WIDTH - RIGHT), value_axis(low, high)
+def draw_runs(curves: Mapping[str, Curve], *, title: str, label: str, window: int) -> bytes:
+    """Draws runs over their steps: each step thin, the mean of `window` steps thick. The axis of values holds 0 and 1.
 
-
-def value_axis(low: float, high: float) -> Axis:
-    return Axis(low, high, HEIGHT - BOTTOM, TOP)
-
-
-def polyline(kind: str, color: str, x: Axis, y: Axis, steps: Sequence[int], values: Sequence[float]) -> str:
-    points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in zip(steps, values, strict=True))
-    return f'<polyline class="{kind}" stroke="{color}" points="{points}"/>'
-
-
-def frame(ticks: Sequence[tuple[float, str]], y: Axis, x_label: str, y_label: str) -> list[str]:
-    """Grid, tick labels and the names of the axes. `ticks` of the horizontal one are pixels and texts."""
-    parts = []
-    for tick in y.ticks():
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
-    for place, text in ticks:
-        parts.append(f'<text x="{place:.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{escape(text)}</text>')
-    parts.append(
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
-    )
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    turned = f'transform="rotate(-90 14 {middle})"'
-    parts.append(f'<text x="14" y="{middle}" text-anchor="middle" {turned}>{escape(y_label)}</text>')
-    return parts
-
-
-def legend(names: Sequence[str]) -> list[str]:
-    """Names of the lines, from the bottom right upwards."""
-    parts = []
-    for place, (name, color) in enumerate(zip(reversed(names), reversed(COLORS[: len(names)]), strict=True)):
-        y = HEIGHT - BOTTOM - 14 - 18 * place
-        parts.append(f'<text x="{WIDTH - RIGHT - 34}" y="{y + 4}" text-anchor="end">{escape(name)}</text>')
-        ends = f'x1="{WIDTH - RIGHT - 28}" x2="{WIDTH - RIGHT - 4}" y1="{y}" y2="{y}"'
-        parts.append(f'<line class="mean" stroke="{color}" {ends}/>')
-    return parts
-
-
-def document(title: str, parts: Sequence[str]) -> str:
-    """The SVG document of what is drawn."""
-    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
-    head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>',
-        f"<title>{escape(title)}</title>",
-        f"<style>{STYLE}</style>",
-        f'<text class="title" x="{LEFT}" y="24">{escape(title)}</text>',
-    ]
-    return "\n".join([*head, *parts, "</svg>", ""])
-
-
-def draw(curves: Sequence[Curve], *, title: str, label: str, window: int) -> str:
-    """Runs over their steps. Raises ValueError for more runs than there are colours."""
+    `curves` are named by their run. Raises ValueError for more runs than there are colours.
+    """
     if len(curves) > len(COLORS):
         raise ValueError(f"{len(curves)} runs; at most {len(COLORS)} can be told apart in one plot")
-    x, y = axes(curves)
-    parts = frame([(x(tick), f"{tick:.6g}") for tick in x.ticks()], y, "step", label)
-    for curve, color in zip(curves, COLORS, strict=False):
-        parts.append(polyline("step", color, x, y, curve.steps, curve.values))
-        parts.append(polyline("mean", color, x, y, curve.steps, moving_mean(curve.values, window)))
-    return document(title, [*parts, *(legend([curve.name for curve in curves]) if len(curves) > 1 else [])])
+    figure, axes = _axes(title, "step", label)
+    for color, (name, (steps, values)) in zip(COLORS, curves.items(), strict=False):
+        axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.4)
+        axes.plot(steps, moving_mean(values, window), color=color, linewidth=2, label=name)
+    shown = [value for _, values in curves.values() for value in values]
+    axes.set_xlim(left=0)
+    axes.set_ylim(min(0.0, *shown), max(1.0, *shown))
+    return _svg(figure, axes, curves)
 
 
-@dataclass(frozen=True)
-class Line:
-    """A metric against a knob: `values` {value of the knob: what each run with it came to}, at least one of each."""
+def draw_knob(points: Sequence[tuple[Mapping[str, Any], float]], *, knob: str, metric: str) -> bytes:
+    """Draws a metric against a knob: a line through the means of `lines_of`, a dot for each run.
 
-    name: str
-    values: Mapping[Any, Sequence[float]]
+    `points`: the values of each run's keys, and its metric.
+    """
+    lines = lines_of(points, knob)
+    figure, axes = _axes(f"{metric} by {knob}", knob, metric)
+    known = sorted_values({value for line in lines.values() for value in line})
+    at, logarithmic = places(known)
+    if logarithmic:
+        axes.set_xscale("log")
+        axes.minorticks_off()
+    axes.set_xticks([at[value] for value in known], [knob_text(value) for value in known])
+    for color, (name, line) in zip(COLORS, lines.items(), strict=False):
+        values = [value for value in known if value in line]
+        axes.plot([at[v] for v in values], [mean(line[v]) for v in values], color=color, linewidth=2, label=name)
+        dots = [(at[value], run) for value in values for run in line[value]]
+        axes.plot(*zip(*dots, strict=True), "o", color=color, markersize=5)
+    return _svg(figure, axes, lines)
 
 
-def places(values: Sequence[Any]) -> dict[Any, float]:
-    """Where the values of a knob stand on the horizontal axis, in pixels: numbers by their size, or by its logarithm
-    where they span a decade or so; anything else side by side."""
-    left, right = LEFT + MARGIN, WIDTH - RIGHT - MARGIN
+def lines_of(points: Sequence[tuple[Mapping[str, Any], float]], knob: str) -> dict[str, dict[Any, list[float]]]:
+    """Returns the metrics of runs by the value of the knob, in a line for each combination of the other keys but the
+    seed; in one line where these are more than there are colours."""
+    names = [
+        ", ".join(
+            f"{key.rpartition('.')[2]} = {knob_text(values[key])}" for key in values if key not in (knob, AVERAGED)
+        )
+        for values, _ in points
+    ]
+    if len(set(names)) > len(COLORS):
+        names = [""] * len(points)
+    lines: dict[str, dict[Any, list[float]]] = {}
+    for name, (values, metric) in zip(names, points, strict=True):
+        lines.setdefault(name, {}).setdefault(values[knob], []).append(metric)
+    return lines
+
+
+def places(values: Sequence[Any]) -> tuple[dict[Any, float], bool]:
+    """Returns where the values of a knob stand on the horizontal axis, and True if that is logarithmic: numbers by
+    their size, anything else side by side."""
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(numbers) < len(values) or len(set(numbers)) < 2:
-        between = (right - left) / (len(values) + 1)
-        return {value: left + (n + 1) * between for n, value in enumerate(values)}
-    apart = min(numbers) > 0 and max(numbers) / min(numbers) >= LOG_FROM
-    sizes = {value: math.log(value) if apart else float(value) for value in numbers}
-    axis = Axis(min(sizes.values()), max(sizes.values()), left, right)
-    return {value: axis(size) for value, size in sizes.items()}
-
-
-def draw_knob(lines: Sequence[Line], *, title: str, knob: str, metric: str) -> str:
-    """Lines through the means, a dot for each run. Raises ValueError for more lines than there are colours."""
-    if len(lines) > len(COLORS):
-        raise ValueError(f"{len(lines)} lines; at most {len(COLORS)} can be told apart in one plot")
-    at = places(sorted_values({value for line in lines for value in line.values}))
-    found = [value for line in lines for values in line.values.values() for value in values]
-    low, high = min(found), max(found)
-    room = (high - low) * 0.08 or max(abs(high) * 0.1, 1e-9)
-    y = value_axis(low - room, high + room)
-    parts = frame([(place, knob_text(value)) for value, place in at.items()], y, knob, metric)
-    for line, color in zip(lines, COLORS, strict=False):
-        known = [value for value in at if value in line.values]
-        means = [sum(line.values[value]) / len(line.values[value]) for value in known]
-        points = " ".join(f"{at[value]:.1f},{y(mean):.1f}" for value, mean in zip(known, means, strict=True))
-        parts.append(f'<polyline class="mean" stroke="{color}" points="{points}"/>')
-        parts += [
-            f'<circle cx="{at[value]:.1f}" cy="{y(run):.1f}" r="4" fill="{color}"/>'
-            for value in known
-            for run in line.values[value]
-        ]
-    return document(title, [*parts, *(legend([line.name for line in lines]) if len(lines) > 1 else [])])
+        return {value: float(n) for n, value in enumerate(values)}, False
+    return {value: float(value) for value in numbers}, min(numbers) > 0 and max(numbers) / min(numbers) >= LOG_FROM
 
 
 def sorted_values(values: Iterable[Any]) -> list[Any]:
-    """Numbers by size, before texts and the like by their text."""
+    """Sorts numbers by size, then other values by their text."""
     return sorted(values, key=lambda v: (0, v, "") if isinstance(v, int | float) else (1, 0, knob_text(v)))
 
 
 def knob_text(value: Any) -> str:
-    """A value of a knob as a person writes it."""
+    """Returns a value of a knob as a person writes it."""
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _axes(title: str, horizontal: str, vertical: str) -> tuple[Any, Any]:
+    matplotlib = require("matplotlib", extra="plot", what_for="a plot")
+    figures = require("matplotlib.figure", extra="plot", what_for="a plot")
+    with matplotlib.rc_context(STYLE):
+        figure = figures.Figure(figsize=(7.5, 3.6), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.set_xlabel(horizontal)
+        axes.set_ylabel(vertical)
+    return figure, axes
+
+
+def _svg(figure: Any, axes: Any, names: Mapping[str, Any]) -> bytes:
+    """Returns the figure as an SVG file, with a legend if it has several names."""
+    matplotlib = require("matplotlib", extra="plot", what_for="a plot")
+    file = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        if len(names) > 1:
+            axes.legend(loc="lower right")
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return file.getvalue()

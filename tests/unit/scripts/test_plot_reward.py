@@ -1,7 +1,8 @@
-"""The reward curve: an SVG that parses, in which the points are where the metrics say."""
+"""The reward curve, and a metric against a knob: SVG files that parse, with the curves that the metrics say."""
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -9,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from trireme.tools import plot as drawing
+from trireme.tools.plot import draw_knob, lines_of, moving_mean, places
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "plot_reward.py"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -32,57 +34,70 @@ def write_run(directory: Path, rewards: list[float]) -> Path:
     return path
 
 
-def points(line: ElementTree.Element) -> list[tuple[float, float]]:
-    pairs = [pair.split(",") for pair in line.get("points").split()]
-    return [(float(x), float(y)) for x, y in pairs]
+def curves(svg: ElementTree.Element) -> list[tuple[str, list[tuple[float, float]]]]:
+    """The colour and the points of each line that is drawn over steps, in pixels; y grows downwards."""
+    found = []
+    for group in svg.iter(f"{SVG}g"):
+        if re.fullmatch(r"line2d_\d+", group.get("id", "")) and (path := group.find(f"{SVG}path")) is not None:
+            numbers = re.findall(r"[ML] (\S+) (\S+)", path.get("d"))
+            color = re.search(r"stroke: (#\w+)", path.get("style"))[1]
+            if color in drawing.COLORS:
+                found.append((color, [(float(x), float(y)) for x, y in numbers]))
+    return found
 
 
-def test_the_line_is_where_the_metrics_say(plot, tmp_path):
+def texts(svg: ElementTree.Element) -> set[str]:
+    return {text.text for text in svg.iter(f"{SVG}text")}
+
+
+def test_the_lines_are_where_the_metrics_say(plot, tmp_path):
     metrics = write_run(tmp_path / "run", [0.0, 1.0, 0.5])
     plot.main([str(metrics), "--window", "2"])
     svg = ElementTree.parse(tmp_path / "run" / "reward.svg").getroot()
-    steps, means = map(points, svg.iter(f"{SVG}polyline"))
-    left, right = drawing.LEFT, drawing.WIDTH - drawing.RIGHT
-    bottom, top = drawing.HEIGHT - drawing.BOTTOM, drawing.TOP
-    middle = (bottom + top) / 2
-    assert steps == [(left, bottom), ((left + right) / 2, top), (right, middle)]
-    assert [y for _, y in means] == [bottom, middle, pytest.approx(bottom + 0.75 * (top - bottom))]
+    (_, [(left, bottom), (middle, top), (right, half)]), (_, means) = curves(svg)
+    assert middle == pytest.approx((left + right) / 2, abs=0.1)
+    assert half == pytest.approx((bottom + top) / 2, abs=0.1)
+    assert [y for _, y in means] == pytest.approx([bottom, half, bottom + 0.75 * (top - bottom)], abs=0.1)
 
 
 def test_several_runs_get_a_colour_and_a_name_each(plot, tmp_path):
     runs = [write_run(tmp_path / name, [0.1, 0.2]) for name in ("seed<0>", "seed<1>")]
     plot.main([*map(str, runs), "--output", str(tmp_path / "both.svg"), "--title", "sort & co"])
     svg = ElementTree.parse(tmp_path / "both.svg").getroot()
-    assert len({line.get("stroke") for line in svg.iter(f"{SVG}polyline")}) == 2
-    texts = [text.text for text in svg.iter(f"{SVG}text")]
-    assert {"seed<0>", "seed<1>", "sort & co"} <= set(texts)
+    assert len({color for color, _ in curves(svg)}) == 2
+    assert {"seed<0>", "seed<1>", "sort & co"} <= texts(svg)
 
 
-def test_the_svg_needs_nothing_else_and_suits_dark_pages(plot, tmp_path):
+def test_more_runs_than_colours_are_refused():
+    with pytest.raises(ValueError, match="7 runs; at most 6"):
+        drawing.draw_runs({str(n): ([0], [0.0]) for n in range(7)}, title="t", label="l", window=1)
+
+
+def test_the_svg_loads_nothing_and_suits_dark_pages(plot, tmp_path):
     plot.main([str(write_run(tmp_path / "run", [0.5]))])
     text = (tmp_path / "run" / "reward.svg").read_text()
-    assert "href" not in text
-    assert "url(" not in text
-    assert "prefers-color-scheme: dark" in text
-    assert "<rect" not in text, "a background would not suit both"
+    assert not re.search(r"(href|url)[=(]\"?(?!#|\(?#)", text.replace("xmlns:xlink", "").replace('"#', "#")), "a link"
+    svg = ElementTree.fromstring(text)
+    filled = [re.search(r"fill: (#\w+)", path.get("style") or "") for path in svg.iter(f"{SVG}path")]
+    assert "#ffffff" not in {match[1] for match in filled if match}, "a background would not suit both"
+    assert "#000000" not in text.replace("stroke: #000000; stroke-width: 0.8", ""), "black text would not suit both"
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
-        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
-        (0, 149, [0, 50, 100]),
-        (-1.0, 1.0, [-1.0, -0.5, 0.0, 0.5, 1.0]),
-        (0, 1e6, [0, 2e5, 4e5, 6e5, 8e5, 1e6]),
-    ],
-)
-def test_ticks_are_round_numbers(low, high, ticks):
-    assert drawing.Axis(low, high, 0, 100).ticks() == pytest.approx(ticks)
+def test_the_same_metrics_give_the_same_file(plot, tmp_path):
+    metrics = write_run(tmp_path / "run", [0.0, 1.0, 0.5])
+    files = [tmp_path / name for name in ("one.svg", "other.svg")]
+    for file in files:
+        plot.main([str(metrics), "--output", str(file)])
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_values_beyond_0_to_1_stay_inside_the_frame():
-    _, y = drawing.axes([drawing.Curve("run", (0, 1), (-2.0, 3.0))])
-    assert (y.low, y.high) == (-2.0, 3.0)
+    svg = ElementTree.fromstring(drawing.draw_runs({"run": ([0, 1], [-2.0, 3.0])}, title="t", label="l", window=1))
+    assert {"−2", "3"} <= texts(svg)
+
+
+def test_a_mean_of_a_window_has_fewer_values_at_the_beginning():
+    assert moving_mean([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0]
 
 
 def test_a_file_without_the_column_is_named(plot, tmp_path, capsys):
@@ -92,33 +107,55 @@ def test_a_file_without_the_column_is_named(plot, tmp_path, capsys):
     assert "none of its 1 rows has 'optim/loss'" in capsys.readouterr().err
 
 
-def circles(svg: ElementTree.Element) -> list[tuple[float, float]]:
-    return [(float(dot.get("cx")), float(dot.get("cy"))) for dot in svg.iter(f"{SVG}circle")]
+def test_without_matplotlib_the_command_that_installs_it_is_named(plot, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="2"):
+        plot.main([str(write_run(tmp_path / "run", [0.5]))])
+    assert "uv sync --extra plot" in capsys.readouterr().err
 
 
 def test_a_knob_is_drawn_by_its_logarithm_where_it_spans_a_decade():
-    one, ten, hundred = drawing.places([1e-4, 1e-3, 1e-2]).values()
-    assert ten - one == pytest.approx(hundred - ten)
-    one, two, three = drawing.places([1, 2, 3]).values()
-    assert two - one == pytest.approx(three - two)
+    assert places([1e-4, 1e-3, 1e-2]) == ({1e-4: 1e-4, 1e-3: 1e-3, 1e-2: 1e-2}, True)
+    assert not places([1, 2, 3])[1]
+    assert not places([0, 10])[1]
 
 
 def test_a_knob_without_numbers_has_its_values_side_by_side():
-    assert len(set(drawing.places(["cosine", "linear", None]).values())) == 3
+    assert places(["cosine", "linear", None]) == ({"cosine": 0.0, "linear": 1.0, None: 2.0}, False)
 
 
 def test_a_line_goes_through_the_means_and_each_run_is_a_dot():
-    lines = [drawing.Line("a", {1: [0.0, 1.0], 2: [2.0]}), drawing.Line("b", {1: [1.5]})]
-    svg = ElementTree.fromstring(drawing.draw_knob(lines, title="t", knob="seed", metric="m"))
-    first, second = map(points, svg.iter(f"{SVG}polyline"))
-    dots = circles(svg)
-    assert len(dots) == 4
-    assert first[0][1] == pytest.approx((dots[0][1] + dots[1][1]) / 2, abs=0.1)
-    assert first[1] == dots[2]
-    assert second == [dots[3]]
-    assert {"a", "b", "seed", "m"} <= {text.text for text in svg.iter(f"{SVG}text")}
+    points = [({"rate": rate, "loss": loss, "seed": seed}, value) for rate, loss, seed, value in RUNS]
+    assert lines_of(points, "rate") == {"loss = a": {1: [0.0, 1.0], 2: [2.0]}, "loss = b": {1: [1.5]}}
+    svg = ElementTree.fromstring(draw_knob(points, knob="rate", metric="m"))
+    dots = {
+        use.get("style"): [
+            (float(u.get("x")), float(u.get("y"))) for u in svg.iter(f"{SVG}use") if u.get("style") == use.get("style")
+        ]
+        for use in svg.iter(f"{SVG}use")
+    }
+    of_color = {
+        color: next(found for style, found in dots.items() if f"fill: {color}" in style) for color, _ in curves(svg)
+    }
+    (color, line), *_ = drawn = curves(svg)
+    other, (point,) = next((each, found) for each, found in drawn if each != color)
+    (x, low), (_, high), second = of_color[color]
+    assert line == [
+        (pytest.approx(x, abs=0.1), pytest.approx((low + high) / 2, abs=0.1)),
+        pytest.approx(second, abs=0.1),
+    ]
+    assert of_color[other] == [pytest.approx(point, abs=0.1)]
+    assert {"loss = a", "loss = b", "rate", "m", "m by rate"} <= texts(svg)
+
+
+RUNS = [(1, "a", 0, 0.0), (1, "a", 1, 1.0), (2, "a", 0, 2.0), (1, "b", 0, 1.5)]
+
+
+def test_more_lines_than_colours_are_drawn_as_one():
+    points = [({"rate": rate, "warmup": warmup}, float(warmup)) for rate in (1, 2) for warmup in range(7)]
+    assert lines_of(points, "rate") == {"": {1: [float(n) for n in range(7)], 2: [float(n) for n in range(7)]}}
+    assert len(lines_of(points[:6], "rate")) == 6
 
 
 def test_runs_that_all_came_to_the_same_are_drawn():
-    svg = drawing.draw_knob([drawing.Line("a", {"x": [0.5]})], title="t", knob="k", metric="m")
-    ElementTree.fromstring(svg)
+    ElementTree.fromstring(draw_knob([({"k": "x"}, 0.5)], knob="k", metric="m"))

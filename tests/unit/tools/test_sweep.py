@@ -11,16 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from trireme.core.errors import EXIT_FAILED, EXIT_OK, EXIT_SIGTERM, BadInput
-from trireme.tools.sweep import directory, running
-from trireme.tools.sweep.directory import Sweep
-from trireme.tools.sweep.request import Knob, read_knob, read_request, runs_of
-from trireme.tools.sweep.running import last_error, run_all
-from trireme.tools.sweep.table import Outcome, Result, plot
+from trireme.tools import sweep as sweeps
+from trireme.tools.sweep import Request, Sweep, last_error, read_request, run_all
 
 HERE = Path(__file__).parents[1] / "support"
 BASE = [
@@ -37,9 +33,9 @@ BASE = [
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(directory.MODULES, "rl", "fake_run")
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
-    monkeypatch.setattr(running, "POLL_S", 0.01)
+    monkeypatch.setitem(sweeps.MODULES, "rl", "fake_run")
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    monkeypatch.setattr(sweeps, "POLL_S", 0.01)
 
 
 def words(tmp_path: Path, *more: str) -> list[str]:
@@ -55,6 +51,10 @@ def starts(tmp_path: Path) -> list[str]:
     return (tmp_path / "s" / "starts.txt").read_text().splitlines()
 
 
+def grid(texts: dict[str, tuple[str, ...]]) -> Request:
+    return Request("rl", (), texts, "m", 1, 1, None, None)
+
+
 class TestRequest:
     def test_the_rest_is_that_of_each_run(self) -> None:
         request = read_request("rl", ["@", "f.toml", "--grid", "seed=0,1", "--a.b", "c", "--metric=m", "--jobs", "2"])
@@ -66,7 +66,7 @@ class TestRequest:
         [("k=1e-4,2e-4", ("1e-4", "2e-4")), ('k=[{"a": 1}, "x"]', ('{"a": 1}', "x")), ("k=none", ("none",))],
     )
     def test_values(self, text: str, texts: tuple[str, ...]) -> None:
-        assert read_knob(text) == Knob("k", texts)
+        assert read_request("rl", ["--grid", text, "--metric", "m"]).grid == {"k": texts}
 
     @pytest.mark.parametrize(
         ("given", "said"),
@@ -89,14 +89,13 @@ class TestRequest:
         assert said in str(refused.value)
 
     def test_every_combination_has_a_name_of_its_own(self) -> None:
-        runs = runs_of([Knob("trainer.learning_rate", ("1e-4", "2e-4")), Knob("env.args", ('{"a": 1}', '{"a": 2}'))])
-        assert len({run.name for run in runs}) == 4
-        assert runs[0].name.startswith("learning_rate=1e-4,args=")
-        assert all("/" not in run.name and '"' not in run.name for run in runs)
+        runs = grid({"trainer.learning_rate": ("1e-4", "2e-4"), "env.args": ('{"a": 1}', '{"a": 2}')}).runs()
+        assert len(runs) == 4
+        assert next(iter(runs)).startswith("learning_rate=1e-4,args=")
+        assert all("/" not in name and '"' not in name for name in runs)
 
     def test_keys_that_end_alike_are_written_out(self) -> None:
-        (run,) = runs_of([Knob("run.name", ("a",)), Knob("wandb.name", ("b",))])
-        assert run.name == "run.name=a,wandb.name=b"
+        assert list(grid({"run.name": ("a",), "wandb.name": ("b",)}).runs()) == ["run.name=a,wandb.name=b"]
 
 
 class TestRunning:
@@ -116,7 +115,9 @@ class TestRunning:
         ]
         assert {row["state"] for row in rows} == {"done"}
         assert "| 2 | 1 | 2001 | 2 |" in (sweep.root / "table.md").read_text()
-        assert len(list(ElementTree.parse(sweep.root / "plot.svg").iter("{http://www.w3.org/2000/svg}circle"))) == 4
+        drawn = (sweep.root / "plot.svg").read_text()
+        assert drawn.count("<use ") >= 4, "a dot for each run"
+        assert "reward/total by trainer.learning_rate" in drawn
 
     def test_finished_runs_are_not_repeated(self, tmp_path: Path) -> None:
         swept(tmp_path, "--grid", "seed=0,1")
@@ -125,7 +126,7 @@ class TestRunning:
 
     def test_a_mean_of_the_last_values(self, tmp_path: Path) -> None:
         _, sweep = swept(tmp_path, "--grid", "trainer.learning-rate=1", "--window", "2")
-        assert sweep.outcome(next(iter(sweep.results.values()))).metric == 999.5
+        assert sweep.metric(next(iter(sweep.results))) == 999.5
 
     def test_a_run_that_fails_is_recorded_and_the_others_go_on(self, tmp_path: Path) -> None:
         grid = ("--grid", "trainer.learning-rate=3,1")
@@ -148,8 +149,8 @@ class TestRunning:
         [
             (["--grid", "trainer.learning-rat=1"], "trainer.learning_rate"),
             (["--grid", "trainer.shards=1,two"], "two"),
-            (["--grid", "seed=0", "--resume"], "goes on by itself"),
-            (["--grid", "seed=0", "--clean"], "goes on by itself"),
+            (["--grid", "seed=0", "--resume"], "it continues"),
+            (["--grid", "seed=0", "--clean"], "it continues"),
         ],
     )
     def test_bad_input_is_refused_before_any_run(self, more: list[str], said: str, tmp_path: Path) -> None:
@@ -176,8 +177,8 @@ def test_a_signal_is_passed_on_and_the_sweep_goes_on_later(tmp_path: Path) -> No
     run."""
     given = words(tmp_path, "--grid", "trainer.learning-rate=4,1")
     script = (
-        "import sys; from trireme.tools.sweep import directory, running; directory.MODULES['rl'] = 'fake_run';"
-        "sys.exit(running.main(['rl', *sys.argv[1:]]))"
+        "import sys; from trireme.tools import sweep; sweep.MODULES['rl'] = 'fake_run';"
+        "sys.exit(sweep.main(['rl', *sys.argv[1:]]))"
     )
     process = subprocess.Popen([sys.executable, "-c", script, *given], env=os.environ, stdout=subprocess.PIPE)
     ready = tmp_path / "s" / "learning_rate=4" / "ready"
@@ -191,15 +192,6 @@ def test_a_signal_is_passed_on_and_the_sweep_goes_on_later(tmp_path: Path) -> No
     assert [result["code"] for result in recorded] == [EXIT_SIGTERM, None]
     assert swept(tmp_path, "--grid", "trainer.learning-rate=4,1")[0] == EXIT_OK
     assert starts(tmp_path) == ["learning_rate=4 new", "learning_rate=4 again", "learning_rate=1 new"]
-
-
-def test_more_lines_than_colours_are_drawn_as_one() -> None:
-    knobs = ["--grid", "trainer.learning-rate=1,2", "--grid", "trainer.warmup-steps=0,1,2,3,4,5,6"]
-    request = read_request("rl", [*knobs, "--metric", "m"])
-    runs = runs_of(request.knobs)
-    drawn = plot(request, [Outcome(Result(run.name, run.values, 0), 1.0 * n, 1) for n, run in enumerate(runs)])
-    lines = list(ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}polyline"))
-    assert len(lines) == 1
 
 
 def test_the_last_words_of_a_run() -> None:
