@@ -200,7 +200,7 @@ class Bench:
         weights = self.versions[number % len(self.versions)]
         identity = replace(weights.identity, version=number)
         published = replace(weights, manifest=replace(weights.manifest, identity=identity))
-        report = await self.replica.update_weights(published)
+        report = await self.replica.load_weights(published)
         tokens = 1 + len(self.replica.running)  # the canary has one too
         await self.steps.wait_for(tokens, since=self.replica.steps_before)
         self.measured.wait_s.append(report.wait_s)

@@ -94,7 +94,7 @@ class ReadyAnswers:
         for index, request in enumerate(requests):
             yield index, self._answers[(request.params.seed or 0) % DISTINCT_ANSWERS]
 
-    async def update_weights(self, weights: PublishedWeights) -> UpdateReport:
+    async def load_weights(self, weights: PublishedWeights) -> UpdateReport:
         rng = np.random.default_rng(0)
         self._answers = [answer(rng, weights.identity) for _ in range(DISTINCT_ANSWERS)]
         return UpdateReport(0, weights.identity, 0.0, 0, 0.0)

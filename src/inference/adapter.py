@@ -1,13 +1,13 @@
-"""A LoRA adapter in vLLM's engine process: one, whose values every update replaces in place, between two steps.
+"""A LoRA adapter in vLLM's engine process: one, whose values each update replaces in place, between two steps.
 
 vLLM's own way to new values is another adapter under another name. Requests in flight would have to be aborted and
-asked again under it, and a seeded one would draw the same random numbers twice. Replaced in place, an adapter is
-updated as whole weights are: requests go on, their spans say from which token on, and each of `inference.on_update`
-means what it means for them. Prefixes that older values computed are not served: caches are shared under equal salts
-only, and a salt names the weights.
+made again under it, and a seeded one would draw the same random numbers twice. Replaced in place, an adapter is
+updated as whole weights are: requests continue, their spans say from which token on, and each `inference.on_update`
+has its usual meaning. Prefixes that older values computed are not served: caches are shared under equal salts only, and
+a salt names the weights.
 
-The output matrix is another matter: vLLM applies its adapter to sampled tokens only, and the canary looks at those of a
-prompt. So that one is merged into the matrix, of which a copy as it was is kept.
+The output matrix is different: vLLM applies its adapter to sampled tokens only, and the canary checks those of a
+prompt. So its adapter is merged into the matrix, of which a copy of the original is kept.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from trireme.core.weights import Adapter
 
 HEAD = "base_model.model.lm_head.lora_{}.weight"
-AT_FIRST = "weight_at_first"
+ORIGINAL = "weight_before_adapters"
 POLICY = LoRARequest("policy", 1, "in memory")
-"""What every request names once an adapter has been taken. vLLM reads no file of that name: it has the adapter."""
+"""Named by every request once an adapter has been taken. vLLM reads no file of that name: it has the adapter."""
 
 
 def take_adapter(runner: Any, tensors: Mapping[str, torch.Tensor], adapter: Adapter) -> None:
@@ -42,16 +42,13 @@ def take_adapter(runner: Any, tensors: Mapping[str, torch.Tensor], adapter: Adap
     manager.remove_adapter(lora.id)
     manager.add_adapter(lora)
     manager.activate_adapter(lora.id)
-    if a is not None and b is not None:
-        add_to_head(runner.get_model(), (b.float() @ a.float()) * (adapter.alpha / adapter.rank))
-
-
-def add_to_head(model: torch.nn.Module, added: torch.Tensor) -> None:
-    """The output matrix becomes what it was at first + `added`, which has no rows for padding of the vocabulary."""
-    head = next(module for module in model.modules() if isinstance(module, ParallelLMHead))
-    if not hasattr(head, AT_FIRST):
-        setattr(head, AT_FIRST, head.weight.data.clone())
-    merged = getattr(head, AT_FIRST).clone()
+    if a is None or b is None:
+        return
+    added = (b.float() @ a.float()) * (adapter.alpha / adapter.rank)  # without rows for padding of the vocabulary
+    head = next(module for module in runner.get_model().modules() if isinstance(module, ParallelLMHead))
+    if not hasattr(head, ORIGINAL):
+        setattr(head, ORIGINAL, head.weight.data.clone())
+    merged = getattr(head, ORIGINAL).clone()
     merged[: len(added)] = (merged[: len(added)].float() + added.to(merged.device)).to(merged.dtype)
     head.weight.data.copy_(merged)
     head.quant_method.process_weights_after_loading(head)  # on CPUs: packs it again

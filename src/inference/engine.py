@@ -1,28 +1,22 @@
-"""vLLM's engine as a replica uses it: its arguments, its requests and its answers, in the project's own types.
+"""vLLM's engine as a replica uses it: its arguments, requests and answers, in the project's own types.
 
-vLLM is imported inside the functions: importing this module must stay cheap for the processes that only call replicas.
+vLLM is imported inside the functions: importing this module must stay cheap for processes that only call replicas.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from inference.engine_startup import prepare_start
 from trireme.config import Config
-from trireme.config.schema import LoraConfig
 from trireme.config.trainer import UNEMBED
 from trireme.core.errors import BadInput, RoomFailed
-from trireme.core.tokenizer import load_tokenizer
-from trireme.core.types import SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 CPU_ENVIRONMENT = {
@@ -34,7 +28,7 @@ CPU_ENVIRONMENT = {
 
 
 def import_engine() -> bool:
-    """Imports vLLM, as far as a start needs it in the process that asks for it; whether it is vLLM's CPU build."""
+    """Imports what a start of vLLM needs in this process; returns whether it is vLLM's CPU build."""
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     import vllm.engine.arg_utils
@@ -49,7 +43,7 @@ def import_engine() -> bool:
     return on_cpu
 
 
-def start_engine(cfg: Config) -> AsyncLLM:
+def start_engine(config: Config) -> AsyncLLM:
     """Starts vLLM and its engine process; returns when the model is loaded."""
     on_cpu = import_engine()
     prepare_start(on_cpu)
@@ -58,75 +52,61 @@ def start_engine(cfg: Config) -> AsyncLLM:
 
     from inference.engine_stats import EngineStats
 
-    arguments = AsyncEngineArgs(**engine_args(cfg, on_cpu))
+    arguments = AsyncEngineArgs(**engine_args(config, on_cpu))
     return AsyncLLM.from_engine_args(arguments, stat_loggers=[EngineStats])
 
 
-def engine_args(cfg: Config, on_cpu: bool) -> dict[str, Any]:
-    """Arguments of vLLM's AsyncEngineArgs. Raises BadInput for `inference.engine_args` that are decided here."""
+def engine_args(config: Config, on_cpu: bool) -> dict[str, Any]:
+    """Returns the arguments of vLLM's AsyncEngineArgs. Raises BadInput for `inference.engine_args` that are decided
+    here."""
+    lora = config.trainer.lora
     args: dict[str, Any] = {
-        "model": cfg.model.name,
-        "dtype": {"auto": "float32" if on_cpu else "bfloat16"}.get(cfg.model.dtype, cfg.model.dtype),
-        "max_model_len": cfg.inference.max_model_len or cfg.model.max_seq_len,
-        "max_num_seqs": cfg.inference.sequences(on_gpus=not on_cpu),
+        "model": config.model.name,
+        "dtype": {"auto": "float32" if on_cpu else "bfloat16"}.get(config.model.dtype, config.model.dtype),
+        "max_model_len": config.inference.max_model_len or config.model.max_seq_len,
+        "max_num_seqs": config.inference.sequences(on_gpus=not on_cpu),
         "scheduling_policy": "priority",  # equal ones in order of arrival; the canary of an update before all others
-        "skip_tokenizer_init": True,  # tokens in, tokens out; see `give_tokenizer`
+        "skip_tokenizer_init": True,  # tokens in, tokens out; opened when the first string is to end an answer
         "generation_config": "vllm",  # the model's own sampling defaults must not change what the trainer assumes
         "logprobs_mode": "processed_logprobs",  # raw ones ignore the temperature
         "worker_extension_cls": "inference.worker.WorkerExtension",
         "distributed_executor_backend": "uni",  # inside a placement group vLLM would choose Ray
         "enable_log_requests": False,
         "disable_log_stats": True,
-        "seed": cfg.seed,
+        "seed": config.seed,
     }
-    args |= lora_args(cfg.trainer.lora)
-    args |= cpu_args(cfg) if on_cpu else {"gpu_memory_utilization": cfg.inference.gpu_memory_utilization}
-    if cfg.deterministic:
-        args["enable_prefix_caching"] = False  # what is cached depends on what was asked before, and when
-    if clash := sorted(args.keys() & cfg.inference.engine_args.keys()):
+    if lora.on:  # one adapter, on the layers that `inference.adapter` does not merge
+        layers = [name for name in lora.target_modules if name not in UNEMBED]
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.rank, "lora_target_modules": layers}
+    if on_cpu:
+        # Otherwise every replica reserves a share of all memory, and the second cannot start.
+        args["kv_cache_memory_bytes"] = int(config.inference.memory_gb * 2**30)
+        # A seeded request whose prefill is split over several steps crashes vLLM's CPU engine ("CPU Generator does not
+        # use offset"). So a prefill, also the one after an update, is computed whole or waits for the next step.
+        args["enable_chunked_prefill"] = False
+    else:
+        args["gpu_memory_utilization"] = config.inference.gpu_memory_utilization
+    if config.deterministic:
+        args["enable_prefix_caching"] = False  # its contents depend on the earlier requests, and their times
+    if clash := sorted(args.keys() & config.inference.engine_args.keys()):
         raise BadInput(
             f"inference.engine_args sets {', '.join(clash)}, which other keys or Trireme decide: leave it out"
         )
-    return {"enforce_eager": on_cpu} | cfg.inference.engine_args | args
-
-
-def lora_args(lora: LoraConfig) -> dict[str, Any]:
-    """One adapter, on the layers that `inference.adapter` does not merge."""
-    if not lora.on:
-        return {}
-    layers = [name for name in lora.target_modules if name not in UNEMBED]
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.rank, "lora_target_modules": layers}
-
-
-def cpu_args(cfg: Config) -> dict[str, Any]:
-    """What the CPU build needs besides."""
-    return {
-        # otherwise every replica reserves a share of all memory, and the second can not start
-        "kv_cache_memory_bytes": int(cfg.inference.memory_gb * 2**30),
-        # A seeded request whose prefill is split over several steps crashes vLLM's CPU engine ("CPU Generator does not
-        # use offset"). So a prefill, the one after an update too, is computed whole or waits for the next step.
-        "enable_chunked_prefill": False,
-    }
+    return {"enforce_eager": on_cpu} | config.inference.engine_args | args
 
 
 def end_of_sequence_ids(engine: AsyncLLM) -> list[int]:
-    """The model's own end-of-sequence tokens (vLLM learns them from a tokenizer, which is not loaded here)."""
-    config = engine.model_config
+    """Returns the model's own end-of-sequence tokens (vLLM learns them from a tokenizer, which is not loaded here)."""
+    model = engine.model_config
     found: set[int] = set()
-    for eos in (config.hf_config.eos_token_id, config.try_get_generation_config().get("eos_token_id")):
+    for eos in (model.hf_config.eos_token_id, model.try_get_generation_config().get("eos_token_id")):
         found.update([eos] if isinstance(eos, int) else eos or [])
     return sorted(found)
 
 
-def give_tokenizer(engine: AsyncLLM, name: str) -> None:
-    """From here on requests may be ended by strings. Opened for the first of them only: most runs have none."""
-    if engine.output_processor.tokenizer is None:
-        engine.output_processor.tokenizer = load_tokenizer(name)
-
-
 def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:
-    """vLLM's SamplingParams: only the final answer, with the sampled tokens' logprobs. It is not detokenised unless
-    strings end it."""
+    """Returns vLLM's SamplingParams: only the final answer, with the sampled tokens' logprobs. It is not detokenised
+    unless strings end it."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = request.params
@@ -149,63 +129,37 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:
     )
 
 
-def policy_adapter() -> LoRARequest:
-    """What requests name, to be answered by the adapter that the engine has taken."""
-    from inference.adapter import POLICY
-
-    return POLICY
-
-
-def canary_params() -> Any:
-    """vLLM's SamplingParams of the canary: the logprob of each token of its prompt, and the least that vLLM samples."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    return SamplingParams(
-        max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-    )
-
-
-def prompt_logprobs(tokens: Sequence[int], output: Any) -> npt.NDArray[np.float32]:
-    """Of tokens[1:], each given what precedes it, float32 [T - 1], as vLLM's final RequestOutput has them."""
-    pairs = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
-    return np.asarray([at[token].logprob for token, at in pairs], dtype=np.float32)
-
-
 def sampled_sequence(request: SampleRequest, output: Any, kept_from: WeightIdentity | None) -> SampledSequence:
-    """What vLLM's final RequestOutput says. Raises RoomFailed unless its version spans cover every token.
+    """Converts vLLM's final RequestOutput. Raises RoomFailed unless its version spans cover every token.
 
     `kept_from`: the weights under which the request entered, where its KV cache outlives them (`keep_kv`), else None.
     """
     completion = output.outputs[0]
     tokens = np.asarray(completion.token_ids, dtype=np.int32)
-    logprobs = [at[int(token)].logprob for at, token in zip(completion.logprobs, tokens, strict=True)]
-    spans = tuple(version_span(span, kept_from) for span in completion.weight_versions or ())
-    check_spans(request.request_id, spans, len(tokens))
-    reason: StopReason = "length" if completion.finish_reason == "length" else "stop"
-    sampled = SampledSequence(tokens, np.asarray(logprobs, dtype=np.float32), reason, spans)
-    return with_prompt_logprobs(sampled, request, output) if request.wants_prompt_logprobs else sampled
-
-
-def with_prompt_logprobs(sampled: SampledSequence, request: SampleRequest, output: Any) -> SampledSequence:
-    """The same, with what vLLM's final RequestOutput says of the prompt: a table of the likeliest tokens and of the one
-    that is there, at each place but the first."""
-    k, tables = request.topk_prompt_logprobs, output.prompt_logprobs[1:]
-    own = [at[token].logprob for token, at in zip(request.prompt[1:], tables, strict=True)]
-    likeliest = [sorted((each.rank, token, each.logprob) for token, each in at.items())[:k] for at in tables]
-    return replace(
-        sampled,
-        prompt_logprobs=[None, *own] if request.prompt_logprobs else None,
-        topk_prompt_logprobs=[None, *([row[1:] for row in rows] for rows in likeliest)] if k else None,
+    logprobs = [table[int(token)].logprob for table, token in zip(completion.logprobs, tokens, strict=True)]
+    identities = [WeightIdentity.parse(span.version) for span in completion.weight_versions or ()]
+    spans = tuple(
+        VersionSpan(identity, span.start, span.end, mixed=kept_from not in (None, identity))
+        for identity, span in zip(identities, completion.weight_versions or (), strict=True)
     )
-
-
-def version_span(span: Any, kept_from: WeightIdentity | None) -> VersionSpan:
-    identity = WeightIdentity.parse(span.version)
-    return VersionSpan(identity, span.start, span.end, mixed=kept_from not in (None, identity))
-
-
-def check_spans(request_id: str, spans: tuple[VersionSpan, ...], num_tokens: int) -> None:
-    """Raises RoomFailed unless `spans` cover [0, num_tokens) in order, without gap or overlap."""
-    edges = [0, *(edge for span in spans for edge in (span.start, span.end)), num_tokens]
+    edges = [0, *(edge for span in spans for edge in (span.start, span.end)), len(tokens)]
     if any(left != right for left, right in zip(edges[0::2], edges[1::2], strict=True)):
-        raise RoomFailed(f"{request_id}: version spans {spans} do not cover its {num_tokens} tokens")
+        raise RoomFailed(f"{request.request_id}: version spans {spans} do not cover its {len(tokens)} tokens")
+    own: list[float | None] | None = None
+    likeliest: list[list[tuple[int, float]] | None] | None = None
+    if request.wants_prompt_logprobs:  # one table for each token of the prompt but the first
+        k, tables = request.topk_prompt_logprobs, output.prompt_logprobs[1:]
+        if request.prompt_logprobs:
+            pairs = zip(request.prompt[1:], tables, strict=True)
+            own = [None, *(table[token].logprob for token, table in pairs)]
+        if k:
+            ranked = [sorted((each.rank, token, each.logprob) for token, each in table.items()) for table in tables]
+            likeliest = [None, *([row[1:] for row in rows[:k]] for rows in ranked)]
+    return SampledSequence(
+        tokens,
+        np.asarray(logprobs, dtype=np.float32),
+        "length" if completion.finish_reason == "length" else "stop",
+        spans,
+        own,
+        likeliest,
+    )

@@ -1,4 +1,4 @@
-"""What an engine has to do, out of the statistics that its scheduler sends along with every step's tokens.
+"""A replica's utilisation, from the statistics that vLLM's scheduler sends along with every step's tokens.
 
 Asking the engine instead would wait for the step in progress.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
@@ -16,8 +15,8 @@ from trireme.core.sampler import ReplicaStats
 
 
 class EngineStats(PrometheusStatLogger):
-    """Keeps the newest statistics. It only says that it is a Prometheus logger: vLLM would add a real one otherwise,
-    which enters every token of every sequence in histograms that nobody reads."""
+    """Keeps the newest statistics. It is a Prometheus logger in name only: otherwise vLLM would add a real one, which
+    enters every token of every sequence in histograms that nothing reads."""
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
         self.running = 0
@@ -43,12 +42,12 @@ class EngineStats(PrometheusStatLogger):
             self.preemptions += iteration_stats.num_preempted_reqs - excused
 
     def cache_cleared(self) -> None:
-        """To be called when an update has cleared the KV cache. vLLM counts each running sequence as preempted then,
-        and tells so with its next tokens; that is no want of space."""
+        """Call when an update has cleared the KV cache. vLLM counts each running sequence as preempted then, and
+        reports it with its next tokens; that is no want of space."""
         self._excused, self.running, self.kv_used = self.running, 0, 0.0
 
     def listen(self) -> None:
-        """The engine has answered; or it has something to do again, and can not have answered before."""
+        """Restarts the clock of `silent_s`: the engine has answered, or had nothing to do until now."""
         self._heard = time.monotonic()
 
     @property
@@ -57,7 +56,7 @@ class EngineStats(PrometheusStatLogger):
         return time.monotonic() - self._heard
 
     def stats(self, unfinished: int) -> ReplicaStats:
-        """`unfinished`: all sequences that the engine was given and has not answered."""
+        """`unfinished`: number of sequences that the engine was given and has not answered."""
         running = min(self.running, unfinished)
         return ReplicaStats(running, unfinished - running, self.kv_used, self.preemptions)
 
@@ -69,11 +68,3 @@ class EngineStats(PrometheusStatLogger):
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
         pass
-
-
-def engine_stats(engine: AsyncLLM) -> EngineStats:
-    """The one that `engine` was started with."""
-    assert engine.logger_manager is not None
-    (log,) = engine.logger_manager.stat_loggers
-    assert isinstance(log, EngineStats)
-    return log

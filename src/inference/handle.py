@@ -1,4 +1,4 @@
-"""The inference room as the launcher holds it: its replicas as Ray actors, and how others sample from them."""
+"""The inference room as the driver holds it: its replicas as Ray actors, and how others sample from them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ GRACE_S = 30.0
 SPARES = "a spare replica"
 STOP_S = 10.0
 SPARE_S = 1.0
-"""What a spare has to show that it lives: the loss of a replica is told to the others in the same thread."""
+"""Time for a spare to show that it is alive: the thread that asks also looks after the other replicas."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class RayReplica:
-    """The router's client of one replica actor. The replica itself keeps `timeouts.update_s`, and says which step
-    was late; this side waits a little longer, for a replica that can not answer at all."""
+    """The router's client of one replica actor. The replica itself enforces `timeouts.update_s` and says which step was
+    late; this side waits a little longer, for a replica that cannot answer at all."""
 
     handle: Any
     name: str
@@ -48,88 +48,77 @@ class RayReplica:
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
         stream = self.handle.sample.remote(requests)
-        who = f"{self.name}, sampling"
         while True:
             try:
-                reference = await get_async(anext(stream), who=who, timeout_s=self.step_s, log=self.log)
+                reference = await self._get(anext(stream), "sampling", self.step_s)
             except StopAsyncIteration as end:
-                # Its traceback and the frames in it hold each other (`wait_for`'s task has it as its exception), and
-                # with them these requests, until the cycle collector comes: once in thousands of streams.
+                # Its traceback and the frames in it refer to each other (`wait_for`'s task has it as its exception).
+                # They would keep these requests until the garbage collector comes, once in thousands of streams.
                 end.__traceback__ = end.__context__ = None
                 return
-            for answer in await get_async(reference, who=who, timeout_s=self.step_s, log=self.log):
+            for answer in await self._get(reference, "sampling", self.step_s):
                 yield answer
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
-        who = f"{self.name}, asked for its progress"
-        return await get_async(self.handle.progress.remote(known), who=who, timeout_s=self.update_s, log=self.log)
+        found: Mapping[str, Progress] = await self._get(self.handle.progress.remote(known), "asked for its progress")
+        return found
 
-    async def update_weights(self, published: PublishedWeights) -> UpdateReport:
-        reference = self.handle.update_weights.remote(published)
-        who = f"{self.name}, taking version {published.identity.version}"
-        return await get_async(reference, who=who, timeout_s=self.update_s + GRACE_S, log=self.log)
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        reference = self.handle.load_weights.remote(published)
+        doing = f"taking version {published.identity.version}"
+        report: UpdateReport = await self._get(reference, doing, self.update_s + GRACE_S)
+        return report
 
     async def adopt(self, identity: WeightIdentity) -> None:
-        reference = self.handle.adopt.remote(identity)
-        await get_async(reference, who=f"{self.name}, naming its weights", timeout_s=self.update_s, log=self.log)
+        await self._get(self.handle.adopt.remote(identity), "naming its weights")
 
     async def stats(self) -> ReplicaStats:
-        who = f"{self.name}, asked for its load"
-        return await get_async(self.handle.stats.remote(), who=who, timeout_s=self.update_s, log=self.log)
+        found: ReplicaStats = await self._get(self.handle.stats.remote(), "asked for its load")
+        return found
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        reference = self.handle.abort.remote(list(request_ids))
-        await get_async(reference, who=f"{self.name}, aborting", timeout_s=self.update_s, log=self.log)
+        await self._get(self.handle.abort.remote(list(request_ids)), "aborting")
 
-
-def make_router(clients: dict[int, RayReplica], cfg: Config, patience_s: float) -> Sampler:
-    facts = ModelFacts.of(cfg, required=False)
-    return Router(
-        clients,
-        fixed=cfg.deterministic,
-        max_updating=cfg.inference.max_updating,
-        one_version=cfg.inference.on_update == "drain",
-        patience_s=patience_s,
-        vocab_size=facts.vocab_size if facts else None,
-    )
+    async def _get(self, awaitable: Any, doing: str, timeout_s: float | None = None) -> Any:
+        limit = self.update_s if timeout_s is None else timeout_s
+        return await get_async(awaitable, who=f"{self.name}, {doing}", timeout_s=limit, log=self.log)
 
 
 @dataclass(frozen=True)
 class Spare:
-    """An actor that has no engine yet. `prepared` resolves when it has imported what it needs for one."""
+    """A replica actor without number and engine."""
 
     handle: Any
     prepared: Any
+    """Reference that resolves when it has imported what an engine needs."""
 
 
 class InferenceHandle:
     """Handle of all replicas: `replicas` {number: actor handle}, `options` {number: Ray's options of the actor}.
 
     Numbers are never used again. The last `eval.replicas` of those that it starts with are reserved for evaluations;
-    those that are added are not.
-
-    A spare (`inference.spare`) is a replica actor without number and engine, one on each node; `replace` prefers it to
-    a new process.
+    those that are added are not. With `inference.spare` there is a spare on each node; `replace` prefers it to a new
+    process.
     """
 
     def __init__(
-        self, cfg: Config, replicas: dict[int, Any], log_dir: Path | None, options: Mapping[int, dict[str, Any]]
+        self, config: Config, replicas: dict[int, Any], log_dir: Path | None, options: Mapping[int, dict[str, Any]]
     ) -> None:
-        self.cfg = cfg
+        self.config = config
         self.replicas = replicas
         self.log_dir = log_dir
         self._options = dict(options)
         self._next = len(replicas)
-        self._reserved = frozenset(self.indices[len(replicas) - cfg.eval.replicas :])
+        self._reserved = frozenset(self.indices[len(replicas) - config.eval.replicas :])
         self._ready = {index: handle.start.remote() for index, handle in replicas.items()}
         self._spares: dict[str, Spare] = {}
         self._dead_spares = 0
 
     @classmethod
-    def start(cls, cfg: Config, options_N: list[dict[str, Any]], log_dir: Path | None) -> InferenceHandle:
-        """Creates one replica actor per entry of `options_N` (Ray's actor options) and returns at once."""
+    def start(cls, config: Config, options_N: list[dict[str, Any]], log_dir: Path | None) -> InferenceHandle:
+        """Creates one replica actor per entry of `options_N` (Ray's actor options), without waiting for them."""
         options = dict(enumerate(options_N))
-        return cls(cfg, {i: _create(cfg, i, options[i], log_dir) for i in options}, log_dir, options)
+        return cls(config, {i: _create(config, i, options[i], log_dir) for i in options}, log_dir, options)
 
     # ---------------------------------------------------------------------------------------------------- one replica
 
@@ -138,32 +127,34 @@ class InferenceHandle:
         return sorted(self.replicas)
 
     def is_reserved(self, index: int) -> bool:
-        """Whether replica `index` does nothing but evaluate."""
+        """Tells whether replica `index` only evaluates."""
         return index in self._reserved
 
     def options(self, index: int) -> Mapping[str, Any]:
-        """Ray's options of its actor."""
+        """Returns Ray's options of the replica's actor."""
         return self._options[index]
 
     def name(self, index: int) -> str:
         return f"inference replica {index}"
 
     def client(self, index: int) -> RayReplica:
-        """What a router calls replica `index` by; picklable."""
-        timeouts = self.cfg.timeouts
-        return RayReplica(self.replicas[index], self.name(index), self._log(index), timeouts.step_s, timeouts.update_s)
+        """Returns the router's client of replica `index`; picklable."""
+        log_file = self.log_dir / f"inference_{index}.log" if self.log_dir else None
+        timeouts = self.config.timeouts
+        return RayReplica(self.replicas[index], self.name(index), log_file, timeouts.step_s, timeouts.update_s)
 
     def ready_ref(self, index: int) -> Any:
-        """Resolves (to `ReplicaInfo`) when replica `index` can take weights."""
+        """Returns a reference that resolves (to `ReplicaInfo`) when replica `index` can take weights."""
         return self._ready[index]
 
     def heartbeat_ref(self, index: int) -> Any:
-        """Resolves to a `Heartbeat`, at once; raises when the replica is dead, or broken for good. Once it is ready."""
+        """Returns a reference that resolves to a `Heartbeat`; it raises when the replica is dead or broken. Call only
+        for a replica that is ready."""
         return self.replicas[index].heartbeat.remote()
 
     def replace(self, index: int) -> Any:
-        """Ends what is left of replica `index` by force, and starts a new one in its place; as `ready_ref`."""
-        lost = self._health(index)
+        """Kills what is left of replica `index` and starts a new one in its place; returns its `ready_ref`."""
+        lost = self._info(index)
         ray.kill(self.replicas[index])  # its engine process dies with it (`inference.engine_startup`)
         if lost and (spare := self._take_spare(lost.node)):
             self.replicas[index], self._ready[index] = spare, spare.succeed.remote(index, lost)
@@ -171,62 +162,62 @@ class InferenceHandle:
         return self._start(index)
 
     def add(self, options: dict[str, Any]) -> int:
-        """Starts one replica more, with these options of Ray; its number."""
+        """Starts one more replica, with these options of Ray; returns its number."""
         index, self._next = self._next, self._next + 1
         self._options[index] = options
         self._start(index)
         return index
 
     def remove(self, index: int) -> dict[str, Any]:
-        """Ends replica `index` for good; the options of Ray's that it had, for another."""
+        """Ends replica `index` for ever; returns the Ray options that it had, for another."""
         ray.kill(self.replicas.pop(index))
         del self._ready[index]
         self._end_idle_spares()
         return self._options.pop(index)
 
     def _start(self, index: int) -> Any:
-        self.replicas[index] = _create(self.cfg, index, self._options[index], self.log_dir)
+        self.replicas[index] = _create(self.config, index, self._options[index], self.log_dir)
         self._ready[index] = self.replicas[index].start.remote()
         return self._ready[index]
 
     # -------------------------------------------------------------------------------------------------------- spares
 
     def keep_spares(self) -> None:
-        """Has one on each node with a replica that has started, if there shall be any, and until too many have died
-        (`cluster.max_restarts`). Returns at once. To be called now and then: a dead one is found by this alone."""
-        if not self.cfg.inference.spare:
+        """Starts a spare on each node with a replica that has started, if the configuration asks for them, until more
+        than `cluster.max_restarts` of them have died. Does not wait. Call regularly: only this finds dead ones."""
+        if not self.config.inference.spare:
             return
         self._end_idle_spares()
         self._drop_dead_spares()
-        at = self._nodes() if self._dead_spares <= self.cfg.cluster.max_restarts else {}
-        for node in at.keys() - self._spares.keys():
-            options = {**self._options[at[node]], "num_cpus": 0, "num_gpus": 0, "scheduling_strategy": on_node(node)}
-            handle = _create(self.cfg, None, options, self.log_dir)
+        nodes = self._nodes() if self._dead_spares <= self.config.cluster.max_restarts else {}
+        for node in nodes.keys() - self._spares.keys():
+            place = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": on_node(node)}
+            handle = _create(self.config, None, {**self._options[nodes[node]], **place}, self.log_dir)
             self._spares[node] = Spare(handle, handle.prepare.remote())
 
     def _end_idle_spares(self) -> None:
-        """Where nobody is left to succeed: a node without actors may leave the cluster."""
+        """Ends spares on nodes without replicas: a node without actors may leave the cluster."""
         for node in self._spares.keys() - self._nodes().keys():
             ray.kill(self._spares.pop(node).handle)
 
     def _drop_dead_spares(self) -> None:
-        """Those that have died or could not import. The others are asked again: an answer says nothing of later."""
+        """Drops spares that have died or could not import. Asks the others again: an answer says nothing of later."""
         for node, spare in list(self._spares.items()):
             outcome = ready({spare.prepared: SPARES}, timeout_s=0.0)
             failure = next((value for value in outcome.values() if isinstance(value, TriremeError)), None)
             if failure:
-                log.warning("%s on node %s is of no use: %s", SPARES, node, failure)
+                log.warning("%s on node %s failed: %s", SPARES, node, failure)
                 ray.kill(self._spares.pop(node).handle)
                 self._dead_spares += 1
             elif outcome:
                 self._spares[node] = Spare(spare.handle, spare.handle.prepare.remote())
 
     def _nodes(self) -> dict[str, int]:
-        """Those with replicas that have started, and a replica on each."""
-        return {health.node: index for index in self.indices if (health := self._health(index))}
+        """Returns {node: a replica on it}, for nodes with replicas that have started."""
+        return {info.node: index for index in self.indices if (info := self._info(index))}
 
     def _take_spare(self, node: str) -> Any:
-        """The spare on `node`, which is none any more; None unless it has all imported and lives."""
+        """Removes and returns the node's spare; None if it is not ready or not alive."""
         spare = self._spares.get(node)
         if spare is None or not ready({spare.prepared: SPARES}, timeout_s=0.0):
             return None
@@ -237,32 +228,42 @@ class InferenceHandle:
         ray.kill(spare.handle)
         return None
 
-    def _health(self, index: int) -> ReplicaInfo | None:
-        """Of replica `index` when it had started; None if it has not, or could not."""
+    def _info(self, index: int) -> ReplicaInfo | None:
+        """Returns the info with which replica `index` started; None if it has not, or could not."""
         there = ready({self._ready[index]: self.name(index)}, timeout_s=0.0)
-        return next((health for health in there.values() if isinstance(health, ReplicaInfo)), None)
+        return next((info for info in there.values() if isinstance(info, ReplicaInfo)), None)
 
     # ----------------------------------------------------------------------------------------------------------- all
 
     def ready_refs(self) -> tuple[list[Any], list[str]]:
-        """References that resolve (to `ReplicaInfo`) when the replicas can take weights, and the replicas' names."""
+        """Returns the `ready_ref` of all replicas, and the replicas' names."""
         return list(self._ready.values()), [self.name(index) for index in self._ready]
 
     def router_factory(self, indices: Sequence[int] | None = None) -> Callable[[], Sampler]:
-        """Makes the sampler of the replicas `indices`, in the process that will use it; picklable. Others join it
-        later. None: it has all that sample for training, nobody ever joins, and it waits for nobody."""
-        patience_s = self.cfg.patience_s if indices is not None else 0.0
+        """Returns a function that makes the sampler of the replicas `indices`, in the process that will use it;
+        picklable. Others join it later. None: it has all that sample for training, none ever joins, and it waits for
+        none."""
+        patience_s = self.config.patience_s if indices is not None else 0.0
         if indices is None:
             indices = [index for index in self.indices if not self.is_reserved(index)]
-        return partial(make_router, {index: self.client(index) for index in indices}, self.cfg, patience_s)
+        facts = ModelFacts.of(self.config, required=False)
+        return partial(
+            Router,
+            {index: self.client(index) for index in indices},
+            fixed=self.config.deterministic,
+            max_updating=self.config.inference.max_updating,
+            one_version=self.config.inference.on_update == "drain",
+            patience_s=patience_s,
+            vocab_size=facts.vocab_size if facts else None,
+        )
 
     def abort_all(self) -> None:
-        """Ends all requests on all replicas, of which nobody waits for the answers. Returns at once."""
+        """Ends all requests on all replicas, without waiting for that: their answers are not needed any more."""
         for handle in self.replicas.values():
             handle.abort_all.remote()
 
     def stop(self) -> None:
-        """Ends all replicas and their engine processes, the unwilling ones by force."""
+        """Ends all replicas and their engine processes; kills those that do not end in time."""
         stopping = [handle.stop.remote() for handle in self.replicas.values()]
         names = [self.name(index) for index in self.replicas]
         with suppress(RoomFailed):  # dead or hanging ones are killed below, and their engine processes with them
@@ -270,11 +271,8 @@ class InferenceHandle:
         for handle in [*self.replicas.values(), *(spare.handle for spare in self._spares.values())]:
             ray.kill(handle)
 
-    def _log(self, index: int) -> Path | None:
-        return self.log_dir / f"inference_{index}.log" if self.log_dir else None
 
-
-def _create(cfg: Config, index: int | None, options: dict[str, Any], log_dir: Path | None) -> Any:
-    if index is not None:  # a spare is given those of the replica that it succeeds
+def _create(config: Config, index: int | None, options: dict[str, Any], log_dir: Path | None) -> Any:
+    if index is not None:  # a spare gets the GPUs of the replica that it succeeds
         options = seeing_own_gpus(options)
-    return ray.remote(ReplicaActor).options(max_concurrency=MAX_CALLS, **options).remote(cfg, index, log_dir)
+    return ray.remote(ReplicaActor).options(max_concurrency=MAX_CALLS, **options).remote(config, index, log_dir)

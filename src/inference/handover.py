@@ -1,17 +1,16 @@
-"""What an unfinished request has so far, and how another replica goes on with it.
+"""How another replica finishes a request: what the request has so far, and what is left to sample.
 
-    replica --Progress--> Kept: all that a request has, whichever replicas made it
+    replica --Progress--> Handover: all that a request has, whichever replicas made it
                             |
-                            +-- rest: the request for what is missing    +-- joined: the whole answer
+                            +-- next_request: what is missing    +-- complete: the whole answer
 
-A replica is asked about once a second, and what it says is kept until the answer is there; when it dies, at most that
-second is lost. One that can still speak gives up its requests with all that they have.
+Each replica is asked about once a second, and its progress is kept until the answer arrives. When it dies, at most that
+second is lost. One that still answers gives up its requests with all that they have.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,72 +23,57 @@ from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, Weig
 
 @dataclass(frozen=True)
 class Progress:
-    """Tokens of an unfinished request from number `start` on: `tokens` int32 [T], `logprobs` float32 [T], and `spans`
-    that cover [start, start + T) without gap or overlap."""
+    """Some tokens of an unfinished request."""
 
     start: int
+    """Number of the first of them."""
     tokens: npt.NDArray[np.int32]
+    """int32 [T]"""
     logprobs: npt.NDArray[np.float32]
+    """float32 [T]"""
     spans: tuple[VersionSpan, ...]
+    """They cover [start, start + T) without gap or overlap."""
+
+    @classmethod
+    def of_state(
+        cls, start: int, state: Any, kept_from: WeightIdentity | None, unproved: WeightIdentity | None
+    ) -> Progress:
+        """Reads the tokens from number `start` on from vLLM's RequestState, without those of weights `unproved`.
+
+        `kept_from`: as for `inference.engine.sampled_sequence`.
+        """
+        begins = [(WeightIdentity.parse(label), begin) for label, begin in state.weight_version_starts]
+        ends = [*(begin for _, begin in begins[1:]), state.detokenizer.num_output_tokens()]
+        spans = tuple(
+            VersionSpan(identity, max(begin, start), end, mixed=kept_from not in (None, identity))
+            for (identity, begin), end in zip(begins, ends, strict=False)
+            if identity != unproved and end > start
+        )
+        tokens = state.detokenizer.output_token_ids[start : spans[-1].end if spans else start]
+        tables = state.logprobs_processor.logprobs[start:]
+        logprobs = [table[token].logprob for table, token in zip(tables, tokens, strict=False)]
+        return cls(start, np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), spans)
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
 
     def before(self, end: int) -> Progress:
-        """Its tokens with numbers below `end`."""
+        """Returns the tokens with numbers below `end`."""
         count = max(end - self.start, 0)
-        return Progress(self.start, self.tokens[:count], self.logprobs[:count], spans_before(self.spans, end))
-
-    def moved(self, by: int) -> Progress:
-        """The same tokens, numbered `by` higher."""
-        spans = tuple(replace(span, start=span.start + by, end=span.end + by) for span in self.spans)
-        return replace(self, start=self.start + by, spans=spans)
+        spans = tuple(replace(span, end=min(span.end, end)) for span in self.spans if span.start < end)
+        return Progress(self.start, self.tokens[:count], self.logprobs[:count], spans)
 
 
 Outcome = SampledSequence | Progress | TriremeError
-"""What becomes of a request on a replica: its answer; what it has, when it is given up there; why it can not be sampled
+"""How a request ends on a replica: its answer; what it has, when it is given up there; why it cannot be sampled
 anywhere."""
 NOTHING = Progress(0, np.zeros(0, np.int32), np.zeros(0, np.float32), ())
 
 
-def spans_before(spans: Sequence[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
-    return tuple(replace(span, end=min(span.end, end)) for span in spans if span.start < end)
-
-
-def made_since(start: int, state: Any, kept_from: WeightIdentity | None, unproved: WeightIdentity | None) -> Progress:
-    """What vLLM's RequestState has from token number `start` on, but for tokens of weights that are not proved.
-
-    `kept_from`: as for `inference.engine.sampled_sequence`.
-    """
-    begins = [(WeightIdentity.parse(label), begin) for label, begin in state.weight_version_starts]
-    num_tokens = state.detokenizer.num_output_tokens()
-    ends = [*(begin for _, begin in begins[1:]), num_tokens]
-    spans = tuple(
-        VersionSpan(identity, max(begin, start), end, mixed=kept_from not in (None, identity))
-        for (identity, begin), end in zip(begins, ends, strict=False)
-        if identity != unproved and end > start
-    )
-    until = spans[-1].end if spans else start
-    tokens = state.detokenizer.output_token_ids[start:until]
-    logprobs = [at[token].logprob for at, token in zip(state.logprobs_processor.logprobs[start:], tokens, strict=False)]
-    return Progress(start, np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), spans)
-
-
-def prefilled_tokens(states: Iterable[Any]) -> int:
-    """Tokens, prompt and answer, of the requests whose whole prompt has been prefilled; of vLLM's RequestStates.
-
-    Those are the requests that have made a token. So one that only waits in the queue is left out, and one whose prompt
-    is prefilled in chunks until the last of them. One that vLLM has preempted for want of space counts: it does not say
-    which, and has all of it to prefill again too.
-    """
-    made = ((state.prompt_len, state.detokenizer.num_output_tokens()) for state in states)
-    return sum(prompt + answer for prompt, answer in made if answer)
-
-
-class Kept:
-    """What a request has so far. `begin` says that another replica goes on with it; then `add` takes what that one
-    says, numbered as it counts."""
+class Handover:
+    """Keeps what a request has so far. `next_request` gives it to another replica; then `add` takes the progress that
+    this replica reports, in which its own first token has number 0."""
 
     def __init__(self, request: SampleRequest) -> None:
         self._request = request
@@ -101,11 +85,11 @@ class Kept:
 
     @property
     def known(self) -> int:
-        """How many tokens of the replica that works on it now are kept."""
+        """Number of tokens kept of the replica that works on the request now."""
         return len(self) - self._base
 
-    def begin(self) -> SampleRequest:
-        """What the next replica is to be asked for: the rest, after what is kept."""
+    def next_request(self) -> SampleRequest:
+        """Returns the request for the next replica: the rest, after the tokens that are kept."""
         self._base = kept = len(self)
         if not kept:
             return self._request
@@ -121,32 +105,38 @@ class Kept:
         )
 
     def add(self, progress: Progress) -> None:
-        """Keeps what the replica in charge says. What is known is replaced; what would leave a gap is passed over."""
-        part = progress.moved(self._base)
+        """Keeps the replica's progress: replaces known tokens, ignores what would leave a gap."""
+        part = _shifted(progress, self._base)
         if part.start > len(self) or not len(part.tokens):
             return
         self._cut(part.start)
         self._parts.append(part)
 
-    def forget(self) -> None:
-        """What the replica in charge said is not to be trusted."""
+    def forget_last_replica(self) -> None:
+        """Drops what the replica reported that works on the request now: it is not to be trusted."""
         self._cut(self._base)
 
     def forget_all(self) -> None:
         self._cut(0)
 
-    def joined(self, rest: SampledSequence) -> SampledSequence:
-        """The whole answer: what was kept when `begin` was called, and `rest`, which the replica made of it."""
+    def complete(self, rest: SampledSequence) -> SampledSequence:
+        """Returns the whole answer: what was kept at `next_request`, and `rest`, which the replica answered."""
         self._cut(self._base)
         if not self._parts:
             return rest
-        shifted = (replace(span, start=span.start + self._base, end=span.end + self._base) for span in rest.spans)
+        parts = [*self._parts, _shifted(Progress(0, rest.tokens, rest.logprobs, rest.spans), self._base)]
+        spans: list[VersionSpan] = []
+        for span in (span for part in parts for span in part.spans):
+            if spans and (spans[-1].identity, spans[-1].mixed) == (span.identity, span.mixed):
+                spans[-1] = replace(spans[-1], end=span.end)
+            else:
+                spans.append(span)
         given = len(self._request.prompt)
         return replace(
             rest,
-            tokens=np.concatenate([self._tokens, rest.tokens]),
-            logprobs=np.concatenate([*(part.logprobs for part in self._parts), rest.logprobs]),
-            spans=merged([*(span for part in self._parts for span in part.spans), *shifted]),
+            tokens=np.concatenate([part.tokens for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            spans=tuple(spans),
             prompt_logprobs=rest.prompt_logprobs and rest.prompt_logprobs[:given],
             topk_prompt_logprobs=rest.topk_prompt_logprobs and rest.topk_prompt_logprobs[:given],
         )
@@ -162,18 +152,12 @@ class Kept:
                 self._parts.append(last)
 
 
+def _shifted(progress: Progress, by: int) -> Progress:
+    spans = tuple(replace(span, start=span.start + by, end=span.end + by) for span in progress.spans)
+    return replace(progress, start=progress.start + by, spans=spans)
+
+
 def seed_after(seed: int, kept: int) -> int:
-    """Seed of the rest of a request of which `kept` tokens are there, 0 <= seed < 2^63: with the same one, the rest
-    would be drawn with the random numbers that its beginning was drawn with."""
+    """Returns the seed for the rest of a request of which `kept` tokens are there, 0 <= seed < 2^63. With the old one
+    the rest would be drawn with the random numbers of its beginning."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{kept}".encode(), digest_size=8).digest()) >> 1
-
-
-def merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Spans one after the other; neighbours that say the same become one."""
-    found: list[VersionSpan] = []
-    for span in spans:
-        if found and (found[-1].identity, found[-1].mixed) == (span.identity, span.mixed):
-            found[-1] = replace(found[-1], end=span.end)
-        else:
-            found.append(span)
-    return tuple(found)

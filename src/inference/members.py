@@ -1,4 +1,4 @@
-"""Who is behind a router: the replicas that serve, those that are being drained, and why the others are gone."""
+"""The replicas behind a router: those that serve, those that are being drained, and why the others are gone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from inference.handover import Kept, Outcome, Progress
+from inference.handover import Handover, Outcome, Progress
 from trireme.core.errors import ProvenanceError, RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
@@ -19,7 +19,7 @@ from trireme.core.weights import PublishedWeights, UpdateReport
 
 NAMED = 4
 SENSELESS = 4
-"""So many answers in a row make no sense, and it is the replica, not what it was asked."""
+"""After this many senseless answers in a row the replica has failed; fewer may be due to the requests."""
 Value = TypeVar("Value")
 log = logging.getLogger(__name__)
 
@@ -30,16 +30,16 @@ class ReplicaClient(Protocol):
     name: str
 
     def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        """Yields (index into `requests`, what became of it), each once. Those that the replica gives up because it
-        breaks end as Progress, before that is raised."""
+        """Yields (index into `requests`, how it ended), each once. Requests that the replica gives up because it breaks
+        end as Progress, before that is raised."""
         ...
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
-        """What requests in flight have made beyond the number of tokens that is known of each: {request id: progress},
-        without those that have made nothing."""
+        """Returns {request id: what it has made beyond the number of tokens that is known}, for requests in flight that
+        have made something."""
         ...
 
-    async def update_weights(self, published: PublishedWeights) -> UpdateReport: ...
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport: ...
 
     async def adopt(self, identity: WeightIdentity) -> None: ...
 
@@ -50,8 +50,8 @@ class ReplicaClient(Protocol):
         ...
 
 
-class Moved(Exception):
-    """A request is not finished by the replica that it was given to, for `reason`."""
+class HandoverNeeded(Exception):
+    """The replica does not finish the request, for `reason`; another one is to."""
 
     def __init__(self, reason: TriremeError) -> None:
         super().__init__(str(reason))
@@ -59,15 +59,17 @@ class Moved(Exception):
 
 
 @dataclass(eq=False)
-class Asked:
-    """A request on its replica: what that one was asked for, where its answer will come, and what there is of it."""
+class RoutedRequest:
+    """A request on its replica."""
 
     request: SampleRequest
-    kept: Kept
+    handover: Handover
+    """All that the request has so far."""
     future: asyncio.Future[SampledSequence]
+    """Where the caller waits for the answer."""
 
     def settle(self, outcome: SampledSequence | Exception) -> None:
-        """Gives its caller a result or an error, unless the caller was cancelled or has one already."""
+        """Gives the caller a result or an error, unless it was cancelled or has one already."""
         if self.future.done():
             return
         if isinstance(outcome, Exception):
@@ -78,22 +80,27 @@ class Asked:
 
 @dataclass(eq=False)
 class Member:
-    """One replica: `given` are the weights that it was ever given, `asked` the requests that it has, by their ids on
-    the wire; `senseless` counts answers in a row that made no sense; `gone` says why it is used no more. `tasks` wait
-    for it, and end when it is gone."""
+    """One replica behind a router."""
 
     index: int
     client: ReplicaClient
     given: list[WeightIdentity] = field(default_factory=list)
-    asked: dict[str, Asked] = field(default_factory=dict)
+    """All weights that it was ever given."""
+    requests: dict[str, RoutedRequest] = field(default_factory=dict)
+    """The requests that it has, by their ids on the wire."""
     report: UpdateReport | None = None
     acknowledged: int | None = None
+    """The version that it has acknowledged."""
     updating: bool = False
     draining: bool = False
     followed: bool = False
+    """A task asks it for progress."""
     senseless: int = 0
+    """Number of senseless answers in a row."""
     gone: TriremeError | None = None
+    """Why it is used no more."""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    """They wait for it, and end when it is gone."""
 
     @property
     def name(self) -> str:
@@ -102,7 +109,7 @@ class Member:
     def check_given(
         self, says: str, identities: Sequence[WeightIdentity], expected: Sequence[WeightIdentity] | None = None
     ) -> None:
-        """Raises ProvenanceError unless all `identities` are among those that it was given."""
+        """Raises ProvenanceError unless all `identities` are among the weights that it was given."""
         given = self.given if expected is None else expected
         strange = [identity for identity in identities if identity not in reversed(given)]  # it will be a late one
         if strange:
@@ -112,8 +119,8 @@ class Member:
             )
 
     def makes_sense(self, made: SampledSequence | Progress, vocab_size: int | None) -> bool:
-        """Whether `made` is tokens of the vocabulary (None: it is not known) with finite log-probabilities. Raises
-        RoomFailed when it is not, again and again."""
+        """Tells whether `made` is tokens of the vocabulary (None: not known) with finite log-probabilities. Raises
+        RoomFailed when it is not for the `SENSELESS`th time in a row."""
         tokens, logprobs = made.tokens, made.logprobs
         # Ufuncs, without the Python around them. A negative token is a large one without its sign, and a sum is finite
         # if all are: each is looked at once.
@@ -132,50 +139,50 @@ class Member:
         return False
 
 
-class Fleet:
-    """The members of a router, by number. `patience_s`: how long to wait for one to join when none is left."""
+class Members:
+    """The members of a router, by number."""
 
     def __init__(self, clients: Mapping[int, ReplicaClient], patience_s: float) -> None:
-        self.members = {index: Member(index, client) for index, client in clients.items()}
-        self.failures: dict[int, TriremeError] = {}
-        """Of those that have no successor."""
+        """`patience_s`: how long to wait for a replica to join when none is left."""
+        self.by_index = {index: Member(index, client) for index, client in clients.items()}
+        self._failures: dict[int, TriremeError] = {}  # of those without a successor
         self._patience_s = patience_s
         self._joined, self._failed = asyncio.Event(), asyncio.Event()
         self._unreported: dict[int, str] = {}
 
     @property
     def live(self) -> list[Member]:
-        return list(self.members.values())
+        return list(self.by_index.values())
 
     @property
     def serving(self) -> list[Member]:
-        """Those that take requests."""
-        return [member for member in self.members.values() if not member.draining]
+        """The members that take requests."""
+        return [member for member in self.by_index.values() if not member.draining]
 
     @property
-    def serves(self) -> bool:
-        """Whether anybody takes requests; asked for each of them."""
-        for member in self.members.values():  # noqa: SIM110  # `any` takes three times as long
+    def any_serves(self) -> bool:
+        """Some member takes requests. Checked for each request, so it is written for speed."""
+        for member in self.by_index.values():  # noqa: SIM110  # `any` takes three times as long
             if not member.draining:
                 return True
         return False
 
     def add(self, member: Member) -> None:
-        """In the place of whoever had its number. Members stay in the order of their numbers, whoever came first: in
-        deterministic mode it says where a request goes."""
-        self.failures.pop(member.index, None)
+        """Puts `member` in the place of its number. Members stay in the order of their numbers, whenever they came: in
+        deterministic mode it decides where a request goes."""
+        self._failures.pop(member.index, None)
         self._unreported.pop(member.index, None)
-        self.members = dict(sorted({**self.members, member.index: member}.items()))
+        self.by_index = dict(sorted({**self.by_index, member.index: member}.items()))
         self._joined.set()
 
-    async def someone(self) -> list[Member]:
-        """Those that take requests; waits for one to join when there is none. Raises when none does, with all that
-        failed: WeightsRefused if all of them refused weights, else RoomFailed."""
+    async def wait_for_serving(self) -> list[Member]:
+        """Returns the members that take requests; waits for one to join when there is none. Raises, with all failures,
+        when none joins: WeightsRefused if all members refused weights, else RoomFailed."""
         deadline = asyncio.get_running_loop().time() + self._patience_s
-        while not self.serves:
+        while not self.any_serves:
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
-                raise self._nobody()
+                raise self._none_left()
             self._joined.clear()
             try:
                 await asyncio.wait_for(self._joined.wait(), left)
@@ -183,15 +190,15 @@ class Fleet:
                 continue
         return self.serving
 
-    def _nobody(self) -> TriremeError:
-        refused = self.failures and all(isinstance(failure, WeightsRefused) for failure in self.failures.values())
+    def _none_left(self) -> TriremeError:
+        refused = self._failures and all(isinstance(failure, WeightsRefused) for failure in self._failures.values())
         kind = WeightsRefused if refused else RoomFailed
         waited = f", and none joined within {self._patience_s:g} s" if self._patience_s else ""
-        reasons = "; ".join(str(self.failures[index]) for index in sorted(self.failures))
+        reasons = "; ".join(str(self._failures[index]) for index in sorted(self._failures))
         return kind(f"no inference replica is left{waited}: {reasons or 'none has ever joined'}")
 
     async def call(self, member: Member, work: Awaitable[Value]) -> Value:
-        """What `member` answers. Raises why it is gone: as soon as that is known, whether or not it ever answers."""
+        """Returns the answer of `member`. Raises why it is gone as soon as that is known, even if it never answers."""
         task = asyncio.ensure_future(work)
         member.tasks.add(task)
         try:
@@ -204,36 +211,36 @@ class Fleet:
         finally:
             task.cancel()
             member.tasks.discard(task)
-        assert member.gone is not None, "whoever cancels its tasks says why"
+        assert member.gone is not None, "tasks are cancelled only when the member is gone"
         raise member.gone
 
     async def next_failure(self) -> tuple[int, str]:
-        """The next member that failed, unless it has a successor by now: its number and the reason."""
+        """Waits for the next member that failed and has no successor yet; returns its number and the reason."""
         while not self._unreported:
             self._failed.clear()
             await self._failed.wait()
         return self._unreported.popitem()
 
     def fail(self, member: Member, failure: TriremeError) -> None:
-        """Uses `member` no more because of something that it did; `next_failure` tells of it."""
-        if self.members.get(member.index) is member:
-            log.error("%s. It is used no more; what it was asked goes to others.", failure)
+        """Dismisses `member` because of something that it did; `next_failure` reports it."""
+        if self.by_index.get(member.index) is member:
+            log.error("%s. It is used no more; its requests go to other replicas.", failure)
             self._unreported[member.index] = str(failure)
             self._failed.set()
         self.dismiss(member, failure)
 
     def dismiss(self, member: Member, reason: TriremeError) -> None:
-        """Uses `member` no more. Its requests go on elsewhere, with what they have; nothing that it said counts if it
-        named weights that it was not given."""
+        """Uses `member` no more. Other replicas finish its requests from what they have; without what it reported, if
+        it named weights that it was not given."""
         if member.gone:
             return
         member.gone = reason
-        if self.members.get(member.index) is member:
-            del self.members[member.index]
-            self.failures[member.index] = reason
-        for asked in member.asked.values():
+        if self.by_index.get(member.index) is member:
+            del self.by_index[member.index]
+            self._failures[member.index] = reason
+        for routed in member.requests.values():
             if isinstance(reason, ProvenanceError):
-                asked.kept.forget()
-            asked.settle(Moved(reason))
+                routed.handover.forget_last_replica()
+            routed.settle(HandoverNeeded(reason))
         for task in member.tasks - {asyncio.current_task()}:
             task.cancel()

@@ -1,5 +1,4 @@
-"""All replicas behind one sampler: where a request goes, what becomes of it when its replica is lost, and how weights
-reach everyone.
+"""All replicas behind one sampler: routes requests, hands over those of a lost replica, updates weights everywhere.
 
 A router lives in one event loop (the orchestrator's, or a user's own).
 """
@@ -14,8 +13,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from inference.handover import Kept, Outcome, Progress
-from inference.members import Asked, Fleet, Member, Moved, ReplicaClient
+from inference.handover import Handover, Outcome, Progress
+from inference.members import HandoverNeeded, Member, Members, ReplicaClient, RoutedRequest
 from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
@@ -33,19 +32,12 @@ class Router:
     there comes sooner than a prefix is computed elsewhere. Others go to a replica that is not taking weights, if there
     is one, and among those where the fewest are in flight.
 
-    A replica that fails is used no more: `acknowledged` leaves it out, `next_failure` tells of it, and what it was
-    asked goes on elsewhere from the tokens that it had (`inference.handover`). With `one_version` it is sampled again
-    whole: no sequence may have tokens of two versions. When none is left, requests and updates wait for `patience_s`
-    seconds until one joins.
+    A replica that fails is used no more: `acknowledged` leaves it out, `next_failure` reports it, and another replica
+    finishes its requests from the tokens that they have (`inference.handover`). When none is left, requests and updates
+    wait for one to join.
 
-    With `fixed` (deterministic mode) a lost replica's failure is raised instead, and routes are forgotten whenever
-    nothing is in flight: requests that are then asked for in one turn of the event loop go where their own order says,
-    whatever was asked before or in an earlier process.
-
-    A replica whose answers make no sense, one after the other, has failed too: tokens that are none of the model's
-    `vocab_size` (None: not known), log-probabilities that are not finite.
-
-    At most `max_updating` replicas take weights at the same time (None: all).
+    In deterministic mode routes are forgotten whenever nothing is in flight: requests that are then made in one turn of
+    the event loop go where their own order says, whatever came before or in an earlier process.
     """
 
     def __init__(
@@ -58,31 +50,34 @@ class Router:
         patience_s: float = 0.0,
         vocab_size: int | None = None,
     ) -> None:
-        self._fleet = Fleet(replicas, patience_s)
+        """`fixed`: deterministic mode; a lost replica's failure is raised.
+        `max_updating`: the most replicas that take weights at the same time (None: all).
+        `one_version`: no sequence has tokens of two versions; a lost one is sampled again from its prompt.
+        `patience_s`: how long to wait for a replica to join when none is left.
+        `vocab_size`: of the model (None: not known). A replica whose answers have other tokens, or log-probabilities
+        that are not finite, several times in a row, has failed.
+        """
+        self._members = Members(replicas, patience_s)
         self._fixed, self._max_updating, self._one_version = fixed, max_updating, one_version
         self._vocab_size = vocab_size
         self._routes: OrderedDict[str, Member] = OrderedDict()
-        self._queued: defaultdict[Member, list[Asked]] = defaultdict(list)
+        self._queued: defaultdict[Member, list[RoutedRequest]] = defaultdict(list)
         self._tasks: set[asyncio.Task[None]] = set()
         self._name, self._numbers = uuid.uuid4().hex[:6], itertools.count()
-        self._changing = asyncio.Lock()  # weights, and who is to have them
+        self._changing = asyncio.Lock()  # the weights, and the members that get them
         self._newest: PublishedWeights | None = None
         self._loaded: WeightIdentity | None = None
         self._joining: Member | None = None
 
     def acknowledged(self) -> dict[int, int]:
-        """Version that each live replica has acknowledged: {replica: version}. Empty before the first update."""
-        return {m.index: m.acknowledged for m in self._fleet.live if m.acknowledged is not None}
+        return {m.index: m.acknowledged for m in self._members.live if m.acknowledged is not None}
 
     async def stats(self) -> dict[int, ReplicaStats]:
-        """What each live replica has to do: {replica: load}. One that can not say is used no more; raises RoomFailed
-        when none is left."""
         while True:
-            asked = await self._fleet.someone()
-            loads = await asyncio.gather(
-                *(self._fleet.call(m, m.client.stats()) for m in asked), return_exceptions=True
-            )
-            found = {m.index: load for m, load in zip(asked, loads, strict=True) if isinstance(load, ReplicaStats)}
+            serving = await self._members.wait_for_serving()
+            calls = [self._members.call(member, member.client.stats()) for member in serving]
+            stats = await asyncio.gather(*calls, return_exceptions=True)
+            found = {m.index: each for m, each in zip(serving, stats, strict=True) if isinstance(each, ReplicaStats)}
             if found:
                 return found
 
@@ -91,49 +86,49 @@ class Router:
     async def sample(self, request: SampleRequest) -> SampledSequence:
         """Samples one sequence. Cancelling the caller aborts it on its replica. Raises RoomFailed or WeightsRefused
         when no replica is left, and RoomFailed when no replica can sample it."""
-        kept = Kept(request)
+        handover = Handover(request)
         while True:
-            if not self._fleet.serves:
-                await self._fleet.someone()
+            if not self._members.any_serves:
+                await self._members.wait_for_serving()
             try:
-                return kept.joined(await self._sample_on(self._route(request.route_key), kept))
-            except Moved as moved:
+                return handover.complete(await self._sample_on(self._route(request.route_key), handover))
+            except HandoverNeeded as needed:
                 if self._fixed:
-                    raise moved.reason from None
+                    raise needed.reason from None
                 if self._one_version:
-                    kept.forget_all()
+                    handover.forget_all()
 
-    async def _sample_on(self, member: Member, kept: Kept) -> SampledSequence:
-        """Raises Moved, and what the replica says of the request itself."""
-        asked = Asked(self._on_the_wire(kept.begin()), kept, asyncio.get_running_loop().create_future())
-        name = asked.request.request_id
+    async def _sample_on(self, member: Member, handover: Handover) -> SampledSequence:
+        """Raises HandoverNeeded, and the replica's error for the request itself."""
+        request = self._on_the_wire(handover.next_request())
+        routed = RoutedRequest(request, handover, asyncio.get_running_loop().create_future())
         if not self._queued:  # requests of one turn of the event loop go out together
             asyncio.get_running_loop().call_soon(self._send_queued)
-        self._queued[member].append(asked)
-        member.asked[name] = asked
+        self._queued[member].append(routed)
+        member.requests[request.request_id] = routed
         try:
-            return await asked.future
+            return await routed.future
         except asyncio.CancelledError:
-            self._spawn(self._abort(member, [name]))
+            self._spawn(self._abort(member, [request.request_id]))
             raise
         finally:
-            del member.asked[name]
+            del member.requests[request.request_id]
 
-    def _on_the_wire(self, asked: SampleRequest) -> SampleRequest:
-        """Under a name of its own: what a replica has may be asked for again, of it or by another process."""
-        name = f"{asked.request_id}@{self._name}-{next(self._numbers)}"
+    def _on_the_wire(self, request: SampleRequest) -> SampleRequest:
+        """Returns the request under a unique id: a replica may be asked for it again, also by another process."""
+        name = f"{request.request_id}@{self._name}-{next(self._numbers)}"
         named = object.__new__(SampleRequest)  # `replace` takes eight times as long
-        vars(named).update(vars(asked), request_id=name)
+        vars(named).update(vars(request), request_id=name)
         return named
 
     def _route(self, key: str) -> Member:
-        if self._fixed and not any(member.asked for member in self._fleet.live):
+        if self._fixed and not any(member.requests for member in self._members.live):
             self._routes.clear()
         member = self._routes.pop(key, None)
         if member is None or member.gone or member.draining:
-            serving = self._fleet.serving
+            serving = self._members.serving
             free = [candidate for candidate in serving if not candidate.updating]
-            member = min(free or serving, key=lambda candidate: len(candidate.asked))
+            member = min(free or serving, key=lambda candidate: len(candidate.requests))
         self._routes[key] = member
         if len(self._routes) > ROUTES_KEPT:
             self._routes.popitem(last=False)
@@ -141,61 +136,61 @@ class Router:
 
     def _send_queued(self) -> None:
         queued, self._queued = self._queued, defaultdict(list)
-        for member, all_asked in queued.items():
-            if waited_for := [asked for asked in all_asked if not asked.future.done()]:
+        for member, group in queued.items():
+            if waited_for := [routed for routed in group if not routed.future.done()]:
                 self._spawn(self._stream(member, waited_for), member)
                 if not member.followed and not self._fixed:
                     self._spawn(self._follow(member), member)
 
-    async def _stream(self, member: Member, all_asked: list[Asked]) -> None:
+    async def _stream(self, member: Member, group: list[RoutedRequest]) -> None:
         """Sends one group of requests and hands out what comes back; leaves none of them with this replica."""
-        silent = set(all_asked)
+        silent = set(group)
         try:
-            async for index, outcome in member.client.sample([asked.request for asked in all_asked]):
-                self._take(member, all_asked[index], outcome)
-                silent.discard(all_asked[index])
-            if any(not asked.future.done() for asked in silent):
+            async for index, outcome in member.client.sample([routed.request for routed in group]):
+                self._take(member, group[index], outcome)
+                silent.discard(group[index])
+            if any(not routed.future.done() for routed in silent):
                 raise RoomFailed(f"{member.name} ended its answers before this one")
         except TriremeError as failure:
-            self._fleet.fail(member, failure)
-        for asked in all_asked:
-            if not asked.future.done():
-                asked.settle(Moved(RoomFailed(f"{member.name} gave up request {asked.request.request_id}")))
+            self._members.fail(member, failure)
+        for routed in group:
+            if not routed.future.done():
+                routed.settle(HandoverNeeded(RoomFailed(f"{member.name} gave up request {routed.request.request_id}")))
 
-    def _take(self, member: Member, asked: Asked, outcome: Outcome) -> None:
-        """Raises ProvenanceError when the replica names weights that it was not given, RoomFailed when nothing that it
-        answers makes sense. A single answer that makes none is for whoever asked."""
+    def _take(self, member: Member, routed: RoutedRequest, outcome: Outcome) -> None:
+        """Raises ProvenanceError when the replica names weights that it was not given, RoomFailed when none of its
+        answers makes sense. A single senseless answer is left to the caller."""
         sense = True
         if isinstance(outcome, SampledSequence | Progress):
             member.check_given("sampled tokens from", [span.identity for span in outcome.spans])
             sense = member.makes_sense(outcome, self._vocab_size)
         if not isinstance(outcome, Progress):
-            asked.settle(outcome)
+            routed.settle(outcome)
         elif sense:
-            asked.kept.add(outcome)
+            routed.handover.add(outcome)
 
     async def _follow(self, member: Member) -> None:
-        """Keeps what `member` has made of its requests, as long as it has any."""
+        """Collects the progress of the member's requests while it has any."""
         member.followed = True
         try:
             await asyncio.sleep(PROGRESS_S)
-            while member.asked:
-                known = {name: asked.kept.known for name, asked in member.asked.items()}
-                for name, progress in (await self._fleet.call(member, member.client.progress(known))).items():
-                    if asked := member.asked.get(name):
-                        self._take(member, asked, progress)
+            while member.requests:
+                known = {name: routed.handover.known for name, routed in member.requests.items()}
+                for name, progress in (await self._members.call(member, member.client.progress(known))).items():
+                    if routed := member.requests.get(name):
+                        self._take(member, routed, progress)
                 await asyncio.sleep(PROGRESS_S)
         except TriremeError as failure:
-            self._fleet.fail(member, failure)
+            self._members.fail(member, failure)
         finally:
             member.followed = False
 
     async def _abort(self, member: Member, request_ids: Sequence[str]) -> None:
-        with suppress(TriremeError):  # its end is known, and ends them all
-            await self._fleet.call(member, member.client.abort(request_ids))
+        with suppress(TriremeError):  # the member is dismissed then, and its requests with it
+            await self._members.call(member, member.client.abort(request_ids))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], member: Member | None = None) -> None:
-        """Begins work; that of a member ends when the member is gone."""
+        """Starts a task; one for a member ends when the member is gone."""
         task = asyncio.get_running_loop().create_task(coroutine)
         for tasks in (self._tasks, *([member.tasks] if member else [])):  # the loop itself keeps only weak references
             tasks.add(task)
@@ -204,14 +199,14 @@ class Router:
     # ------------------------------------------------------------------------------------------------------- weights
 
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings every live replica to `weights`. One that fails is left out, and the others finish; then, with
-        `fixed`, its failure is raised. When none is left, waits for one that joins, and takes these weights first.
+        """Brings every live replica to `weights`. One that fails is left out, and the others finish; then, in
+        deterministic mode, its failure is raised. When none is left, waits for one that joins with these weights.
         Raises RoomFailed, or WeightsRefused when every replica refuses them."""
         async with self._changing:
             self._newest = weights
-            turns = asyncio.Semaphore(self._max_updating or len(self._fleet.members) or 1)
+            turns = asyncio.Semaphore(self._max_updating or len(self._members.live) or 1)
             results = await asyncio.gather(
-                *(self._update_one(member, weights, turns) for member in self._fleet.live), return_exceptions=True
+                *(self._update_one(member, weights, turns) for member in self._members.live), return_exceptions=True
             )
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures and (self._fixed or all(isinstance(failure, WeightsRefused) for failure in results)):
@@ -220,41 +215,40 @@ class Router:
             if not isinstance(failure, TriremeError):
                 raise failure
         reports = [result for result in results if isinstance(result, UpdateReport)]
-        return reports or [member.report for member in await self._fleet.someone() if member.report]
-
-    async def adopt(self, identity: WeightIdentity) -> None:
-        """Instead of a first update: all replicas have loaded the weights `identity` themselves. Raises RoomFailed."""
-        self._loaded = identity
-        await asyncio.gather(*(self._adopt_one(member, identity) for member in self._fleet.live))
-
-    async def _adopt_one(self, member: Member, identity: WeightIdentity) -> None:
-        await self._fleet.call(member, member.client.adopt(identity))
-        member.given.append(identity)
-        member.acknowledged = identity.version
+        return reports or [member.report for member in await self._members.wait_for_serving() if member.report]
 
     async def _update_one(self, member: Member, weights: PublishedWeights, turns: asyncio.Semaphore) -> UpdateReport:
+        async def load_and_check() -> UpdateReport:
+            report = await member.client.load_weights(weights)
+            member.check_given("reports that it has", [report.identity], [weights.identity])
+            return report
+
         async with turns:
             if member.gone:  # while it waited
                 raise member.gone
             member.updating = True
             member.given.append(weights.identity)
             try:
-                member.report = await self._fleet.call(member, self._checked_update(member, weights))
+                member.report = await self._members.call(member, load_and_check())
             finally:
                 member.updating = False
         member.acknowledged = weights.identity.version
         return member.report
 
-    async def _checked_update(self, member: Member, weights: PublishedWeights) -> UpdateReport:
-        report = await member.client.update_weights(weights)
-        member.check_given("reports that it has", [report.identity], [weights.identity])
-        return report
+    async def adopt(self, identity: WeightIdentity) -> None:
+        """Labels the weights that the replicas loaded from disk as `identity`, in place of a first update. Raises
+        RoomFailed."""
+        self._loaded = identity
+        await asyncio.gather(*(self._adopt_one(member, identity) for member in self._members.live))
+
+    async def _adopt_one(self, member: Member, identity: WeightIdentity) -> None:
+        await self._members.call(member, member.client.adopt(identity))
+        member.given.append(identity)
+        member.acknowledged = identity.version
 
     # ------------------------------------------------------------------------------------------------------- members
 
     async def join(self, index: int, client: ReplicaClient) -> None:
-        """Replica `index` serves from now on: a new one, or the successor of one that is gone. It takes the newest
-        weights first, if any were published; never while an update is under way. Raises what it fails with."""
         async with self._changing:
             self.leave(index, f"{client.name} has a successor")
             joiner = self._joining = Member(index, client)
@@ -265,32 +259,29 @@ class Router:
                     await self._adopt_one(joiner, self._loaded)
             finally:
                 self._joining = None
-            self._fleet.add(joiner)
+            self._members.add(joiner)
 
     def leave(self, index: int, reason: str) -> None:
-        """Replica `index` is dead, says who watches it: one that hangs raises nothing by itself. `next_failure` does
-        not tell of it."""
-        for member in (self._fleet.members.get(index), self._joining):
+        """Dismisses replica `index`, which its watcher found dead: one that hangs raises nothing by itself.
+        `next_failure` does not report it."""
+        for member in (self._members.by_index.get(index), self._joining):
             if member and member.index == index:
-                self._fleet.dismiss(member, RoomFailed(reason))
+                self._members.dismiss(member, RoomFailed(reason))
 
     async def drain(self, index: int, timeout_s: float) -> None:
-        """Replica `index` gets no new requests and leaves: as soon as those in flight are finished, or after
-        `timeout_s` seconds, when they go on elsewhere with what they have."""
-        if (member := self._fleet.members.get(index)) is None:
+        if (member := self._members.by_index.get(index)) is None:
             return
         member.draining = True
         await self._without_requests(member, timeout_s)
-        if member.asked:
-            self._spawn(self._abort(member, list(member.asked)))
+        if member.requests:
+            self._spawn(self._abort(member, list(member.requests)))
             await self._without_requests(member, HAND_OVER_S)
-        self._fleet.dismiss(member, RoomFailed(f"{member.name} was drained"))
+        self._members.dismiss(member, RoomFailed(f"{member.name} was drained"))
 
     async def _without_requests(self, member: Member, timeout_s: float) -> None:
-        """Returns when nothing that `member` has now is asked of it any more, or after `timeout_s` seconds."""
-        if futures := [asked.future for asked in member.asked.values()]:
+        """Returns when the requests that `member` has now have left it, or after `timeout_s` seconds."""
+        if futures := [routed.future for routed in member.requests.values()]:
             await asyncio.wait(futures, timeout=timeout_s)
 
     async def next_failure(self) -> tuple[int, str]:
-        """Waits for the next replica that this router finds to have failed: its index and the reason."""
-        return await self._fleet.next_failure()
+        return await self._members.next_failure()

@@ -6,15 +6,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from inference.engine import give_tokenizer, sampled_sequence, vllm_params
-from inference.handover import NOTHING, Outcome, Progress, made_since
-from inference.wrong import made_wrong
+import numpy as np
+
+from inference.engine import sampled_sequence, vllm_params
+from inference.handover import NOTHING, Outcome, Progress
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.process import trace
 from trireme.process.faults import fault_point
@@ -28,22 +30,30 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 HEALTH_TICK_S = 0.5
+LATE_S = 2.0
+"""Delay of the answers that the fault point `inference.answer` makes late."""
+BEYOND = 2**20
+"""Larger than any vocabulary."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A request in the engine: the weights that were in use when it entered, and where its answer will come."""
+class EngineRequest:
+    """A request in the engine."""
 
     identity: WeightIdentity
+    """The weights that were in use when it entered."""
     collector: RequestOutputCollector
+    """Where its answer will come."""
 
 
 @dataclass(frozen=True, eq=False)
-class Running:
-    """A request in flight: the task that brings its answer, and how it entered the engine, or why it could not."""
+class InFlight:
+    """A request that is being sampled."""
 
     task: asyncio.Task[SampledSequence | Progress]
-    entry: Entry | TriremeError
+    """It brings the answer."""
+    entry: EngineRequest | TriremeError
+    """How it entered the engine, or why it could not."""
 
 
 class SamplingEngine:
@@ -53,34 +63,38 @@ class SamplingEngine:
     engine_stats: EngineStats
     end_ids: list[int]
 
-    def __init__(self, cfg: Config, name: str) -> None:
-        self.cfg = cfg
+    def __init__(self, config: Config, name: str) -> None:
+        self.config = config
         self.name = name
         self.sampling = trace.Busy("sampling")
         self.identity: WeightIdentity | None = None
-        self.adapter: LoRARequest | None = None  # what requests name once an adapter has been taken
+        self.adapter: LoRARequest | None = None  # named by requests once an adapter has been taken
         self.broken: TriremeError | None = None
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, InFlight] = {}
         self.halting = self.standing = False  # told to stop between two steps; stands still
-        self.pausing = asyncio.Lock()  # held by whoever has paused the engine, so that nobody else lets it go on
-        self.proved = asyncio.Event()  # while it is not set, what is sampled may come from wrong weights
+        self.pausing = asyncio.Lock()  # held while the engine is paused, so that nothing else resumes it
+        self.proved = asyncio.Event()  # while it is not set, tokens may come from wrong weights
         self._era = 0  # counts how often all requests were given up
-        self._keeps_kv = cfg.inference.on_update == "keep_kv"
-        self._drains = cfg.inference.on_update == "drain"
+        self._keeps_kv = config.inference.on_update == "keep_kv"
+        self._drains = config.inference.on_update == "drain"
 
     @property
     def behind_s(self) -> float:
-        """Seconds for which the engine, which has something to do, has said nothing. Nothing is expected of it while it
-        stands still for an update, which has a deadline of its own."""
-        works = bool(self.engine.output_processor.request_states) or self.halting
+        """Seconds for which the engine, which has work, has not answered. Nothing is expected of it while it stands
+        still for an update, which has a deadline of its own."""
+        works = self._has_requests or self.halting
         return self.engine_stats.silent_s if works and not self.standing else 0.0
 
+    @property
+    def _has_requests(self) -> bool:
+        return bool(self.engine.output_processor.request_states)
+
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, Outcome]]]:
-        """Samples all `requests` at once; yields (index, sequence or that request's error) of those that have finished,
-        as soon as there is one. An aborted one ends as Progress: all that it has.
+        """Samples all `requests` at the same time. Yields (index, sequence or that request's error) of those that have
+        finished, as soon as there is one. An aborted one ends as Progress: all that it has.
 
         Ray's calls and items of a stream cost about a millisecond, so requests come in groups, and answers go in
-        groups. Raises at the end when this replica broke meanwhile; what it could not finish ends as Progress.
+        groups. Raises at the end when this replica broke meanwhile; requests that it could not finish end as Progress.
         """
         fault_point("inference.sample")
         era = self._era
@@ -89,7 +103,7 @@ class SamplingEngine:
             entered = [await self._enter(request) for request in requests]
         for index, (request, entry) in enumerate(zip(requests, entered, strict=True)):
             task = asyncio.create_task(self._answer(request, entry))
-            self.running[request.request_id] = Running(task, entry)
+            self.running[request.request_id] = InFlight(task, entry)
             task.add_done_callback(partial(self._finished, finished, index, request.request_id))
         if self._era != era:  # all were given up while these entered
             await self.abort([request.request_id for request in requests])
@@ -106,70 +120,72 @@ class SamplingEngine:
         del self.running[request_id]
         finished.put_nowait((index, task))
 
-    async def _outcome(self, task: asyncio.Task[SampledSequence | Progress], entry: Entry | TriremeError) -> Outcome:
-        """What a finished task came to: its sequence, what it had, or its error as one that a person can read."""
+    async def _outcome(
+        self, task: asyncio.Task[SampledSequence | Progress], entry: EngineRequest | TriremeError
+    ) -> Outcome:
+        """Returns the result of a finished task, or its error as one that a person can read."""
         if task.cancelled():  # before it began, or twice
             await self._leave(entry)
             return NOTHING
         error = task.exception()
         return as_failure("sampling", error) if error else task.result()
 
-    async def _leave(self, entry: Entry | TriremeError) -> None:
+    async def _leave(self, entry: EngineRequest | TriremeError) -> None:
         """Takes a request out of the engine, if it is there."""
-        if isinstance(entry, Entry):
+        if isinstance(entry, EngineRequest):
             await self.engine.abort(entry.collector.request_id, internal=True)
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, Progress]:
-        """What requests in flight have made beyond the number of tokens that is known of each, of those that have made
-        anything. Raises RoomFailed or WeightsRefused when this replica is of no more use."""
+        """Returns {request id: what it has made beyond the number of tokens that is known}, for requests in flight that
+        have made something. Raises RoomFailed or WeightsRefused when this replica is broken."""
         self._raise_if_broken()
         made = {
             name: self._made(self.running[name].entry, start) for name, start in known.items() if name in self.running
         }
         return {name: progress for name, progress in made.items() if len(progress.tokens)}
 
-    def _made(self, entry: Entry | TriremeError, start: int = 0) -> Progress:
-        """What an unfinished request has from token number `start` on, as far as its weights have been proved."""
+    def _made(self, entry: EngineRequest | TriremeError, start: int = 0) -> Progress:
+        """Returns what an unfinished request has from token number `start` on, as far as its weights are proved."""
         if isinstance(entry, TriremeError):
             return NOTHING
         state = self.engine.output_processor.request_states.get(entry.collector.request_id)
         if state is None:
             return NOTHING
         kept_from = entry.identity if self._keeps_kv else None
-        return made_since(start, state, kept_from, None if self.proved.is_set() else self.identity)
+        return Progress.of_state(start, state, kept_from, None if self.proved.is_set() else self.identity)
 
     @asynccontextmanager
     async def _entering(self) -> AsyncIterator[None]:
         """Requests enter the engine within.
 
         With `drain` they wait for an update that waits for the engine to be empty. In deterministic mode all start in
-        one step, in order of entry: the engine stands still until they are there. So the composition of every step
+        one step, in order of entry: the engine stands still until they are there. So the composition of each step
         follows from the requests alone, and with it the order in which numbers are added up; otherwise the first would
         run ahead by as many steps as the machine allows.
         """
         async with AsyncExitStack() as stack:
-            if self.cfg.deterministic or self._drains:
+            if self.config.deterministic or self._drains:
                 await stack.enter_async_context(self.pausing)
                 self._raise_if_broken()
-            limit = self.cfg.timeouts.update_s
-            if self.cfg.deterministic:
+            limit = self.config.timeouts.update_s
+            if self.config.deterministic:
                 await self._guarded("a pause before sampling", self._stand_still(clear_cache=False), limit)
             yield
-            if self.cfg.deterministic:
+            if self.config.deterministic:
                 await self._guarded("the start of sampling", self.resume(), limit)
 
-    async def _enter(self, request: SampleRequest) -> Entry | TriremeError:
-        """Hands `request` to the engine: where its answer will come, or why it can not be sampled."""
+    async def _enter(self, request: SampleRequest) -> EngineRequest | TriremeError:
+        """Hands `request` to the engine; returns its entry, or why it cannot be sampled."""
         try:
             self._raise_if_broken()
             if self.identity is None:
                 raise RoomFailed(f"{self.name} was asked to sample before any weights were published to it")
-            return Entry(self.identity, await self._submit(request, salt=str(self.identity)))
+            return EngineRequest(self.identity, await self._submit(request, salt=str(self.identity)))
         except Exception as error:
             return self._can_not_sample(request, error)
 
-    async def _answer(self, request: SampleRequest, entry: Entry | TriremeError) -> SampledSequence | Progress:
-        """The whole answer; or what there is of it when it is aborted, or given up because this replica broke."""
+    async def _answer(self, request: SampleRequest, entry: EngineRequest | TriremeError) -> SampledSequence | Progress:
+        """Returns the whole answer; or what there is of it when it is aborted or this replica broke."""
         if isinstance(entry, TriremeError):
             if entry is self.broken:
                 return NOTHING
@@ -186,20 +202,19 @@ class SamplingEngine:
             if self._failure():
                 return self._made(entry)
             raise self._can_not_sample(request, error) from error
-        kept_from = entry.identity if self._keeps_kv else None
-        answer = sampled_sequence(request, output, kept_from)
+        answer = sampled_sequence(request, output, entry.identity if self._keeps_kv else None)
         action = fault_point("inference.answer")
-        return await made_wrong(answer, action) if action else answer
+        return await wrong_answer(answer, action) if action else answer
 
     def _can_not_sample(self, request: SampleRequest, error: Exception) -> TriremeError:
-        """What failed: this replica as a whole, or `request` alone."""
+        """Tells whether this replica as a whole failed, or `request` alone."""
         if failure := self._failure():
             return failure
         return as_failure(f"{self.name} could not sample request {request.request_id}", error)
 
     async def _submit(self, request: SampleRequest, salt: str) -> RequestOutputCollector:
-        if request.params.stop_strings:
-            give_tokenizer(self.engine, self.cfg.tokenizer_name)
+        if request.params.stop_strings and self.engine.output_processor.tokenizer is None:
+            self.engine.output_processor.tokenizer = load_tokenizer(self.config.tokenizer_name)
         return await self._add(request.request_id, request.prompt, vllm_params(request, self.end_ids), salt)
 
     async def _add(
@@ -208,34 +223,34 @@ class SamplingEngine:
         """Adds a request to the engine's queue. `salt`: prefix-cache blocks are shared under equal salts only."""
         from vllm.inputs import tokens_input
 
-        if not self.engine.output_processor.request_states:
+        if not self._has_requests:
             self.engine_stats.listen()
         prompt = tokens_input(list(tokens), cache_salt=salt)
         return await self.engine.add_request(name, prompt, params, lora_request=self.adapter, priority=priority)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests whose answers nobody waits for any more; unknown and finished ones are passed over."""
+        """Ends requests whose answers are not needed any more; ignores unknown and finished ones."""
         for request_id in request_ids:
             if running := self.running.get(request_id):
                 running.task.cancel()
 
     async def abort_all(self) -> None:
-        """Ends all requests, those on their way in too; returns when the engine is free of the others."""
+        """Ends all requests, also those that are entering; returns when the engine is free of the others."""
         self._era += 1
         self._give_up_all()
         while self.running:
             await asyncio.wait([running.task for running in self.running.values()], timeout=HEALTH_TICK_S)
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
-        if not self.engine.output_processor.request_states:
+        if not self._has_requests:
             self.engine_stats.listen()
         self.halting = True
-        # AsyncLLM.pause_generation would do no more but sleep for 20 ms in the end.
+        # AsyncLLM.pause_generation would do the same, then sleep for 20 ms.
         await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         self.halting, self.standing = False, True
 
     async def resume(self) -> None:
-        """Goes on with the requests."""
+        """Lets the engine continue with the requests."""
         await self.engine.resume_generation()
         self.standing = False
         self.engine_stats.listen()
@@ -244,8 +259,8 @@ class SamplingEngine:
     # ------------------------------------------------------------------------------------------------------ failures
 
     async def _guarded(self, what: str, awaitable: Awaitable[Value], timeout_s: float) -> Value:
-        """The value of `awaitable`. vLLM leaves calls pending for ever when its engine process is dead, so the process
-        is looked at while waiting. Raises RoomFailed when it died or `timeout_s` seconds have passed."""
+        """Returns the value of `awaitable`. vLLM leaves calls pending for ever when its engine process is dead, so the
+        process is checked while waiting. Raises RoomFailed when it died or after `timeout_s` seconds."""
         task = asyncio.ensure_future(awaitable)
         deadline = time.monotonic() + timeout_s
         while not task.done():
@@ -257,7 +272,7 @@ class SamplingEngine:
         return task.result()
 
     def _failure(self) -> TriremeError | None:
-        """Why this replica is of no more use, if so."""
+        """Returns why this replica is broken, None if it is not."""
         if self.broken is None and self.engine.errored:
             self.broken = RoomFailed(f"{self.name}: its engine process died")
         return self.broken
@@ -276,3 +291,21 @@ def as_failure(who: str, error: BaseException) -> TriremeError:
     if isinstance(error, TriremeError):
         return error
     return RoomFailed(f"{who}: {type(error).__name__}: {error}")
+
+
+async def wrong_answer(answer: SampledSequence, action: str) -> SampledSequence:
+    """Makes an answer as a broken replica would, for the fault point `inference.answer`. Raises ValueError for an
+    unknown action: a fault that never comes would be a test that cannot fail."""
+    match action:
+        case "late":
+            await asyncio.sleep(LATE_S)
+            return answer
+        case "garbage":  # tokens that no model has
+            return replace(answer, tokens=answer.tokens + BEYOND)
+        case "nan":
+            return replace(answer, logprobs=answer.logprobs * np.float32(np.nan))
+        case "stranger":  # weights that were never published
+            identities = [WeightIdentity(7, span.identity.version, "0" * 32) for span in answer.spans]
+            spans = (replace(span, identity=each) for span, each in zip(answer.spans, identities, strict=True))
+            return replace(answer, spans=tuple(spans))
+    raise ValueError(f"fault point inference.answer: unknown action {action!r}; expected late, garbage, nan, stranger")

@@ -1,7 +1,7 @@
-"""The part of a replica that lives in vLLM's engine process: checking what arrives, and loading it.
+"""The part of a replica in vLLM's engine process: checks what arrives and loads it.
 
 vLLM imports this module in the engine process because the replica names `WorkerExtension` as its
-`worker_extension_cls`. All of it runs between two forward steps.
+`worker_extension_cls`. All of this runs between two forward steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trireme.process.faults import fault_point
 from trireme.transports.packing import tensor_of
 
 # At every update it warns of each module for which a checkpoint has no tensors: rotary embeddings, a tied output head.
-# That all weights are what they should be is proved by the canary. (A filter: vLLM sets all levels again as it starts.)
+# The canary proves that all weights are right. (It is a filter because vLLM sets all levels again as it starts.)
 logging.getLogger(layerwise.__name__).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
@@ -42,51 +42,35 @@ def load_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tens
     model.load_weights(tensors)  # type: ignore[operator]
     finalize_layerwise_reload(model, model_config)
     if fault_point("inference.repack") != "skip":
-        repack_output_heads(model)
-        repack_experts(model)
+        repack_weights(model)
 
 
-def repack_output_heads(model: torch.nn.Module) -> None:
-    """Packs the output matrix again from its weight.
+def repack_weights(model: torch.nn.Module) -> None:
+    """Packs again what layerwise reloading leaves as packed at the first load: logprobs would be wrong by nats, without
+    an error.
 
-    With tied embeddings the output head has no weight of its own in a checkpoint, so layerwise reloading passes it
-    over, and on CPUs its packed copy would keep the weights of the first load: logprobs wrong by nats, and no error.
+    *The output matrix.* With tied embeddings it has no weight of its own in a checkpoint, so reloading skips it.
+    *Stacked experts, on CPUs.* vLLM packs them when it makes the kernel, at the first load. Later it copies the plain
+    weights into the packed tensors, and the kernel takes them for packed.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
-
-
-def repack_experts(model: torch.nn.Module) -> None:
-    """On CPUs, packs the stacked matrices of experts again.
-
-    vLLM packs them when it makes the kernel, at the first load. At later ones it copies the plain weights into the
-    packed tensors, and the kernel takes them for packed: logprobs wrong by nats, and no error.
-    """
-    if not current_platform.is_cpu():
-        return
-    for module in model.modules():
-        if isinstance(module, RoutedExperts):
+        elif isinstance(module, RoutedExperts) and current_platform.is_cpu():
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
-def corrupt_one_weight(model: torch.nn.Module) -> None:
-    """Changes one weight of the final norm, on which every logit depends (for tests of the canary)."""
-    norms = [p for name, p in model.named_parameters() if name.endswith("norm.weight") and "layers" not in name]
-    norms[-1].data[0] += 1.0
-
-
 class WorkerExtension:
-    """Calls that the replica makes in the engine process, beside vLLM's own. Mixed into vLLM's Worker."""
+    """Methods that the replica calls in the engine process, mixed into vLLM's Worker."""
 
     model_runner: Any
     vllm_config: Any
     received: tuple[WeightsManifest, list[npt.NDArray[np.uint8]]] | None = None
 
     def receive_weights(self, pickled_files: bytes) -> str | None:
-        """Checks what arrived against its digest; the reason to refuse it, None if it is what was published.
+        """Checks what arrived against its digest; returns the reason to refuse it, or None.
 
-        What was checked stays mapped, and is in memory by then: the pause in which it is loaded needs to fetch nothing.
+        The checked bytes stay mapped and are in memory by then: the pause in which they are loaded fetches nothing.
         """
         files: WeightFiles = pickle.loads(pickled_files)
         manifest, buckets = files.manifest, files.open()
@@ -101,7 +85,7 @@ class WorkerExtension:
         return None
 
     def take_weights(self) -> None:
-        """Loads what was received, while the scheduler is paused."""
+        """Loads the received weights, while the scheduler is paused."""
         assert self.received is not None
         manifest, buckets = self.received
         tensors = ((entry.name, tensor_of(entry, buckets)) for entry in manifest.entries)
@@ -112,17 +96,20 @@ class WorkerExtension:
             else:
                 load_weights(runner.get_model(), tensors, self.vllm_config.model_config)
             if fault_point("inference.loaded") == "corrupt":
-                corrupt_one_weight(runner.get_model())
+                # One weight of the final norm, on which every logit depends.
+                names = runner.get_model().named_parameters()
+                norms = [p for name, p in names if name.endswith("norm.weight") and "layers" not in name]
+                norms[-1].data[0] += 1.0
             torch.accelerator.synchronize()
         self.received = None
 
     def free_memory(self) -> None:
-        """Gives the memory in which weights were loaded back to the system: some milliseconds, when requests go on.
+        """Gives the memory in which weights were loaded back to the system: some milliseconds, after requests resume.
 
-        They are loaded layer by layer into new memory, between which requests allocate what lives longer. The C library
-        keeps what is freed there for later, a little more after each update: 1 GiB grew by 250 MiB in 30 updates of
-        200 MiB, of which no byte was in use.
+        Weights are loaded layer by layer into new memory, and requests allocate longer-lived memory in between. The C
+        library keeps what is freed there, a little more after each update: 1 GiB grew by 250 MiB in 30 updates of 200
+        MiB, though none of it was in use.
         """
-        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
         if malloc_trim:
             malloc_trim(0)

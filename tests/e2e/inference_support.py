@@ -188,9 +188,9 @@ def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
     random_model("qwen3", False, seed=0).save_pretrained(path)
     options: dict[str, Any] = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
     actor = ray.remote(ReplicaActor).options(max_concurrency=MAX_CALLS, **options)
-    cfgs = {mode: make_config(path, False, on_update=mode, max_updating=1) for mode in ("keep_kv", "drain")}
-    replicas = {i: actor.remote(cfg, i, directory / "logs" / "pair") for i, cfg in enumerate(cfgs.values())}
-    group = InferenceHandle(cfgs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
+    configs = {mode: make_config(path, False, on_update=mode, max_updating=1) for mode in ("keep_kv", "drain")}
+    replicas = {i: actor.remote(config, i, directory / "logs" / "pair") for i, config in enumerate(configs.values())}
+    group = InferenceHandle(configs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
     references, who = group.ready_refs()
     pids = [health.engine_pid for health in get_all(references, who=who, timeout_s=300)]
     clients = {i: RayReplica(handle, f"replica {i}", None, 120, 60) for i, handle in replicas.items()}

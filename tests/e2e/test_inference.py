@@ -115,7 +115,7 @@ def test_a_string_ends_an_answer_in_the_engine(rooms: dict[str, Room]) -> None:
     """With the token that completes it, wherever the tokens are cut; and it ends there, not after `max_tokens`."""
     room, prompt = rooms["untied"], prompt_of(6)
     tokenizer = load_tokenizer(str(ROOT / "assets" / "sort-base"))
-    tokenizer.save_pretrained(room.group.cfg.model.name)  # looked for when the first string comes
+    tokenizer.save_pretrained(room.group.config.model.name)  # looked for when the first string comes
     decode = tokenizer.decode
 
     async def run() -> None:
@@ -486,12 +486,12 @@ def test_a_weight_corrupted_after_receipt_is_refused_by_the_canary(rooms: dict[s
 
 
 def test_tied_output_heads_still_need_packing_again(rooms: dict[str, Room]) -> None:
-    """Fails when vLLM does it itself: then `repack_output_heads` can go."""
+    """Fails when vLLM does it itself: then the output head's part of `repack_weights` can go."""
     refused_update(rooms["tied"], "inference replica 0: canary of version")
 
 
 def test_stacked_experts_still_need_packing_again(rooms: dict[str, Room]) -> None:
-    """Fails when vLLM does it itself: then `repack_experts` can go."""
+    """Fails when vLLM does it itself: then the experts' part of `repack_weights` can go."""
     refused_update(rooms["experts"], "inference replica 0: canary of version")
 
 

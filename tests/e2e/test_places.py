@@ -58,7 +58,7 @@ def all_are_placed(group: InferenceHandle) -> bool:
 
 @pytest.mark.usefixtures("_cluster")
 def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def create(_cfg: Config, _index: int | None, options: dict[str, Any], _log_dir: None) -> Any:
+    def create(_config: Config, _index: int | None, options: dict[str, Any], _log_dir: None) -> Any:
         return ray.remote(Idle).options(**options).remote()
 
     monkeypatch.setattr(group_module, "_create", create)

@@ -96,7 +96,7 @@ def test_the_loss_of_a_spare_is_the_loss_of_nothing_else(
     made: list[int | None] = []
     create = group_module._create
     monkeypatch.setattr(
-        group_module, "_create", lambda cfg, index, *rest: (made.append(index), create(cfg, index, *rest))[1]
+        group_module, "_create", lambda config, index, *rest: (made.append(index), create(config, index, *rest))[1]
     )
     assert group.log_dir is not None
     said = (group.log_dir / "inference_spare.log").read_text()

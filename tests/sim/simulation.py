@@ -259,7 +259,7 @@ class SimReplica:
                 sequence.outbox.put_nowait((sequence.index, self._made(sequence, 0)))
         self._fill()
 
-    async def update_weights(self, published: PublishedWeights) -> UpdateReport:
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         await self._check_alive()
         self._paused = True
         for sequence in self._running.values():

@@ -87,7 +87,7 @@ class Slow:
         found = {name: progress_of(self.made[name], start) for name, start in known.items() if name in self.made}
         return {name: progress for name, progress in found.items() if len(progress.tokens)}
 
-    async def update_weights(self, published: PublishedWeights) -> UpdateReport:
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         await asyncio.sleep(UPDATE_S)
         await self.alive()
         self.identity = published.identity
@@ -217,7 +217,7 @@ def test_each_request_is_answered_once_and_whole(
         )
         for (_, length), answer in zip(requests, answers, strict=True):
             check(answer, length)
-        assert not any(member.asked for member in router._fleet.live)
+        assert not any(member.requests for member in router._members.live)
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)

@@ -6,14 +6,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from inference.client import SamplingClient
-from inference.engine import with_prompt_logprobs
 from trireme.core.errors import RoomFailed
 from trireme.core.types import ModelInput, SampledSequence, SampleRequest, SamplingParams
 
@@ -99,25 +97,3 @@ def test_what_cannot_be_sampled_is_refused_and_what_fails_is_raised(client: Samp
 def test_weights_are_there_when_the_call_returns(client: SamplingClient) -> None:
     weights: Any = "version 3"
     assert client.update_weights(weights) == ["version 3", "taken"]
-
-
-def table(*ranks: tuple[int, int, float]) -> dict[int, Any]:
-    return {token: SimpleNamespace(rank=rank, logprob=logprob) for token, rank, logprob in ranks}
-
-
-def test_prompt_logprobs_of_vllm() -> None:
-    """A table has the k likeliest tokens, and the one that is there, which may be the k + 1st entry."""
-    output = SimpleNamespace(
-        prompt_logprobs=[None, table((6, 9, -4.0), (2, 1, -0.5), (3, 2, -1.5)), table((1, 2, -1.0), (7, 1, -0.2))]
-    )
-    sampled = SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", ())
-
-    def asked(**wanted: Any) -> SampledSequence:
-        return with_prompt_logprobs(sampled, SampleRequest("a", (5, 6, 7), SamplingParams(), "a", **wanted), output)
-
-    both = asked(prompt_logprobs=True, topk_prompt_logprobs=2)
-    assert both.prompt_logprobs == [None, -4.0, -0.2]
-    assert both.topk_prompt_logprobs == [None, [(2, -0.5), (3, -1.5)], [(7, -0.2), (1, -1.0)]]
-    assert asked(prompt_logprobs=True).topk_prompt_logprobs is None
-    assert asked(topk_prompt_logprobs=1).topk_prompt_logprobs == [None, [(2, -0.5)], [(7, -0.2)]]
-    assert asked(topk_prompt_logprobs=1).prompt_logprobs is None

@@ -56,7 +56,7 @@ class World:
         for index, node in enumerate("ab"):
             self.answers[self.group.ready_ref(index)] = ReplicaInfo(100 + index, None, node, str(index))
 
-    def _create(self, _cfg: Config, index: int | None, options: dict[str, Any], _log_dir: None) -> Actor:
+    def _create(self, _config: Config, index: int | None, options: dict[str, Any], _log_dir: None) -> Actor:
         self.made.append(Actor(index, options))
         return self.made[-1]
 
@@ -131,7 +131,7 @@ def test_a_new_process_does_when_the_spare_is_of_no_use(
 
 
 def test_one_that_died_is_followed_by_another_but_not_for_ever(world: World) -> None:
-    limit = world.group.cfg.cluster.max_restarts
+    limit = world.group.config.cluster.max_restarts
     for died in range(limit + 1):
         for spare in world.spares():
             world.prepare(spare)

@@ -1,4 +1,4 @@
-"""What is kept of an unfinished request, and the whole answer that it becomes part of."""
+"""What is handover of an unfinished request, and the whole answer that it becomes part of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.handover import Kept, Progress, made_since, merged, seed_after
+from inference.handover import Handover, Progress, seed_after
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 
 OLD, NEW = WeightIdentity(1, 3, "old"), WeightIdentity(1, 4, "new")
@@ -29,22 +29,22 @@ def sequence(tokens: list[int], identity: WeightIdentity = NEW) -> SampledSequen
 
 
 def test_a_request_of_which_nothing_is_kept_is_itself() -> None:
-    kept = Kept(REQUEST)
-    assert kept.begin() is REQUEST
+    handover = Handover(REQUEST)
+    assert handover.next_request() is REQUEST
     answer = sequence([1, 2])
-    assert kept.joined(answer) is answer
+    assert handover.complete(answer) is answer
 
 
 def test_the_rest_of_a_request_and_the_whole_answer() -> None:
-    kept = Kept(REQUEST)
-    kept.begin()
-    kept.add(progress(0, [10, 11]))
-    kept.add(progress(2, [12]))
-    rest = kept.begin()
+    handover = Handover(REQUEST)
+    handover.next_request()
+    handover.add(progress(0, [10, 11]))
+    handover.add(progress(2, [12]))
+    rest = handover.next_request()
     assert rest.prompt == (7, 8, 10, 11, 12)
     assert rest.params == replace(REQUEST.params, max_tokens=17, seed=seed_after(5, 3))
-    kept.add(progress(0, [99], NEW))  # superseded by the answer itself
-    whole = kept.joined(sequence([13, 14]))
+    handover.add(progress(0, [99], NEW))  # superseded by the answer itself
+    whole = handover.complete(sequence([13, 14]))
     assert whole.tokens.tolist() == [10, 11, 12, 13, 14]
     assert whole.logprobs.tolist() == [-10, -11, -12, -13, -14]
     assert whole.spans == (VersionSpan(OLD, 0, 3), VersionSpan(NEW, 3, 5))
@@ -52,50 +52,50 @@ def test_the_rest_of_a_request_and_the_whole_answer() -> None:
 
 
 def test_a_request_without_seed_or_limit_has_none_later() -> None:
-    kept = Kept(replace(REQUEST, params=SamplingParams()))
-    kept.begin()
-    kept.add(progress(0, [10]))
-    assert kept.begin().params == SamplingParams()
+    handover = Handover(replace(REQUEST, params=SamplingParams()))
+    handover.next_request()
+    handover.add(progress(0, [10]))
+    assert handover.next_request().params == SamplingParams()
 
 
 def test_the_rest_draws_other_random_numbers_wherever_it_begins() -> None:
-    seeds = {5, *(seed_after(5, kept) for kept in range(1, 1000)), *(seed_after(6, kept) for kept in range(1, 1000))}
+    seeds = {5, *(seed_after(seed, kept) for seed in (5, 6) for kept in range(1, 1000))}
     assert len(seeds) == 1 + 2 * 999
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_what_is_known_is_replaced_and_what_leaves_a_gap_is_passed_over() -> None:
-    kept = Kept(REQUEST)
-    kept.begin()
-    kept.add(progress(0, [10, 11, 12]))
-    kept.add(progress(5, [15]))
-    assert (len(kept), kept.known) == (3, 3)
-    kept.add(progress(0, [10, 11, 12, 13]))
-    kept.add(progress(4, []))
-    assert kept.begin().prompt == (7, 8, 10, 11, 12, 13)
-    assert kept.known == 0
+    handover = Handover(REQUEST)
+    handover.next_request()
+    handover.add(progress(0, [10, 11, 12]))
+    handover.add(progress(5, [15]))
+    assert (len(handover), handover.known) == (3, 3)
+    handover.add(progress(0, [10, 11, 12, 13]))
+    handover.add(progress(4, []))
+    assert handover.next_request().prompt == (7, 8, 10, 11, 12, 13)
+    assert handover.known == 0
 
 
 def test_what_an_untrusted_replica_said_is_forgotten_and_what_came_before_is_not() -> None:
-    kept = Kept(REQUEST)
-    kept.begin()
-    kept.add(progress(0, [10]))
-    kept.begin()
-    kept.add(progress(0, [66, 66]))
-    kept.forget()
-    assert kept.begin().prompt == (7, 8, 10)
-    kept.forget_all()
-    assert kept.begin() is REQUEST
+    handover = Handover(REQUEST)
+    handover.next_request()
+    handover.add(progress(0, [10]))
+    handover.next_request()
+    handover.add(progress(0, [66, 66]))
+    handover.forget_last_replica()
+    assert handover.next_request().prompt == (7, 8, 10)
+    handover.forget_all()
+    assert handover.next_request() is REQUEST
 
 
 def test_logprobs_of_the_prompt_are_those_of_the_prompt_that_was_given() -> None:
-    kept = Kept(replace(REQUEST, prompt_logprobs=True, topk_prompt_logprobs=1))
-    kept.begin()
-    kept.add(progress(0, [10]))
-    assert kept.begin().wants_prompt_logprobs
+    handover = Handover(replace(REQUEST, prompt_logprobs=True, topk_prompt_logprobs=1))
+    handover.next_request()
+    handover.add(progress(0, [10]))
+    assert handover.next_request().wants_prompt_logprobs
     table: list[Any] = [None, [(8, -1.0)], [(10, -2.0)]]
     rest = replace(sequence([11]), prompt_logprobs=[None, -1.0, -2.0], topk_prompt_logprobs=table)
-    whole = kept.joined(rest)
+    whole = handover.complete(rest)
     assert whole.prompt_logprobs == [None, -1.0]
     assert whole.topk_prompt_logprobs == table[:2]
 
@@ -108,26 +108,29 @@ def test_neighbours_that_say_the_same_become_one_span() -> None:
         VersionSpan(NEW, 3, 4, mixed=True),
         VersionSpan(NEW, 4, 6),
     ]
-    assert merged(spans) == (VersionSpan(OLD, 0, 3), *spans[2:])
-    assert merged([]) == ()
+    handover = Handover(REQUEST)
+    handover.next_request()
+    handover.add(Progress(0, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), tuple(spans[:3])))
+    handover.next_request()
+    assert handover.complete(sequence([5, 6])).spans == (VersionSpan(OLD, 0, 3), *spans[2:])
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 6), max_size=5), st.booleans()), max_size=5), st.integers(1, 5))
 def test_however_often_it_moves_no_token_is_lost_or_twice(legs: list[tuple[list[int], bool]], last: int) -> None:
     """Each leg tells of so many tokens more at a time, and may tell all of them once more at its end."""
-    kept, made = Kept(replace(REQUEST, params=SamplingParams(max_tokens=1000, seed=1))), 0
+    handover, made = Handover(replace(REQUEST, params=SamplingParams(max_tokens=1000, seed=1))), 0
     for chunks, says_all in legs:
-        rest = kept.begin()
+        rest = handover.next_request()
         assert rest.prompt == (7, 8, *range(made))
         assert rest.params.max_tokens == 1000 - made
         begun = made
         for chunk in chunks:
-            kept.add(progress(made - begun, list(range(made, made + chunk))))
+            handover.add(progress(made - begun, list(range(made, made + chunk))))
             made += chunk
         if says_all:
-            kept.add(progress(0, list(range(begun, made))))
-    kept.begin()
-    whole = kept.joined(sequence(list(range(made, made + last))))
+            handover.add(progress(0, list(range(begun, made))))
+    handover.next_request()
+    whole = handover.complete(sequence(list(range(made, made + last))))
     assert whole.tokens.tolist() == list(range(made + last))
     assert (whole.logprobs == -whole.tokens).all()
     assert whole.spans == (*([VersionSpan(OLD, 0, made)] if made else []), VersionSpan(NEW, made, made + last))
@@ -154,18 +157,18 @@ def as_lists(made: Progress) -> tuple[int, list[int], list[float], tuple[Version
 def test_what_an_engine_has_made_since_then() -> None:
     of = state((OLD, [1, 2]), (NEW, [3, 4, 5]))
     both = (VersionSpan(OLD, 0, 2), VersionSpan(NEW, 2, 5))
-    assert as_lists(made_since(0, of, None, None)) == (0, [1, 2, 3, 4, 5], [-1, -2, -3, -4, -5], both)
-    assert as_lists(made_since(1, of, None, None))[3] == (VersionSpan(OLD, 1, 2), VersionSpan(NEW, 2, 5))
-    assert as_lists(made_since(4, of, None, None)) == (4, [5], [-5], (VersionSpan(NEW, 4, 5),))
-    assert as_lists(made_since(5, of, None, None)) == (5, [], [], ())
-    assert as_lists(made_since(0, state(), None, None)) == (0, [], [], ())
+    assert as_lists(Progress.of_state(0, of, None, None)) == (0, [1, 2, 3, 4, 5], [-1, -2, -3, -4, -5], both)
+    assert as_lists(Progress.of_state(1, of, None, None))[3] == (VersionSpan(OLD, 1, 2), VersionSpan(NEW, 2, 5))
+    assert as_lists(Progress.of_state(4, of, None, None)) == (4, [5], [-5], (VersionSpan(NEW, 4, 5),))
+    assert as_lists(Progress.of_state(5, of, None, None)) == (5, [], [], ())
+    assert as_lists(Progress.of_state(0, state(), None, None)) == (0, [], [], ())
 
 
 def test_tokens_that_outlived_the_weights_of_their_cache_are_marked() -> None:
-    spans = made_since(0, state((OLD, [1, 2]), (NEW, [3])), OLD, None).spans
+    spans = Progress.of_state(0, state((OLD, [1, 2]), (NEW, [3])), OLD, None).spans
     assert [span.mixed for span in spans] == [False, True]
 
 
 @pytest.mark.parametrize(("start", "tokens"), [(0, [1, 2]), (1, [2]), (2, []), (3, [])])
 def test_tokens_of_weights_that_are_not_proved_stay_where_they_are(start: int, tokens: list[int]) -> None:
-    assert made_since(start, state((OLD, [1, 2]), (NEW, [3, 4])), None, NEW).tokens.tolist() == tokens
+    assert Progress.of_state(start, state((OLD, [1, 2]), (NEW, [3, 4])), None, NEW).tokens.tolist() == tokens

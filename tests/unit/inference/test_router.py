@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.engine import check_spans
 from inference.handover import NOTHING, Outcome, Progress
 from inference.router import Router
 from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
@@ -87,7 +86,7 @@ class FakeReplica:
         """Says at once all that is in `made`, whatever is known."""
         return {name: self.made[named(name)] for name in known if named(name) in self.made}
 
-    async def update_weights(self, published: PublishedWeights) -> UpdateReport:
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         self.updates += 1
         return await self.update
 
@@ -252,7 +251,7 @@ async def test_a_request_cancelled_before_it_left_is_never_sent() -> None:
     await asyncio.gather(cancelled, return_exceptions=True)
     await router.sample(request("kept"))
     assert only.groups == [["kept"]]
-    assert not any(member.asked for member in router._fleet.live)
+    assert not any(member.requests for member in router._members.live)
 
 
 @in_loop
@@ -405,16 +404,6 @@ async def test_the_load_of_all_that_live() -> None:
     second.loaded = RoomFailed("replica 1 died")
     with pytest.raises(RoomFailed, match=r"no inference replica is left.*replica 0 died.*replica 1 died"):
         await router.stats()
-
-
-def test_spans_must_cover_every_token() -> None:
-    def spans(*edges: tuple[int, int]) -> tuple[VersionSpan, ...]:
-        return tuple(VersionSpan(WeightIdentity(1, i, "d"), *edge) for i, edge in enumerate(edges))
-
-    check_spans("r", spans((0, 2), (2, 5)), 5)
-    for wrong in (spans((0, 2), (3, 5)), spans((0, 3), (2, 5)), spans((0, 4)), spans((1, 5)), spans()):
-        with pytest.raises(RoomFailed, match="do not cover"):
-            check_spans("r", wrong, 5)
 
 
 @in_loop

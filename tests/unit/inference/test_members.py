@@ -48,7 +48,7 @@ class Replica:
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
         return {}
 
-    async def update_weights(self, published: PublishedWeights) -> UpdateReport:
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         self.identity = published.identity
         return UpdateReport(self.index, published.identity, 0.0, 0, 0.0)
 

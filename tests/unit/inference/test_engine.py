@@ -1,0 +1,98 @@
+"""The engine's arguments, requests and answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inference.engine import engine_args, sampled_sequence, vllm_params
+from trireme.config import Config
+from trireme.config.schema import SamplingConfig
+from trireme.core.errors import BadInput, RoomFailed
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
+
+
+def config(deterministic: bool = False, **inference: Any) -> Config:
+    return Config.model_validate(
+        {
+            "deterministic": deterministic,
+            "model": {"name": "m"},
+            "orchestrator": {"batch_size": 2, "max_steps_off_policy": 0},
+            "env": {"id": "sort"},
+            "inference": {"sampling": {"max_tokens": 8}, **inference},
+        }
+    )
+
+
+def test_the_prefix_cache_is_off_in_deterministic_mode_and_stays_off() -> None:
+    assert engine_args(config(deterministic=True), on_cpu=True)["enable_prefix_caching"] is False
+    assert "enable_prefix_caching" not in engine_args(config(), on_cpu=True)
+    with pytest.raises(BadInput, match="enable_prefix_caching"):
+        engine_args(config(deterministic=True, engine_args={"enable_prefix_caching": True}), on_cpu=True)
+
+
+def test_engine_args_must_not_undo_what_the_replica_decides() -> None:
+    with pytest.raises(BadInput, match="enable_chunked_prefill, logprobs_mode"):
+        engine_args(config(engine_args={"logprobs_mode": "raw_logprobs", "enable_chunked_prefill": True}), on_cpu=True)
+
+
+def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> None:
+    given = SamplingConfig(
+        max_tokens=9, temperature=0.7, top_p=0.8, top_k=5, min_p=0.1, repetition_penalty=1.2, stop=("a",)
+    )
+    request = SampleRequest("r", (1,), given.params(seed=4, stop=(3, 6), room=100), "r")
+    params = vllm_params(request, end_ids=[2])
+    reached = {name: getattr(params, name) for name in SamplingConfig.model_fields if name != "stop"}
+    assert reached == {name: value for name, value in given.model_dump().items() if name != "stop"}
+    assert (params.seed, params.stop_token_ids, params.detokenize) == (4, [2, 3, 6], False)
+    assert vllm_params(replace(request, params=given.params(seed=4, stop=(), room=7)), []).max_tokens == 7
+    ended = vllm_params(replace(request, params=given.params(seed=4, stop=(3, "ab", "c"), room=7)), [])
+    assert (ended.stop, ended.stop_token_ids, ended.detokenize) == (["ab", "c"], [3], True)
+    assert ended.include_stop_str_in_output, "what ended an answer is part of it"
+
+
+def final_output(num_tokens: int, *edges: tuple[int, int], prompt_logprobs: Any = None) -> Any:
+    """As vLLM's RequestOutput with spans between these edges."""
+    spans = [
+        SimpleNamespace(version=str(WeightIdentity(1, i, "d")), start=start, end=end)
+        for i, (start, end) in enumerate(edges)
+    ]
+    completion = SimpleNamespace(
+        token_ids=[0] * num_tokens,
+        logprobs=[{0: SimpleNamespace(logprob=-1.0)}] * num_tokens,
+        weight_versions=spans,
+        finish_reason="stop",
+    )
+    return SimpleNamespace(outputs=[completion], prompt_logprobs=prompt_logprobs)
+
+
+def test_spans_must_cover_every_token() -> None:
+    request = SampleRequest("r", (5,), SamplingParams(), "r")
+    spans = sampled_sequence(request, final_output(5, (0, 2), (2, 5)), None).spans
+    assert [(span.identity.version, span.start, span.end) for span in spans] == [(0, 0, 2), (1, 2, 5)]
+    for wrong in (((0, 2), (3, 5)), ((0, 3), (2, 5)), ((0, 4),), ((1, 5),), ()):
+        with pytest.raises(RoomFailed, match="do not cover"):
+            sampled_sequence(request, final_output(5, *wrong), None)
+
+
+def table(*ranks: tuple[int, int, float]) -> dict[int, Any]:
+    return {token: SimpleNamespace(rank=rank, logprob=logprob) for token, rank, logprob in ranks}
+
+
+def test_prompt_logprobs_of_vllm() -> None:
+    """A table has the k likeliest tokens, and the one that is there, which may be the k + 1st entry."""
+    tables = [None, table((6, 9, -4.0), (2, 1, -0.5), (3, 2, -1.5)), table((1, 2, -1.0), (7, 1, -0.2))]
+    output = final_output(1, (0, 1), prompt_logprobs=tables)
+
+    def asked(**wanted: Any) -> SampledSequence:
+        return sampled_sequence(SampleRequest("a", (5, 6, 7), SamplingParams(), "a", **wanted), output, None)
+
+    both = asked(prompt_logprobs=True, topk_prompt_logprobs=2)
+    assert both.prompt_logprobs == [None, -4.0, -0.2]
+    assert both.topk_prompt_logprobs == [None, [(2, -0.5), (3, -1.5)], [(7, -0.2), (1, -1.0)]]
+    assert asked(prompt_logprobs=True).topk_prompt_logprobs is None
+    assert asked(topk_prompt_logprobs=1).topk_prompt_logprobs == [None, [(2, -0.5)], [(7, -0.2)]]
+    assert asked(topk_prompt_logprobs=1).prompt_logprobs is None
