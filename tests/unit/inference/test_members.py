@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from orchestrator_fakes import Problems, Run, config, problems_of, whole_run
+from orchestrator_fakes import Problems, Run, problems_of, small_config, whole_run
 
 from inference.handover import Progress
 from inference.members import SENSELESS
@@ -86,14 +86,14 @@ def of_another_run(answer: SampledSequence) -> SampledSequence:
 def run_with(bad: Replica, *others: Replica, **options: int) -> Run:
     router = Router(dict(enumerate((bad, *others))), vocab_size=VOCABULARY)
     given = {"max_steps": 10, "retries": 2} | options
-    return Run(config(**given), Problems(), sampler=router)  # type: ignore[arg-type]
+    return Run(small_config(**given), Problems(), sampler=router)  # type: ignore[arg-type]
 
 
 def assert_nothing_was_lost(run: Run) -> None:
     last = run.rows[-1]
     trained = [problem for batch in run.batches for problem in dict.fromkeys(problems_of(batch))]
     assert last["ledger/failed"] == 0
-    assert len(trained) == len(set(trained)) == last["ledger/trained"] == 2 * run.cfg.max_steps
+    assert len(trained) == len(set(trained)) == last["ledger/trained"] == 2 * run.config.max_steps
     for batch in run.batches:
         for minibatch in batch:
             columns = minibatch.batch.columns
