@@ -65,7 +65,7 @@ class Key:
 
     @property
     def description(self) -> str:
-        return self.field.description or ""
+        return " ".join((self.field.description or "").split())
 
     @property
     def expected(self) -> str:

@@ -12,67 +12,53 @@ from trireme.renderers import unknown_renderer
 
 
 class OrchestratorConfig(Section):
-    batch_size: PositiveInt = Field(
-        validation_alias=AliasChoices("batch_size", "groups_per_batch"),
-        description="Problems (groups) per training step.",
-    )
-    group_size: PositiveInt = Field(
-        8,
-        validation_alias=AliasChoices("group_size", "rollouts_per_example"),
-        description="Rollouts per problem.",
-    )
-    max_steps_off_policy: NonNegativeInt = Field(
-        1, description="No group older than this many steps is trained on; 0 = synchronous, strictly on-policy."
-    )
-    stale_policy: Literal["requeue", "drop", "wait"] = Field(
-        "requeue",
-        description="What happens to a group that would get too old: its problem is sampled afresh, it is dropped, "
-        "or the batch waits for it (strictly first in, first out).",
-    )
-    max_requeues: NonNegativeInt = Field(
-        2, description="requeue: how often a problem is sampled afresh before the batch waits for it."
-    )
-    advantage: Literal["mean", "std", "leave_one_out"] = Field(
-        "mean", description="Reward minus the group's mean; divided by its deviation; or minus the mean of the others."
-    )
-    remove_constant_reward_groups: bool = Field(
-        False, description="Groups whose rewards are all equal are replaced by others."
-    )
-    max_filtered_batches: PositiveInt = Field(
-        10, description="Stop after this many batches' worth of filtered groups in a row without a usable one."
-    )
-    overlong_filter: bool = Field(False, description="Answers cut by length do not count in the loss.")
-    max_concurrent: PositiveInt | Literal["auto"] = Field(
-        "auto",
-        description="Most rollouts in flight; auto = at first what the replicas decode at once and a quarter more, "
-        "then as their KV caches and preemptions allow.",
-    )
-    generation_timeout_s: PositiveFloat = Field(
-        600.0, description="Limit for one rollout over all its turns, in seconds, from its first on."
-    )
-    max_prompt_len: PositiveInt | None = Field(None, description="Longer prompts are refused before sampling.")
-    retries: NonNegativeInt = Field(2, description="How often a failed rollout is tried again.")
-    workers: PositiveInt = Field(
-        2, description="Processes in which environments compute what takes long; started when one first does."
-    )
-    min_viable_group: Share = Field(0.75, description="Share of a group's rollouts that must succeed.")
-    max_failure_rate: Share = Field(
-        0.25, description="The run stops when more than this share of recent rollouts failed after all retries."
-    )
+    batch_size: PositiveInt = Field(validation_alias=AliasChoices("batch_size", "groups_per_batch"))
+    """Problems (groups) per training step."""
+    group_size: PositiveInt = Field(8, validation_alias=AliasChoices("group_size", "rollouts_per_example"))
+    """Rollouts per problem."""
+    max_steps_off_policy: NonNegativeInt = 1
+    """No group older than this many steps is trained on; 0 = synchronous, strictly on-policy."""
+    stale_policy: Literal["requeue", "drop", "wait"] = "requeue"
+    """What happens to a group that would get too old: its problem is sampled afresh, it is dropped, or the batch
+    waits for it (strictly first in, first out)."""
+    max_requeues: NonNegativeInt = 2
+    """requeue: how often a problem is sampled afresh before the batch waits for it."""
+    advantage: Literal["mean", "std", "leave_one_out"] = "mean"
+    """Reward minus the group's mean; divided by its deviation; or minus the mean of the others."""
+    remove_constant_reward_groups: bool = False
+    """Groups whose rewards are all equal are replaced by others."""
+    max_filtered_batches: PositiveInt = 10
+    """Stop after this many batches' worth of filtered groups in a row without a usable one."""
+    overlong_filter: bool = False
+    """Answers cut by length do not count in the loss."""
+    max_concurrent: PositiveInt | Literal["auto"] = "auto"
+    """Most rollouts in flight; auto = at first what the replicas decode at once and a quarter more, then as their
+    KV caches and preemptions allow."""
+    generation_timeout_s: PositiveFloat = 600.0
+    """Limit for one rollout over all its turns, in seconds, from its first on."""
+    max_prompt_len: PositiveInt | None = None
+    """Longer prompts are refused before sampling."""
+    retries: NonNegativeInt = 2
+    """How often a failed rollout is tried again."""
+    workers: PositiveInt = 2
+    """Processes in which environments compute what takes long; started when one first does."""
+    min_viable_group: Share = 0.75
+    """Share of a group's rollouts that must succeed."""
+    max_failure_rate: Share = 0.25
+    """The run stops when more than this share of recent rollouts failed after all retries."""
 
 
 class EnvConfig(Section):
-    id: str = Field(
-        description="Environment: a built-in name (`sort`), `verifiers:<taskset>` or `package.module:Dataset`."
-    )
-    args: dict[str, Any] = Field({}, description="Arguments of the dataset.")
-    name: str | None = Field(None, description="Name in metrics; none = from the id.")
-    weight: PositiveFloat = Field(
-        1.0, description="With several environments: this one's share of the problems, relative to the others'."
-    )
-    group_size: PositiveInt | None = Field(
-        None, description="Rollouts per problem of this environment; none = orchestrator.group_size."
-    )
+    id: str
+    """Environment: a built-in name (`sort`), `verifiers:<taskset>` or `package.module:Dataset`."""
+    args: dict[str, Any] = Field({})
+    """Arguments of the dataset."""
+    name: str | None = None
+    """Name in metrics; none = from the id."""
+    weight: PositiveFloat = 1.0
+    """With several environments: this one's share of the problems, relative to the others'."""
+    group_size: PositiveInt | None = None
+    """Rollouts per problem of this environment; none = orchestrator.group_size."""
 
     @property
     def label(self) -> str:
@@ -86,34 +72,27 @@ def _renderer_name(name: str) -> str:
 
 
 class RendererConfig(Section):
-    name: Annotated[str, AfterValidator(_renderer_name)] = Field(
-        "auto",
-        description="How chat messages become tokens: as the tokenizer's `chat_template` says, `role_colon` "
-        "(`User: ...`, for base models), `qwen3`, `renderers:FORMAT` (of the package renderers), or "
-        "`package.module:Class`; auto = qwen3 where it writes what the template does, else such a format, else the "
-        "template, and role_colon without one.",
-    )
-    strip_thinking_from_history: bool = Field(
-        True,
-        description="A query takes the thinking before it out of the prompt, so that it begins a new training "
-        "sequence; false = thinking stays, and all turns are one sequence.",
-    )
-    compact_every: PositiveInt | None = Field(
-        None, description="Thinking goes out of the prompt after this many turns instead of with each query."
-    )
-    enable_thinking: bool | None = Field(
-        None,
-        description="false: prompts ask for an answer without thinking, by an empty block of it; for templates with "
-        "this switch, such as Qwen3's. none = as the template does by itself.",
-    )
+    name: Annotated[str, AfterValidator(_renderer_name)] = "auto"
+    """How chat messages become tokens: as the tokenizer's `chat_template` says, `role_colon` (`User: ...`, for base
+    models), `qwen3`, `renderers:FORMAT` (of the package renderers), or `package.module:Class`; auto = qwen3 where
+    it writes what the template does, else such a format, else the template, and role_colon without one."""
+    strip_thinking_from_history: bool = True
+    """A query takes the thinking before it out of the prompt, so that it begins a new training sequence; false =
+    thinking stays, and all turns are one sequence."""
+    compact_every: PositiveInt | None = None
+    """Thinking goes out of the prompt after this many turns instead of with each query."""
+    enable_thinking: bool | None = None
+    """false: prompts ask for an answer without thinking, by an empty block of it; for templates with this switch,
+    such as Qwen3's. none = as the template does by itself."""
 
 
 class HeldOutConfig(Section):
-    id: str | None = Field(
-        None, description="Environment of evaluations; none = the run's own, with several that which has this `name`."
-    )
-    args: dict[str, Any] = Field({}, description="Arguments of its dataset; of the run's own: laid over `env.args`.")
-    name: str | None = Field(None, description="Name in metrics; none = from the id, or that of the run's own.")
+    id: str | None = None
+    """Environment of evaluations; none = the run's own, with several that which has this `name`."""
+    args: dict[str, Any] = Field({})
+    """Arguments of its dataset; of the run's own: laid over `env.args`."""
+    name: str | None = None
+    """Name in metrics; none = from the id, or that of the run's own."""
 
 
 def _in_a_row(given: Any) -> Any:
@@ -129,22 +108,17 @@ SEVERAL = BeforeValidator(_in_a_row)
 
 
 class EvalConfig(Section):
-    every: NonNegativeInt = Field(
-        0, description="Steps between evaluations; there is one before the first step and one at the end too. 0 = off."
-    )
+    every: NonNegativeInt = 0
+    """Steps between evaluations; there is one before the first step and one at the end too. 0 = off."""
     env: Annotated[tuple[HeldOutConfig, ...], SEVERAL] = ()
-    problems: PositiveInt | None = Field(
-        128, description="Held-out problems in an evaluation, the same in each: the first ones; none = all."
-    )
-    samples: PositiveInt = Field(1, description="Rollouts per problem; several give avg@k and pass@k.")
-    max_tokens: PositiveInt | None = Field(
-        None, description="Longest answer in an evaluation, in tokens; none = inference.sampling.max_tokens."
-    )
-    temperature: PositiveFloat | None = Field(
-        None, description="Sampling temperature of evaluations; none = inference.sampling.temperature."
-    )
-    replicas: NonNegativeInt = Field(
-        0,
-        description="Of inference.replicas, those that evaluate and do nothing else: updates and training do not wait "
-        "for an evaluation then; 0 = all replicas do both, and the next update waits.",
-    )
+    problems: PositiveInt | None = 128
+    """Held-out problems in an evaluation, the same in each: the first ones; none = all."""
+    samples: PositiveInt = 1
+    """Rollouts per problem; several give avg@k and pass@k."""
+    max_tokens: PositiveInt | None = None
+    """Longest answer in an evaluation, in tokens; none = inference.sampling.max_tokens."""
+    temperature: PositiveFloat | None = None
+    """Sampling temperature of evaluations; none = inference.sampling.temperature."""
+    replicas: NonNegativeInt = 0
+    """Of inference.replicas, those that evaluate and do nothing else: updates and training do not wait for an
+    evaluation then; 0 = all replicas do both, and the next update waits."""

@@ -13,25 +13,21 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class RunConfig(Section):
-    name: str | None = Field(None, description="Name of the run; none = `<env>-<model>-<8 hex>`.")
-    output_dir: str = Field("outputs", description="The run directory is `output_dir/name`.")
+    name: str | None = None
+    """Name of the run; none = `<env>-<model>-<8 hex>`."""
+    output_dir: str = "outputs"
+    """The run directory is `output_dir/name`."""
 
 
 class ResumeConfig(Section):
-    latest: bool = Field(
-        False,
-        json_schema_extra={"flag": "resume"},
-        description="Go on from the newest commit that verifies; spelled `--resume`.",
-    )
-    step: Annotated[int, Field(ge=-1)] | None = Field(
-        None,
-        description="Go on from the commit of this step; -1 = the newest. What came after it moves to `branches/`.",
-    )
-    dir: str | None = Field(
-        None,
-        description="Fork: a new run that goes on from a commit of the run in this directory, which stays as it is.",
-    )
-    force: bool = Field(False, description="Go on although model, tokenizer, loss or data order differ.")
+    latest: bool = Field(False, json_schema_extra={"flag": "resume"})
+    """Go on from the newest commit that verifies; spelled `--resume`."""
+    step: Annotated[int, Field(ge=-1)] | None = None
+    """Go on from the commit of this step; -1 = the newest. What came after it moves to `branches/`."""
+    dir: str | None = None
+    """Fork: a new run that goes on from a commit of the run in this directory, which stays as it is."""
+    force: bool = False
+    """Go on although model, tokenizer, loss or data order differ."""
 
     @property
     def wanted(self) -> bool:
@@ -40,31 +36,34 @@ class ResumeConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: NonNegativeInt = Field(20, description="Steps between commits; 0 = only at the end and on a signal.")
-    keep_last: PositiveInt = Field(3, description="Newest commits that are kept.")
-    keep_every: PositiveInt | None = Field(None, description="Commits of steps divisible by this are kept for good.")
-    async_save: bool = Field(True, description="Go on training while a commit is written.")
-    grace_s: PositiveFloat = Field(60.0, description="SIGTERM, Ctrl-C: seconds within which the run commits and ends.")
-    max_missed: NonNegativeInt = Field(
-        0, description="Commits in a row that may fail (a full disk) before the run stops; the old ones stay."
-    )
+    every: NonNegativeInt = 20
+    """Steps between commits; 0 = only at the end and on a signal."""
+    keep_last: PositiveInt = 3
+    """Newest commits that are kept."""
+    keep_every: PositiveInt | None = None
+    """Commits of steps divisible by this are kept for good."""
+    async_save: bool = True
+    """Go on training while a commit is written."""
+    grace_s: PositiveFloat = 60.0
+    """SIGTERM, Ctrl-C: seconds within which the run commits and ends."""
+    max_missed: NonNegativeInt = 0
+    """Commits in a row that may fail (a full disk) before the run stops; the old ones stay."""
 
 
 class ModelConfig(Section):
-    name: str = Field(description="A Hugging Face model: a local directory or a name on the hub.")
-    tokenizer: str | None = Field(None, description="Directory or hub name of the tokenizer; none = `model.name`.")
-    start: str | None = Field(
-        None,
-        description="What environments know as the model that the run starts from, such as an answerer that does not "
-        "learn; none = `model.name`. `trireme eval` of a commit sets it to that of the run.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Dtype of inference; auto = bfloat16 on GPUs, float32 on CPUs."
-    )
-    max_seq_len: PositiveInt | None = Field(
-        None, description="Longest sequence (prompt and answer) in tokens; none = the model's own limit."
-    )
-    attn: Literal["auto", "eager", "sdpa"] = Field("auto", description="Attention of the trainer; auto = sdpa.")
+    name: str
+    """A Hugging Face model: a local directory or a name on the hub."""
+    tokenizer: str | None = None
+    """Directory or hub name of the tokenizer; none = `model.name`."""
+    start: str | None = None
+    """What environments know as the model that the run starts from, such as an answerer that does not learn; none =
+    `model.name`. `trireme eval` of a commit sets it to that of the run."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of inference; auto = bfloat16 on GPUs, float32 on CPUs."""
+    max_seq_len: PositiveInt | None = None
+    """Longest sequence (prompt and answer) in tokens; none = the model's own limit."""
+    attn: Literal["auto", "eager", "sdpa"] = "auto"
+    """Attention of the trainer; auto = sdpa."""
 
     def dtype_bytes(self, *, on_gpus: bool) -> int:
         """Returns the bytes of a number in the dtype in which trainer and replicas compute."""
@@ -72,53 +71,54 @@ class ModelConfig(Section):
 
 
 class ClusterConfig(Section):
-    address: str | None = Field(None, description="Address of a running Ray cluster; none = start one here.")
-    device: Literal["auto", "cpu", "gpu"] = Field(
-        "auto", description="Where models compute; auto = on GPUs if the cluster has any, else on CPUs."
-    )
-    max_restarts: NonNegativeInt = Field(
-        3,
-        description="How often the same part of a run (a replica; the trainer, with the orchestrator) is started again "
-        "after its death within restart_window_s; then the run stops with exit code 3. 0 = never: it fails.",
-    )
-    restart_window_s: PositiveFloat = Field(3600.0, description="Seconds in which max_restarts are counted.")
+    address: str | None = None
+    """Address of a running Ray cluster; none = start one here."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where models compute; auto = on GPUs if the cluster has any, else on CPUs."""
+    max_restarts: NonNegativeInt = 3
+    """How often the same part of a run (a replica; the trainer, with the orchestrator) is started again after its
+    death within restart_window_s; then the run stops with exit code 3. 0 = never: it fails."""
+    restart_window_s: PositiveFloat = 3600.0
+    """Seconds in which max_restarts are counted."""
 
 
 class CommonTimeouts(Section):
-    start_s: PositiveFloat = Field(600.0, description="Deadline for all rooms to start.")
-    step_s: PositiveFloat = Field(1800.0, description="Deadline for a batch of rollouts, and for each trainer call.")
-    checkpoint_s: PositiveFloat = Field(1800.0, description="Deadline for a commit to be written, or read.")
-    heartbeat_s: PositiveFloat = Field(
-        60.0, description="A process that answers nothing for so long is taken for dead, and killed."
-    )
+    start_s: PositiveFloat = 600.0
+    """Deadline for all rooms to start."""
+    step_s: PositiveFloat = 1800.0
+    """Deadline for a batch of rollouts, and for each trainer call."""
+    checkpoint_s: PositiveFloat = 1800.0
+    """Deadline for a commit to be written, or read."""
+    heartbeat_s: PositiveFloat = 60.0
+    """A process that answers nothing for so long is taken for dead, and killed."""
 
 
 class TimeoutsConfig(CommonTimeouts):
-    update_s: PositiveFloat = Field(
-        300.0,
-        description="Deadline for a replica to take new weights (drain: with its wait for requests in flight), and for "
-        "a step of its engine.",
-    )
+    update_s: PositiveFloat = 300.0
+    """Deadline for a replica to take new weights (drain: with its wait for requests in flight), and for a step of
+    its engine."""
 
 
 class TraceConfig(Section):
-    max_mb: NonNegativeInt = Field(
-        64, description="Megabytes of trace that each process writes (what it did when; `docs/seeing.md`); 0 = none."
-    )
+    max_mb: NonNegativeInt = 64
+    """Megabytes of trace that each process writes (what it did when; `docs/seeing.md`); 0 = none."""
 
 
 class RolloutsConfig(Section):
-    every: NonNegativeInt = Field(
-        1, description="Steps between records of rollouts, files to read in `rollouts/`; 0 = none."
-    )
-    sample: NonNegativeInt = Field(
-        2, description="Groups picked at random for a record, beside the step's best and its worst."
-    )
+    every: NonNegativeInt = 1
+    """Steps between records of rollouts, files to read in `rollouts/`; 0 = none."""
+    sample: NonNegativeInt = 2
+    """Groups picked at random for a record, beside the step's best and its worst."""
 
 
 class WandbConfig(Section):
-    project: str | None = Field(None, description="Weights & Biases project; none = off.")
-    name: str | None = Field(None, description="Name of the W&B run; none = the run's name.")
-    mode: Literal["online", "offline"] = Field("online", description="offline needs no account.")
-    entity: str | None = Field(None, description="W&B team or user.")
-    tags: list[str] = Field([], description="W&B tags.")
+    project: str | None = None
+    """Weights & Biases project; none = off."""
+    name: str | None = None
+    """Name of the W&B run; none = the run's name."""
+    mode: Literal["online", "offline"] = "online"
+    """offline needs no account."""
+    entity: str | None = None
+    """W&B team or user."""
+    tags: list[str] = Field([])
+    """W&B tags."""

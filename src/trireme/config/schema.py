@@ -60,10 +60,14 @@ class CommonConfig(Section, ABC):
     command: ClassVar[str]
     """The program that reads it."""
 
-    max_steps: NonNegativeInt = Field(100, description="Training steps, counted from the first start of the run.")
-    seed: int = Field(0, description="Seed of data order, sampling and initialisation.")
-    deterministic: bool = Field(False, description="Repeat a run bit for bit on CPUs; slower.")
-    clean: bool = Field(False, description="Empty the run directory before starting.")
+    max_steps: NonNegativeInt = 100
+    """Training steps, counted from the first start of the run."""
+    seed: int = 0
+    """Seed of data order, sampling and initialisation."""
+    deterministic: bool = False
+    """Repeat a run bit for bit on CPUs; slower."""
+    clean: bool = False
+    """Empty the run directory before starting."""
     run: RunConfig = RunConfig()
     resume: ResumeConfig = ResumeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -150,10 +154,10 @@ class Config(CommonConfig):
     """One run of `rl`."""
 
     command = "rl"
-    max_steps: PositiveInt = Field(100, description="Training steps, counted from the first start of the run.")
-    deterministic: bool = Field(
-        False, description="Repeat a run bit for bit on CPUs: needs max_steps_off_policy = 0; slower."
-    )
+    max_steps: PositiveInt = 100
+    """Training steps, counted from the first start of the run."""
+    deterministic: bool = False
+    """Repeat a run bit for bit on CPUs: needs max_steps_off_policy = 0; slower."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig
     env: Annotated[tuple[EnvConfig, ...], SEVERAL, Field(min_length=1)]

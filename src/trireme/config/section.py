@@ -12,6 +12,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """Unknown keys are errors, values never change after parsing."""
+    """Base of all sections: unknown keys are errors, values never change, and the text below a key describes it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), validate_default=True, use_attribute_docstrings=True
+    )

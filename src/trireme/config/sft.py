@@ -6,38 +6,36 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from trireme.config.schema import CommonConfig, NonNegativeInt, RendererConfig, Section
 from trireme.renderers.types import TrainOn
 
 
 class DataConfig(Section):
-    train: str = Field(
-        description="What to train on: a file of conversations (JSONL) or of tokens (JSONL, npz), or several by a "
-        "pattern (`data/*.jsonl`), in the order of their names.",
-    )
-    test: str | None = Field(None, description="Held-out data for `test/nll`: a file or a pattern.")
-    test_examples: NonNegativeInt = Field(
-        0, description="Hold out this many examples of the training data instead, chosen by the seed; 0 = none."
-    )
-    train_on: TrainOn = Field(
-        "all_assistant_messages", description="Which messages of a conversation count in the loss."
-    )
-    batch_size: PositiveInt = Field(description="Examples per step.")
-    epochs: PositiveInt = Field(1, description="Passes over the data, where max_steps is 0.")
-    shuffle: bool = Field(True, description="Each epoch in a random order of its own, by the seed; else as they stand.")
-    too_long: Literal["refuse", "truncate", "drop"] = Field(
-        "refuse",
-        description="Examples longer than model.max_seq_len: they stop the run before it starts, their end is cut off, "
-        "or they are left out.",
-    )
+    train: str
+    """What to train on: a file of conversations (JSONL) or of tokens (JSONL, npz), or several by a pattern
+    (`data/*.jsonl`), in the order of their names."""
+    test: str | None = None
+    """Held-out data for `test/nll`: a file or a pattern."""
+    test_examples: NonNegativeInt = 0
+    """Hold out this many examples of the training data instead, chosen by the seed; 0 = none."""
+    train_on: TrainOn = "all_assistant_messages"
+    """Which messages of a conversation count in the loss."""
+    batch_size: PositiveInt
+    """Examples per step."""
+    epochs: PositiveInt = 1
+    """Passes over the data, where max_steps is 0."""
+    shuffle: bool = True
+    """Each epoch in a random order of its own, by the seed; else as they stand."""
+    too_long: Literal["refuse", "truncate", "drop"] = "refuse"
+    """Examples longer than model.max_seq_len: they stop the run before it starts, their end is cut off, or they are
+    left out."""
 
 
 class HeldOutLossConfig(Section):
-    every: NonNegativeInt = Field(
-        0, description="Steps between evaluations; there is one before the first step and one at the end too. 0 = off."
-    )
+    every: NonNegativeInt = 0
+    """Steps between evaluations; there is one before the first step and one at the end too. 0 = off."""
 
 
 class SftConfig(CommonConfig):
@@ -45,9 +43,8 @@ class SftConfig(CommonConfig):
 
     command = "sft"
 
-    max_steps: NonNegativeInt = Field(
-        0, description="Training steps, counted from the first start of the run; 0 = as many as data.epochs take."
-    )
+    max_steps: NonNegativeInt = 0
+    """Training steps, counted from the first start of the run; 0 = as many as data.epochs take."""
     data: DataConfig
     renderer: RendererConfig = RendererConfig()
     eval: HeldOutLossConfig = HeldOutLossConfig()

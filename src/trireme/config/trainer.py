@@ -19,74 +19,56 @@ LINEAR = (*ATTENTION, *MLP, *UNEMBED)
 
 
 class OptimConfig(Section):
-    beta1: Share = Field(0.9, description="AdamW: decay of the running mean of gradients.")
-    beta2: Share = Field(0.95, description="AdamW: decay of the running mean of squared gradients.")
-    eps: PositiveFloat = Field(1e-12, description="AdamW: added to the denominator.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW: decoupled weight decay.")
+    beta1: Share = 0.9
+    """AdamW: decay of the running mean of gradients."""
+    beta2: Share = 0.95
+    """AdamW: decay of the running mean of squared gradients."""
+    eps: PositiveFloat = 1e-12
+    """AdamW: added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW: decoupled weight decay."""
 
 
 class ReferenceConfig(Section):
-    base_model: str | None = Field(
-        None, description="The reference: a Hugging Face model, a local directory or a name on the hub."
-    )
-    load_checkpoint_path: str | None = Field(
-        None,
-        description="Take its weights from here instead: a Hugging Face directory, or a commit of a run, which is then "
-        "kept for good.",
-    )
-    update_every: NonNegativeInt = Field(
-        0, description="Steps after which the reference becomes the policy as it is then; 0 = never."
-    )
+    base_model: str | None = None
+    """The reference: a Hugging Face model, a local directory or a name on the hub."""
+    load_checkpoint_path: str | None = None
+    """Take its weights from here instead: a Hugging Face directory, or a commit of a run, which is then kept for
+    good."""
+    update_every: NonNegativeInt = 0
+    """Steps after which the reference becomes the policy as it is then; 0 = never."""
 
 
 class KlConfig(Section):
-    coef: NonNegativeFloat = Field(
-        0.0,
-        validation_alias=AliasChoices("coef", "kl_penalty_coef"),
-        description="Penalty, in the advantages, for moving away from the reference; 0 = none.",
-    )
-    discount: Share = Field(
-        0.0,
-        validation_alias=AliasChoices("discount", "kl_discount_factor"),
-        description="A token also answers for the penalties that follow it, discounted by this; 0 = only for its own.",
-    )
+    coef: NonNegativeFloat = Field(0.0, validation_alias=AliasChoices("coef", "kl_penalty_coef"))
+    """Penalty, in the advantages, for moving away from the reference; 0 = none."""
+    discount: Share = Field(0.0, validation_alias=AliasChoices("discount", "kl_discount_factor"))
+    """A token also answers for the penalties that follow it, discounted by this; 0 = only for its own."""
     reference: ReferenceConfig = ReferenceConfig()
-    alarm: PositiveFloat = Field(
-        0.01, description="Warn, once per stretch, when kl_sample_train_v2 between sampler and trainer exceeds this."
-    )
-    stop: PositiveFloat | None = Field(
-        None, description="Stop the run, after a commit, when it exceeds this; none = never."
-    )
+    alarm: PositiveFloat = 0.01
+    """Warn, once per stretch, when kl_sample_train_v2 between sampler and trainer exceeds this."""
+    stop: PositiveFloat | None = None
+    """Stop the run, after a commit, when it exceeds this; none = never."""
 
 
 class LoraConfig(Section):
-    rank: PositiveInt | None = Field(
-        None,
-        validation_alias=AliasChoices("rank", "lora_rank"),
-        description="Train adapters of this rank on frozen weights: 1, 8, 16, 32, 64, 128, 256, 320 or 512, what vLLM "
-        "takes; none = train all weights.",
-    )
-    alpha: PositiveFloat = Field(
-        32.0,
-        validation_alias=AliasChoices("alpha", "lora_alpha"),
-        description="What an adapter adds is scaled by alpha / rank.",
-    )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0,
-        validation_alias=AliasChoices("dropout", "lora_dropout"),
-        description="Share of an adapter's inputs that is dropped while gradients are computed, and only then.",
-    )
-    targets: list[str] = Field(
-        [],
-        validation_alias=AliasChoices("targets", "lora_target_modules"),
-        description="Names of the linear layers with an adapter (`q_proj`, ...); empty = as the next three say.",
-    )
-    train_attn: bool = Field(True, description="Adapters for q_proj, k_proj, v_proj, o_proj.")
-    train_mlp: bool = Field(True, description="Adapters for gate_proj, up_proj, down_proj.")
-    train_unembed: bool = Field(
-        False, description="An adapter for lm_head; not for models whose output matrix is that of their embeddings."
-    )
-    seed: int | None = Field(None, description="Seed of the adapters' first values; none = the run's seed.")
+    rank: PositiveInt | None = Field(None, validation_alias=AliasChoices("rank", "lora_rank"))
+    """Train adapters of this rank on frozen weights: 1, 8, 16, 32, 64, 128, 256, 320 or 512, what vLLM takes; none
+    = train all weights."""
+    alpha: PositiveFloat = Field(32.0, validation_alias=AliasChoices("alpha", "lora_alpha"))
+    """What an adapter adds is scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, validation_alias=AliasChoices("dropout", "lora_dropout"))
+    """Share of an adapter's inputs that is dropped while gradients are computed, and only then."""
+    targets: list[str] = Field([], validation_alias=AliasChoices("targets", "lora_target_modules"))
+    """Names of the linear layers with an adapter (`q_proj`, ...); empty = as the next three say."""
+    train_attn: bool = True
+    """Adapters for q_proj, k_proj, v_proj, o_proj."""
+    train_mlp: bool = True
+    """Adapters for gate_proj, up_proj, down_proj."""
+    train_unembed: bool = False
+    """An adapter for lm_head; not for models whose output matrix is that of their embeddings."""
+    seed: int | None = None
+    """Seed of the adapters' first values; none = the run's seed."""
 
     @property
     def on(self) -> bool:
@@ -110,67 +92,45 @@ class LoraConfig(Section):
 class CommonTrainer(Section):
     """The keys of `trainer` that every kind of training has."""
 
-    shards: PositiveInt = Field(
-        1,
-        json_schema_extra={"flag": "trainer-gpus"},
-        description="Number of FSDP2 shards, one process each (one GPU each where there are GPUs).",
-    )
-    replicate: PositiveInt = Field(
-        1,
-        description="Copies of the model, each spread over `shards` processes (HSDP); there are shards x replicate of "
-        "them in all.",
-    )
-    gpus_per_node: PositiveInt | None = Field(
-        None,
-        description="So many processes, rank after rank, are always on one node; none = Ray packs all actors on as few "
-        "nodes as it can.",
-    )
-    loss_normalization: LossNormalization = Field(
-        "token_mean",
-        description="What the gradient of a substep is divided by: its loss tokens, its sequences, or nothing.",
-    )
-    learning_rate: PositiveFloat | Literal["auto"] = Field(
-        "auto", description="Peak learning rate; auto = by hidden size, for Qwen and Llama models."
-    )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after the warm-up: constant, or falling to 0 at max_steps."
-    )
-    warmup_steps: NonNegativeInt = Field(0, description="Steps over which the learning rate rises linearly.")
-    max_grad_norm: PositiveFloat = Field(1.0, description="The gradient's norm is clipped to this.")
+    shards: PositiveInt = Field(1, json_schema_extra={"flag": "trainer-gpus"})
+    """Number of FSDP2 shards, one process each (one GPU each where there are GPUs)."""
+    replicate: PositiveInt = 1
+    """Copies of the model, each spread over `shards` processes (HSDP); there are shards x replicate of them in all."""
+    gpus_per_node: PositiveInt | None = None
+    """So many processes, rank after rank, are always on one node; none = Ray packs all actors on as few nodes as it
+    can."""
+    loss_normalization: LossNormalization = "token_mean"
+    """What the gradient of a substep is divided by: its loss tokens, its sequences, or nothing."""
+    learning_rate: PositiveFloat | Literal["auto"] = "auto"
+    """Peak learning rate; auto = by hidden size, for Qwen and Llama models."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or falling to 0 at max_steps."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly."""
+    max_grad_norm: PositiveFloat = 1.0
+    """The gradient's norm is clipped to this."""
     optim: OptimConfig = OptimConfig()
     lora: LoraConfig = LoraConfig()
-    max_refused_steps: PositiveInt = Field(
-        3, description="Stop, after a commit, when the gradients of this many steps in a row were not finite."
-    )
-    micro_batch_tokens: PositiveInt | None = Field(
-        None,
-        description="Tokens (with padding) that a shard computes at once; bounds memory only. none = 16384, or by "
-        "`micro_batch_size`.",
-    )
-    micro_batch_size: PositiveInt | None = Field(
-        None, description="Sequences that a shard computes at once, however long, instead of `micro_batch_tokens`."
-    )
-    packing: Literal["auto", "rows", "packed"] = Field(
-        "auto",
-        description="How a micro-batch is laid out: as rows of about equal length, padded; or packed, one sequence "
-        "after the other, none of which sees another. auto = packed on GPUs in 16 bits, else rows.",
-    )
-    checkpointing: bool | Literal["auto"] = Field(
-        "auto",
-        description="Keep only the input of each decoder layer, and compute the layer again in the backward pass; "
-        "auto = for micro-batches whose activations exceed 4 GiB on a CPU, 24 GiB on a GPU.",
-    )
-    compile: bool = Field(
-        False, description="torch.compile each decoder layer: faster steps, after a minute or so of compiling."
-    )
-    offload: Literal["none", "cpu"] = Field(
-        "none", description="cpu: weights, gradients and AdamW's state of a GPU's shard live in host memory."
-    )
-    master_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32",
-        description="Dtype of the trained weights, their gradients and AdamW's moments. bfloat16 halves their memory, "
-        "and loses every update below 1/256 of a weight.",
-    )
+    max_refused_steps: PositiveInt = 3
+    """Stop, after a commit, when the gradients of this many steps in a row were not finite."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Tokens (with padding) that a shard computes at once; bounds memory only. none = 16384, or by
+    `micro_batch_size`."""
+    micro_batch_size: PositiveInt | None = None
+    """Sequences that a shard computes at once, however long, instead of `micro_batch_tokens`."""
+    packing: Literal["auto", "rows", "packed"] = "auto"
+    """How a micro-batch is laid out: as rows of about equal length, padded; or packed, one sequence after the
+    other, none of which sees another. auto = packed on GPUs in 16 bits, else rows."""
+    checkpointing: bool | Literal["auto"] = "auto"
+    """Keep only the input of each decoder layer, and compute the layer again in the backward pass; auto = for
+    micro-batches whose activations exceed 4 GiB on a CPU, 24 GiB on a GPU."""
+    compile: bool = False
+    """torch.compile each decoder layer: faster steps, after a minute or so of compiling."""
+    offload: Literal["none", "cpu"] = "none"
+    """cpu: weights, gradients and AdamW's state of a GPU's shard live in host memory."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the trained weights, their gradients and AdamW's moments. bfloat16 halves their memory, and loses
+    every update below 1/256 of a weight."""
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -184,19 +144,14 @@ class CommonTrainer(Section):
 
 
 class TrainerConfig(CommonTrainer):
-    loss_fn: LossFnType | Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = Field(
-        None,
-        description="Loss, or one of your own as `package.module:function`; none = `importance_sampling` if "
-        "max_steps_off_policy is 0, else `ppo`.",
-    )
-    loss_fn_config: dict[str, float] = Field(
-        {},
-        description="Parameters of the loss: `clip_low_threshold` and `clip_high_threshold` (ppo 0.8 and 1.2, "
-        "cispo 0 and 4, gspo 0.9997 and 1.0004), `beta` (dro, required), `max_ratio` (off), `mask_ratio_low` and "
-        "`mask_ratio_high` (off).",
-    )
+    loss_fn: LossFnType | Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    """Loss, or one of your own as `package.module:function`; none = `importance_sampling` if max_steps_off_policy
+    is 0, else `ppo`."""
+    loss_fn_config: dict[str, float] = Field({})
+    """Parameters of the loss: `clip_low_threshold` and `clip_high_threshold` (ppo 0.8 and 1.2, cispo 0 and 4, gspo
+    0.9997 and 1.0004), `beta` (dro, required), `max_ratio` (off), `mask_ratio_low` and `mask_ratio_high` (off)."""
     kl: KlConfig = KlConfig()
-    num_substeps: PositiveInt = Field(1, description="Optimiser updates per step; groups are split evenly over them.")
-    num_minibatches: PositiveInt = Field(
-        1, description="Parts of a substep that are trained on as soon as their groups have finished (streaming)."
-    )
+    num_substeps: PositiveInt = 1
+    """Optimiser updates per step; groups are split evenly over them."""
+    num_minibatches: PositiveInt = 1
+    """Parts of a substep that are trained on as soon as their groups have finished (streaming)."""
