@@ -25,7 +25,7 @@ from trireme.tools.inspection import inspect, render, to_json
 from trireme.tools.report import page
 from trireme.tools.scale import scale
 from trireme.tools.sweep import main as sweep
-from trireme.tools.timeline import Timeline, files_of, join_files, timeline, traces
+from trireme.tools.timeline import Timeline, export_trace, timeline
 from trireme.tools.watch.following import Follower, tokenizer_of
 from trireme.tools.watch.plain import follow
 
@@ -158,8 +158,7 @@ def _write_trace(root: Path, shown: Timeline | None, out: Path) -> None:
             "leave --trace out; the next run has a trace unless trace.max_mb is 0",
         ).error()
     with _writable(out):
-        own, older = files_of(traces(root), shown.attempt)
-        join_files([*own, *older], out)
+        export_trace(root, shown.attempt, out)
     print(f"{out}: the trace of attempt {shown.attempt}, for ui.perfetto.dev ({decimal(out.stat().st_size)})")
 
 

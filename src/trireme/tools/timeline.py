@@ -1,4 +1,4 @@
-"""The traces of an attempt, read back: a bounded number of spans for a chart, or one file for Perfetto."""
+"""Reads the traces of an attempt: a bounded number of spans for a chart, or one file for Perfetto."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import heapq
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from trireme.config.refusals import Refusal
 from trireme.process.trace import ROOMS
 
 NEWEST_STEPS = 50
-"""Shown unless others are asked for: more cannot be told apart on a screen."""
+"""Steps shown by default: more cannot be told apart on a screen."""
 MOST_SPANS = 12_000
 MOST_ROWS = 48
 MOST_PROCESSES = 40
@@ -37,75 +37,63 @@ KINDS = {
     "finish_save": "commits",
     "save_weights": "commits",
 }
-"""Which colour a span has, by its name, else by its track; anything else is "other"."""
+"""The colour of a span by its name, else by its track; anything else is "other"."""
 KINDS_OF_TRACKS = {"update": "update", "environment": "environment"}
 
 NEVER = 1 << 62
 SHORTEST_US = 10
-"""Shorter spans are nowhere to be seen."""
+"""Shorter spans are not read: they cannot be seen."""
 
-Event = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Window:
-    """Microseconds since 1970."""
-
-    start: int
-    end: int
-
-    def meets(self, start: int, end: int) -> bool:
-        return start < self.end and self.start < end
+Window = tuple[int, int]
+"""Start and end, in microseconds since 1970."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Times in microseconds since 1970. `end` None: it was not over when the trace was read. `joined`: how many spans
-    this one stands for."""
+    """Something that a process did. Times are in microseconds since 1970."""
 
     name: str
     start: int
-    end: int | None
+    end: int | None  # None: it was not over when the trace was read
     args: Mapping[str, Any]
-    joined: int = 1
+    joined: int = 1  # spans that this one stands for
 
 
 @dataclass
 class Track:
-    """A line of a process: `rows` of spans that do not overlap, and how many spans found no row."""
+    """A line of a process."""
 
     name: str
-    rows: list[list[Span]]
-    left_out: int = 0
+    rows: list[list[Span]]  # spans of a row do not overlap
+    left_out: int = 0  # spans that found no row
 
 
 @dataclass(frozen=True)
 class Process:
-    """`counters` {name: [(time, value)]}. `full`: its trace ended early, at trace.max_mb."""
+    """A process with its tracks and counters."""
 
     name: str
     tracks: Sequence[Track]
-    counters: Mapping[str, Sequence[tuple[int, float]]]
-    full: bool
+    counters: Mapping[str, Sequence[tuple[int, float]]]  # time and value, by name
+    full: bool  # its trace ended early, at trace.max_mb
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What an attempt did from `start` to `end`: its `steps` {number: (start, end)}, of all that it `traced` (first and
-    last). Spans shorter than `resolution` microseconds may be joined (0: none is). `left_out`: processes not shown."""
+    """What an attempt did from `start` to `end`, in microseconds since 1970."""
 
     attempt: int
-    traced: tuple[int, int] | None
+    traced: tuple[int, int] | None  # the first and the last step in its trace
     start: int
     end: int
-    steps: Mapping[int, tuple[int, int]]
+    steps: Mapping[int, Window]
     processes: Sequence[Process]
-    resolution: int
-    left_out: int
+    resolution: int  # spans shorter than these microseconds may be joined; 0: none is
+    left_out: int  # processes that are not shown
 
 
 def traces(root: Path) -> dict[int, list[Path]]:
-    """The files of every attempt that has a trace, in the order in which rooms are shown; attempts in order."""
+    """Returns the trace files of every attempt that has any, in the order in which rooms are shown."""
     found: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)
     for file in root.glob("trace/attempt_*/*.json"):
         if match := re.fullmatch(rf"attempt_(\d+)/({'|'.join(ROOMS)})_(\d+)\.json", f"{file.parent.name}/{file.name}"):
@@ -113,17 +101,16 @@ def traces(root: Path) -> dict[int, list[Path]]:
     return {attempt: [found[attempt][place] for place in sorted(found[attempt])] for attempt in sorted(found)}
 
 
-def files_of(found: Mapping[int, Sequence[Path]], attempt: int) -> tuple[Sequence[Path], list[Path]]:
-    """Of `traces`, the files of `attempt`; and those of replicas that may go on in it, of an earlier one: a replica
-    outlives the attempt in which it was started."""
-    own = found[attempt]
-    names = {file.name for file in own}
+def _outlived(found: Mapping[int, Sequence[Path]], attempt: int) -> list[Path]:
+    """Returns the files of replicas that may continue in `attempt`, from an earlier one: a replica outlives the attempt
+    in which it was started."""
+    names = {file.name for file in found[attempt]}
     older = {file.name: file for earlier in found if earlier < attempt for file in found[earlier]}
-    return own, [file for name, file in older.items() if name.startswith("inference_") and name not in names]
+    return [file for name, file in older.items() if name.startswith("inference_") and name not in names]
 
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a file that has one a line, also if they are an array; a line that a crash tore is none."""
+    """Yields the objects of a file that has one on each line, also as an array; skips a line that a crash tore."""
     with file.open("rb") as lines:
         for line in lines:
             try:
@@ -135,34 +122,38 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def target_of(config: Mapping[str, Any], row: Mapping[str, Any] | None) -> str:
-    """The last step of a run; of one that counts epochs (`max_steps` = 0) as its newest row says."""
+    """Returns the last step of a run; its newest row tells it where the run counts epochs (`max_steps` = 0)."""
     if config.get("max_steps") or not row or not row.get("progress"):
         return str(config.get("max_steps") or "?")
     return str(round((row["step"] + 1) / row["progress"]))
 
 
-def join_files(files: Iterable[Path], out: Path) -> None:
-    """Writes the events of several processes as one file in Chrome's format. Raises OSError."""
+def export_trace(root: Path, attempt: int, out: Path) -> None:
+    """Writes the events of all processes of an attempt as one file in Chrome's format. Raises OSError."""
+    found = traces(root)
+    files = [*found[attempt], *_outlived(found, attempt)]
     with out.open("w") as joined:
         joined.write("[\n")
         joined.write(",\n".join(json.dumps(event) for file in files for event in json_lines(file)))
         joined.write("\n]\n")
 
 
-# ------------------------------------------------------------------------------------------------------------ choosing
-
-
 def timeline(root: Path, wanted: tuple[int, int] | None, on_file: Callable[[Path], None]) -> Timeline | None:
-    """The newest attempt that traced one of the `wanted` steps (first and last), or the newest of all and its newest
-    steps. None without any trace. `on_file` is told which file is read. Raises BadInput when no attempt traced them."""
+    """Reads the newest attempt that traced one of the `wanted` steps (first and last); without `wanted`, the newest
+    steps of the newest attempt. `on_file` is called with each file before it is read.
+
+    Returns None if there is no trace. Raises BadInput if no attempt traced the wanted steps.
+    """
     found = traces(root)
     steps = {attempt: _steps(files) for attempt, files in found.items()}
     for attempt in reversed(found):
         shown = _shown(steps[attempt], wanted)
         if shown or wanted is None:
             later = [start for other in steps if other > attempt for start, _ in steps[other].values()]
-            until = min(later, default=NEVER)  # replicas write on
-            return _read(attempt, *files_of(found, attempt), steps[attempt], shown, until, on_file)
+            until = min(later, default=NEVER)  # replicas continue to write
+            window = _window_of(steps[attempt], shown, until)
+            files = found[attempt], _outlived(found, attempt)
+            return _read(attempt, *files, window, steps[attempt], shown, on_file)
     if wanted is None:
         return None
     ranges = [f"{min(known)}:{max(known)} (attempt {attempt})" for attempt, known in steps.items() if known]
@@ -174,7 +165,7 @@ def timeline(root: Path, wanted: tuple[int, int] | None, on_file: Callable[[Path
 
 
 def _steps(files: Sequence[Path]) -> dict[int, tuple[int, int]]:
-    """When each step began and ended, by the driver."""
+    """Returns when each step began and ended, by the driver."""
     spans = [
         event for file in files if file.stem == "driver_0" for event in json_lines(file) if event["name"] == "step"
     ]
@@ -187,39 +178,39 @@ def _shown(steps: Mapping[int, tuple[int, int]], wanted: tuple[int, int] | None)
     return dict(sorted(steps.items())[-NEWEST_STEPS:])
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+def _window_of(steps: Mapping[int, Window], shown: Mapping[int, Window], until: int) -> Window:
+    """Returns the time of the steps `shown`, with what precedes them if they are the first of all `steps`, and with
+    what follows up to `until` if they are the last."""
+    from_the_start = not shown or min(shown) == min(steps)
+    to_the_end = not shown or max(shown) == max(steps)
+    return (
+        0 if from_the_start else min(start for start, _ in shown.values()),
+        until if to_the_end else max(end for _, end in shown.values()),
+    )
 
 
 def _read(
     attempt: int,
     files: Sequence[Path],
     older: Sequence[Path],
-    steps: Mapping[int, tuple[int, int]],
-    shown: Mapping[int, tuple[int, int]],
-    until: int,
+    window: Window,
+    steps: Mapping[int, Window],
+    shown: Mapping[int, Window],
     on_file: Callable[[Path], None],
 ) -> Timeline:
-    """What happened in the steps `shown`; before them too if they are the first, and after if they are the last. Of the
-    files of `older` attempts: since the first event of this one; of all: `until` the next one."""
-    from_the_start = not shown or min(shown) == min(steps)
-    to_the_end = not shown or max(shown) == max(steps)
-    window = Window(
-        0 if from_the_start else min(start for start, _ in shown.values()),
-        until if to_the_end else max(end for _, end in shown.values()),
-    )
+    """Reads what happened in `window`; from the files of `older` attempts, since the first event of this one."""
     processes = []
     for file in files[:MOST_PROCESSES]:
         on_file(file)
         processes.append(_process(file, window))
-    begun = Window(min((span.start for span in _spans(processes)), default=NEVER), window.end)
-    outlived = []
+    begun = min((span.start for span in _spans(processes)), default=NEVER), window[1]
     for file in older[: MOST_PROCESSES - len(processes)]:
         on_file(file)
-        outlived.append(_process(file, begun))
-    processes += [process for process in outlived if process.tracks]
+        process = _process(file, begun)
+        processes += [process] if process.tracks else []
     times = [t for span in _spans(processes) for t in (span.start, span.end) if t is not None]
     times += [t for when in shown.values() for t in when]
-    start, end = max(window.start, min(times, default=0)), min(window.end, max(times, default=0))
+    start, end = max(window[0], min(times, default=0)), min(window[1], max(times, default=0))
     return Timeline(
         attempt=attempt,
         traced=(min(steps), max(steps)) if steps else None,
@@ -237,59 +228,45 @@ def _spans(processes: Sequence[Process]) -> list[Span]:
 
 
 def _process(file: Path, window: Window) -> Process:
-    """What a process did in `window`."""
-    reader = Reader(window)
+    """Reads what a process did in `window`."""
+    nested: dict[str, list[Span]] = defaultdict(list)
+    overlapping: dict[str, list[Span]] = defaultdict(list)
+    counters: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    names: dict[int, str] = {}
+    open_spans: dict[tuple[str, int], Mapping[str, Any]] = {}
+    full = False
+
+    def keep(spans: list[Span], event: Mapping[str, Any], end: int | None) -> None:
+        if event["ts"] < window[1] and window[0] < (NEVER if end is None else end):
+            spans.append(Span(event["name"], event["ts"], end, event.get("args", {})))
+
     for event in json_lines(file):
-        reader.take(event)
-    reader.end()
-    tracks = [Track(name, _nested(spans)) for name, spans in reader.nested.items() if spans]
-    tracks += [_packed(name, spans) for name, spans in reader.overlapping.items() if spans]
-    return Process(file.stem, tracks, {name: _thinned(points) for name, points in reader.counters.items()}, reader.full)
-
-
-class Reader:
-    """Takes the events of a process one by one, and keeps what meets `window`: spans by track, and counters."""
-
-    def __init__(self, window: Window) -> None:
-        self.nested: dict[str, list[Span]] = defaultdict(list)
-        self.overlapping: dict[str, list[Span]] = defaultdict(list)
-        self.counters: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        self.full = False
-        self._window = window
-        self._tracks: dict[int, str] = {}
-        self._under_way: dict[tuple[str, int], Event] = {}
-
-    def take(self, event: Event) -> None:
         match event:
             case {"ph": "M", "name": "thread_name"}:
-                self._tracks[event["tid"]] = event["args"]["name"]
+                names[event["tid"]] = event["args"]["name"]
             case {"ph": "X", "ts": start, "dur": duration, "name": name}:
                 if name != "step" and duration >= SHORTEST_US:
-                    self._keep(self.nested[self._tracks[event["tid"]]], event, start + duration)
+                    keep(nested[names[event["tid"]]], event, start + duration)
             case {"ph": "b"}:
-                self._under_way[event["cat"], event["id"]] = event
+                open_spans[event["cat"], event["id"]] = event
             case {"ph": "e"}:
-                if begin := self._under_way.pop((event["cat"], event["id"]), None):
+                if begin := open_spans.pop((event["cat"], event["id"]), None):
                     args = {**begin.get("args", {}), **event.get("args", {})}
-                    self._keep(self.overlapping[event["cat"]], {**begin, "args": args}, event["ts"])
+                    keep(overlapping[event["cat"]], {**begin, "args": args}, event["ts"])
             case {"ph": "C", "ts": at, "args": {"number": value}}:
-                if self._window.meets(at, at):
-                    self.counters[event["name"]].append((at, value))
+                if window[0] < at < window[1]:
+                    counters[event["name"]].append((at, value))
             case {"ph": "i"}:
-                self.full = True
-
-    def end(self) -> None:
-        """There are no more events: what has not ended is still under way."""
-        for event in self._under_way.values():
-            self._keep(self.overlapping[event["cat"]], event, None)
-
-    def _keep(self, spans: list[Span], event: Event, end: int | None) -> None:
-        if self._window.meets(event["ts"], NEVER if end is None else end):
-            spans.append(Span(event["name"], event["ts"], end, event.get("args", {})))
+                full = True
+    for event in open_spans.values():
+        keep(overlapping[event["cat"]], event, None)
+    tracks = [Track(name, _nested(spans)) for name, spans in nested.items() if spans]
+    tracks += [_packed(name, spans) for name, spans in overlapping.items() if spans]
+    return Process(file.stem, tracks, {name: _thinned(points) for name, points in counters.items()}, full)
 
 
 def _nested(spans: Sequence[Span]) -> list[list[Span]]:
-    """A row for each depth: spans within others are below them."""
+    """Puts spans into a row for each depth: those within others are below them."""
     rows: list[list[Span]] = []
     ends: list[int] = []
     for span in sorted(spans, key=lambda span: (span.start, -_end(span))):
@@ -302,7 +279,7 @@ def _nested(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def _packed(name: str, spans: Sequence[Span]) -> Track:
-    """Each span in the first row that is free."""
+    """Puts each span into the first row that is free."""
     track = Track(name, [])
     taken: list[tuple[int, int]] = []
     free: list[int] = []
@@ -325,11 +302,8 @@ def _end(span: Span) -> int:
     return NEVER if span.end is None else span.end
 
 
-# ------------------------------------------------------------------------------------------------------------ bounding
-
-
 def _bound(processes: Sequence[Process], length: int) -> int:
-    """Joins short spans until at most MOST_SPANS are left, however many there were; the resolution that this took."""
+    """Joins short spans until at most MOST_SPANS are left; returns the resolution that this took."""
     rows = [row for process in processes for track in process.tracks for row in track.rows]
     resolution, joined = 0, rows
     while sum(map(len, joined)) > MOST_SPANS:
@@ -341,8 +315,8 @@ def _bound(processes: Sequence[Process], length: int) -> int:
 
 
 def _joined(row: Sequence[Span], resolution: int) -> Iterator[Span]:
-    """The row with what is shorter than `resolution`, and begins within it, as one span under the name that took most
-    of the time."""
+    """Yields the row with neighbours that are shorter than `resolution`, and begin within it, joined to one span, which
+    has the name that took most of the time."""
     cell: list[Span] = []
     for span in row:
         short = _end(span) - span.start < resolution
@@ -367,6 +341,6 @@ def _as_one(cell: Sequence[Span]) -> Span:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """At most MOST_POINTS of them: of neighbours, the highest."""
+    """Returns at most MOST_POINTS points: of neighbours, the highest."""
     size = -(-len(points) // MOST_POINTS)
     return [max(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size or 1)]

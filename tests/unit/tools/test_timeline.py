@@ -15,7 +15,7 @@ from trace_support import SECOND, START, begin, counter, end, span, write_trace
 from trireme.core.errors import EXIT_BAD_INPUT, BadInput
 from trireme.process import trace
 from trireme.tools import timeline as module
-from trireme.tools.timeline import Span, Timeline, Track, join_files, json_lines, timeline, traces
+from trireme.tools.timeline import Span, Timeline, Track, export_trace, json_lines, timeline, traces
 
 
 def read(root: Path, wanted: tuple[int, int] | None = None) -> Timeline:
@@ -164,7 +164,7 @@ def test_a_torn_line_is_passed_over(tmp_path: Path) -> None:
 
 def test_one_file_for_all_processes(tmp_path: Path) -> None:
     files = [steps(tmp_path, 1, range(2)), write_trace(tmp_path, 1, "trainer_0", ["main"], [span("optim", 0, 0, 1)])]
-    join_files(files, tmp_path / "all.json")
+    export_trace(tmp_path, 1, tmp_path / "all.json")
     assert json.loads((tmp_path / "all.json").read_text()) == [e for file in files for e in json_lines(file)]
 
 
