@@ -14,6 +14,7 @@ from inference.engine_startup import prepare_start
 from trireme.config import Config
 from trireme.config.trainer import UNEMBED
 from trireme.core.errors import BadInput, RoomFailed
+from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def engine_args(config: Config, on_cpu: bool) -> dict[str, Any]:
         "max_model_len": config.inference.max_model_len or config.model.max_seq_len,
         "max_num_seqs": config.inference.sequences(on_gpus=not on_cpu),
         "scheduling_policy": "priority",  # equal ones in order of arrival; the canary of an update before all others
-        "skip_tokenizer_init": True,  # tokens in, tokens out; opened when the first string is to end an answer
+        "skip_tokenizer_init": True,  # tokens in, tokens out; see `give_tokenizer`
         "generation_config": "vllm",  # the model's own sampling defaults must not change what the trainer assumes
         "logprobs_mode": "processed_logprobs",  # raw ones ignore the temperature
         "worker_extension_cls": "inference.worker.WorkerExtension",
@@ -102,6 +103,12 @@ def end_of_sequence_ids(engine: AsyncLLM) -> list[int]:
     for eos in (model.hf_config.eos_token_id, model.try_get_generation_config().get("eos_token_id")):
         found.update([eos] if isinstance(eos, int) else eos or [])
     return sorted(found)
+
+
+def give_tokenizer(engine: Any, name: str) -> None:
+    """Loads the tokenizer when the first request comes that strings may end: most runs have none."""
+    if engine.output_processor.tokenizer is None:
+        engine.output_processor.tokenizer = load_tokenizer(name)
 
 
 def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from inference.engine import sampled_sequence, vllm_params
+from inference.engine import give_tokenizer, sampled_sequence, vllm_params
 from inference.handover import NOTHING, Outcome, Progress
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
-from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.process import trace
 from trireme.process.faults import fault_point
@@ -213,8 +212,8 @@ class SamplingEngine:
         return as_failure(f"{self.name} could not sample request {request.request_id}", error)
 
     async def _submit(self, request: SampleRequest, salt: str) -> RequestOutputCollector:
-        if request.params.stop_strings and self.engine.output_processor.tokenizer is None:
-            self.engine.output_processor.tokenizer = load_tokenizer(self.config.tokenizer_name)
+        if request.params.stop_strings:
+            give_tokenizer(self.engine, self.config.tokenizer_name)
         return await self._add(request.request_id, request.prompt, vllm_params(request, self.end_ids), salt)
 
     async def _add(
