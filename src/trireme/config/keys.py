@@ -14,6 +14,14 @@ from pydantic.fields import FieldInfo
 from trireme.config.schema import CommonConfig
 
 Path = tuple[str, ...]
+USAGE = """usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key value ...] [--dry-run]
+
+  @ FILE              read a TOML or JSON file; several overlay each other from left to right
+  --trainer @ FILE    the same, its keys rooted at that section
+  --dry-run           print the resolved configuration and the plan, and stop
+  --version, --help
+
+A value is looked up in this order: command line, environment (TRIREME__TRAINER__SHARDS=2), files, default."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,24 @@ class Keys:
 
     @property
     def help(self) -> str:
+        """A sentence that leads to the help."""
         return f"`{self.command} --help` lists all keys"
+
+    @property
+    def help_text(self) -> str:
+        """The help: usage and every key with its type, default and meaning, by section."""
+        lines, section = [USAGE.format(command=self.command)], ""
+        for key in self.options.values():
+            top = key.path[0] if len(key.path) > 1 else "general"
+            lines += [f"\n{top}:"] if top != section else []
+            section = top
+            lines.append(f"  {key.flag}  [{key.default}]  {key.description}")
+        return "\n".join(lines)
+
+    def expected(self, path: Path) -> str:
+        """Returns the type of the values at `path`, in words."""
+        key, table = self.of(path), self.table_of(path)
+        return key.expected if key else type_in_words(table.entry_type) if table else "any value"
 
     def of(self, spelling: Path) -> Key | None:
         """The option that `spelling` is a way to write."""

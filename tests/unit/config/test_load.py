@@ -10,7 +10,7 @@ import pytest
 
 from trireme.config import Config
 from trireme.config.keys import keys_of
-from trireme.config.load import help_text, load
+from trireme.config.load import load
 from trireme.core.errors import EXIT_BAD_INPUT, BadInput
 
 Toml = Callable[..., str]
@@ -463,7 +463,7 @@ class TestInformation:
             "--dry-run",
         ):
             assert part in out
-        assert out.strip() == help_text(keys_of(Config)).strip()
+        assert out.strip() == keys_of(Config).help_text.strip()
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:

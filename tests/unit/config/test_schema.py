@@ -41,9 +41,10 @@ def test_the_page_is_what_the_schema_says() -> None:
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert script.TARGET.read_text() == script.render()
+    page = script.render()
+    assert script.TARGET.read_text() == page
     for schema in COMMANDS:
-        assert all(f"`{key.dotted}`" in script.render() for key in keys_of(schema).options.values())
+        assert all(f"`{key.dotted}`" in page for key in keys_of(schema).options.values())
 
 
 @pytest.mark.parametrize("schema", COMMANDS)

@@ -8,7 +8,7 @@ import pytest
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from trireme.config import Config
-from trireme.config import load as loading
+from trireme.config import layers as merging
 from trireme.config.load import load
 from trireme.config.schema import EnvConfig
 
@@ -52,12 +52,12 @@ def test_a_replaced_table_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: tuple[str, ...], args: dict, merged_without_care: dict
 ) -> None:
     assert args_of_layers(tmp_path, *layers) == args
-    monkeypatch.setattr(loading, "_drop_replaced", lambda tree, later: None)
+    monkeypatch.setattr(merging, "_drop_replaced", lambda tree, later: None)
     assert args_of_layers(tmp_path, *layers) == merged_without_care  # else `_drop_replaced` is no longer needed
 
 
 def test_why_the_environment_is_not_read_by_pydantic_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On failure: `EnvSettingsSource` may have become fit to read the environment; see the text of `load`."""
+    """On failure: `EnvSettingsSource` may have become fit to read the environment; see the text of `layers`."""
 
     class ByPrefix(BaseSettings):
         model_config = SettingsConfigDict(env_prefix="TRIREME__", env_nested_delimiter="__")

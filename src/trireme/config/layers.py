@@ -1,0 +1,214 @@
+"""Merges the layers of a configuration: defaults < files left to right < environment < command line.
+
+Each layer is a source of pydantic-settings (`Layer`); `Settings` gives their order, and pydantic-settings merges them
+and validates the result. Ours is what it cannot do:
+
+- Each refusal names the value's place, all come at once, and an unknown key is refused with the one that was meant.
+  Sources pass on values without places and stop at the first that cannot be read; `TomlConfigSettingsSource` ignores a
+  missing file. So all that is given becomes a `GivenValue` first: path, value, place.
+- Each layer's values are checked, those of files strictly. pydantic-settings validates once and all alike.
+- `EnvSettingsSource` sees unknown variables only below a known field, leaves `TRIREME__ENV__ARGS__N=5` a string, and
+  drops it without a word when the variable `TRIREME__ENV__ARGS` comes after it. Here such entries are JSON or TOML.
+- The command line takes `@ FILE`, `--section @ FILE` and short flags; `CliSettingsSource` (argparse) has no such files.
+- A later layer may use another alias of a key, so all are stored under one path, and those that disagree within a layer
+  are refused. pydantic-settings would keep those of two layers side by side, and pydantic would refuse that.
+- A value or an empty table replaces a table for good. pydantic-settings merges from the last layer down: under an
+  empty table, or a third layer's table in the place of the value, the first layer's entries would come back.
+- Of some sections there may be several (`[[env]]`). A list replaces what earlier layers say of them; a later layer may
+  name an entry by its number (`--env.1.weight 2`), and a single table is entry 0. pydantic-settings would replace the
+  whole list by that one entry. So a layer holds entries by number, and the schema puts them in a row.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Generic, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from trireme.config.keys import Key, Keys, Path
+from trireme.config.refusals import Refusal
+from trireme.config.schema import CommonConfig
+
+C = TypeVar("C", bound=CommonConfig)
+PREFIX = "TRIREME__"
+
+
+@dataclass(frozen=True)
+class GivenValue:
+    """One value as it was given."""
+
+    spelling: Path
+    """The path as written."""
+    value: Any
+    place: str
+    """Where it was given: `file F`, `flag --F`, `environment variable V`."""
+    text: bool
+    """True: the value is a string of a flag or a variable."""
+
+    @property
+    def said(self) -> str:
+        """The value and its place, for a person."""
+        shown = self.value if self.text else json.dumps(self.value, default=str)
+        return f"{'.'.join(self.spelling)} = {shown} ({self.place})"
+
+
+class Settings(BaseSettings, Generic[C]):
+    """Merges layers into a configuration, which stays a plain model that reads nothing when it is built."""
+
+    model_config = SettingsConfigDict(extra="ignore")  # the layers come as keywords
+    config: C
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        given = init_settings()
+        first_to_last: list[Layer] = [*given["files"], given["environment"], given["flags"]]
+        for layer, later in combinations(first_to_last, 2):
+            for path in later.lists:
+                _take_out(layer.tree, path)
+            _drop_replaced(layer.tree, later.tree)
+        return tuple(reversed(first_to_last))
+
+
+class Layer(InitSettingsSource):
+    """The values of one layer as a tree."""
+
+    def __init__(self, given: Iterable[GivenValue], known: Keys) -> None:
+        self._known = known
+        self.refusals: list[Refusal] = []
+        self.named: set[Path] = set()
+        """Every path that the layer names, also those whose value is wrong."""
+        self.lists: set[Path] = set()
+        """The lists of which it has all entries."""
+        self.unnumbered: list[GivenValue] = []
+        """Strings for an entry of a list without its number."""
+        self.tree: dict[str, Any] = {}
+        super().__init__(Settings, {"config": self.tree})
+        for path, value in self._checked(given).items():
+            _put(self.tree, path, value, known)
+
+    def _checked(self, layer: Iterable[GivenValue]) -> dict[Path, Any]:
+        spelled: dict[Path, GivenValue] = {}
+        values: dict[Path, Any] = {}
+        for given in layer:
+            if given.spelling in self._known.lists and given.value == []:
+                self.lists.add(given.spelling)
+                continue
+            path = self._known.stored_path(given.spelling)
+            if path is None:
+                self.refusals.append(unknown_key(given, self._known))
+                continue
+            self.named.add(path)
+            if given.text and self._known.list_of(path) and not self._known.split_number(given.spelling)[1]:
+                self.unnumbered.append(given)
+            try:
+                value = _convert(path, given, self._known)
+            except ValidationError:
+                expected = f"`{'.'.join(path)}` takes: {self._known.expected(path)}"
+                self.refusals.append(Refusal(given.said, expected, f"correct it in: {given.place}"))
+                continue
+            before = spelled.get(path)
+            if before and before.spelling != given.spelling and values[path] != value:
+                expected = f"one value: both are spellings of `{'.'.join(path)}`"
+                self.refusals.append(Refusal(f"{before.said} and {given.said}", expected, "leave one of them out"))
+            spelled[path], values[path] = given, value
+        return values
+
+
+def _put(tree: dict[str, Any], path: Path, value: Any, known: Keys) -> None:
+    """Stores a value; entries of a free-form table are stored one by one, so that they add to those that are there."""
+    if isinstance(value, dict) and (value or known.of(path)):
+        for name, part in value.items():
+            _put(tree, (*path, name), part, known)
+        return
+    for name in path[:-1]:
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        tree = tree[name]
+    tree[path[-1]] = value
+
+
+def _take_out(tree: dict[str, Any], path: Path) -> None:
+    """Removes the value or table at `path`, if there is one."""
+    for name in path[:-1]:
+        tree = tree.get(name, {})
+    tree.pop(path[-1], None)
+
+
+def _drop_replaced(tree: dict[str, Any], later: dict[str, Any]) -> None:
+    """Takes the tables out of `tree` in whose place `later` puts a value or an empty table."""
+    for name in tree.keys() & later.keys():
+        if isinstance(tree[name], dict):
+            if isinstance(later[name], dict) and later[name]:
+                _drop_replaced(tree[name], later[name])
+            else:
+                del tree[name]
+
+
+def unknown_key(given: GivenValue, known: Keys) -> Refusal:
+    """Refuses a key that does not exist, and names the one that looks most like it."""
+    path, (flat, entry) = given.spelling, known.split_number(given.spelling)
+    near = known.nearest(flat)
+    if near and entry and near[: len(entry) - 1] == entry[:-1]:
+        near = (*entry, *near[len(entry) - 1 :])
+    if flat in known.sections:
+        advice = f"give its keys one by one, or a file: `--{'.'.join(path)} @ FILE.toml`; {known.help}"
+        return Refusal(given.said, f"a table of keys, because `{'.'.join(path)}` is a section", advice)
+    if near is None:
+        advice = known.help
+    elif given.place.startswith("flag"):
+        advice = f"did you mean `--{'.'.join(near).replace('_', '-')}`? {known.help}"
+    elif given.place.startswith("environment"):
+        advice = f"did you mean `{PREFIX}{'__'.join(near).upper()}`? {known.help}"
+    else:
+        advice = f"did you mean `{'.'.join(near)}`? {known.help}"
+    flag = given.place.removeprefix("flag ")
+    said = (
+        f"`{flag} {given.value}`".replace(" `", "`") if flag != given.place else f"`{'.'.join(path)}` ({given.place})"
+    )
+    return Refusal(said, "a known key; there is none of that name", advice)
+
+
+def _convert(path: Path, given: GivenValue, known: Keys) -> Any:
+    """Returns the value in its type. Files are typed already and taken strictly; strings are read as the type says.
+
+    Raises ValidationError.
+    """
+    key, table = known.of(path), known.table_of(path)
+    value = given.value
+    if given.text and (key is None or key.is_literal):
+        value = read_literal(value)
+    elif given.text and value.lower() in ("none", "null") and not _requires_value(key):
+        value = None
+    value_type = key.value_type if key else table.entry_type if table else Any
+    return TypeAdapter(value_type).validate_python(value, strict=not given.text)
+
+
+def _requires_value(key: Key | None) -> bool:
+    return key is None or not key.expected.endswith("none")
+
+
+def read_literal(text: str) -> Any:
+    """Returns `text` as JSON, else as a TOML value, else as the string that it is.
+
+    >>> read_literal("5"), read_literal("{a = 1}"), read_literal("hard")
+    (5, {'a': 1}, 'hard')
+    """
+    for read in (json.loads, lambda t: tomllib.loads(f"value = {t}")["value"]):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
