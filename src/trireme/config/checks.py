@@ -198,7 +198,7 @@ def _resume(config: CommonConfig) -> Iterator[Refusal]:
     if config.clean and config.resume.wanted:
         yield Refusal(
             "--clean together with --resume",
-            "one of them: --clean empties the run directory, --resume goes on from what it holds",
+            "one of them: --clean empties the run directory, --resume continues from what it holds",
             "leave one out; with --resume nothing is overwritten, what is superseded moves to branches/",
         )
     if config.resume.force and not config.resume.wanted:

@@ -44,9 +44,9 @@ class InferenceConfig(Section):
     transport: TransportName = "auto"
     """How weights travel to the replicas; auto = object_store."""
     on_update: Literal["recompute_kv", "keep_kv", "drain"] = "recompute_kv"
-    """What happens to requests in flight when new weights come: their KV cache is computed again under the new
-    weights; it is kept (shorter pause; the tokens after it come from no policy exactly, and are marked mixed); or
-    they are finished first, while new ones wait."""
+    """How requests in flight take new weights: recompute_kv computes their KV cache again under the new weights;
+    keep_kv keeps it (a shorter pause, but the tokens after it come from no policy exactly, and are marked mixed);
+    drain finishes them first, while new ones wait."""
     max_updating: PositiveInt | None = None
     """Replicas that take new weights at the same time; none = all, 1 = one after the other."""
     sampling: SamplingConfig
@@ -57,10 +57,10 @@ class InferenceConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that a replica may take."""
     max_num_seqs: PositiveInt | None = None
-    """Sequences that a replica decodes at once; none = 256 on GPUs, 64 on CPUs."""
+    """Sequences that a replica decodes at the same time; none = 256 on GPUs, 64 on CPUs."""
     spare: bool = False
-    """A process more on each node with replicas, which has all of vLLM imported, no engine and no GPU, and becomes
-    the successor of a replica that is lost there."""
+    """Keep one more process on each node with replicas, which has imported vLLM, has no engine and no GPU, and
+    becomes the successor of a replica that is lost there."""
     engine_args: dict[str, Any] = Field({})
     """Further arguments of vLLM's AsyncEngineArgs."""
 

@@ -3,12 +3,12 @@
 Each layer is a source of pydantic-settings (`Layer`); `Settings` gives their order, and pydantic-settings merges them
 and validates the result. Ours is what it cannot do:
 
-- Each refusal names the value's place, all come at once, and an unknown key is refused with the one that was meant.
+- Each refusal names the value's place, all come in one error, and a refused unknown key is told the one that was meant.
   Sources pass on values without places and stop at the first that cannot be read; `TomlConfigSettingsSource` ignores a
-  missing file. So all that is given becomes a `GivenValue` first: path, value, place.
+  missing file. So each value becomes a `GivenValue` first: path, value, place.
 - Each layer's values are checked, those of files strictly. pydantic-settings validates once and all alike.
 - `EnvSettingsSource` sees unknown variables only below a known field, leaves `TRIREME__ENV__ARGS__N=5` a string, and
-  drops it without a word when the variable `TRIREME__ENV__ARGS` comes after it. Here such entries are JSON or TOML.
+  silently drops it when the variable `TRIREME__ENV__ARGS` comes after it. Here such entries are JSON or TOML.
 - The command line takes `@ FILE`, `--section @ FILE` and short flags; `CliSettingsSource` (argparse) has no such files.
 - A later layer may use another alias of a key, so all are stored under one path, and those that disagree within a layer
   are refused. pydantic-settings would keep those of two layers side by side, and pydantic would refuse that.

@@ -21,7 +21,7 @@ BOOLEANS = ("true", "false")
 
 @dataclass(frozen=True)
 class Loaded(Generic[C]):
-    """What the command line asks for."""
+    """A configuration, and the purpose for which it was read."""
 
     config: C
     dry_run: bool

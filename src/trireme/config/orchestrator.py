@@ -19,8 +19,8 @@ class OrchestratorConfig(Section):
     max_steps_off_policy: NonNegativeInt = 1
     """No group older than this many steps is trained on; 0 = synchronous, strictly on-policy."""
     stale_policy: Literal["requeue", "drop", "wait"] = "requeue"
-    """What happens to a group that would get too old: its problem is sampled afresh, it is dropped, or the batch
-    waits for it (strictly first in, first out)."""
+    """For a group that would get too old: requeue samples its problem afresh, drop leaves it out, wait lets the
+    batch wait for it (strictly first in, first out)."""
     max_requeues: NonNegativeInt = 2
     """requeue: how often a problem is sampled afresh before the batch waits for it."""
     advantage: Literal["mean", "std", "leave_one_out"] = "mean"
@@ -32,16 +32,16 @@ class OrchestratorConfig(Section):
     overlong_filter: bool = False
     """Answers cut by length do not count in the loss."""
     max_concurrent: PositiveInt | Literal["auto"] = "auto"
-    """Most rollouts in flight; auto = at first what the replicas decode at once and a quarter more, then as their
-    KV caches and preemptions allow."""
+    """Most rollouts in flight; auto = at the start a quarter more than the replicas decode at the same time, then
+    as their KV caches and preemptions allow."""
     generation_timeout_s: PositiveFloat = 600.0
-    """Limit for one rollout over all its turns, in seconds, from its first on."""
+    """Seconds for one rollout, over all its turns."""
     max_prompt_len: PositiveInt | None = None
     """Longer prompts are refused before sampling."""
     retries: NonNegativeInt = 2
     """How often a failed rollout is tried again."""
     workers: PositiveInt = 2
-    """Processes in which environments compute what takes long; started when one first does."""
+    """Processes for the slow computations of environments; started when the first one is needed."""
     min_viable_group: Share = 0.75
     """Share of a group's rollouts that must succeed."""
     max_failure_rate: Share = 0.25
@@ -120,5 +120,5 @@ class EvalConfig(Section):
     temperature: PositiveFloat | None = None
     """Sampling temperature of evaluations; none = inference.sampling.temperature."""
     replicas: NonNegativeInt = 0
-    """Of inference.replicas, those that evaluate and do nothing else: updates and training do not wait for an
-    evaluation then; 0 = all replicas do both, and the next update waits."""
+    """Number of inference.replicas that only evaluate, so that updates and training do not wait for an evaluation;
+    0 = all replicas do both, and the next update waits."""

@@ -1,5 +1,5 @@
-"""What a resume must find unchanged: the model, its tokenizer, its LoRA adapters, the definition of the loss, the order
-of the data.
+"""The parts of a run that a resume must find unchanged: the model, its tokenizer, its LoRA adapters, the definition of
+the loss, the order of the data.
 
 Everything else may change between a commit and its resume: shards, replicas, micro-batches, transport, batch size,
 max_steps_off_policy, learning rate, limits. `--resume.force` resumes in spite of a difference.
@@ -21,7 +21,7 @@ IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "
 REFERENCE_WEIGHTS = "weights of trainer.kl.reference"
 
 SAMPLES, SAMPLE_BYTES = 64, 2**16
-"""What is read of each file of a reference's weights: 4 MiB."""
+"""Samples that are read of each file of a reference's weights, and bytes of each: 4 MiB."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
 

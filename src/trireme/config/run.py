@@ -21,13 +21,13 @@ class RunConfig(Section):
 
 class ResumeConfig(Section):
     latest: bool = Field(False, json_schema_extra={"flag": "resume"})
-    """Go on from the newest commit that verifies; spelled `--resume`."""
+    """Resume from the newest commit that verifies; spelled `--resume`."""
     step: Annotated[int, Field(ge=-1)] | None = None
-    """Go on from the commit of this step; -1 = the newest. What came after it moves to `branches/`."""
+    """Resume from the commit of this step; -1 = the newest. What came after it moves to `branches/`."""
     dir: str | None = None
-    """Fork: a new run that goes on from a commit of the run in this directory, which stays as it is."""
+    """Fork: start a new run from a commit of the run in this directory, which stays as it is."""
     force: bool = False
-    """Go on although model, tokenizer, loss or data order differ."""
+    """Resume although model, tokenizer, loss or data order differ."""
 
     @property
     def wanted(self) -> bool:
@@ -39,11 +39,11 @@ class CheckpointConfig(Section):
     every: NonNegativeInt = 20
     """Steps between commits; 0 = only at the end and on a signal."""
     keep_last: PositiveInt = 3
-    """Newest commits that are kept."""
+    """Number of newest commits that are kept."""
     keep_every: PositiveInt | None = None
     """Commits of steps divisible by this are kept for good."""
     async_save: bool = True
-    """Go on training while a commit is written."""
+    """Continue training while a commit is written."""
     grace_s: PositiveFloat = 60.0
     """SIGTERM, Ctrl-C: seconds within which the run commits and ends."""
     max_missed: NonNegativeInt = 0
@@ -56,7 +56,7 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """Directory or hub name of the tokenizer; none = `model.name`."""
     start: str | None = None
-    """What environments know as the model that the run starts from, such as an answerer that does not learn; none =
+    """The model from which the run starts, as environments know it, such as an answerer that does not learn; none =
     `model.name`. `trireme eval` of a commit sets it to that of the run."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of inference; auto = bfloat16 on GPUs, float32 on CPUs."""
@@ -90,7 +90,7 @@ class CommonTimeouts(Section):
     checkpoint_s: PositiveFloat = 1800.0
     """Deadline for a commit to be written, or read."""
     heartbeat_s: PositiveFloat = 60.0
-    """A process that answers nothing for so long is taken for dead, and killed."""
+    """A process that does not answer for this long counts as dead, and is killed."""
 
 
 class TimeoutsConfig(CommonTimeouts):

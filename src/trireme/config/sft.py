@@ -14,7 +14,7 @@ from trireme.renderers.types import TrainOn
 
 class DataConfig(Section):
     train: str
-    """What to train on: a file of conversations (JSONL) or of tokens (JSONL, npz), or several by a pattern
+    """Training data: a file of conversations (JSONL) or of tokens (JSONL, npz), or several by a pattern
     (`data/*.jsonl`), in the order of their names."""
     test: str | None = None
     """Held-out data for `test/nll`: a file or a pattern."""

@@ -56,7 +56,7 @@ class LoraConfig(Section):
     """Train adapters of this rank on frozen weights: 1, 8, 16, 32, 64, 128, 256, 320 or 512, what vLLM takes; none
     = train all weights."""
     alpha: PositiveFloat = Field(32.0, validation_alias=AliasChoices("alpha", "lora_alpha"))
-    """What an adapter adds is scaled by alpha / rank."""
+    """The output of an adapter is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, validation_alias=AliasChoices("dropout", "lora_dropout"))
     """Share of an adapter's inputs that is dropped while gradients are computed, and only then."""
     targets: list[str] = Field([], validation_alias=AliasChoices("targets", "lora_target_modules"))
@@ -97,10 +97,10 @@ class CommonTrainer(Section):
     replicate: PositiveInt = 1
     """Copies of the model, each spread over `shards` processes (HSDP); there are shards x replicate of them in all."""
     gpus_per_node: PositiveInt | None = None
-    """So many processes, rank after rank, are always on one node; none = Ray packs all actors on as few nodes as it
-    can."""
+    """This many processes, rank after rank, are always on one node; none = Ray packs all actors on as few nodes as
+    it can."""
     loss_normalization: LossNormalization = "token_mean"
-    """What the gradient of a substep is divided by: its loss tokens, its sequences, or nothing."""
+    """Divisor of the gradient of a substep: its loss tokens, its sequences, or nothing."""
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
     """Peak learning rate; auto = by hidden size, for Qwen and Llama models."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -114,10 +114,10 @@ class CommonTrainer(Section):
     max_refused_steps: PositiveInt = 3
     """Stop, after a commit, when the gradients of this many steps in a row were not finite."""
     micro_batch_tokens: PositiveInt | None = None
-    """Tokens (with padding) that a shard computes at once; bounds memory only. none = 16384, or by
+    """Tokens (with padding) that a shard computes at the same time; bounds memory only. none = 16384, or by
     `micro_batch_size`."""
     micro_batch_size: PositiveInt | None = None
-    """Sequences that a shard computes at once, however long, instead of `micro_batch_tokens`."""
+    """Sequences that a shard computes at the same time, however long, instead of `micro_batch_tokens`."""
     packing: Literal["auto", "rows", "packed"] = "auto"
     """How a micro-batch is laid out: as rows of about equal length, padded; or packed, one sequence after the
     other, none of which sees another. auto = packed on GPUs in 16 bits, else rows."""

@@ -13,7 +13,7 @@ from trireme.config.trainer import ATTENTION, LINEAR, MLP, UNEMBED, LoraConfig
 
 AUTO_LEARNING_RATE_FAMILIES = ("qwen", "llama")
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as `max_lora_rank`: its buffers and kernels are made for one of these."""
+"""The values of `max_lora_rank` that vLLM takes: its buffers and kernels are made for one of these."""
 
 
 def trainer_refusals(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
@@ -31,7 +31,7 @@ def _micro_batches(config: CommonConfig) -> Iterator[Refusal]:
     if tokens and size:
         yield Refusal(
             f"trainer.micro_batch_tokens = {tokens} together with trainer.micro_batch_size = {size}",
-            "one of them: both say how much a shard computes at once",
+            "one of them: both say how much a shard computes at the same time",
             "leave --trainer.micro-batch-size out (tokens suit sequences of unequal length), or the other",
         )
     if config.trainer.packing == "packed" and config.model.attn != "auto":

@@ -1,1 +1,1 @@
-"""What a run will occupy and do, worked out before anything starts."""
+"""Plans: what a run will occupy and do, worked out before anything starts."""

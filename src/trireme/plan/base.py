@@ -1,5 +1,5 @@
-"""What any run will occupy, worked out before anything starts. A plan is composed of parts, one for each room that the
-run has, which share the machines."""
+"""The plan of any run, worked out before anything starts. It is composed of parts, one for each room that the run has,
+which share the machines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHARED_GPU_UTILIZATION = 0.5
 
 @dataclass(frozen=True)
 class Resources:
-    """What there is over all nodes."""
+    """The machines of a run, over all nodes together."""
 
     nodes: int
     cpus: int
@@ -70,14 +70,14 @@ def _visible_gpus() -> int:
 
 @dataclass(frozen=True)
 class Part(ABC):
-    """What one room (or the data of a run) adds to a plan: actors, memory and rows."""
+    """The contribution of one room (or of the data) to a plan: actors, memory and rows."""
 
     config: CommonConfig
     """The configuration of the run."""
     facts: ModelFacts | None
     """Sizes of the model; None if they are unknown."""
     resources: Resources
-    """What there is."""
+    """The machines."""
 
     room: ClassVar[str]
     """Its name in `Plan.by_room`."""
@@ -121,7 +121,7 @@ class Part(ABC):
 
     @property
     def warnings(self) -> list[str]:
-        """What has a price that is easily overlooked."""
+        """Warnings about options whose price is easily overlooked."""
         return []
 
     @abstractmethod
@@ -135,14 +135,14 @@ PartKind = Callable[[Any, ModelFacts | None, Resources], Part]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run occupies and does."""
+    """All that a run occupies and does."""
 
     config: CommonConfig
     """The configuration of the run."""
     facts: ModelFacts | None
     """Sizes of the model; None if they are unknown, in a dry run without a hub."""
     resources: Resources
-    """What there is."""
+    """The machines."""
     kinds: Sequence[PartKind]
     """Makes each part of the run."""
     run_dir: Path | None = None
@@ -314,7 +314,7 @@ class Plan:
         options = self.config.checkpoint
         when = f"every {count(options.every, 'step')} and at the end" if options.every else "at the end"
         rest = f", every {options.keep_every}th for good" if options.keep_every else ""
-        how = "while training goes on" if options.async_save else "while training waits"
+        how = "while training continues" if options.async_save else "while training waits"
         return f"{when}, {how}; the newest {options.keep_last} are kept{rest}; Ctrl-C and SIGTERM commit too"
 
     def _recovery_text(self) -> str:

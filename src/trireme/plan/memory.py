@@ -16,7 +16,7 @@ GIB = 2**30
 SHARD_BASE_GIB = 0.5
 """Measured resident memory of a shard without weights."""
 LOGITS_GIB = 0.2
-"""What a shard holds of logits at the same time (`trainer.logprobs`)."""
+"""Logits that a shard holds at the same time (`trainer.logprobs`)."""
 KEPT_ON_CPU, KEPT_ON_GPU = 4 * GIB, 24 * GIB
 """`checkpointing = "auto"` keeps activations up to this size."""
 WHOLE_ON_CPU, WHOLE_ON_GPU = 1 * GIB, 4 * GIB
@@ -34,7 +34,7 @@ class ShardMemory:
     gathered: int
     """Weights and gradients that are whole at the same time."""
     activations: int
-    """What a full micro-batch keeps from the forward to the backward pass."""
+    """Values that a full micro-batch keeps from the forward to the backward pass."""
     again: bool
     """True: layers are computed again in the backward pass of a full micro-batch."""
     offloaded: bool

@@ -1,4 +1,4 @@
-"""What a run of `rl` will occupy and do: replicas, the orchestrator, tokens and staleness."""
+"""The parts of a plan that `rl` adds to the trainer: replicas, the orchestrator, tokens and staleness."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class OrchestratorPart(Part):
         config, options = self.config, self.config.orchestrator
         slots = f"{config.groups_in_flight} groups x {config.largest_group} rollouts of training"
         if config.deterministic:
-            return f"a whole batch at once: {slots}"
+            return f"a whole batch together: {slots}"
         if options.max_concurrent != "auto":
             return f"at most {options.max_concurrent} rollouts; at most {slots}"
         first = config.enough_rollouts(config.training_replicas, on_gpus=self.on_gpus)

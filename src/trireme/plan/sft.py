@@ -1,4 +1,4 @@
-"""What a run of `sft` will occupy and do: the trainer, and the data that it learns from."""
+"""The plan of a run of `sft`: the trainer, and the data that it learns from."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class TestInFlight:
     def test_without_a_limit(self) -> None:
         given = plan(orchestrator={"max_steps_off_policy": 0})
         given = replace(given, config=given.config.model_copy(update={"deterministic": True}))
-        assert "a whole batch at once: 16 groups x 8 rollouts" in text_of(given)
+        assert "a whole batch together: 16 groups x 8 rollouts" in text_of(given)
 
 
 class TestRefusals:
