@@ -17,7 +17,7 @@ from trireme.config.sft import SftConfig
 from trireme.launch.common import prepare_cluster
 from trireme.plan.base import Resources
 from trireme.plan.sft import sft_plan
-from trireme.sft.data import load_data, with_absolute_files, with_steps
+from trireme.sft.data import SftData, with_absolute_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,9 +35,9 @@ def _sft(argv: list[str], console: Console) -> None:
     if facts is None:
         show(sft_plan(config, None, resources), config, console)
         return
-    data = load_data(config, facts, console.print)
+    data = SftData.load(config, facts, console.print)
     if loaded.dry_run:
-        show(sft_plan(with_steps(config, 0, data.cursor), facts, resources, data), config, console)
+        show(sft_plan(data.cursor.with_steps(config, 0), facts, resources, data), config, console)
         return
     plan = sft_plan(config, facts, resources, data)
     prepare_cluster(config, plan)

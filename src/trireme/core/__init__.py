@@ -1,1 +1,1 @@
-"""What crosses rooms: types, datums, weights, errors. Pure: imports neither Ray nor vLLM nor a room."""
+"""Shared by all rooms: types, datums, weights, errors. Pure: imports neither Ray nor vLLM nor a room."""

@@ -1,82 +1,70 @@
-"""How a batch's columns travel between processes: lossless, in a fraction of their bytes.
+"""Packs the columns of a batch for their way between processes: lossless, in a fraction of the bytes.
 
-Of a token that was sampled, only the token itself and its log-probability are news. The target is the next token; mask,
-advantage and version stay the same over long runs; on a token that was observed all of them are fill. So a column is
-stored in the first of these forms that gives it back exactly:
+Only the token and its log-probability are news about a sampled token. The target is the next token; mask, advantage and
+version stay the same over long runs; observed tokens have fill values. So a column is stored in the first of these
+forms that gives it back exactly:
 
-    Shifted   the next token of each, and the last of every datum      (target_tokens)
-    Runs      values and where each begins                              (mask, advantages, versions)
-    Sparse    the values at the tokens whose mask is not 0, 0 elsewhere (logprobs)
-    the array itself
+    shifted   each value is the next token; stored are the last values of the datums  (target_tokens)
+    runs      values, and where each run begins                                       (mask, advantages, versions)
+    sparse    the values at tokens whose mask is not 0; 0 elsewhere                   (logprobs)
+    plain     the array itself
 
-Values are compared by their bits: NaN and -0.0 travel like all others.
+Values are compared by their bits, so NaN and -0.0 are kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 LONG_RUN = 4
-"""Runs are worth while from this mean length on: a run costs a value and the place where it begins."""
+"""Mean length from which runs pay: a run costs a value and its start."""
 
 
 @dataclass(frozen=True)
-class Shifted:
-    """`last` [D]: the value at the last token of each datum."""
+class PackedColumn:
+    """A column in one of the forms above."""
 
-    last: Array
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Run i has `values[i]` from `starts[i]` (int64, the first is 0) to the next one's start."""
-
-    values: Array
-    starts: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Sparse:
-    values: Array
-
-
-Packed = Shifted | Runs | Sparse | Array
+    form: Literal["shifted", "runs", "sparse", "plain"]
+    values: Array  # the stored values; if shifted [D], the last of each datum
+    starts: npt.NDArray[np.int64] | None = None  # of runs: run i is at `starts[i]:starts[i + 1]`
 
 
 def pack(
     tokens: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], columns: Mapping[str, Array]
-) -> dict[str, Packed]:
-    """The columns ([T], 4 bytes a value) as they travel; `tokens` int32 [T] and `offsets` int64 [D + 1] as they are."""
-    there = _there(columns)
+) -> dict[str, PackedColumn]:
+    """Packs columns [T] of 4-byte values. `tokens` int32 [T] and `offsets` int64 [D + 1] travel as they are."""
+    sampled = columns["mask"] != 0 if "mask" in columns else None
     return {
-        name: _pack_column(column, tokens, offsets, None if name == "mask" else there)
+        name: _pack_column(column, tokens, offsets, None if name == "mask" else sampled)
         for name, column in columns.items()
     }
 
 
 def unpack(
-    tokens: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], packed: Mapping[str, Packed]
+    tokens: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], packed: Mapping[str, PackedColumn]
 ) -> dict[str, Array]:
-    """What `pack` was given."""
-    columns = {name: _unpack_column(p, tokens, offsets) for name, p in packed.items() if not isinstance(p, Sparse)}
-    there = _there(columns)
-    for name, sparse in packed.items():
-        if isinstance(sparse, Sparse):
-            assert there is not None, "only with a mask is a column stored in this form"
-            columns[name] = np.zeros(len(tokens), sparse.values.dtype)
-            columns[name][there] = sparse.values
+    """Returns the columns that `pack` was given."""
+    columns = {}
+    for name in sorted(packed, key=lambda name: packed[name].form == "sparse"):  # which need the mask, so they are last
+        column = packed[name]
+        if column.form == "shifted":
+            columns[name] = np.append(tokens[1:], tokens[:1]).astype(column.values.dtype, copy=False)
+            columns[name][offsets[1:] - 1] = column.values
+        elif column.form == "runs":
+            assert column.starts is not None
+            columns[name] = np.repeat(column.values, np.diff(column.starts, append=len(tokens)))
+        elif column.form == "sparse":
+            columns[name] = np.zeros(len(tokens), column.values.dtype)
+            columns[name][columns["mask"] != 0] = column.values
+        else:
+            columns[name] = column.values
     return {name: columns[name] for name in packed}
-
-
-def _there(columns: Mapping[str, Array]) -> npt.NDArray[np.bool_] | None:
-    """Where the mask is not 0; none without a mask."""
-    return columns["mask"] != 0 if "mask" in columns else None
 
 
 def _bits(values: Array) -> npt.NDArray[np.int32]:
@@ -84,32 +72,20 @@ def _bits(values: Array) -> npt.NDArray[np.int32]:
 
 
 def _pack_column(
-    column: Array, tokens: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], there: npt.NDArray[np.bool_] | None
-) -> Packed:
+    column: Array, tokens: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], sampled: npt.NDArray[np.bool_] | None
+) -> PackedColumn:
     bits = _bits(column)
     if column.dtype == tokens.dtype:
         differs = bits[:-1] != tokens[1:]
-        differs[offsets[1:-1] - 1] = False  # no next token within the datum: its own is stored
+        differs[offsets[1:-1] - 1] = False  # the last value of a datum is stored: it has no next token
         if not differs.any():
-            return Shifted(column[offsets[1:] - 1])
+            return PackedColumn("shifted", column[offsets[1:] - 1])
     changes = np.flatnonzero(bits[1:] != bits[:-1])
     if (len(changes) + 1) * LONG_RUN <= len(column):
         starts = np.concatenate([[0], changes + 1])
-        return Runs(column[starts], starts)
-    if there is not None:
-        values = column[there]
-        if np.count_nonzero(_bits(values)) == np.count_nonzero(bits):  # all else is 0
-            return Sparse(values)
-    return column
-
-
-def _unpack_column(packed: Packed, tokens: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> Array:
-    if isinstance(packed, Shifted):
-        column = np.empty(len(tokens), packed.last.dtype)
-        column[:-1] = tokens[1:]
-        column[offsets[1:] - 1] = packed.last
-        return column
-    if isinstance(packed, Runs):
-        return np.repeat(packed.values, np.diff(packed.starts, append=len(tokens)))
-    assert isinstance(packed, np.ndarray)
-    return packed
+        return PackedColumn("runs", column[starts], starts)
+    if sampled is not None:
+        values = column[sampled]
+        if np.count_nonzero(_bits(values)) == np.count_nonzero(bits):  # all others are 0
+            return PackedColumn("sparse", values)
+    return PackedColumn("plain", column)

@@ -1,4 +1,4 @@
-"""What a person gives the trainer: tokens, and columns of numbers beside them. `trireme.core.types` hands these on.
+"""The data that a user gives the trainer: tokens, and columns of numbers. `trireme.core.types` re-exports these.
 
 Field names are Tinker's. Lists, numpy arrays and torch tensors are accepted; what is stored are numpy columns.
 """
@@ -33,11 +33,11 @@ LOSS_FN_INPUT_DTYPES: dict[str, TensorDtype] = {
     "clip_high_threshold": "float32",
     "versions": "int32",
 }
-"""Per-token columns that a datum may carry. `versions` is the version that sampled the token, -1 where none did."""
+"""Per-token columns that a datum may have. `versions`: the version that sampled the token, -1 for observed tokens."""
 
 
 class TensorData:
-    """Numbers: `data` is a numpy array of `dtype` (by default float32, or int64 for whole numbers) and `shape`.
+    """A numpy array `data` of `dtype` (by default float32, or int64 for whole numbers) and `shape`.
 
     >>> TensorData([0.5, 1]).dtype, TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2]).tolist()
     ('float32', [[1, 2], [3, 4]])
@@ -69,11 +69,11 @@ class TensorData:
         return self.data.shape
 
     def to_numpy(self) -> npt.NDArray[Any]:
-        """The column itself, not a copy."""
+        """Returns the column itself, not a copy."""
         return self.data
 
     def to_torch(self) -> Tensor:
-        """A tensor on the CPU with a copy of the numbers."""
+        """Copies the numbers to a tensor on the CPU."""
         import torch
 
         return torch.tensor(self.data)
@@ -103,9 +103,9 @@ def _as_array(values: ColumnLike) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, eq=False)
 class EncodedTextChunk:
-    """Some tokens of a `ModelInput`."""
+    """A part of a `ModelInput`."""
 
-    tokens: Sequence[int] | npt.NDArray[np.int32]
+    tokens: Sequence[int] | npt.NDArray[np.int32]  # token ids
     type: Literal["encoded_text"] = "encoded_text"
 
     @property
@@ -115,7 +115,7 @@ class EncodedTextChunk:
 
 @dataclass(frozen=True, eq=False, init=False)
 class ModelInput:
-    """The tokens that a model reads: int32 [T]. Given as they are, or as `chunks` one after the other.
+    """The tokens that a model reads, given as such or as `chunks` in order.
 
     Raises ValueError for chunks of images: trainer and samplers read tokens only.
 
@@ -123,7 +123,7 @@ class ModelInput:
     [1, 2, 3]
     """
 
-    tokens: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]  # [T]
 
     def __init__(self, tokens: ColumnLike = (), *, chunks: Iterable[EncodedTextChunk] = ()) -> None:
         whole = _as_array(tokens)
@@ -143,11 +143,11 @@ class ModelInput:
         return [int(t) for t in self.tokens]
 
     def append(self, chunk: EncodedTextChunk) -> ModelInput:
-        """A new input with the chunk behind it."""
+        """Returns a new input with the chunk at its end."""
         return ModelInput(self.tokens, chunks=[chunk])
 
     def append_int(self, token: int) -> ModelInput:
-        """A new input with the token behind it."""
+        """Returns a new input with the token at its end."""
         return self.append(EncodedTextChunk([token]))
 
     @property
@@ -172,11 +172,8 @@ def _text(chunk: EncodedTextChunk) -> EncodedTextChunk:
 
 @dataclass(frozen=True, eq=False, init=False)
 class Datum:
-    """One training sequence: `model_input` [T] and per-token `loss_fn_inputs`, each [T], aligned with the *targets*.
-
-    Which columns a loss needs: `trainer.losses`. They get the dtypes of `LOSS_FN_INPUT_DTYPES`. `temperature` is the
-    one the tokens were sampled at; the trainer divides logits by it. Raises ValueError for an unknown column, one whose
-    length is not T, and a temperature that is not positive.
+    """One training sequence of T tokens. Raises ValueError for an unknown column, one whose length is not T, and a
+    temperature that is not positive.
 
     >>> Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "mask": [0, 1]}).loss_fn_inputs["mask"].tolist()
     [0.0, 1.0]
@@ -184,7 +181,8 @@ class Datum:
 
     model_input: ModelInput
     loss_fn_inputs: Mapping[str, TensorData]
-    temperature: float = 1.0
+    """Columns [T], aligned with the *targets*, of the dtypes in `LOSS_FN_INPUT_DTYPES`; a loss says which it needs."""
+    temperature: float = 1.0  # at which the tokens were sampled; the trainer divides logits by it
 
     def __init__(
         self, model_input: ModelInput, loss_fn_inputs: Mapping[str, ColumnLike], temperature: float = 1.0

@@ -1,4 +1,4 @@
-"""The ways a run can end, and what each tells its user.
+"""The errors that a run can end with, and its exit codes.
 
 Every error says what was given, what was expected and what to do. The exit codes are part of the interface:
 0 reached `max_steps`; 1 failed while running; 2 bad input, refused before any actor starts; 3 stopped by a limit
@@ -36,7 +36,7 @@ class RoomFailed(TriremeError):
 
 
 class ProvenanceError(TriremeError):
-    """A token was produced by weights that it must not have been: unknown identity, or beyond the staleness bound."""
+    """A token comes from weights that are not allowed: of unknown identity, or older than max_steps_off_policy."""
 
 
 class WeightsRefused(TriremeError):

@@ -1,7 +1,7 @@
-"""Strings that end an answer: where in its tokens, and the answer up to there.
+"""Cuts answers at stop strings.
 
-An engine that has the tokenizer stops by itself. What follows holds for every sampler, and for an answer that two
-replicas have sampled, between whose parts a string may lie.
+An engine that has the tokenizer stops by itself. These functions serve every sampler, and answers that two replicas
+have sampled: a stop string may lie across the two parts.
 """
 
 from __future__ import annotations
@@ -15,26 +15,22 @@ from trireme.core.types import SampledSequence
 
 
 def first_of(strings: Sequence[str], text: str) -> int | None:
-    """Where the first of `strings` begins in `text`; none if it holds none of them."""
+    """Returns where the first of `strings` begins in `text`; None if it holds none of them."""
     places = [place for place in map(text.find, strings) if place >= 0]
     return min(places, default=None)
 
 
-def tokens_until(strings: Sequence[str], tokens: Sequence[int], decode: Decode) -> int | None:
-    """Number of `tokens` up to the one that completes one of `strings` in their text; none if they hold none."""
+def cut(sampled: SampledSequence, strings: Sequence[str], decode: Decode) -> SampledSequence:
+    """Cuts what was sampled behind the token that completes one of `strings`. Later tokens had no influence on earlier
+    ones, so the result is what a sampler returns that stops there."""
+    tokens = sampled.tokens.tolist()
 
     def complete(end: int) -> bool:
         return first_of(strings, decode(tokens[:end])) is not None
 
-    return bisect_left(range(len(tokens)), True, key=complete) if complete(len(tokens)) else None
-
-
-def cut(sampled: SampledSequence, strings: Sequence[str], decode: Decode) -> SampledSequence:
-    """What was sampled, up to the token that completes one of `strings`. What comes after it had no influence on it, so
-    the rest is what a sampler gives that stops there."""
-    end = tokens_until(strings, sampled.tokens.tolist(), decode)
-    if end is None:
+    if not complete(len(tokens)):
         return sampled
+    end = bisect_left(range(len(tokens)), True, key=complete)
     return replace(
         sampled,
         tokens=sampled.tokens[:end],

@@ -1,7 +1,7 @@
-"""The tokenizer of a model.
+"""Opens the tokenizer of a model.
 
-`AutoTokenizer` imports torch, some seconds of start-up. So a tokenizer that comes as `tokenizer.json`, as nearly all
-do, is opened by the class that reads that file, and only others by `AutoTokenizer`.
+`AutoTokenizer` imports torch, which takes seconds. So a tokenizer in a file `tokenizer.json`, as nearly all are, is
+opened by the class that reads that file, and only others by `AutoTokenizer`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Decode = Callable[[Sequence[int]], str]
-"""From token ids to text."""
+"""Turns token ids into text."""
 
 
 def load_tokenizer(name: str) -> Any:
-    """The `transformers` tokenizer in a directory, or of that name on the hub."""
+    """Opens the `transformers` tokenizer in a directory, or of that name on the hub."""
     from transformers.utils import cached_file
 
     if cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False):

@@ -1,6 +1,6 @@
-"""The types that cross rooms, and those of the verbs. Field names and defaults are Tinker's where it has the noun.
+"""The types that cross rooms, and those of the verbs. Field names and defaults are Tinker's where it has the type.
 
-`Datum`, `ModelInput` and `TensorData`, what people make themselves, are in `trireme.core.datum`.
+`Datum`, `ModelInput` and `TensorData`, which users make themselves, are in `trireme.core.datum`.
 
 Shape suffixes used throughout the project: `_P` problems (groups) in a batch, `_G` rollouts in a group, `_T` tokens,
 `_D` datums, `_M` micro-batches, `_R` data-parallel ranks, `_V` vocabulary, `_H` hidden.
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.batch_codec import Packed, pack, unpack
+from trireme.core.batch_codec import PackedColumn, pack, unpack
 from trireme.core.datum import Datum, ModelInput, TensorData
 from trireme.core.datum import EncodedTextChunk as EncodedTextChunk
 
@@ -27,63 +27,60 @@ LossNormalization = Literal["token_mean", "sequence_mean", "sum"]
 
 @dataclass(frozen=True, order=True)
 class WeightIdentity:
-    """Which weights: `version` training steps completed in `attempt`, with content `digest`.
+    """Names one version of the weights.
 
     >>> str(WeightIdentity(1, 12, "9f3c"))
     '1:12:9f3c'
     """
 
-    attempt: int
-    version: int
-    digest: str
+    attempt: int  # the attempt that made it
+    version: int  # training steps completed
+    digest: str  # of the contents
 
     def __str__(self) -> str:
         return f"{self.attempt}:{self.version}:{self.digest}"
 
     @classmethod
     def parse(cls, label: str) -> WeightIdentity:
-        """The identity that `str` printed. Raises ValueError for anything else."""
+        """Parses the text that `str` makes. Raises ValueError for any other text."""
         attempt, version, digest = label.split(":")
         return cls(int(attempt), int(version), digest)
 
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens `start` (inclusive) to `end` (exclusive) of a sampled sequence came from `identity`. `mixed`: its weights
-    read keys and values that older ones had computed (`inference.on_update = "keep_kv"`)."""
+    """A part of a sampled sequence that came from one version."""
 
     identity: WeightIdentity
-    start: int
-    end: int
-    mixed: bool = False
+    start: int  # first token
+    end: int  # behind the last token
+    mixed: bool = False  # older weights computed keys and values that it read (`inference.on_update = "keep_kv"`)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one sequence. `max_tokens` none: as many as the context has room for. `temperature` 0: greedily.
+    """How to sample one sequence. Trainers match the temperature only: top_p, top_k, min_p and repetition_penalty alter
+    the distribution without their knowledge."""
 
-    `stop`: what ends it, token ids or strings; the model's end-of-sequence token always does. A string ends it wherever
-    it comes to stand in the text, with the token that completes it. Trainers match temperature only: the four fields
-    after it change the distribution behind their back.
-    """
-
-    max_tokens: int | None = None
-    temperature: float = 1.0
+    max_tokens: int | None = None  # None: as many as the context has room for
+    temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: int = -1  # -1: all tokens
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: Sequence[int | str] | str | None = None
+    """Token ids or strings that end the sequence, besides the model's end-of-sequence token. A string ends it anywhere
+    in the text, with the token that completes it."""
     seed: int | None = None
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """What of `stop` are token ids."""
+        """The token ids in `stop`."""
         return tuple(int(end) for end in self._ends if not isinstance(end, str))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """What of `stop` are strings."""
+        """The strings in `stop`."""
         return tuple(end for end in self._ends if isinstance(end, str))
 
     @property
@@ -93,18 +90,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sequence to sample. `route_key`: requests with the same key go to the same replica (prefix hits).
-
-    `prompt_logprobs`: also the log-probability of each token of the prompt; `topk_prompt_logprobs` k: also the k
-    likeliest tokens at each of its places.
-    """
+    """A request for one sequence."""
 
     request_id: str
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # token ids
     params: SamplingParams
-    route_key: str
-    prompt_logprobs: bool = False
-    topk_prompt_logprobs: int = 0
+    route_key: str  # requests with the same key go to the same replica, for its prefix cache
+    prompt_logprobs: bool = False  # also return the log-probability of each token of the prompt
+    topk_prompt_logprobs: int = 0  # also return this many likeliest tokens at each place of the prompt
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -117,49 +110,39 @@ TopkPromptLogprobs = list[list[tuple[int, float]] | None]
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """What a replica sampled: `tokens` int32 [T] with the stop token included, `logprobs` float32 [T] of the
-    processed distribution (temperature applied), and `spans` that cover [0, T) without gap or overlap.
+    """A sequence of T tokens that a replica sampled."""
 
-    `prompt_logprobs`, `topk_prompt_logprobs`: if they were asked for, see `SampleResponse`.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
+    tokens: npt.NDArray[np.int32]  # [T], the stop token included
+    logprobs: npt.NDArray[np.float32]  # [T], of the processed distribution (temperature applied)
     stop_reason: StopReason
-    spans: tuple[VersionSpan, ...]
-    prompt_logprobs: PromptLogprobs | None = None
-    topk_prompt_logprobs: TopkPromptLogprobs | None = None
+    spans: tuple[VersionSpan, ...]  # cover [0, T) without gap or overlap
+    prompt_logprobs: PromptLogprobs | None = None  # if requested, as in `SampleResponse`
+    topk_prompt_logprobs: TopkPromptLogprobs | None = None  # if requested, as in `SampleResponse`
 
 
 @dataclass(frozen=True)
 class SampleResponse:
-    """What a sampler answers: the sequences that were sampled for one prompt.
-
-    `prompt_logprobs`: of each token of the prompt given those before it, at temperature 1; none for the first.
-    `topk_prompt_logprobs`: the likeliest tokens at each place and their log-probabilities, likeliest first.
-    """
+    """The sequences that were sampled for one prompt."""
 
     sequences: Sequence[SampledSequence]
     prompt_logprobs: PromptLogprobs | None = None
+    """The log-probability of each token of the prompt given those before it, at temperature 1; None for the first."""
     topk_prompt_logprobs: TopkPromptLogprobs | None = None
+    """The likeliest tokens at each place and their log-probabilities, likeliest first."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Datums as numpy columns, the form in which they cross to the trainer's shards through the object store.
+    """D datums as numpy columns, in which form they cross to the trainer's shards through the object store."""
 
-    `tokens` int32 [T] is all inputs one after the other, datum d at `offsets[d]:offsets[d + 1]` (`offsets` int64
-    [D + 1]); `columns` are [T] in the same order; `temperatures` float32 [D].
-    """
-
-    tokens: npt.NDArray[np.int32]
-    offsets: npt.NDArray[np.int64]
-    columns: Mapping[str, npt.NDArray[Any]]
-    temperatures: npt.NDArray[np.float32]
+    tokens: npt.NDArray[np.int32]  # [T], all inputs concatenated; datum d is at `offsets[d]:offsets[d + 1]`
+    offsets: npt.NDArray[np.int64]  # [D + 1]
+    columns: Mapping[str, npt.NDArray[Any]]  # [T] each, in the order of the tokens
+    temperatures: npt.NDArray[np.float32]  # [D]
 
     @classmethod
     def from_datums(cls, data_D: Sequence[Datum]) -> TokenBatch:
-        """Raises ValueError, which names the datum, when one has no tokens or other columns than the first."""
+        """Concatenates datums. Raises ValueError for one without tokens or with other columns than the first."""
         if not data_D:
             raise ValueError("a batch needs at least one datum, got none")
         names = set(data_D[0].loss_fn_inputs)
@@ -179,11 +162,11 @@ class TokenBatch:
 
     @classmethod
     def of(cls, data: Data) -> TokenBatch:
-        """`data` itself if it is a batch already."""
+        """Returns `data` itself if it is a batch already, else a batch of it."""
         return data if isinstance(data, TokenBatch) else cls.from_datums(data)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels in the compact form of `trireme.core.batch_codec`."""
+        """Pickles in the compact form of `trireme.core.batch_codec`."""
         packed = pack(self.tokens, self.offsets, self.columns)
         return _arrived, (self.tokens, self.offsets, packed, self.temperatures)
 
@@ -192,7 +175,7 @@ class TokenBatch:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each datum, int64 [D]."""
+        """Number of tokens of each datum, int64 [D]."""
         return np.diff(self.offsets)
 
     def datum(self, d: int) -> Datum:
@@ -205,13 +188,13 @@ class TokenBatch:
 
 
 Data = TokenBatch | Sequence[Datum]
-"""What the trainer's verbs take."""
+"""Data that the trainer's verbs accept."""
 
 
 def _arrived(
     tokens: npt.NDArray[np.int32],
     offsets: npt.NDArray[np.int64],
-    packed: Mapping[str, Packed],
+    packed: Mapping[str, PackedColumn],
     temperatures: npt.NDArray[np.float32],
 ) -> TokenBatch:
     return TokenBatch(tokens, offsets, unpack(tokens, offsets, packed), temperatures)
@@ -219,26 +202,22 @@ def _arrived(
 
 @dataclass(frozen=True)
 class Provenance:
-    """Which weights a minibatch came from: what the trainer checks before it trains.
+    """The versions that sampled a minibatch, which the trainer checks before it trains."""
 
-    `floors` int32 [D] is the floor of each datum's group: the lowest version that any live replica had acknowledged
-    when the group was dispatched. `identities` are all that its tokens name.
-    """
-
-    step: int
+    step: int  # training steps completed before this one
     floors: npt.NDArray[np.int32]
-    identities: tuple[WeightIdentity, ...]
+    """[D], the floor of each datum's group: the lowest version acknowledged by a live replica at its dispatch."""
+    identities: tuple[WeightIdentity, ...]  # all that the tokens name
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What the trainer gets at once: the whole substep, or a part of it when streaming. `last`: ends its substep.
-    `problems_D` names the problem of each datum."""
+    """The data of one call to the trainer: a whole substep, or a part of it when streaming."""
 
     batch: TokenBatch
     provenance: Provenance
-    problems_D: tuple[str, ...]
-    last: bool
+    problems_D: tuple[str, ...]  # the problem of each datum
+    last: bool  # it ends its substep
     num_groups: int
     num_loss_tokens: int
 
@@ -257,30 +236,24 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """`logprobs` float32 [T], in the order of the batch's tokens: the trainer's log-probability of each target. Datum d
-    has those at `offsets[d]:offsets[d + 1]` (int64 [D + 1]).
+    """The result of a pass over a batch."""
 
-    `metrics` are named `name:reduction`, reduction one of sum, max, min, mean (`trireme.run.metrics.reduce_metrics`).
-    `suspects`: the datums whose loss, or its gradient by their log-probabilities, is not finite.
-    `peak_s`: seconds that all of the trainer's GPUs would take for the model's arithmetic at their peak rate; 0 where
-    that is not known.
-    """
-
-    logprobs: npt.NDArray[np.float32]
-    offsets: npt.NDArray[np.int64]
-    metrics: Mapping[str, float]
-    suspects: tuple[int, ...] = ()
-    peak_s: float = 0.0
+    logprobs: npt.NDArray[np.float32]  # [T], the trainer's log-probability of each target
+    offsets: npt.NDArray[np.int64]  # [D + 1]; datum d is at `offsets[d]:offsets[d + 1]`
+    metrics: Mapping[str, float]  # {name:reduction: value}, see `trireme.run.metrics.reduce_metrics`
+    suspects: tuple[int, ...] = ()  # datums whose loss, or its gradient, is not finite
+    peak_s: float = 0.0  # seconds of the model's arithmetic on all GPUs at their peak rate; 0: unknown
 
     @property
     def loss_fn_outputs(self) -> list[dict[str, TensorData]]:
-        """Of each datum: its `logprobs`."""
+        """The `logprobs` of each datum."""
         bounds = itertools.pairwise(self.offsets.tolist())
         return [{"logprobs": TensorData(self.logprobs[start:end])} for start, end in bounds]
 
 
 @dataclass(frozen=True)
 class OptimStepResponse:
-    """`metrics`: `lr`, `grad_norm` (before clipping, of the normalised gradient)."""
+    """The result of an optimiser step."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """`lr`, and `grad_norm` of the normalised gradient before clipping."""

@@ -14,7 +14,7 @@ from trireme.launch.run import Core, TrainingRun
 from trireme.plan.base import Plan
 from trireme.run.metrics import Journal
 from trireme.run.rundir import RunDir
-from trireme.sft.data import SftData, with_steps
+from trireme.sft.data import SftData
 from trireme.train.guards import RefusedSteps
 from trireme.train.sft_loop import step_line, train
 from trireme.train.steps import Attempt
@@ -34,7 +34,7 @@ class SftRun(TrainingRun):
     def enter(self, run: RunDir) -> None:
         """Finds where the data is, which says how many steps there are."""
         self._data.load_state(run.start.commit and run.start.commit / "data")
-        self.config = with_steps(self.config, run.start.step, self._data.cursor)
+        self.config = self._data.cursor.with_steps(self.config, run.start.step)
 
     def start(self, run: RunDir, ending: ExitStack) -> Core:
         config = self.plan.with_device(self.config)

@@ -1,14 +1,15 @@
-"""Files of conversations or tokens, read and checked: whatever is wrong is named by file and line, and refused.
+"""Reads and checks files of conversations or tokens; refuses what is wrong, by file and line.
 
 A line of a JSONL file is one example: `{"messages": [...]}`, with `tools` if there are any, or `{"tokens": [...]}`,
-with `weights` unless all tokens count alike. Other entries of a line are left alone. An npz file holds many examples as
-three arrays: `tokens` and `weights`, one example after the other, and `offsets` [N + 1], where each begins.
+with `weights` unless all tokens count alike. Other entries of a line are ignored. An npz file holds many examples as
+three arrays: `tokens` and `weights`, concatenated, and `offsets` [N + 1], where each example begins.
 """
 
 from __future__ import annotations
 
 import json
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,59 +30,41 @@ TooLong = Literal["refuse", "truncate", "drop"]
 
 ROLES = ("system", "user", "assistant", "tool")
 ARRAYS = {"tokens": "iu", "weights": "iuf", "offsets": "iu"}
-"""Of an npz file, and what kinds of numbers they may be."""
+"""Arrays of an npz file, and the kinds of numbers that they may hold."""
 MOST_PROBLEMS = 10
-"""After so many nothing further is read: who made one mistake in a script made it in every line."""
+"""Number of refusals after which reading stops: a mistake in a script is usually in every line."""
 SAY_EVERY = 10_000
 
 
 @dataclass(frozen=True)
 class Example:
-    """`tokens` int32 [T]; `weights` float32 [T], of which the first is that of a token that nothing predicts. `place`:
-    file and line, or file and number."""
+    """One example of T tokens."""
 
-    tokens: Tokens
-    weights: Weights
-    place: str
+    tokens: Tokens  # int32 [T]
+    weights: Weights  # float32 [T]; the first one is not used, as nothing predicts the first token
+    place: str  # file and line, or file and number
 
 
 @dataclass(frozen=True)
 class ExampleRules:
-    """What an example must be, and how a conversation becomes one. `renderer` is asked for when there is one.
-    `max_seq_len`: the most tokens of an example."""
+    """The limits of an example, and how a conversation becomes one."""
 
-    renderer: Callable[[], Renderer]
-    train_on: TrainOn
-    vocab_size: int
-    max_seq_len: int
-    too_long: TooLong
-
-
-@dataclass
-class Shortened:
-    """How many examples were cut, and how many left out."""
-
-    truncated: int = 0
-    dropped: int = 0
-
-    def notes(self, rules: ExampleRules) -> list[str]:
-        counted = {"truncated": self.truncated, "left out": self.dropped}
-        return [
-            f"{number} examples longer than {rules.max_seq_len} tokens were {what} (data.too_long = {rules.too_long})"
-            for what, number in counted.items()
-            if number
-        ]
+    renderer: Callable[[], Renderer]  # called for the first conversation
+    train_on: TrainOn  # which messages have weights
+    vocab_size: int  # token ids are below it
+    max_seq_len: int  # most tokens of an example
+    too_long: TooLong  # what happens to longer ones
 
 
 class BadExample(Exception):
-    """What is wrong with one example; becomes a Refusal with its place."""
+    """Tells what is wrong with one example; becomes a Refusal with its place."""
 
     def __init__(self, given: str, expected: str, do: str = "correct it") -> None:
         super().__init__(given, expected, do)
 
 
 def files_of(key: str, pattern: str) -> list[Path]:
-    """The files that the value of `key` names, in the order of their names. Raises BadInput when there is none."""
+    """Returns the files that the value of `key` names, in order of their names. Raises BadInput if there is none."""
     exact = Path(pattern).expanduser()
     files = [exact] if exact.is_file() else sorted(Path(name) for name in glob(str(exact)) if Path(name).is_file())
     if not files:
@@ -93,16 +76,16 @@ def files_of(key: str, pattern: str) -> list[Path]:
     return files
 
 
-def read(
+def read_examples(
     files: Sequence[Path], rules: ExampleRules, say: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Example], list[str]]:
-    """All examples of some files in order, and notes on what was cut or left out; `say` tells of long work.
+    """Reads all examples of some files in order. Returns them, and notes on what was cut or left out.
 
-    Raises BadInput that lists the first problems of all files, and for files without an example.
+    Raises BadInput, which lists the first refusals of all files, and for files without an example.
     """
     examples: list[Example] = []
     problems: list[Refusal] = []
-    shortened = Shortened()
+    shortened: Counter[str] = Counter()
     for file in files:
         for place, make in _sources(file, rules):
             try:
@@ -121,14 +104,17 @@ def read(
     if not examples:
         names = ", ".join(map(str, files))
         raise Refusal(f"{names}: no example in it", "at least one", "give another file, or fill it").error()
-    return examples, shortened.notes(rules)
+    return examples, [
+        f"{number} examples longer than {rules.max_seq_len} tokens were {what} (data.too_long = {rules.too_long})"
+        for what, number in sorted(shortened.items(), reverse=True)
+    ]
 
 
 Maker = Callable[[], tuple[Tokens, Weights]]
 
 
 def _sources(file: Path, rules: ExampleRules) -> Iterator[tuple[str, Maker]]:
-    """Each example's place, and what reads it (and may raise BadExample)."""
+    """Yields the place of each example, and a function that reads it (and may raise BadExample)."""
     if file.suffix == ".npz":
         yield from _from_arrays(file)
         return
@@ -172,7 +158,7 @@ def _from_messages(messages: Any, tools: Any, rules: ExampleRules) -> tuple[Toke
 
 
 def check_messages(messages: Any) -> None:
-    """Raises BadExample unless these are messages."""
+    """Raises BadExample unless these are messages of a conversation."""
     if not isinstance(messages, list) or not messages:
         raise BadExample(f"messages = {_short(messages)}", "a list of messages, at least one")
     for number, message in enumerate(messages, 1):
@@ -207,7 +193,7 @@ def _from_tokens(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
 
 
 def _as_ids(tokens: Any) -> Tokens:
-    """As int32. Raises BadExample for what does not fit, which is in no vocabulary either."""
+    """Converts to int32. Raises BadExample for ids that do not fit, which are in no vocabulary either."""
     ids = np.asarray(tokens, np.int64)
     if ids.max(initial=0) >= 2**31:
         raise BadExample(f"token id {ids.max()}", "ids of the model's vocabulary")
@@ -244,11 +230,13 @@ def _check_arrays(file: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     ).error()
 
 
-def _checked(tokens: Tokens, weights: Weights, place: str, rules: ExampleRules, shortened: Shortened) -> Example | None:
-    """The example within the limits; None for one that is left out. Raises BadExample."""
+def _checked(
+    tokens: Tokens, weights: Weights, place: str, rules: ExampleRules, shortened: Counter[str]
+) -> Example | None:
+    """Returns the example within the limits; None if it is left out. Raises BadExample."""
     if len(tokens) > rules.max_seq_len:
         if rules.too_long == "drop":
-            shortened.dropped += 1
+            shortened["left out"] += 1
             return None
         if rules.too_long == "refuse":
             raise BadExample(
@@ -256,7 +244,7 @@ def _checked(tokens: Tokens, weights: Weights, place: str, rules: ExampleRules, 
                 f"at most {rules.max_seq_len} (model.max_seq_len, or the model's limit)",
                 "shorten it, or set --data.too-long truncate or drop",
             )
-        shortened.truncated += 1
+        shortened["truncated"] += 1
         tokens, weights = tokens[: rules.max_seq_len], weights[: rules.max_seq_len]
     _check_values(tokens, weights, rules)
     return Example(tokens, weights, place)

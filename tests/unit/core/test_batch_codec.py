@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from trireme.core.batch_codec import Runs, Shifted, Sparse, pack
+from trireme.core.batch_codec import pack
 from trireme.core.datum import LOSS_FN_INPUT_DTYPES
 from trireme.core.types import TokenBatch
 
@@ -66,9 +66,9 @@ def rollouts(groups=32, prompt=40, answer=120):
 
 def test_each_column_of_a_rollout_has_its_form():
     batch = rollouts()
-    kinds = {name: type(p) for name, p in pack(batch.tokens, batch.offsets, batch.columns).items()}
-    assert kinds == {
-        "target_tokens": Shifted, "mask": Runs, "logprobs": Sparse, "advantages": Runs, "versions": Runs
+    forms = {name: p.form for name, p in pack(batch.tokens, batch.offsets, batch.columns).items()}
+    assert forms == {
+        "target_tokens": "shifted", "mask": "runs", "logprobs": "sparse", "advantages": "runs", "versions": "runs"
     }  # fmt: skip
 
 

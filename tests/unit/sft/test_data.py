@@ -19,11 +19,7 @@ from trireme.sft.data import (
     ExampleCursor,
     Examples,
     SftData,
-    hold_out,
-    load_data,
-    order,
     with_absolute_files,
-    with_steps,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -74,9 +70,9 @@ class TestCursor:
         assert again.take(after) == cursor.take(after)
 
     def test_orders_differ_by_epoch_and_seed(self) -> None:
-        orders = [order(50, seed, epoch, True).tolist() for seed in (-1, 0) for epoch in (0, 1)]
+        orders = [ExampleCursor(50, seed, True, epoch).take(50) for seed in (-1, 0) for epoch in (0, 1)]
         assert len({tuple(each) for each in orders}) == 4
-        assert order(3, 0, 7, False).tolist() == [0, 1, 2]
+        assert ExampleCursor(3, 0, False, 7).take(3) == [0, 1, 2]
 
     def test_it_ends_where_it_is_told(self) -> None:
         cursor = ExampleCursor(5, 0, False, end=7)
@@ -89,23 +85,23 @@ class TestSteps:
     @pytest.mark.parametrize(("epochs", "steps", "last"), [(1, 3, 2), (2, 5, 4)])
     def test_epochs_become_steps_of_which_the_last_may_be_smaller(self, epochs: int, steps: int, last: int) -> None:
         cursor = ExampleCursor(10, 0, True)
-        resolved = with_steps(config(data__epochs=epochs), 0, cursor)
+        resolved = cursor.with_steps(config(data__epochs=epochs), 0)
         assert resolved.max_steps == steps
         sizes = [len(cursor.take(4)) for _ in range(steps)]
         assert sizes == [4] * (steps - 1) + [last]
 
     def test_max_steps_is_taken_at_its_word(self) -> None:
         cursor = ExampleCursor(10, 0, True)
-        assert with_steps(config(max_steps=7), 0, cursor).max_steps == 7
+        assert cursor.with_steps(config(max_steps=7), 0).max_steps == 7
         assert cursor.end is None
 
     def test_a_resumed_run_counts_from_where_it_is(self) -> None:
         cursor = ExampleCursor(10, 0, True, position=8)  # two steps of 4, and now of 1
         changed = config(data__batch_size=1)
-        assert with_steps(changed, 2, cursor).max_steps == 4
+        assert cursor.with_steps(changed, 2).max_steps == 4
 
     def test_a_run_of_epochs_that_is_done_has_no_further_step(self) -> None:
-        assert with_steps(config(), 3, ExampleCursor(10, 0, True, epoch=1)).max_steps == 3
+        assert ExampleCursor(10, 0, True, epoch=1).with_steps(config(), 3).max_steps == 3
 
 
 def test_the_state_is_the_place_in_the_data(tmp_path: Path) -> None:
@@ -129,14 +125,14 @@ def test_what_may_not_change_is_the_examples_and_their_order() -> None:
 
 
 def test_what_is_held_out_is_not_trained_on() -> None:
-    train, test = hold_out(some(2, 2, 2, 2, 2), 2, seed=0)
+    train, test = some(2, 2, 2, 2, 2).hold_out(2, seed=0)
     assert (len(train), len(test)) == (3, 2)
     assert sorted(train.places + test.places) == [f"f:{n}" for n in range(5)]
-    assert hold_out(some(2, 2, 2, 2, 2), 2, seed=0)[1].places == test.places
-    chosen = {hold_out(some(2, 2, 2, 2, 2), 2, seed=seed)[1].places for seed in range(20)}
+    assert some(2, 2, 2, 2, 2).hold_out(2, seed=0)[1].places == test.places
+    chosen = {some(2, 2, 2, 2, 2).hold_out(2, seed=seed)[1].places for seed in range(20)}
     assert len(chosen) > 1
     with pytest.raises(BadInput, match="test_examples = 5 of 5"):
-        hold_out(some(2, 2, 2, 2, 2), 5, seed=0)
+        some(2, 2, 2, 2, 2).hold_out(5, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +176,7 @@ def test_conversations_of_a_real_tokenizer(tmp_path: Path, monkeypatch: pytest.M
 
     facts = ModelFacts.of(given, required=True)
     assert facts is not None
-    data = load_data(given, facts, lambda _: None)
+    data = SftData.load(given, facts, lambda _: None)
     batch = data.train.batch([0])
     counted = batch.columns["target_tokens"][batch.columns["weights"] > 0]
     from trireme.core.tokenizer import load_tokenizer

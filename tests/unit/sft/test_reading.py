@@ -12,7 +12,7 @@ import pytest
 
 from trireme.core.errors import EXIT_BAD_INPUT, BadInput
 from trireme.renderers import Message, ToolSpec, TrainOn
-from trireme.sft.reading import MOST_PROBLEMS, Example, ExampleRules, files_of, read
+from trireme.sft.reading import MOST_PROBLEMS, Example, ExampleRules, files_of, read_examples
 
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
@@ -43,7 +43,7 @@ def written(tmp_path: Path, *lines: Mapping[str, Any] | str, name: str = "f.json
 
 
 def examples(*files: Path, **changes: Any) -> list[Example]:
-    return read(files, rules(**changes))[0]
+    return read_examples(files, rules(**changes))[0]
 
 
 def test_conversations_are_rendered(tmp_path: Path) -> None:
@@ -167,12 +167,12 @@ class TestTooLong:
     LINES = ({"tokens": [1] * 9}, {"tokens": [2] * 8})
 
     def test_cut_where_that_is_asked_for(self, tmp_path: Path) -> None:
-        found, notes = read([written(tmp_path, *self.LINES)], rules(too_long="truncate"))
+        found, notes = read_examples([written(tmp_path, *self.LINES)], rules(too_long="truncate"))
         assert [len(example.tokens) for example in found] == [8, 8]
         assert "1 examples longer than 8 tokens were truncated" in notes[0]
 
     def test_left_out_where_that_is_asked_for(self, tmp_path: Path) -> None:
-        found, notes = read([written(tmp_path, *self.LINES)], rules(too_long="drop"))
+        found, notes = read_examples([written(tmp_path, *self.LINES)], rules(too_long="drop"))
         assert [example.tokens[0] for example in found] == [2]
         assert "left out" in notes[0]
 
