@@ -17,6 +17,8 @@ from run_support import KILLED_GONE_S, wait_until_gone
 
 NODES = "sum(node['Alive'] for node in ray.nodes())"
 STOP_S = 60
+DECLARED_GPUS = 4
+"""GPUs that the cluster shared by many tests says it has. Nothing computes on them."""
 
 
 def free_port() -> int:

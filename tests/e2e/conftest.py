@@ -7,22 +7,27 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from cluster_support import DECLARED_GPUS
 from resume_support import DETERMINISTIC
 from run_support import Ended, run_rl
 
 from trireme.core.errors import EXIT_OK
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[str]:
-    """A cluster of eight logical CPUs on this machine, for one test module; the value is its address."""
+    """A cluster of eight logical CPUs and four declared GPUs on this machine, for all modules that a worker runs; the
+    value is its address. A module ends the actors that it starts."""
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="tr-") as directory, pytest.MonkeyPatch.context() as environ:
-        environ.setenv("TMPDIR", directory)  # for what actors leave there when they are killed (vLLM's sockets)
-        context = ray.init(
-            address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=directory
-        )
+    with tempfile.TemporaryDirectory(prefix="tr-") as directory:
+        with pytest.MonkeyPatch.context() as environ:
+            environ.setenv("TMPDIR", directory)  # for what actors leave there when they are killed (vLLM's sockets)
+            environ.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            resources = {"num_cpus": 8, "num_gpus": DECLARED_GPUS}
+            context = ray.init(
+                address="local", **resources, include_dashboard=False, log_to_driver=False, _temp_dir=directory
+            )
         yield context.address_info["address"]
         ray.shutdown()
 

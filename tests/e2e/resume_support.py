@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from run_support import DEADLINE_S, QUICKSTART, RL, Running, in_directory
+from run_support import DEADLINE_S, QUICKSTART, RL, ROOT, Running, in_directory
 
 DETERMINISTIC = [
-    *("--deterministic", "--orchestrator.max-steps-off-policy", "0", "--max-steps", "6", "--checkpoint.every", "2"),
-    *("--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--checkpoint.keep-last", "1"),
+    *("@", str(ROOT / "configs" / "guess.toml"), "--deterministic", "--orchestrator.max-steps-off-policy", "0"),
+    *("--env", '[{id = "guess"}, {id = "sort", group_size = 2, args = {max_digits = 4}}]'),
+    *("--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--trainer.shards", "2"),
+    *("--max-steps", "6", "--checkpoint.every", "2", "--checkpoint.keep-last", "1"),
     *("--eval.every", "2", "--eval.problems", "8"),
     *("--trainer.kl.coef", "0.05", "--trainer.kl.reference.base-model", "./assets/sort-base"),
     *("--trainer.kl.reference.update-every", "3"),  # a commit's reference is then neither the first nor its own policy
 ]
+"""A small run that has everything a commit must know: two shards, games of several turns in two environments, a
+reference model that is refreshed, evaluations."""
 NOT_COMPARED = ("time/", "perf/")
 """Columns of metrics.jsonl that say how fast, not what. `attempt` differs by its meaning."""
 

@@ -1,74 +1,121 @@
-"""An existing cluster: a head and further nodes, started by hand on this machine, and a run across them."""
+"""An existing cluster: a head and further nodes, started by hand on this machine, a run across them, and
+`trireme scale` from another terminal: a replica more that samples, one less, and nothing is lost."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from cluster_support import Nodes, ask, cluster_of_two, free_port
-from run_support import DEADLINE_S, ROOT, TINY, assert_bound_and_conservation, run_rl
+from run_support import DEADLINE_S, ROOT, TINY, Ended, assert_bound_and_conservation, run_rl
 
+from trireme.checkpoint.store import CheckpointStore
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_SIGTERM
 from trireme.supervision.status import Status
+from trireme.tools.timeline import json_lines
 
 CPUS_PER_NODE = 2  # four actors of one CPU each fill both nodes
 SIZES = ["--trainer.shards", "2", "--trainer.gpus-per-node", "2", "--max-steps", "9999"]
 
 
-def test_a_run_spans_two_nodes_and_a_replica_for_which_there_is_no_room_waits_for_a_third(tmp_path: Path) -> None:
-    said: list[str] = []
+@dataclass
+class Told:
+    """What another terminal is told while the run goes on."""
+
+    second: Ended
+    up: list[str]
+    down: list[str]
+    nodes: dict[str, str | None]
+    """Where each part is when both replicas serve."""
+
+
+def scale(run: Path, replicas: int, on_line: Callable[[str], None] = lambda _: None) -> list[str]:
+    """Returns the lines that the command prints; `on_line` sees each as it comes."""
+    command = [sys.executable, "-m", "trireme.cli.trireme", "scale", str(run), "--replicas", str(replicas)]
+    lines = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as asked:
+        timer = threading.Timer(DEADLINE_S, asked.kill)
+        timer.start()
+        assert asked.stdout is not None
+        for line in asked.stdout:
+            lines.append(line.strip())
+            on_line(line)
+        timer.cancel()
+    return lines
+
+
+def from_another_terminal(directory: Path, nodes: Nodes) -> Told:
+    """Starts a second driver, which is refused; then asks for a replica more, for which a third node is started once
+    the run has trained on without it, and for one less."""
+    run = directory / "run"
+    meanwhile: list[str] = []
 
     def steps() -> int:
-        return len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        return len((run / "metrics.jsonl").read_text().splitlines())
 
-    def trained_meanwhile() -> None:
-        seen, deadline = steps(), time.monotonic() + DEADLINE_S
-        while steps() < seen + 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        said.append(f"{steps() - seen} steps or more meanwhile")
+    def when_it_waits(line: str) -> None:
+        if "it waits for a place in the cluster" in line and len(nodes.started) == 2:
+            seen, deadline = steps(), time.monotonic() + DEADLINE_S
+            while steps() < seen + 2 and time.monotonic() < deadline:
+                time.sleep(0.1)
+            meanwhile.append(f"{steps() - seen} steps or more meanwhile")
+            nodes.join()
 
-    def scale(process: subprocess.Popen[str], nodes: Nodes) -> None:
-        command = [sys.executable, "-m", "trireme.cli.trireme", "scale", str(tmp_path / "run"), "--replicas", "2"]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as asked:
-            timer = threading.Timer(DEADLINE_S, asked.kill)
-            timer.start()
-            assert asked.stdout is not None
-            for line in asked.stdout:
-                said.append(line.strip())
-                if "it waits for a place in the cluster" in line and len(nodes.started) == 2:
-                    trained_meanwhile()
-                    nodes.join()
-            timer.cancel()
-        process.send_signal(signal.SIGTERM)
+    second = run_rl(directory, *TINY, "--resume")
+    up = scale(run, 2, when_it_waits)
+    status = Status.read(run)
+    assert status is not None
+    where = {part.name: part.node for part in status.parts}
+    return Told(second, [*meanwhile, *up], scale(run, 1), where)
+
+
+def test_a_run_spans_two_nodes_and_replicas_come_and_go_on_a_third(tmp_path: Path) -> None:
+    said: list[Told] = []
 
     with cluster_of_two(CPUS_PER_NODE) as nodes:
 
+        def scale_and_stop(process: subprocess.Popen[str]) -> None:
+            try:
+                said.append(from_another_terminal(tmp_path, nodes))
+            finally:
+                process.send_signal(signal.SIGTERM)
+
         def on_line(line: str, process: subprocess.Popen[str]) -> None:
             if line.split()[:2] == ["step", "1/9999"]:
-                threading.Thread(target=scale, args=(process, nodes)).start()
+                threading.Thread(target=scale_and_stop, args=(process,)).start()
 
         ended = run_rl(tmp_path, *TINY, "--cluster.address", nodes.address, *SIZES, on_line=on_line)
         assert ended.code == EXIT_SIGTERM, (said, ended.out)
         assert ended.left == []  # of the driver's processes; those of the rooms are the cluster's
         assert ask(nodes.address, "ray.available_resources()['CPU']", 3.0 * CPUS_PER_NODE), "it left the cluster"
 
+    (told,) = said
+    assert told.second.code == EXIT_BAD_INPUT, "the run has a driver"
+    assert "is running" in told.second.out
     assert "rooms on 2 nodes" in ended.out
-    assert "1 replica; 1 more to start" in said, said
-    assert any(line.endswith("steps or more meanwhile") and int(line.split()[0]) >= 2 for line in said), said
-    assert said[-1] == "2 of 2 replicas serve"
-    status = Status.read(ended.root)
-    assert status is not None
-    node_of = {part.name: part.node for part in status.parts}
-    assert node_of["trainer_0"] == node_of["trainer_1"]
-    assert len({node_of[name] for name in ("trainer_0", "inference_0", "inference_1")}) == 3
-    replicas = [row["perf/replicas"] for row in ended.rows]
-    assert replicas == sorted(replicas)
-    assert set(replicas) == {1, 2}
+    trained, *up = told.up
+    assert int(trained.split()[0]) >= 2, told.up
+    assert "1 replica; 1 more to start" in up, "whoever waits for an answer is told so first"
+    assert up[-1] == "2 of 2 replicas serve"
+    assert told.nodes["trainer_0"] == told.nodes["trainer_1"]
+    assert len({told.nodes[name] for name in ("trainer_0", "inference_0", "inference_1")}) == 3
+    assert "2 replicas; 1 to leave, once they have done what they sample" in told.down
+    assert told.down[-1] == "1 of 1 replicas serve"
+    assert [replicas for replicas, _ in groupby(row["perf/replicas"] for row in ended.rows)] == [1, 2, 1]
+    spans = json_lines(ended.root / "trace" / "attempt_1" / "inference_1.json")
+    assert any(event["name"] == "sampling" and event["ph"] == "X" for event in spans), "the new one sampled"
     assert_bound_and_conservation(ended, bound=1)
+    assert not (ended.root / "incidents.jsonl").exists()
+    assert [commit.name for commit in CheckpointStore(ended.root).commits()][-1] == f"step_{len(ended.rows):06d}"
+    assert json.loads((ended.root / "STATUS").read_text())["ended"]["exit_code"] == EXIT_SIGTERM
 
 
 def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:

@@ -22,12 +22,17 @@ BITS = ("weights/digest",)
 """Columns that are equal only on a processor with the same instructions."""
 
 
+def contents_of(directory: Path) -> dict[Path, bytes]:
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
 def test_it_trains_on_as_the_version_that_wrote_it(tmp_path: Path) -> None:
     old = shutil.copytree(BEFORE, tmp_path / "old")  # a fork shares its source's files
     model = old / "checkpoints" / "step_000002" / "inference"
     flags = ["--model.name", str(model), "--resume.dir", str(old), "--resume.step", "2"]
     ended = run_rl(tmp_path, *flags, config=old / "config.json")
     assert ended.code == EXIT_OK, ended.out
+    assert contents_of(old) == contents_of(BEFORE), "a fork leaves its source as it is"
     expected = json.loads((BEFORE / "expected.json").read_text())
     assert comparable(rows_of(ended.root / "trained.jsonl"))[2:] == expected["trained"]
     rows = comparable(ended.rows)[2:]

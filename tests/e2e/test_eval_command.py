@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "trireme.cli.trireme", "eval"]
 
 
+@pytest.mark.long
 def test_the_shipped_model_is_evaluated(tmp_path: Path) -> None:
     output = tmp_path / "numbers.json"
     flags = ["--eval.samples", "2", "--eval.problems", "16", "--output", str(output)]

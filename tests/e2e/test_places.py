@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import ray
+from cluster_support import DECLARED_GPUS as GPUS
 
 from inference import handle as group_module
 from inference.handle import InferenceHandle
@@ -19,28 +18,12 @@ from trireme.supervision.heartbeats import HeartbeatMonitor
 from trireme.supervision.replica_manager import ReplicaManager
 from trireme.supervision.roster import Roster
 
-GPUS = 4
 DEADLINE_S = 60.0
 RESOURCES = {"num_cpus": 0.0, "num_gpus": 1.0}
 
 
 class Idle:
     def start(self) -> None: ...
-
-
-@pytest.fixture
-def _cluster() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="tr-") as directory:
-        ray.init(
-            address="local",
-            num_cpus=1,
-            num_gpus=GPUS,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=directory,
-        )
-        yield
-        ray.shutdown()
 
 
 def free_gpus(expected: int) -> float:
@@ -56,7 +39,7 @@ def all_are_placed(group: InferenceHandle) -> bool:
     return len(ray.wait(refs, num_returns=len(refs), timeout=DEADLINE_S)[0]) == len(refs)
 
 
-@pytest.mark.usefixtures("_cluster")
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def create(_config: Config, _index: int | None, options: dict[str, Any], _log_dir: None) -> Any:
         return ray.remote(Idle).options(**options).remote()

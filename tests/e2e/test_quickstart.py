@@ -1,24 +1,35 @@
-"""The quickstart learns: the command of the README, killed in the middle, and resumed."""
+"""The quickstart learns: the command of the README, whole; and killed in the middle and resumed."""
 
 from pathlib import Path
 from statistics import mean
 
+import pytest
 from resume_support import rows_of, run_and_kill
-from run_support import assert_bound_and_conservation, run_rl
+from run_support import Ended, assert_bound_and_conservation, run_rl
 
 from trireme.core.errors import EXIT_OK
 
 
-def test_the_reward_rises_although_the_run_is_killed(tmp_path: Path) -> None:
-    run_and_kill(tmp_path, [], at="orchestrator.release@70")
-    ended = run_rl(tmp_path, "--resume")
+def assert_learned(ended: Ended) -> list[float]:
+    """Checks a whole quickstart; returns the reward of each step."""
     assert ended.code == EXIT_OK, ended.out
     rewards = [row["reward/total"] for row in ended.rows]
     assert len(rewards) == 150
     assert mean(rewards[-10:]) - mean(rewards[:5]) >= 0.25
-    before, after = rewards[55:60], rewards[60:65]  # the newest commit is of step 60: no drop, no jump
-    assert abs(mean(after) - mean(before)) < 0.1
     assert_bound_and_conservation(ended, bound=1)
     problems = [group["problem"] for row in rows_of(ended.root / "trained.jsonl") for group in row["groups"]]
     assert sorted(problems) == sorted(f"0.{n // 16}.{n % 16}" for n in range(150 * 16))
     ended.assert_nothing_left()
+    return rewards
+
+
+def test_the_reward_rises(tmp_path: Path) -> None:
+    assert_learned(run_rl(tmp_path))
+
+
+@pytest.mark.long
+def test_the_reward_rises_although_the_run_is_killed(tmp_path: Path) -> None:
+    run_and_kill(tmp_path, [], at="orchestrator.release@70")
+    rewards = assert_learned(run_rl(tmp_path, "--resume"))
+    before, after = rewards[55:60], rewards[60:65]  # the newest commit is of step 60: no drop, no jump
+    assert abs(mean(after) - mean(before)) < 0.1

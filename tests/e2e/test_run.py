@@ -126,12 +126,17 @@ class TestTwoShardsTwoReplicas:
         ended.assert_nothing_left()
 
 
-def test_a_synchronous_run_is_on_policy_at_any_temperature(tmp_path: Path) -> None:
-    """K = 0: every group has age 0, and sampler and trainer compute the same distribution, with sub-steps, streaming
-    and a temperature other than 1 too."""
+def test_a_synchronous_run_of_another_architecture_is_on_policy_at_any_temperature(tmp_path: Path) -> None:
+    """max_steps_off_policy = 0: every group has age 0, and sampler and trainer compute the same distribution, with
+    sub-steps, streaming and a temperature other than 1 too. Here of a Llama with random weights and an output head of
+    its own: every update agrees with the trainer."""
+    model = tmp_path / "llama"
+    shutil.copytree(ROOT / "assets" / "sort-base", model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    make_llama(model)
     ended = run_rl(
         tmp_path,
         *TINY,
+        *("--model.name", str(model), "--trainer.shards", "1"),
         *("--orchestrator.max-steps-off-policy", "0", "--inference.sampling.temperature", "0.7"),
         *("--trainer.num-substeps", "2", "--trainer.num-minibatches", "2", "--trainer.learning-rate", "1e-6"),
     )
@@ -139,18 +144,7 @@ def test_a_synchronous_run_is_on_policy_at_any_temperature(tmp_path: Path) -> No
     assert_bound_and_conservation(ended, bound=0)
     assert all(row["optim/kl_sample_train_v2"] < 1e-4 for row in ended.rows)
     assert all(row["ledger/active"] == 0 for row in ended.rows)
-
-
-def test_an_untied_llama_takes_the_same_path(tmp_path: Path) -> None:
-    """Another architecture, random weights, an output head of its own: every update agrees with the trainer."""
-    model = tmp_path / "llama"
-    shutil.copytree(ROOT / "assets" / "sort-base", model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    make_llama(model)
-    flags = ("--model.name", str(model), "--orchestrator.max-steps-off-policy", "0", "--trainer.shards", "1")
-    ended = run_rl(tmp_path, *TINY, *flags)
-    assert ended.code == EXIT_OK, ended.out
     assert max(row["weights/canary_max_diff"] for row in ended.rows) < 1e-4
-    assert all(row["optim/kl_sample_train_v2"] < 1e-4 for row in ended.rows)
     assert all(row["optim/grad_norm"] > 0 for row in ended.rows)
 
 
@@ -176,7 +170,7 @@ def test_a_killed_driver_takes_everything_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("trainer.forward_backward@2=raise", r"trainer shard"),
+        pytest.param("trainer.forward_backward@2=raise", r"trainer shard", marks=pytest.mark.long),
         pytest.param("orchestrator.minibatch@2=raise", r"orchestrator", marks=pytest.mark.long),
         pytest.param("inference.received@2=corrupt", r"corrupted on the way", marks=pytest.mark.long),
         ("inference.loaded@2=corrupt", r"canary of version"),

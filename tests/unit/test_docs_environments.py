@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from orchestrator_fakes import FakeSampler, Run, config, whole_run
+from orchestrator_fakes import FakeSampler, Run, small_config, whole_run
 from renderer_support import characters
 
 from orchestrator.advantages import trajectory_to_data
@@ -117,7 +117,7 @@ def test_a_chat_that_ends_badly(texts: list[str]) -> None:
 
 @pytest.mark.parametrize("env_id", ["letters:Letters", "higher_lower:Secrets"])
 def test_each_trains_in_the_pipeline(env_id: str) -> None:
-    run = Run(config(max_steps=2, batch_size=3), dataset(env_id), LIMITS, Talks())
+    run = Run(small_config(max_steps=2, batch_size=3), dataset(env_id), LIMITS, Talks())
     asyncio.run(whole_run(run))
     assert [row["ledger/trained"] for row in run.rows] == [3, 6]
 

@@ -22,7 +22,7 @@ FORBIDDEN_IMPORTS = {
         f"trireme.{package}": RAY | VLLM | ROOMS
         for package in ("core", "config", "renderers", "plan", "checkpoint", "run", "train", "sft", "tools")
     },
-    **{f"trireme.{package}": VLLM | ROOMS for package in ("process", "supervision")},
+    **{f"trireme.{package}": VLLM | ROOMS for package in ("process", "supervision", "transports")},
     "trireme.launch": VLLM,
     "trireme.cli": VLLM,
     **{room: RAY | VLLM | ROOMS - {room} for room in ("trainer", "orchestrator")},
