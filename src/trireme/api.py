@@ -1,13 +1,12 @@
-"""What a training loop of one's own stands on: a trainer, and a sampler in front of replicas (docs/own-loop.md).
+"""All that a training loop of your own needs: a trainer, and a sampler in front of replicas (docs/own-loop.md).
 
     config = loop_config(["--model.name", "Qwen/Qwen3-0.6B", *sys.argv[1:]])
     with open_rooms(config, Path("logs")) as (trainer, sampler):
         sampler.update_weights(trainer.publish_weights(0))
         ...
 
-The options are those of `rl`. All that concerns models, devices and Ray is done here; what is sampled, what is made of
-it and when weights are published is the loop's own affair. Nothing here may be imported in a process that is to start
-Ray by itself: the environment is prepared first, and Ray imported after it.
+The options are those of `rl`. Models, devices and Ray are taken care of here. The loop decides what is sampled, what it
+makes of that, and when weights are published. Importing this module imports no Ray: the environment is prepared first.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ UNREAD = Path(__file__).with_name("api.toml")
 
 
 def loop_config(argv: Sequence[str]) -> Config:
-    """The configuration that `argv` asks for, as on the command line of `rl` (`@ FILE.toml`, `--key value`), and the
+    """Returns the configuration of `argv`, which is a command line of `rl` (`@ FILE.toml`, `--key value`), and of the
     environment. Prints warnings. Raises BadInput."""
     config = load(["@", str(UNREAD), *argv]).config
     facts = ModelFacts.of(config, required=True)
@@ -90,8 +89,8 @@ def loop_config(argv: Sequence[str]) -> Config:
 
 @contextmanager
 def open_rooms(config: Config, logs: Path) -> Iterator[tuple[TrainerHandle, SamplingClient]]:
-    """A trainer, and a sampler on `inference.replicas` replicas, ready; taken down again at the end. Both start with
-    `model.name`, but replicas sample only once weights were published to them. `logs`: directory of the actors' logs.
+    """Starts a trainer, and a sampler on `inference.replicas` replicas; stops them at the end of the block. Both load
+    `model.name`, but replicas sample only once they got published weights. `logs`: directory of the actors' logs.
 
     Raises BadInput, RoomFailed.
     """
@@ -109,7 +108,7 @@ def open_rooms(config: Config, logs: Path) -> Iterator[tuple[TrainerHandle, Samp
 
 @contextmanager
 def open_trainer(config: Config, logs: Path) -> Iterator[TrainerHandle]:
-    """As `open_rooms`, for a loop that samples nothing."""
+    """Does the same as `open_rooms` for a loop that samples nothing."""
     with _opened(config, [TrainerPart], logs.absolute()) as (trainer, _):
         yield trainer
 
@@ -128,24 +127,22 @@ def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[t
 
 
 def _start(config: Config, plan: Plan, logs: Path, ending: ExitStack) -> tuple[TrainerHandle, Any]:
-    """The shards, and the group of replicas if there are any: started side by side. `ending` gets their stops."""
+    """Starts the shards, and the replicas if there are any, side by side. `ending` gets their stops."""
     from inference.handle import InferenceHandle
     from trainer.handle import TrainerHandle
-    from trireme.process import waits
+    from trireme.launch.run import await_ready
     from trireme.process.ray_cluster import reserve
 
-    progress = StartProgress(Console(highlight=False, soft_wrap=True))
+    progress, limit = StartProgress(Console(highlight=False, soft_wrap=True)), config.timeouts.start_s
     logs.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + config.timeouts.start_s
-    _, options = reserve(plan.options, config.timeouts.start_s, progress, ending, plan.blocks)
+    started = time.monotonic()
+    _, options = reserve(plan.options, limit, progress, ending, plan.blocks)
     of_room = plan.by_room(options)
     inference = InferenceHandle.start(config, of_room["inference"], logs) if "inference" in of_room else None
     if inference:
         ending.callback(inference.stop)
     trainer = TrainerHandle.start(config, of_room["trainer"], logs)
     ending.callback(trainer.stop)
-    refs, names = trainer.ready_refs()
-    for room_refs, room_names in [inference.ready_refs()] if inference else []:
-        refs, names = [*refs, *room_refs], [*names, *room_names]
-    waits.get_all(refs, who=names, timeout_s=max(deadline - time.monotonic(), 1.0), log=logs, on_tick=progress)
+    left_s = max(limit - (time.monotonic() - started), 1.0)
+    await_ready([trainer, inference] if inference else [trainer], left_s, logs, progress)
     return trainer, inference

@@ -6,7 +6,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,11 @@ from trireme.train.steps import Attempt
 
 @dataclass(frozen=True)
 class Core:
-    """What is made anew for each attempt."""
+    """The rooms and the state that are made anew for each attempt."""
 
     trainer: TrainerHandle
     others: Mapping[str, Any]
-    """What has a part in each commit beside the trainer, by its name: `save_state`, `load_state`."""
+    """The others with a part in each commit, by its name: each has `save_state` and `load_state`."""
     rooms: Sequence[Any]
     """The handles of the rooms that were started."""
     serving: ReplicaUser | None = None
@@ -49,7 +49,7 @@ class Core:
 
 
 class TrainingRun(ABC):
-    """What a command adds to the course of a run. `fixed` is what a resume must find unchanged."""
+    """The part of a run that differs between commands. `fixed` is what a resume must find unchanged."""
 
     core: str
     """Names the rooms that are built anew together."""
@@ -80,6 +80,19 @@ class TrainingRun(ABC):
     @abstractmethod
     def step_line(self, row: Mapping[str, Any]) -> str:
         """Returns what the terminal shows of a step."""
+
+    @contextmanager
+    def journal(self, run: RunDir, wandb: WandbSink | None) -> Iterator[Journal]:
+        """Opens all that is written about each step."""
+        with ExitStack() as ending:
+            trace.start(run.logs, "driver_0", self.config.trace.max_mb)
+            ending.callback(trace.stop)
+            console, trained, metrics = (
+                ending.enter_context(closing(sink))
+                for sink in (ConsoleSink(self.step_line, sys.stdout), JsonlSink(run.trained), JsonlSink(run.metrics))
+            )
+            more = [wandb] if wandb else []
+            yield Journal([metrics, console, *more], trained, [RolloutFiles(run.rollouts), *more])
 
 
 def launch(training: TrainingRun, console: Console) -> Path | None:
@@ -209,7 +222,7 @@ def train_and_commit(
     """Trains, and commits where the run ends: at its last step, or where a signal or a limit of its own stops it."""
     config, facts, say = training.config, training.facts, console.print
     with (
-        journal(training, run, wandb) as written,
+        training.journal(run, wandb) as journal,
         signals.Stop(config.checkpoint.grace_s) as stop,
         Commits(config, run, training.fixed, core.trainer, core.others, say) as commits,
     ):
@@ -224,21 +237,4 @@ def train_and_commit(
             supervisor.roster,
             supervisor.check,
         )
-        training.train(core, surroundings, written)
-
-
-@contextmanager
-def journal(training: TrainingRun, run: RunDir, wandb: WandbSink | None) -> Iterator[Journal]:
-    """Opens all that is written about each step."""
-    with ExitStack() as ending:
-        trace.start(run.logs, "driver_0", training.config.trace.max_mb)
-        ending.callback(trace.stop)
-        trained, metrics, console = (
-            JsonlSink(run.trained),
-            JsonlSink(run.metrics),
-            ConsoleSink(training.step_line, sys.stdout),
-        )
-        for sink in (metrics, console, trained):
-            ending.callback(sink.close)
-        more = [wandb] if wandb else []
-        yield Journal([metrics, console, *more], trained, [RolloutFiles(run.rollouts), *more])
+        training.train(core, surroundings, journal)

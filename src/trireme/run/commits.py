@@ -48,7 +48,8 @@ class PendingFiles(Protocol):
 
 
 class Stateful(Protocol):
-    """What has a part in a commit. The saved state is that of the call, which returns when training may continue."""
+    """Something with a part in each commit. Its saved state is that of the call, which returns when training may
+    continue."""
 
     def save_state(self, path: Path) -> PendingFiles: ...
 

@@ -1,5 +1,5 @@
-"""What stops a run whose training goes wrong, and warns before: gradients that are not finite, and a trainer and a
-sampler that no longer agree."""
+"""Stops a run whose training goes wrong, and warns before: gradients that are not finite, a trainer and a sampler that
+no longer agree, problems that teach nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from trireme.core.errors import LimitReached, NonFiniteGradient
 from trireme.core.types import OptimStepResponse
 
 NAMED = 8
+"""Suspects that a message names."""
 ALIKE_STEPS = 5
-"""So many steps in a row of groups whose rewards are all alike are no accident."""
+"""Steps in a row of groups whose rewards are all alike, after which it is no accident."""
 NEARLY_ALL = 0.9
 KL = "optim/kl_sample_train_v2"
 
@@ -27,17 +28,16 @@ class RefusedSteps:
         self._refused = 0
 
     def update(self, step: Callable[[], OptimStepResponse], suspects: Sequence[str]) -> Mapping[str, float]:
-        """The metrics of an optimiser step; `refused` is 1 where the trainer refused it, because its gradient is not
-        finite: the weights stay as they are, and the run goes on. `suspects`: problems of the datums that are to
-        blame, which the trainer names by number."""
+        """Calls the optimiser step `step` and returns its metrics. `refused` is 1 if the trainer refused it because the
+        gradient is not finite; then the weights stay as they are, and the run continues. `suspects`: problems of the
+        datums to blame, which the trainer names by number."""
         try:
-            metrics = {**step().metrics, "refused": 0.0}
+            return {**step().metrics, "refused": 0.0}
         except NonFiniteGradient as error:
             problems = list(dict.fromkeys(suspects))
             culprits = ", ".join(problems[:NAMED]) + (", .." if len(problems) > NAMED else "")
             self._say(f"step refused, its weights stay: {error} Their problems: {culprits or 'unknown'}")
             return {"refused": 1.0, "grad_norm": nan}
-        return metrics
 
     def check(self, row: Mapping[str, Any]) -> None:
         """Looks at the row of a step that is done. Raises LimitReached after too many refused steps in a row."""
@@ -50,44 +50,22 @@ class RefusedSteps:
             )
 
 
-class Difficulty:
-    """Warns, once per stretch, when nearly all problems of an environment are too hard or too easy to learn from."""
-
-    def __init__(self, envs: Sequence[str], say: Callable[[str], None]) -> None:
-        self._envs, self._say = envs, say
-        self._steps: Counter[tuple[str, str]] = Counter()
-
-    def check(self, row: Mapping[str, Any]) -> None:
-        """Looks at the row of a step; one without problems of an environment says nothing about it."""
-        for env in self._envs:
-            for kind, how, instead in (("bad", "are all bad", "easier"), ("good", "are all good", "harder")):
-                share = row.get(f"env/{env}/by_group/frac_all_{kind}")
-                if share is not None:
-                    self._steps[env, kind] = self._steps[env, kind] + 1 if share >= NEARLY_ALL else 0
-                    if self._steps[env, kind] == ALIKE_STEPS:
-                        self._warn(row["step"], env, how, instead)
-
-    def _warn(self, step: int, env: str, how: str, instead: str) -> None:
-        self._say(
-            f"step {step}: for {ALIKE_STEPS} steps the rollouts of at least {NEARLY_ALL:.0%} of the problems of {env} "
-            f"{how}, and a problem whose rollouts are alike teaches nothing. As a rule of thumb, problems of which the "
-            f"start solves 0%, or more than 80%, have the wrong difficulty: choose {instead} ones"
-        )
-
-
 class Guard(RefusedSteps):
-    """And stops or warns when trainer and sampler are too far apart, and warns of problems of the wrong difficulty."""
+    """Guards a run of `rl`. Also stops it, or warns, when trainer and sampler are too far apart; and warns, once per
+    stretch, when nearly all problems of an environment are too hard or too easy to learn from."""
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         super().__init__(config, say)
         self._limits, self._temperature = config.trainer.kl, config.inference.sampling.temperature
+        self._envs = [env.label for env in config.env]
+        self._alike_steps: Counter[tuple[str, str]] = Counter()
         self._alarmed = False
-        self._difficulty = Difficulty([env.label for env in config.env], say)
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """As RefusedSteps; raises LimitReached beyond `trainer.kl.stop` too."""
+        """Looks at the row of a step that is done. Raises LimitReached after too many refused steps in a row, and
+        beyond `trainer.kl.stop`."""
         super().check(row)
-        self._difficulty.check(row)
+        self._check_difficulty(row)
         kl, limits = row[KL], self._limits
         apart = (
             f"step {row['step']}: kl_sample_train_v2 = {kl:.3g} between sampler and trainer (mean age of the groups "
@@ -101,3 +79,19 @@ class Guard(RefusedSteps):
                 "do not compute the same distribution; with age it grows with the learning rate"
             )
         self._alarmed = kl > limits.alarm
+
+    def _check_difficulty(self, row: Mapping[str, Any]) -> None:
+        """Counts steps of each environment, except those without problems of it."""
+        for env in self._envs:
+            for kind, instead in (("bad", "easier"), ("good", "harder")):
+                share = row.get(f"env/{env}/by_group/frac_all_{kind}")
+                if share is None:
+                    continue
+                self._alike_steps[env, kind] = self._alike_steps[env, kind] + 1 if share >= NEARLY_ALL else 0
+                if self._alike_steps[env, kind] == ALIKE_STEPS:
+                    self._say(
+                        f"step {row['step']}: for {ALIKE_STEPS} steps the rollouts of at least {NEARLY_ALL:.0%} of the "
+                        f"problems of {env} are all {kind}, and a problem whose rollouts are alike teaches nothing. As "
+                        "a rule of thumb, problems of which the start solves 0%, or more than 80%, have the wrong "
+                        f"difficulty: choose {instead} ones"
+                    )

@@ -1,4 +1,4 @@
-"""Where the weights of the KL reference come from, and that they stay there."""
+"""Finds the weights of the KL reference, and keeps them from being pruned."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ INFERENCE = "inference"
 
 
 def resolve_reference(config: Config, facts: ModelFacts) -> Config:
-    """The configuration with the reference's local directories as absolute paths, and a commit as the directory of the
-    weights in it. Raises BadInput unless the reference exists and reads the same vocabulary as the model."""
+    """Returns the configuration with the reference's local directories as absolute paths, and a commit as the directory
+    of the weights in it. Raises BadInput unless the reference exists and reads the same vocabulary as the model."""
     reference = config.trainer.kl.reference
     if reference.base_model is None:
         return config
@@ -33,14 +33,14 @@ def resolve_reference(config: Config, facts: ModelFacts) -> Config:
 
 
 def weights_of(path: str) -> Path:
-    """The Hugging Face directory of a commit, or `path` itself."""
+    """Returns the Hugging Face directory of a commit, or `path` itself."""
     given = Path(path).expanduser()
     return given / INFERENCE if (given / MANIFEST).exists() else given
 
 
 def keep_reference(config: Config) -> None:
-    """Marks the commit that the reference's weights are part of, if they are: pruning passes it over. Raises BadInput
-    when it cannot be marked."""
+    """Marks the commit that holds the reference's weights, if one does, so that it is not pruned. Raises BadInput when
+    it cannot be marked."""
     path = config.trainer.kl.reference.load_checkpoint_path
     if path is None or not (Path(path).parent / MANIFEST).exists():
         return
@@ -80,5 +80,5 @@ def _check(key: str, name: str, config: Config, facts: ModelFacts) -> None:
 
 
 def _computed(facts: ModelFacts) -> set[tuple[str, str]]:
-    """What a model's config.json says of what it computes."""
+    """Returns the entries of a model's config.json that change what it computes."""
     return {(name, repr(value)) for name, value in facts.described.items() if name not in IRRELEVANT}

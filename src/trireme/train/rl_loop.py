@@ -75,7 +75,7 @@ def train_step(
 
 
 def rates(seconds: Mapping[str, float], rollouts: Mapping[str, float]) -> dict[str, float]:
-    """`perf/*` of a step: what its rollouts (metrics of the orchestrator) come to by the driver's clock."""
+    """Returns `perf/*` of a step, from the driver's clock and the orchestrator's metrics of its rollouts."""
     step_s = seconds["step"]
     return {
         "perf/tokens_per_s": rollouts["perf/tokens"] / step_s,

@@ -55,7 +55,7 @@ def train(config: SftConfig, trainer: Trainer, data: SftData, attempt: Attempt, 
 def train_step(
     trainer: Trainer, examples: Examples, chosen: Sequence[int], attempt: Attempt, record: StepRecord
 ) -> dict[str, float]:
-    """Updates the weights by the examples `chosen`, and returns the metrics of that."""
+    """Updates the weights by the examples `chosen`, and returns the metrics of the step."""
     batch, adam = examples.batch(chosen), attempt.adam_params(record.step)
     weight = weight_of(batch)
     with record.clock("forward_backward"):
@@ -81,7 +81,7 @@ def weight_of(batch: TokenBatch) -> float:
 
 
 def evaluate(trainer: Trainer, held_out: Examples | None, version: int, clock: Clock) -> dict[str, float]:
-    """`test/nll`: the mean loss of the held-out examples' tokens, by weight, under the weights of `version`."""
+    """Returns `test/nll`: the mean loss of the held-out examples' tokens, by weight, under the weights of `version`."""
     assert held_out is not None, "checked with the configuration"
     loss = weight = 0.0
     with clock("evaluation"):
@@ -95,7 +95,7 @@ def evaluate(trainer: Trainer, held_out: Examples | None, version: int, clock: C
 
 
 def step_line(row: Mapping[str, Any], max_steps: int) -> str:
-    """The line of a step for the terminal."""
+    """Returns what the terminal shows of a step."""
     tested = f"  test {row['test/nll']:.4f} (version {row['test/version']})" if "test/nll" in row else ""
     return (
         f"step {row['step'] + 1:>{len(str(max_steps))}}/{max_steps}"

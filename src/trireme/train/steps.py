@@ -1,4 +1,4 @@
-"""What both training loops stand on: the rooms that they call, what surrounds an attempt, and the record of a step."""
+"""The base of both training loops: the rooms that they call, an attempt around them, and the record of a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Trainer(StatefulTrainer, Protocol):
 
 
 class StepRelease(Protocol):
-    """What the orchestrator says of a step that is done (`orchestrator.metrics`)."""
+    """The answer to `release`: metrics of a step, the groups that it trained on, and records of some of them
+    (`orchestrator.metrics`)."""
 
     @property
     def metrics(self) -> Mapping[str, float]: ...
@@ -79,7 +80,7 @@ class Rooms:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What surrounds the algorithm in one attempt of a run."""
+    """The surroundings of the algorithm in one attempt of a run."""
 
     config: CommonConfig
     number: int
@@ -92,10 +93,10 @@ class Attempt:
     stop: Stop
     roster: Roster
     check_rooms: Callable[[], None]
-    """Raises what a room was found to have failed with. Called often while the driver waits."""
+    """Raises the failure of a room, if one was found. Called often while the driver waits."""
 
     def steps(self) -> Iterator[int]:
-        """The steps up to `max_steps`. Raises what ends the run, where it can be committed, between two of them."""
+        """Yields the steps up to `max_steps`. Raises what ends the run between two of them, where it can be committed."""
         for step in range(self.start, self.config.max_steps):
             self.roster.at_step(step)
             self.check()
@@ -103,7 +104,7 @@ class Attempt:
         self.roster.at_step(self.config.max_steps)
 
     def check(self) -> None:
-        """Raises Stopped after a signal, and what a room failed with."""
+        """Raises Stopped after a signal, and the failure of a room."""
         self.stop.check()
         self.check_rooms()
 
@@ -111,7 +112,7 @@ class Attempt:
         return self.config.adam_params(self.learning_rate(step))
 
     def position(self, step: int) -> dict[str, Any]:
-        """The part of a row that says where the run stands after `step`."""
+        """Returns the part of a row that says where the run stands after `step`."""
         done = (step + 1) / self.config.max_steps
         return {
             "step": step,
@@ -123,13 +124,13 @@ class Attempt:
         }
 
     def end_step(self, row: Mapping[str, Any]) -> None:
-        """The row of a step is written: seals its commit, and raises LimitReached if training goes wrong."""
+        """Seals the commit of a step whose row is written. Raises LimitReached if training goes wrong."""
         self.commits.seal()
         self.guard.check(row)
 
 
 class StepRecord:
-    """Adds up what the trainer says during a step, for the update's normaliser and for the row."""
+    """Adds up the trainer's outputs of a step, for the normaliser of its update and for its row."""
 
     def __init__(self, step: int, normalization: LossNormalization) -> None:
         self.step, self.clock = step, Clock()
@@ -151,20 +152,16 @@ class StepRecord:
         self._sequences += len(output.offsets) - 1
 
     def take_normalizer(self) -> float:
-        """Ends a substep: what its summed gradient is divided by; 1 without loss tokens, as the gradient is zero."""
+        """Ends a substep. Returns the divisor of its summed gradient; 1 without loss tokens, whose gradient is zero."""
         divisors = {"token_mean": self._loss_tokens, "sequence_mean": self._sequences, "sum": 1}
         self._loss_tokens, self._sequences = 0.0, 0
         return float(divisors[self._normalization] or 1)
 
-    @property
-    def sums(self) -> dict[str, float]:
-        """The trainer's metrics of all minibatches, reduced."""
-        return reduce_metrics(self._outputs)
-
     def optim_metrics(self) -> dict[str, float]:
-        """`optim/*`: sums as means over the step's loss tokens, `ratio:max` as `ratio_max`; and the update's own."""
-        tokens = max(self.sums["loss_tokens:sum"], 1.0)
-        parts = [(*name.rpartition(":")[::2], value) for name, value in self.sums.items() if name != "loss_tokens:sum"]
+        """Returns `optim/*`: sums as means over the step's loss tokens, `ratio:max` as `ratio_max`, the update's own."""
+        sums = reduce_metrics(self._outputs)
+        tokens = max(sums.pop("loss_tokens:sum"), 1.0)
+        parts = [(*name.rpartition(":")[::2], value) for name, value in sums.items()]
         return {
             **{f"optim/{name}": value for name, value in self.update.items()},
             **{f"optim/{name}": value / tokens for name, how, value in parts if how == "sum"},
@@ -172,10 +169,10 @@ class StepRecord:
         }
 
     def time_metrics(self) -> dict[str, float]:
-        """`time/*` of the driver in seconds."""
+        """Returns `time/*` of the driver in seconds."""
         return {f"time/{name}": seconds for name, seconds in self.clock.seconds.items()}
 
     def mfu_metrics(self) -> dict[str, float]:
-        """`perf/mfu` (`trainer.mfu`) where the peak of the trainer's GPUs is known."""
+        """Returns `perf/mfu` (`trainer.mfu`) if the peak of the trainer's GPUs is known."""
         seconds = self.clock.seconds
         return {"perf/mfu": self._peak_s / (seconds["forward_backward"] + seconds["optim"])} if self._peak_s else {}
