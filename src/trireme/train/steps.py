@@ -96,7 +96,7 @@ class Attempt:
     """Raises the failure of a room, if one was found. Called often while the driver waits."""
 
     def steps(self) -> Iterator[int]:
-        """Yields the steps up to `max_steps`. Raises what ends the run between two of them, where it can be committed."""
+        """Yields the steps up to `max_steps`. Raises between two of them, where the run can be committed."""
         for step in range(self.start, self.config.max_steps):
             self.roster.at_step(step)
             self.check()
@@ -158,7 +158,7 @@ class StepRecord:
         return float(divisors[self._normalization] or 1)
 
     def optim_metrics(self) -> dict[str, float]:
-        """Returns `optim/*`: sums as means over the step's loss tokens, `ratio:max` as `ratio_max`, the update's own."""
+        """Returns `optim/*`: sums as means over loss tokens, `ratio:max` as `ratio_max`, and the update's own."""
         sums = reduce_metrics(self._outputs)
         tokens = max(sums.pop("loss_tokens:sum"), 1.0)
         parts = [(*name.rpartition(":")[::2], value) for name, value in sums.items()]
