@@ -1,1 +1,1 @@
-"""The command `trireme`: looking at runs, and taking models out of them. Nothing here changes a run."""
+"""The tools of the command `trireme`, which look at runs and take models out of them. Only `scale` changes a run."""

@@ -1,5 +1,5 @@
-"""Takes the model of a commit out of a run: a directory in the Hugging Face layout, in another dtype if wanted; a LoRA
-adapter in peft's layout, or merged into its base."""
+"""Exports the model of a commit: a directory in the Hugging Face layout, in another dtype if wanted; a LoRA adapter in
+peft's layout, or merged into its base."""
 
 from __future__ import annotations
 
@@ -33,22 +33,24 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedModel:
+    """A model that was written."""
+
     commit: Path
-    out: Path
+    out: Path  # its directory
     files: int
-    dtype: str
+    dtype: str  # of its weights
 
 
 def export(
     root: Path, step: int | None, dtype: str | None, out: Path | None, on_file: Callable[[str], None], *, merge: bool
-) -> Exported:
+) -> ExportedModel:
     """Writes the model of the commit of `step` (None: the newest that verifies) to `out` (None: in the run's exports/).
 
-    Every file is compared with the checksum that it was committed with. Tensors of floating point are cast to `dtype`
-    (None: as they are), one file after the other; `on_file` is told which. `merge`: a whole model, where the commit
-    holds an adapter. `out` appears when it is complete. Raises BadInput for a commit that is not there or damaged, one
-    without an adapter to merge, a base that is not what it was, and an `out` that is in use; StorageFailed.
+    Compares every file with its checksum in the commit, and casts floating-point tensors to `dtype` (None: no cast),
+    one file after the other; `on_file` is called with the name of each. `merge`: a whole model, where the commit holds
+    an adapter. `out` appears when it is complete. Raises BadInput for a commit that is missing or damaged, one without
+    an adapter to merge, a base that has changed, and an `out` that is in use; StorageFailed.
     """
     commit = chosen_commit(CheckpointStore(root), step)
     try:
@@ -65,13 +67,13 @@ def export(
             if merge
             else ((name, get()) for name, get in read.items())
         )
-        return Exported(commit, out, *_write_beside(out, files, dtype))
+        return ExportedModel(commit, out, *_write_beside(out, files, dtype))
     except CheckpointInvalid as error:
         raise _damaged(commit, str(error)).error() from None
 
 
 def chosen_commit(store: CheckpointStore, step: int | None) -> Path:
-    """The commit of `step` (None: the newest that verifies). Raises BadInput when there is none."""
+    """Returns the commit of `step` (None: the newest that verifies). Raises BadInput when there is none."""
     steps = ", ".join(str(step_of(commit.name)) for commit in store.commits()) or "none"
     if step is not None:
         if not store.commit(step).exists():
@@ -88,7 +90,7 @@ def chosen_commit(store: CheckpointStore, step: int | None) -> Path:
         raise Refusal(
             f"a run without a commit that verifies ({reasons})",
             f"a commit to export; there are: {steps}",
-            "let the run go on to its first commit, or choose another run",
+            "let the run reach its first commit, or choose another run",
         ).error()
     return newest.path
 
@@ -120,8 +122,10 @@ def _refuse_used(out: Path) -> None:
 
 
 def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | None) -> tuple[int, str]:
-    """Writes all files (name in `out`, contents) to a directory beside `out`, which then gets its name; how many they
-    are, and the dtype of their tensors."""
+    """Writes all files (name in `out`, contents) to a directory beside `out`, which is then renamed to it.
+
+    Returns the number of files, and the dtype of their tensors.
+    """
     draft = out.with_name(f"{out.name}.partial-{secrets.token_hex(4)}")
     try:
         written, tensor_bytes, shown = 0, 0, ""
@@ -131,7 +135,7 @@ def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | No
                 if dtype:
                     data, size = cast_tensors(data, dtype)
                     tensor_bytes += size
-                shown = shown or dtype_of(data)
+                shown = shown or _dtype_of(data)
             _write(draft / name, data)
             written += 1
         if dtype:
@@ -144,15 +148,15 @@ def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | No
     return written, shown
 
 
-def dtype_of(data: bytes) -> str:
-    """Of the first tensor in a safetensors file."""
+def _dtype_of(data: bytes) -> str:
+    """Returns the dtype of the first tensor in a safetensors file."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     first = next(about["dtype"] for name, about in header.items() if name != "__metadata__")
     return DTYPE_NAMES.get(first, first)
 
 
 def _read(commit: Path, record: FileRecord, on_file: Callable[[str], None]) -> bytes:
-    """The contents of a file of a commit. Raises CheckpointInvalid unless they are those that were written."""
+    """Returns the contents of a file of a commit. Raises CheckpointInvalid if they are not what was written."""
     on_file(record.path)
     try:
         data = (commit / record.path).read_bytes()
@@ -170,7 +174,7 @@ def _write(file: Path, data: bytes) -> None:
 
 
 def _edit(file: Path, changes: Mapping[str, Any]) -> None:
-    """Changes a JSON file, if there is one: an adapter has no configuration of a model, a small model no index."""
+    """Changes a JSON file, if there is one: an adapter has no model configuration, a small model no index."""
     if not file.exists():
         return
     values = json.loads(file.read_bytes())
@@ -178,7 +182,7 @@ def _edit(file: Path, changes: Mapping[str, Any]) -> None:
 
 
 def cast_tensors(data: bytes, dtype: str) -> tuple[bytes, int]:
-    """The safetensors file `data` with its tensors of floating point in `dtype`, and the bytes of its tensors.
+    """Returns the safetensors file `data` with its floating-point tensors in `dtype`, and the bytes of its tensors.
 
     Raises BadInput for a number that `dtype` cannot hold (float16 ends at 65504).
     """

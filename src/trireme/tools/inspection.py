@@ -1,4 +1,4 @@
-"""What a run directory holds: its commits, what is in them and whether it is whole, and how its lineages descend."""
+"""Inspects a run directory: its commits, what they hold, if they verify, and how its lineages descend."""
 
 from __future__ import annotations
 
@@ -25,55 +25,52 @@ from trireme.supervision.status import INCIDENTS, read_incidents
 from trireme.tools.merge import ADAPTER
 
 MOST_INCIDENTS = 10
-"""That a person is shown."""
+"""Shown to a person; JSON has all."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """One room's part of a commit: number of `files`, their `bytes`, and what they `hold` beyond that, by name."""
+class CommitPart:
+    """One room's part of a commit."""
 
     files: int
     bytes: int
-    holds: Mapping[str, Any]
+    holds: Mapping[str, Any]  # what a person may want to know of it, by name
 
 
 @dataclass(frozen=True)
-class Commit:
-    """`path` relative to the run. `branch`: the lineage under whose branch it is parked; None on HEAD's. `invalid`:
-    why it does not verify, None if it does. `manifest` None: it cannot be read."""
+class InspectedCommit:
+    """A commit of a run."""
 
-    path: Path
+    path: Path  # relative to the run
     step: int
-    branch: str | None
-    invalid: str | None
-    manifest: Manifest | None
-    parts: Mapping[str, Part]
+    branch: str | None  # the lineage that left it behind, in branches/; None on HEAD's
+    invalid: str | None  # why it does not verify; None if it does
+    manifest: Manifest | None  # None: it cannot be read
+    parts: Mapping[str, CommitPart]  # by room
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something in checkpoints/ that is no commit; goes with the next resume."""
+    """Something in checkpoints/ that is not a commit. The next resume deletes it."""
 
-    path: Path
+    path: Path  # relative to the run
     bytes: int
     what: str
 
 
 @dataclass(frozen=True)
-class Report:
-    """All of a run. `lineages`: the current one last; empty with `damage` when a HEAD cannot be read. `commits` of each
-    branch in order of step, HEAD's branch last. `newest` is the step that a resume takes. `quick`: the contents of the
-    files were not read, so that a commit which verifies may yet be refused by a resume. `incidents`: oldest first."""
+class Inspection:
+    """What a run directory holds."""
 
     root: Path
-    quick: bool
-    lineages: tuple[Head, ...]
-    damage: str | None
-    commits: tuple[Commit, ...]
+    quick: bool  # the contents of files were not read: a resume may still refuse a commit that verifies
+    lineages: tuple[Head, ...]  # the current one last; empty when a HEAD cannot be read
+    damage: str | None  # why it cannot be read
+    commits: tuple[InspectedCommit, ...]  # of each branch in order of step, HEAD's branch last
     leftovers: tuple[Leftover, ...]
     attempts: tuple[int, ...]
-    newest: int | None
-    incidents: tuple[Incident, ...]
+    newest: int | None  # the step that a resume takes
+    incidents: tuple[Incident, ...]  # oldest first
 
     @property
     def head(self) -> Head | None:
@@ -81,14 +78,11 @@ class Report:
 
     @property
     def resume(self) -> str | None:
-        """The command that goes on from the newest commit, or starts again where there is none."""
+        """Returns the command that continues from the newest commit, or starts again where there is none."""
         return resume_command(self.root) if (self.root / "config.json").exists() else None
 
 
-# ---------------------------------------------------------------------------------------------------------- finding out
-
-
-def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) -> Report:
+def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) -> Inspection:
     """Reads the run directory `root`, every byte of its commits included unless `quick`; `on_commit` is told which is
     next."""
     store = CheckpointStore(root)
@@ -99,11 +93,11 @@ def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) 
         for path in place.commits():
             on_commit(path.relative_to(root))
             commit = _commit(root, path, None if place is store else place.root.name, quick)
-            if path.exists():  # a run that is under way may have deleted it
+            if path.exists():  # the run may just have deleted it
                 commits.append(commit)
     lineages, damage = _lineages(store)
     whole = [commit.step for commit in commits if commit.branch is None and commit.invalid is None]
-    return Report(
+    return Inspection(
         root=root,
         quick=quick,
         lineages=lineages,
@@ -124,15 +118,15 @@ def _lineages(store: CheckpointStore) -> tuple[tuple[Head, ...], str | None]:
     return tuple({head.lineage: head for head in heads}.values()), None  # one being left may be there twice
 
 
-def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> Commit:
+def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> InspectedCommit:
     step = step_of(path.name)
     assert step is not None
     try:
         manifest = Manifest.verified(path, contents=not quick)
         parts = _parts(path, manifest)
     except (CheckpointInvalid, FileNotFoundError) as error:
-        return Commit(path.relative_to(root), step, branch, str(error), _readable_manifest(path), {})
-    return Commit(path.relative_to(root), step, branch, None, manifest, parts)
+        return InspectedCommit(path.relative_to(root), step, branch, str(error), _readable_manifest(path), {})
+    return InspectedCommit(path.relative_to(root), step, branch, None, manifest, parts)
 
 
 def _readable_manifest(path: Path) -> Manifest | None:
@@ -142,7 +136,7 @@ def _readable_manifest(path: Path) -> Manifest | None:
         return None
 
 
-def _parts(path: Path, manifest: Manifest) -> dict[str, Part]:
+def _parts(path: Path, manifest: Manifest) -> dict[str, CommitPart]:
     return {
         "trainer": _part(manifest, "trainer", shards=manifest.shards),
         **_part_of_data(path, manifest),
@@ -151,14 +145,14 @@ def _parts(path: Path, manifest: Manifest) -> dict[str, Part]:
 
 
 def _weights(path: Path) -> dict[str, Any]:
-    """What replicas are given: the dtype of a whole model, the rank of adapters."""
+    """Returns what replicas load: the dtype of a whole model, the rank of adapters."""
     if (path / ADAPTER).exists():
         return {"adapter_rank": json.loads((path / ADAPTER).read_bytes())["r"]}
     return {"dtype": json.loads((path / "config.json").read_bytes())["dtype"]}
 
 
-def _part_of_data(path: Path, manifest: Manifest) -> dict[str, Part]:
-    """The orchestrator's of a run of `rl`; of `sft` the place in its data."""
+def _part_of_data(path: Path, manifest: Manifest) -> dict[str, CommitPart]:
+    """Returns the orchestrator's part of a run of `rl`, or the place in the data of `sft`."""
     if (path / "data").exists():
         return {"data": _part(manifest, "data", **json.loads((path / "data" / "state.json").read_bytes()))}
     groups = json.loads((path / "orchestrator" / "state.json").read_bytes())["ledger"]["groups"]
@@ -167,9 +161,9 @@ def _part_of_data(path: Path, manifest: Manifest) -> dict[str, Part]:
     return {"orchestrator": _part(manifest, "orchestrator", **holds)}
 
 
-def _part(manifest: Manifest, room: str, **holds: Any) -> Part:
+def _part(manifest: Manifest, room: str, **holds: Any) -> CommitPart:
     sizes = [record.size for record in manifest.files if record.path.startswith(f"{room}/")]
-    return Part(len(sizes), sum(sizes), holds)
+    return CommitPart(len(sizes), sum(sizes), holds)
 
 
 def _leftover(root: Path, path: Path) -> Leftover:
@@ -179,22 +173,19 @@ def _leftover(root: Path, path: Path) -> Leftover:
 
 
 def _sizes(directory: Path) -> Iterator[int]:
-    """Bytes of each file below, of those that are still there when they are looked at."""
+    """Yields the bytes of each file below; skips files that disappear."""
     for file in directory.rglob("*"):
         with suppress(FileNotFoundError):
             yield file.lstat().st_size if file.is_file() else 0
 
 
 def _numbers(paths: Iterable[Path], pattern: str) -> list[int]:
-    """The numbers in those names that `pattern` matches as a whole."""
+    """Returns the numbers in those names that `pattern` matches as a whole."""
     return [int(match[1]) for path in paths if (match := re.fullmatch(pattern, path.name))]
 
 
-# ------------------------------------------------------------------------------------------------------------- showing
-
-
-def to_json(report: Report) -> dict[str, Any]:
-    """The report as JSON values."""
+def to_json(report: Inspection) -> dict[str, Any]:
+    """Returns the inspection as JSON values."""
     return {
         "run": str(report.root),
         "quick": report.quick,
@@ -210,7 +201,7 @@ def to_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _commit_to_json(commit: Commit) -> dict[str, Any]:
+def _commit_to_json(commit: InspectedCommit) -> dict[str, Any]:
     manifest = commit.manifest
     shown = ("lineage", "attempt", "shards", "replicas", "created")
     return {
@@ -227,8 +218,8 @@ def _commit_to_json(commit: Commit) -> dict[str, Any]:
     }
 
 
-def render(report: Report) -> Iterator[RenderableType]:
-    """What a person reads, part by part."""
+def render(report: Inspection) -> Iterator[RenderableType]:
+    """Yields what a person reads, part by part."""
     head = report.head
     yield f"run {report.root}"
     if report.damage:
@@ -249,11 +240,11 @@ def render(report: Report) -> Iterator[RenderableType]:
     yield from _incidents(report.incidents)
     if report.resume:
         start = "the beginning: there is no commit that verifies" if report.newest is None else f"step {report.newest}"
-        yield f"\ngo on from {start}\n  {report.resume}"
+        yield f"\ncontinue from {start}\n  {report.resume}"
 
 
 def _incidents(incidents: tuple[Incident, ...]) -> Iterator[str]:
-    """The newest ones, oldest first; nothing where there are none."""
+    """Yields the newest incidents, oldest first."""
     if incidents:
         known = f"{len(incidents)} incidents" if len(incidents) > 1 else "1 incident"
         yield f"{known}, all in {INCIDENTS}" + (":" if len(incidents) <= MOST_INCIDENTS else "; the newest:")
@@ -264,7 +255,7 @@ def _incidents(incidents: tuple[Incident, ...]) -> Iterator[str]:
 
 
 def _lineage_tree(lineages: tuple[Head, ...]) -> Tree:
-    """Which lineage descends from which, and from which step of it."""
+    """Draws which lineage descends from which, and from which step of it."""
     known = {head.lineage for head in lineages}
     tree = Tree("lineages")
 
@@ -286,7 +277,7 @@ def _lineage_label(head: Head, known: set[str], current: bool) -> str:
     return f"{head.lineage} from step {head.base.step}{origin} ({state})"
 
 
-def _table(branch: str | None, commits: list[Commit], quick: bool) -> Table:
+def _table(branch: str | None, commits: list[InspectedCommit], quick: bool) -> Table:
     title = "commits" if branch is None else f"superseded commits, in branches/{branch}"
     table = Table(title=title, title_justify="left", show_lines=True)
     for column in ("step", "lineage", "attempt", "written", "size", "sizes fit" if quick else "verifies"):
@@ -302,8 +293,8 @@ def _table(branch: str | None, commits: list[Commit], quick: bool) -> Table:
     return table
 
 
-def _holds(commit: Commit) -> str:
-    """A line for each room; nothing of a commit that does not verify."""
+def _holds(commit: InspectedCommit) -> str:
+    """Returns a line for each room; none for a commit that does not verify."""
     lines = []
     for room, part in commit.parts.items():
         counts = [f"{name.replace('_', ' ')} {value}" for name, value in part.holds.items()]
@@ -312,7 +303,7 @@ def _holds(commit: Commit) -> str:
 
 
 def age(created: str, now: datetime) -> str:
-    """How long ago the time `created` (ISO 8601) was, by the clock of this machine.
+    """Returns how long ago the time `created` (ISO 8601) was, by the clock of this machine.
 
     >>> age("2026-01-01T10:00:00+00:00", datetime(2026, 1, 1, 12, 30, tzinfo=UTC))
     '2 h ago'

@@ -1,4 +1,4 @@
-"""A LoRA adapter merged into its base: W + (alpha / rank) B A of every layer that has one, file after file."""
+"""Merges a LoRA adapter into its base: W + (alpha / rank) B A in every layer that has one, file after file."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE = "base.json"
 OF_THE_BASE = ("config.json", "generation_config.json", INDEX)
-"""Files that a merged model has from its base."""
+"""Files that a merged model takes from its base."""
 
 
 def merged_files(
     read: Mapping[str, Callable[[], bytes]], on_file: Callable[[str], None], *, exact: bool
 ) -> Iterator[tuple[str, bytes]]:
-    """The files of the merged model, one after the other; what was merged in float32 if it is to be `exact`, else as
-    the base is.
+    """Yields the files of the merged model; `exact`: merged weights in float32, else in the dtype of the base.
 
-    `read`: how to get each file of the adapter's directory. Raises BadInput when the base is not where it was or has
-    changed, CheckpointInvalid when the adapter does not fit.
+    `read`: reads each file of the adapter's directory. Raises BadInput when the base has moved or changed,
+    CheckpointInvalid when the adapter does not fit.
     """
     from safetensors.torch import load, save
 
-    base = base_of(json.loads(read[BASE]()))
+    base = _base_of(json.loads(read[BASE]()))
     about = json.loads(read[ADAPTER]())
     adapter = {name.removeprefix("base_model.model."): t for name, t in load(read[ADAPTER_WEIGHTS]()).items()}
     yield from ((name, get()) for name, get in read.items() if name not in (ADAPTER, ADAPTER_WEIGHTS, BASE))
@@ -50,8 +49,8 @@ def merged_files(
         raise CheckpointInvalid(f"{ADAPTER_WEIGHTS} has tensors for layers that {base} has not: {sorted(adapter)[:2]}")
 
 
-def base_of(about: Mapping[str, Any]) -> str:
-    """Where the base is that an adapter names. Raises BadInput unless its weights are those it was trained on."""
+def _base_of(about: Mapping[str, Any]) -> str:
+    """Returns the place of an adapter's base. Raises BadInput if its weights are not those it was trained on."""
     name, expected = about["name"], about["digest"]
     if Path(name).is_absolute() and not Path(name).is_dir():
         found = "is no directory here"
@@ -67,7 +66,7 @@ def base_of(about: Mapping[str, Any]) -> str:
 
 
 def _merged(weight: Tensor, name: str, adapter: dict[str, Tensor], scale: float) -> Tensor:
-    """The weight with what its layer's adapter adds, if it has one, which is then taken out of `adapter`."""
+    """Adds its layer's adapter to a weight, if it has one, and removes that from `adapter`."""
     layer = name.removesuffix(".weight")
     a, b = (adapter.pop(f"{layer}.lora_{which}.weight", None) for which in "AB")
     if a is None or b is None:

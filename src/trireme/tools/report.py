@@ -1,6 +1,6 @@
-"""One page about a run: its curves, the ages of what it was trained on, and who did what when.
+"""Writes one page about a run: its curves, the ages of its training data, and what each process did when.
 
-The page needs nothing else: what it shows is in it, as JSON, and its script draws it. It stays small for a long run:
+The page is one file: it holds its data as JSON, and its script draws them. It stays small for a long run:
 curves are thinned to the lowest and the highest of neighbours, and `timeline` bounds the number of spans.
 """
 
@@ -31,11 +31,11 @@ MOST_INCIDENTS = 100
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart of the metrics whose names match one of the `patterns`; `names` {pattern: what the legend says}."""
+    """A chart of metrics."""
 
     title: str
     unit: str
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # the legend's text by the pattern that names match
 
 
 PANELS = (
@@ -81,7 +81,7 @@ PANELS = (
 
 
 def page(root: Path, timeline: Timeline | None, now: datetime) -> str:
-    """The HTML of a report on the run in `root`."""
+    """Returns the HTML of a report on the run in `root`."""
     rows = list(json_lines(root / "metrics.jsonl")) if (root / "metrics.jsonl").exists() else []
     data = {
         "run": root.name,
@@ -100,7 +100,7 @@ def page(root: Path, timeline: Timeline | None, now: datetime) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinities: null."""
+    """Replaces NaN and infinities, which JSON does not have, by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -108,11 +108,8 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-# --------------------------------------------------------------------------------------------------------------- facts
-
-
 def facts(root: Path, rows: Sequence[Mapping[str, Any]], now: datetime) -> list[tuple[str, str]]:
-    """What the run is and where it stands, as (name, value)."""
+    """Returns what the run is and how far it is, as (name, value)."""
     config = json.loads((root / "config.json").read_bytes()) if (root / "config.json").exists() else {}
     return [
         ("where it stands", _standing(config, rows, now)),
@@ -136,7 +133,7 @@ def _standing(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], now:
 
 
 def _described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a configuration says that tells runs apart; nothing of an empty one."""
+    """Returns the values of a configuration that distinguish runs."""
     if not config:
         return []
     if "data" in config:
@@ -170,7 +167,7 @@ def _described_sft(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _attempts(root: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Which steps come from which attempt."""
+    """Returns which steps come from which attempt."""
     steps: dict[int, list[int]] = {}
     for row in rows:
         steps.setdefault(row["attempt"], []).append(row["step"])
@@ -180,14 +177,14 @@ def _attempts(root: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _commits(root: Path) -> str:
-    """Not verified: that is what `trireme inspect` does."""
+    """Returns the steps of the commits, which are not verified: `trireme inspect` does that."""
     steps = [step_of(path.name) for path in CheckpointStore(root).commits()]
     return f"of step {', '.join(map(str, steps))}" if steps else "none"
 
 
 def incidents(root: Path) -> dict[str, Any]:
-    """What happened to the run's parts, the newest first: [[time, attempt, step, part, what], ...]; and how many older
-    ones there are."""
+    """Returns the newest incidents, newest first, as [[time, attempt, step, part, what], ...], and the number of older
+    ones."""
     found = read_incidents(root)
     shown = [
         (f"{datetime.fromtimestamp(i.at, UTC):%Y-%m-%d %H:%M:%S}", i.attempt, i.step, i.part, i.what)
@@ -196,11 +193,8 @@ def incidents(root: Path) -> dict[str, Any]:
     return {"newest": shown, "older": len(found) - len(shown)}
 
 
-# -------------------------------------------------------------------------------------------------------------- curves
-
-
 def panels(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The charts for which there are metrics, with their curves: [[step, value], ...]."""
+    """Returns the charts for which there are metrics, with their curves: [[step, value], ...]."""
     names = dict.fromkeys(name for row in rows for name in row)
     found = []
     for panel in PANELS:
@@ -217,7 +211,7 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def thinned(points: Sequence[tuple[float, float]], buckets: int = CURVE_BUCKETS) -> list[tuple[float, float]]:
-    """The finite `points`, all of them or, of each of `buckets` runs of neighbours, the lowest and the highest.
+    """Returns the finite `points`: all, or the lowest and the highest of each of `buckets` groups of neighbours.
 
     >>> thinned([(0, 1.0), (1, 5.0), (2, 3.0), (3, 2.0)], buckets=1)
     [(0, 1.0), (1, 5.0)]
@@ -235,7 +229,7 @@ def thinned(points: Sequence[tuple[float, float]], buckets: int = CURVE_BUCKETS)
 
 
 def ages(root: Path) -> dict[str, Any]:
-    """How many groups were trained on at which age (step - floor), every one counted, and the bound on it."""
+    """Returns how many groups were trained on at which age (step - floor), and the largest allowed age."""
     file, config = root / "trained.jsonl", root / "config.json"
     counts = Counter(
         row["step"] - group["floor"]
@@ -248,12 +242,12 @@ def ages(root: Path) -> dict[str, Any]:
     return {"counts": sorted(counts.items()), "bound": bound}
 
 
-# ------------------------------------------------------------------------------------------------------------ timeline
-
-
 def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
-    """Times in seconds from the start of what is shown."""
-    seconds = _Seconds(timeline.start, timeline.end)
+    """Returns the timeline as JSON values. Times are in seconds from its start; a span that is not over ends with it."""
+
+    def seconds(at: int | None) -> float:
+        return round(((timeline.end if at is None else at) - timeline.start) / 1e6, 5)
+
     return {
         "attempt": timeline.attempt,
         "traced": timeline.traced,
@@ -265,16 +259,6 @@ def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
         "full": [process.name for process in timeline.processes if process.full],
         "leftOut": timeline.left_out,
     }
-
-
-@dataclass(frozen=True)
-class _Seconds:
-    start: int
-    end: int
-
-    def __call__(self, at: int | None) -> float:
-        """From `start`; `end` for what is not over."""
-        return round(((self.end if at is None else at) - self.start) / 1e6, 5)
 
 
 def _process_to_json(process: Process, seconds: Callable[[int | None], float]) -> dict[str, Any]:
@@ -297,7 +281,7 @@ def _track_to_json(track: Track, seconds: Callable[[int | None], float]) -> dict
 
 
 def _span_to_json(span: Span, track: str, seconds: Callable[[int | None], float]) -> tuple[float, float, str, str, str]:
-    """Start and end, name, kind, and what else is known."""
+    """Returns start and end, name, kind, and a text with all else."""
     known = [f"{name} {value}" for name, value in span.args.items() if value is not None]
     known += [f"{span.joined} spans drawn as one"] if span.joined > 1 else []
     known += ["not over"] if span.end is None else []

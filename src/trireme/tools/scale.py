@@ -1,4 +1,4 @@
-"""`trireme scale RUN --replicas N`: more or fewer replicas in a run that is under way."""
+"""`trireme scale RUN --replicas N`: more or fewer replicas in a live run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trireme.supervision.status import DriverProcess, Status, request_scale
 
 POLL_S = 0.2
 PATIENCE_S = 1.0
-"""What is over within it need not be told."""
+"""A wait is reported only if it takes longer."""
 T = TypeVar("T")
 
 
 def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> None:
-    """Asks the driver of the run in `root` for `replicas` and, if it is to `wait`, returns when so many serve. `say` is
-    told how far it is.
+    """Asks the driver of the run in `root` for `replicas`; with `wait`, returns when that many serve. `say` gets lines
+    of progress.
 
     Raises BadInput when the run cannot have them, RoomFailed when its driver ends or they do not serve in time.
     """
@@ -41,13 +41,18 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
             "ask for another number, or mend what the driver says and ask again",
         ).error()
     say(answer.what)
+
+    def all_serve() -> bool | None:
+        serving = [part.serves for part in _replicas(root)]
+        return (len(serving) == sum(serving) == replicas) or None
+
     if wait:
-        deadline.until(lambda: all_serve(root, replicas) or None, lambda: standing(root, replicas))
+        deadline.until(all_serve, lambda: standing(root, replicas))
         say(standing(root, replicas))
 
 
 def _check(root: Path, config: Mapping[str, Any], replicas: int) -> None:
-    """Raises BadInput for what needs no answer."""
+    """Raises BadInput for a request that needs no answer of the driver."""
     if command_of(root) != "rl":
         raise Refusal(f"scale for {root}, a run of {command_of(root)}", "a run of rl", "it has no replicas").error()
     fewest = config["eval"]["replicas"] + 1
@@ -72,19 +77,19 @@ def _check(root: Path, config: Mapping[str, Any], replicas: int) -> None:
 def _no_driver(root: Path, replicas: int) -> Refusal:
     begun = (root / "config.json").exists()
     go_on = f"{resume_command(root)} --inference.replicas {replicas}" if begun else "start it first"
-    return Refusal(f"scale for {root}, which nobody drives", "a run that is under way", go_on)
+    return Refusal(f"scale for {root}, which has no driver", "a live run", go_on)
 
 
 class _Deadline:
-    """Waits for the driver of the run in `root`, `timeout_s` seconds over all."""
+    """Waits for the driver of the run in `root`, `timeout_s` seconds in total."""
 
     def __init__(self, root: Path, timeout_s: float, say: Callable[[str], None]) -> None:
         self._root, self._timeout_s, self._say = root, timeout_s, say
         self._end = time.monotonic() + timeout_s
 
     def until(self, found: Callable[[], T | None], what: Callable[[], str]) -> T:
-        """What `found` returns once that is not None. `what`: what is waited for, for people, who are told whenever it
-        changes. Raises RoomFailed."""
+        """Returns the value of `found` once it is not None. `what` describes what is waited for, and is printed whenever
+        it changes. Raises RoomFailed."""
         said, patient_until = "", time.monotonic() + PATIENCE_S
         while (value := found()) is None:
             if what() != said and time.monotonic() > patient_until:
@@ -112,14 +117,8 @@ def _replicas(root: Path) -> list[RunPart]:
     return [part for part in status.parts if part.room == "inference"] if status else []
 
 
-def all_serve(root: Path, wanted: int) -> bool:
-    """Whether there are as many replicas as are wanted, and all of them serve."""
-    replicas = _replicas(root)
-    return len(replicas) == sum(part.serves for part in replicas) == wanted
-
-
 def standing(root: Path, wanted: int) -> str:
-    """How many of the `wanted` replicas serve, and what the others do.
+    """Says how many of the `wanted` replicas serve, and what the others do.
 
     2 of 4 replicas serve; inference_2 catching up, inference_3 starting (it waits for a place in the cluster)
     """

@@ -79,7 +79,7 @@ def test_the_command_that_goes_on_names_the_run(store: CheckpointStore, capsys: 
     place = f"--run.output-dir {store.root.parent} --run.name run --resume"
     command = f"uv run rl @ {store.root}/config.json {place}"
     assert inspected(store.root, capsys)["resume"] == command
-    assert f"go on from step 6\n  {command}\n" in shown(store.root, capsys)
+    assert f"continue from step 6\n  {command}\n" in shown(store.root, capsys)
 
 
 def test_damaged_commits_and_unfinished_ones_come_with_the_reason(
@@ -101,7 +101,7 @@ def test_damaged_commits_and_unfinished_ones_come_with_the_reason(
     assert draft["what"] == "attempt 3 is writing it, or ended while it did"
     text = shown(store.root, capsys)
     assert "checkpoints/step_000006 does not verify: the contents of orchestrator/groups.safetensors" in text
-    assert "go on from step 2\n" in text
+    assert "continue from step 2\n" in text
 
 
 def test_a_quick_look_sees_what_is_missing_or_too_short_but_reads_no_contents(
@@ -151,7 +151,7 @@ def test_a_run_that_has_no_commit_yet(tmp_path: Path, capsys: pytest.CaptureFixt
     report = inspected(tmp_path / "run", capsys)
     assert (report["commits"], report["newest"], report["attempts"]) == ([], None, [1])
     assert "no commits" in (text := shown(tmp_path / "run", capsys))
-    assert "go on from the beginning" in text
+    assert "continue from the beginning" in text
 
 
 def test_incidents_are_told_the_newest_ten(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:

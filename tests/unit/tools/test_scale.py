@@ -73,7 +73,7 @@ def test_a_run_without_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_run_that_nobody_drives(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nobody drives" in refused(capsys, run, "--replicas", 2)
+    assert "has no driver" in refused(capsys, run, "--replicas", 2)
     with driven(run):
         pass
     text = refused(capsys, run, "--replicas", 2)

@@ -1,1 +1,1 @@
-"""`trireme watch RUN`: a live or a finished run in the terminal."""
+"""`trireme watch RUN`: shows a live or a finished run in the terminal."""

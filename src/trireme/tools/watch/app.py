@@ -1,5 +1,5 @@
-"""The screen of `trireme watch`: curves, rooms with their logs side by side, the health of all parts and what happened
-to them, and rollouts to page through."""
+"""The screen of `trireme watch`: curves, rooms with their logs side by side, the health and the incidents of all parts,
+and recorded rollouts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ REFRESH_S = 1.0
 
 
 class Watch(App[None]):
-    """Reads the run directory every second. `open_tokenizer` is called when rollouts are looked at first; None: their
-    tokens stay numbers."""
+    """Reads the run directory every second. `open_tokenizer` is called when rollouts are first shown; None: tokens
+    stay numbers."""
 
     TITLE = "trireme watch"
     CSS = """
@@ -82,8 +82,8 @@ class Watch(App[None]):
         self.set_interval(REFRESH_S, self.refresh_run)
 
     async def refresh_run(self) -> None:
-        """Shows what is new."""
-        if not self.is_running:  # asked once more while the screen is taken down
+        """Updates the screen."""
+        if not self.is_running:  # called once more while the screen closes
             return
         changed = self.follower.poll()
         driver, status, now = self.follower.driver(), self.follower.status(), datetime.now(UTC)

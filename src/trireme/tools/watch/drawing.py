@@ -1,4 +1,4 @@
-"""What `trireme watch` shows, as text for a terminal: pure functions of what the run directory says."""
+"""Makes the text that `trireme watch` shows: pure functions of what the run directory says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIRST_CURVES = (
     "optim/entropy",
     "time/step",
 )
-"""Curves that are looked at first; the others follow in order of name."""
+"""The first curves; the others follow in order of name."""
 
 ROOMS = {
     "trainer": (
@@ -54,7 +54,7 @@ ROOMS = {
         "weights/reprefill_tokens",
     ),
 }
-"""Of the newest row, what tells how each room is doing."""
+"""The metrics of the newest row that tell how each room is doing."""
 
 HEALTH_STYLES = {
     PartHealth.HEALTHY: "green",
@@ -65,11 +65,11 @@ HEALTH_STYLES = {
     PartHealth.DEAD: "bold red",
 }
 SILENT_S = 30.0
-"""A driver that works writes STATUS more often, whatever happens."""
+"""A driver that works writes STATUS more often than this."""
 
 
 def headline(config: Mapping[str, Any], rows: Sequence[Row], driver: str) -> str:
-    """One line: how far the run is, and whether it goes on."""
+    """Returns one line: how far the run is, and its driver."""
     target = target_of(config, rows[-1] if rows else None)
     if not rows:
         return f"step 0/{target}  {driver}"
@@ -79,12 +79,12 @@ def headline(config: Mapping[str, Any], rows: Sequence[Row], driver: str) -> str
 
 
 def goes_on(driver: str) -> bool:
-    """Whether the run goes on, by what `Follower.driver` says."""
+    """Returns True if `Follower.driver` says that the run is live."""
     return driver.startswith(("running", "driver on"))
 
 
 def troubles(status: Status | None, now: float) -> str:
-    """What of the parts a person should know at a glance; nothing while all are well."""
+    """Returns the parts that are not healthy; nothing while all are."""
     if status is None or status.ended:
         return ""
     if now - status.at > SILENT_S:
@@ -93,9 +93,9 @@ def troubles(status: Status | None, now: float) -> str:
 
 
 def standing(status: Status | None, driver: str) -> str:
-    """What the table of parts is about. `driver`: what `Follower.driver` says."""
+    """Says if the table of parts is current, and how the run ended. `driver`: from `Follower.driver`."""
     if status is None:
-        return "this run says nothing of its parts: it has not begun, or nobody supervises it"
+        return "this run says nothing of its parts: it has not begun, or has no supervisor"
     begins = goes_on(driver) and not driver.endswith(f"process {status.pid}")
     before = "a new command begins; the one before it " if begins else ""
     if status.ended:
@@ -106,7 +106,7 @@ def standing(status: Status | None, driver: str) -> str:
 
 
 def parts_table(status: Status | None, driver: str, now: datetime) -> Table:
-    """A line for each part of the run; grey when that is how it was before it ended."""
+    """Returns a table with a line for each part of the run; grey after it has ended."""
     table = Table(expand=True, box=None, style="" if goes_on(driver) else "dim")
     for column in ("part", "is", "since", "successors", "processes", "node"):
         table.add_column(column, no_wrap=True)
@@ -127,7 +127,7 @@ def _part_cells(part: RunPart, now: datetime) -> Iterator[Text | str]:
 
 
 def incidents_text(incidents: Sequence[Incident], now: datetime) -> Text:
-    """What happened, the newest first."""
+    """Returns the incidents, the newest first."""
     text = Text()
     for incident in reversed(incidents):
         text.append(f"{_age(incident.at, now):<12}", style="dim")
@@ -136,7 +136,7 @@ def incidents_text(incidents: Sequence[Incident], now: datetime) -> Text:
 
 
 def incident_line(incident: Incident) -> str:
-    """One incident, without its time."""
+    """Returns one incident without its time."""
     return f"attempt {incident.attempt}, step {incident.step}  {incident.part}: {incident.what}"
 
 
@@ -145,20 +145,20 @@ def _age(at: float, now: datetime) -> str:
 
 
 def curve_names(rows: Sequence[Row]) -> list[str]:
-    """Names of all metrics that are numbers, those of FIRST_CURVES first."""
+    """Returns the names of all metrics that are numbers, those of FIRST_CURVES first."""
     numbers = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
     names = sorted(numbers - {"step", "version", "progress", "time/unix"})
     return [name for name in FIRST_CURVES if name in numbers] + [name for name in names if name not in FIRST_CURVES]
 
 
 def curve(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric, where it has one."""
+    """Returns the steps and values of a metric, in the rows that have it."""
     points = [(float(row["step"]), float(row[name])) for row in rows if name in row]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def rooms_table(rows: Sequence[Row]) -> Table:
-    """What each room did in the newest step, a column each."""
+    """Returns a table of the newest step, with a column for each room."""
     table = Table(expand=True, box=None, title="" if rows else "no step is done yet")
     for room in ROOMS:
         table.add_column(room)
@@ -171,14 +171,14 @@ def rooms_table(rows: Sequence[Row]) -> Table:
 
 
 def group_title(group: Mapping[str, Any]) -> str:
-    """A line for one recorded group."""
+    """Returns a line for one recorded group."""
     rewards = group["rewards"]
     return f"{group['step']:>6} {group['why']:<6} {sum(rewards) / len(rewards):+.3f}  {group['problem']}"
 
 
 def group_text(group: Mapping[str, Any], token_text: TokenText | None, per_token: bool) -> Text:
-    """All rollouts of a recorded group. `per_token`: each sampled token on a line of its own, with its log-probability
-    and the version that sampled it; else as running text, coloured by them (`token_text` none: uncoloured)."""
+    """Returns all rollouts of a recorded group. `per_token`: each sampled token on its own line, with log-probability and
+    the version that sampled it; else as text, coloured by the log-probabilities (`token_text` None: uncoloured)."""
     text = Text(
         f"problem {group['problem']}  {' '.join(group['tags'])}  step {group['step']}  floor {group['floor']}\n"
     )
@@ -221,7 +221,7 @@ def _versions(turn: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _colour(logprob: float) -> str:
-    """Of a token that was likely, less likely, or a surprise."""
+    """Returns the colour of a token: likely, less likely, or a surprise."""
     if logprob > -0.1:
         return "green"
     return "yellow" if logprob > -1.5 else "red"

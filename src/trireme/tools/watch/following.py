@@ -1,6 +1,6 @@
-"""What a run directory says right now: read again and again while a run writes it, by a process that takes no part.
+"""Reads a run directory again and again while a run writes it.
 
-No Ray, no lock: whoever watches can neither hold a run up nor keep it from being resumed.
+It uses no Ray and no lock, so watching can neither delay a run nor prevent it from being resumed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TAIL_BYTES = 16 * 1024
 
 @dataclass
 class Follower:
-    """The rows of a run's metrics, of which `poll` reads what is new."""
+    """Follows a run directory. `rows` are those of its metrics, to which `poll` adds the new ones."""
 
     root: Path
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Follower:
     _read: int = 0
 
     def poll(self) -> bool:
-        """Whether there are other rows than before. After the run has gone back to a commit all are read again."""
+        """Returns True if the rows have changed. After the run has gone back to a commit, all are read again."""
         file = self.root / "metrics.jsonl"
         if not file.exists():
             return False
@@ -46,14 +46,14 @@ class Follower:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The run's configuration; empty before it is written."""
+        """Returns the run's configuration; empty before it is written."""
         file = self.root / "config.json"
         config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         return config
 
     def logs(self) -> dict[str, list[str]]:
-        """The last lines of each room's log in the newest attempt, and of parts that outlived the attempt in which they
-        were started, as replicas do."""
+        """Returns the last lines of each room's log in the newest attempt, and of parts that outlived the attempt that
+        started them, as replicas do."""
         attempts = sorted((self.root / "logs").glob("attempt_*"), key=lambda path: int(path.name.partition("_")[2]))
         newest = {file.stem: file for file in sorted(attempts[-1].glob("*.log"))} if attempts else {}
         status = self.status()
@@ -63,19 +63,19 @@ class Follower:
         return {name: tail(file) for name, file in newest.items()}
 
     def rollouts(self) -> dict[int, Path]:
-        """The files of recorded rollouts, by step."""
+        """Returns the files of recorded rollouts, by step."""
         return recorded_steps(self.root / ROLLOUTS)
 
     def status(self) -> Status | None:
-        """The health of all parts, as the driver said last."""
+        """Returns the health of all parts, as the driver last wrote it."""
         return Status.read(self.root)
 
     def incidents(self) -> list[Incident]:
-        """All that happened to them, in all attempts."""
+        """Returns the incidents of all attempts."""
         return read_incidents(self.root)
 
     def driver(self) -> str:
-        """Whether somebody drives the run, as far as can be seen from here."""
+        """Says if the run has a driver, as far as this machine can tell."""
         driver = DriverProcess.read(self.root)
         if driver is None:
             return "not started"
@@ -85,14 +85,14 @@ class Follower:
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> str | None:
-    """The local directory that a run's configuration takes its tokenizer from; none if it is elsewhere, or gone."""
+    """Returns the local directory of a run's tokenizer; None if it is elsewhere, or missing."""
     model = config.get("model", {})
     name = model.get("tokenizer") or model.get("name")
     return name if name and Path(name).is_dir() else None
 
 
 def tail(file: Path) -> list[str]:
-    """The last lines of a text file, at most TAIL_BYTES of them."""
+    """Returns the last lines of a text file, at most TAIL_BYTES."""
     with file.open("rb") as log:
         size = log.seek(0, os.SEEK_END)
         log.seek(max(0, size - TAIL_BYTES))

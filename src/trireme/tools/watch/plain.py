@@ -1,4 +1,4 @@
-"""`trireme watch` where there is no terminal to draw on: a line for each step, until the run ends."""
+"""`trireme watch` without a terminal to draw on: prints a line for each step, until the run ends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ REFRESH_S = 1.0
 
 
 def follow(follower: Follower, say: Callable[[str], None]) -> None:
-    """Says every step and every incident that is there, and those that come; returns when nobody drives the run any
-    more."""
+    """Says every step and every incident, old and new, to `say`; returns when the run has no driver."""
     steps = incidents = 0
     while True:
         driver = follower.driver()  # first: what a run writes last must not be missed
