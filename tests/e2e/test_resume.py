@@ -286,9 +286,18 @@ class TestAsynchronous:
 def test_a_full_disk(tmp_path: Path) -> None:
     """The run directory is a file system of 14 MB: two commits fit, a third does not. It may be missed, but not the
     last, which is what a run is for; the others stay, and nothing is wrong with the newest."""
-    flags = [*SMALL, "--checkpoint.keep-last", "9", "--checkpoint.max-missed", "9", "--max-steps"]
+    flags = [
+        *SMALL,
+        "--trainer.shards",
+        "1",
+        "--checkpoint.keep-last",
+        "9",
+        "--checkpoint.max-missed",
+        "9",
+        "--max-steps",
+    ]
     with small_file_system(tmp_path / "run", "14m"):
-        ended = run_rl(tmp_path, *flags, "7")
+        ended = run_rl(tmp_path, *flags, "--max-steps", "7")
         assert ended.code == EXIT_FAILED, ended.out
         assert len(ended.rows) == 7
         assert "commit missed (1 of at most 9 in a row)" in ended.out
@@ -300,7 +309,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert (chosen.path.name, chosen.notes) == ("step_000004", ())
         before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "run")], check=True)
-        refused = run_rl(tmp_path, *flags, "9", "--resume")
+        refused = run_rl(tmp_path, *flags, "--max-steps", "9", "--resume")
         assert refused.code == EXIT_BAD_INPUT, refused.out
         assert "Read-only file system" in refused.out
         assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before

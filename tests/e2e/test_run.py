@@ -15,7 +15,7 @@ from trireme.core.errors import EXIT_FAILED, EXIT_OK
 from trireme.run.rollout_records import ROLLOUTS, TABLE_COLUMNS, read_records, recorded_steps
 from trireme.tools.timeline import Span, timeline
 
-LONG = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", "200"]
+LONG = [*TINY, "--trainer.shards", "1", "--max-steps", "200"]
 
 
 @pytest.fixture(scope="module")
