@@ -21,7 +21,9 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -33,7 +35,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from orchestrator.envs.sort import problem, prompt_text, score, sorted_digits
+from orchestrator.env import EnvContext
+from orchestrator.envs.sort import PROMPT, SortDataset
+from orchestrator.envs.text import Answer
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = "\n" + "".join(sorted(string.ascii_letters + string.digits + string.punctuation + " "))
@@ -77,6 +81,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+@cache
+def problems(seed: int, split: Literal["train", "eval"]) -> SortDataset:
+    """The sort problems of a seed."""
+    context = EnvContext(make_tokenizer(), seed, group_size=1, split=split)
+    return SortDataset(context, min_digits=MIN_DIGITS, max_digits=MAX_DIGITS)
+
+
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """The untrained model, float32; its weights come from torch's global seed."""
     config = Qwen3Config(
@@ -110,7 +121,7 @@ def corrupt(digits: str, corruption: str, rng: random.Random) -> str:
         return digits
     if corruption == "shuffle":
         return "".join(rng.sample(digits, len(digits)))
-    answer = sorted_digits(digits)
+    answer = "".join(sorted(digits))
     place = rng.randrange(len(answer))
     other = rng.choice([digit for digit in string.digits if digit != answer[place]])
     return answer[:place] + other + answer[place + 1 :]
@@ -118,17 +129,17 @@ def corrupt(digits: str, corruption: str, rng: random.Random) -> str:
 
 def make_example(seed: int, index: int) -> Example:
     """Example `index` of the supervised data, a pure function of its arguments."""
-    digits = problem(seed, index, "train", MIN_DIGITS, MAX_DIGITS)
+    digits = problems(seed, "train").digits(index)
     rng = random.Random(f"corruption:{seed}:{index}")
     if rng.random() >= CORRUPTED_SHARE:
-        return Example(digits, sorted_digits(digits), None)
+        return Example(digits, "".join(sorted(digits)), None)
     corruption = rng.choices(CORRUPTIONS, CORRUPTION_WEIGHTS)[0]
     return Example(digits, corrupt(digits, corruption, rng), corruption)
 
 
 def as_tokens(example: Example, tokenizer: PreTrainedTokenizerFast) -> Tokens:
     """Problem and answer; what counts is the answer and its end."""
-    prompt = tokenizer.encode(prompt_text(example.digits))
+    prompt = tokenizer.encode(PROMPT.format(example.digits))
     answer = [*tokenizer.encode(example.answer), tokenizer.eos_token_id]
     return prompt + answer, [0] * len(prompt) + [1] * len(answer)
 
@@ -158,7 +169,7 @@ def answers(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, digits: Sequence[str], *, greedy: bool
 ) -> list[list[int]]:
     """One sampled (temperature 1) or greedy answer to each problem, as token ids, cut after `MAX_ANSWER_TOKENS`."""
-    encoded = tokenizer([prompt_text(d) for d in digits], padding=True, padding_side="left", return_tensors="pt")
+    encoded = tokenizer([PROMPT.format(d) for d in digits], padding=True, padding_side="left", return_tensors="pt")
     sampling = {} if greedy else {"top_k": 0}  # 0: from the whole vocabulary, not the 50 likeliest
     tokens = model.generate(
         input_ids=encoded["input_ids"],
@@ -170,14 +181,17 @@ def answers(
     return tokens[:, encoded["input_ids"].shape[1] :].tolist()
 
 
-def report(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, problems: int = 512) -> None:
+def report(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, count: int = 512) -> None:
     """Prints mean reward and success on held-out problems, sampled at temperature 1 and greedy."""
-    digits = [problem(seed, i, "eval", MIN_DIGITS, MAX_DIGITS) for i in range(problems)]
+    digits = [problems(seed, "eval").digits(number) for number in range(count)]
     for greedy in (False, True):
         replies = answers(model, tokenizer, digits, greedy=greedy)
-        scores = [score(tokenizer, d, reply) for d, reply in zip(digits, replies, strict=True)]
-        reward = sum(s.reward for s in scores) / problems
-        success = sum(s.success for s in scores) / problems
+        scores = [
+            SortDataset.grade("".join(sorted(d)), Answer.read(tokenizer, reply))
+            for d, reply in zip(digits, replies, strict=True)
+        ]
+        reward = sum(s.reward for s in scores) / count
+        success = sum(s.success for s in scores) / count
         print(f"{'greedy' if greedy else 'sampled':8s} reward {reward:.3f}  success {success:.3f}")
 
 

@@ -133,7 +133,7 @@ def make_pipeline(client: Any, groups: int, steps: int, flags: Sequence[str] = (
     from inference.router import Router
     from orchestrator.env import EnvContext, load_dataset
     from orchestrator.pipeline import Pipeline
-    from orchestrator.rollout import rollout_limits
+    from orchestrator.rollout import RolloutLimits
     from trireme.config.load import load
     from trireme.core.tokenizer import load_tokenizer
 
@@ -149,7 +149,7 @@ def make_pipeline(client: Any, groups: int, steps: int, flags: Sequence[str] = (
         config,
         [load_dataset(config.env[0], context)],
         Router({0: client}),
-        rollout_limits(config, context.tokenizer.decode),
+        RolloutLimits.of(config, context.tokenizer.decode),
     )
 
 

@@ -1,4 +1,4 @@
-"""The orchestrator as a Ray actor: the pipeline, and what it is built from. Nothing but wiring."""
+"""The orchestrator as a Ray actor: wires the pipeline to its parts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.metrics import StepSummary
 from orchestrator.pipeline import Pipeline
-from orchestrator.rollout import rollout_limits
-from orchestrator.state import OrchestratorState, read_snapshot, write_snapshot
-from orchestrator.workers import close_workers, open_workers
+from orchestrator.rollout import RolloutLimits
+from orchestrator.state import OrchestratorState
+from orchestrator.workers import workers
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
 from trireme.core.sampler import Heartbeat, Sampler
@@ -27,12 +28,12 @@ from trireme.process.environ import redirect_output
 from trireme.process.faults import fault_point, number_process
 
 COLLECT_AFTER = (200_000, 50)
-"""By how many objects there are more before the cycle collector looks at the young ones, and after how many such looks
-at the next older; Python's defaults are 700 and 10. So cycles that are nobody's may take tens of MB."""
+"""How many new objects there are before the cycle collector looks at the youngest generation, and after how many such
+passes at the next; Python's defaults are 700 and 10. Unused cycles may take tens of MB in between."""
 
 
 class OrchestratorActor:
-    """An async actor: all methods run on one event loop. `start` comes first, and is where bad input is found."""
+    """An async actor: all methods run on one event loop. `start` comes first, and refuses bad input."""
 
     def __init__(
         self,
@@ -41,26 +42,27 @@ class OrchestratorActor:
         reserved_factory: Callable[[], Sampler] | None,
         log_dir: Path | None,
     ) -> None:
+        self._resources = AsyncExitStack()
         redirect_output(log_dir, "orchestrator_0")
         number_process(0)
         trace.start(log_dir, "orchestrator_0", config.trace.max_mb)
         self._config, self._sampler_factory, self._reserved_factory = config, sampler_factory, reserved_factory
 
     async def start(self) -> None:
-        """Opens tokenizer and environment, and the way to the replicas. Raises BadInput."""
+        """Opens tokenizer and environments, and makes the samplers. Raises BadInput."""
         fault_point("orchestrator.start")
         config = self._config
         tokenizer, group_size = load_tokenizer(config.tokenizer_name), config.orchestrator.group_size
         context = EnvContext(
             tokenizer, config.seed, group_size, "train", config.renderer, config.model.start or config.model.name
         )
-        open_workers(config.orchestrator.workers)
+        await self._resources.enter_async_context(workers(config.orchestrator.workers))
         held_out = replace(context, group_size=config.eval.samples, split="eval")
         self._pipeline = Pipeline(
             config,
             [load_dataset(env, replace(context, group_size=config.group_size(env))) for env in config.env],
             self._sampler_factory(),
-            rollout_limits(config, tokenizer.decode),
+            RolloutLimits.of(config, tokenizer.decode),
             [load_dataset(env, held_out, "eval.env") for env in config.eval_envs] if config.eval.every else [],
             context.tokenizer.decode,
             self._reserved_factory and self._reserved_factory(),
@@ -80,22 +82,22 @@ class OrchestratorActor:
         self._pipeline.give_up_evaluation()
 
     async def heartbeat(self) -> Heartbeat:
-        """Answers at once."""
-        import ray  # an actor's process has it; whoever only builds a pipeline needs none
+        """Shows that the event loop runs."""
+        import ray  # here, because code that only builds a pipeline needs none
 
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
 
     async def join(self, index: int, client: Any, reserved: bool) -> None:
-        await self._pipeline.join(index, client, reserved=reserved)
+        await self._pipeline.replicas.join(index, client, reserved=reserved)
 
     async def leave(self, index: int, reason: str) -> None:
-        self._pipeline.leave(index, reason)
+        self._pipeline.replicas.leave(index, reason)
 
     async def drain(self, index: int, timeout_s: float) -> None:
-        await self._pipeline.drain(index, timeout_s)
+        await self._pipeline.replicas.drain(index, timeout_s)
 
     async def next_failure(self) -> tuple[int, str]:
-        return await self._pipeline.next_failure()
+        return await self._pipeline.replicas.next_failure()
 
     async def release(self, step: int) -> StepSummary:
         return self._pipeline.release(step)
@@ -105,26 +107,25 @@ class OrchestratorActor:
         self._snapshot = self._pipeline.snapshot()
 
     async def write_snapshot(self, path: Path) -> list[FileRecord]:
-        """Writes what `take_snapshot` kept, while everything goes on. Raises StorageFailed."""
-        return await asyncio.to_thread(_write, self._snapshot, path)
+        """Writes the state that `take_snapshot` kept, in a thread. Raises StorageFailed."""
+
+        def write() -> list[FileRecord]:
+            fault_point("orchestrator.save")
+            return self._snapshot.write(path)
+
+        return await asyncio.to_thread(write)
 
     async def load_state(self, path: Path) -> None:
-        self._pipeline.load(await asyncio.to_thread(read_snapshot, path))
+        self._pipeline.load(await asyncio.to_thread(OrchestratorState.read, path))
 
     async def stop(self) -> None:
         await self._pipeline.stop()
-        await close_workers()
+        await self._resources.aclose()
         trace.stop()
 
 
 def spare_collector() -> None:
-    """The cycle collector never looks again at what has been imported and opened, and less often at the rest. Rollouts
-    are many objects and hardly any cycles: with 10,000 of them in flight it took a third of the process's time, and
-    every one that is in flight is looked at again and again, the longer the more there are."""
+    """Makes the cycle collector skip the objects that exist now, and run less often. Rollouts are many objects and
+    hardly any cycles: with 10,000 in flight it took a third of the process's time, as it looks at each many times."""
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
-
-
-def _write(snapshot: OrchestratorState, path: Path) -> list[FileRecord]:
-    fault_point("orchestrator.save")
-    return write_snapshot(snapshot, path)

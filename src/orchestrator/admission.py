@@ -38,17 +38,13 @@ class Gate:
     """Lets in as many rollouts as `limit` allows; None: all of them."""
 
     def __init__(self, limit: int | None) -> None:
-        self._limit = limit
+        self.limit = limit
         self._in_flight: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self._waiting: dict[Kind, deque[tuple[int, asyncio.Future[None]]]] = {kind: deque() for kind in KINDS}
 
-    @property
-    def limit(self) -> int | None:
-        return self._limit
-
-    @limit.setter
-    def limit(self, limit: int) -> None:
-        self._limit = limit
+    def set_limit(self, limit: int) -> None:
+        """Changes the limit, and lets in the requests that fit now."""
+        self.limit = limit
         self._admit()
 
     @property
@@ -82,7 +78,7 @@ class Gate:
     def _admit(self) -> None:
         while kind := self._first():
             rollouts, turn = self._waiting[kind][0]
-            if self._limit is not None and self.in_flight and self.in_flight + rollouts > self._limit:
+            if self.limit is not None and self.in_flight and self.in_flight + rollouts > self.limit:
                 return
             self._waiting[kind].popleft()
             self._in_flight[kind] += rollouts
@@ -94,7 +90,7 @@ class Gate:
             while queue and queue[0][1].cancelled():
                 queue.popleft()
         waiting = [kind for kind, queue in self._waiting.items() if queue]
-        return min(waiting, key=self._in_flight.__getitem__) if waiting else None
+        return min(waiting, key=self._in_flight.__getitem__, default=None)
 
 
 @dataclass
@@ -129,14 +125,12 @@ class Backpressure:
     """
 
     def __init__(self, config: Config) -> None:
-        options, self._group_size = config.orchestrator, config.largest_group
-        self._auto = options.max_concurrent == "auto" and not config.deterministic
-        if config.deterministic:  # the load that replicas report, and when, differs between runs
-            self.gate = Gate(None)
-        elif options.max_concurrent == "auto":
-            self.gate = Gate(config.enough_rollouts(config.training_replicas, on_gpus=config.cluster.device == "gpu"))
-        else:
-            self.gate = Gate(options.max_concurrent)
+        limit, self._group_size = config.orchestrator.max_concurrent, config.largest_group
+        self._auto = limit == "auto" and not config.deterministic
+        if limit == "auto":
+            limit = config.enough_rollouts(config.training_replicas, on_gpus=config.cluster.device == "gpu")
+        # In deterministic mode there is no limit: the load that replicas report, and when, differs between runs.
+        self.gate = Gate(None if config.deterministic else limit)
         self._preempted: dict[int, int] = {}
         self._kv_now = self._kv_used = 0.0
         self._preemptions = 0
@@ -159,7 +153,7 @@ class Backpressure:
             limit = int(BACK_OFF * in_flight)
         elif not too_many and too_few and self.gate.holds_back:
             limit += a_group_each
-        self.gate.limit = max(limit, a_group_each)
+        self.gate.set_limit(max(limit, a_group_each))
 
     def take(self) -> dict[str, float]:
         """Returns metrics of a row: the limit now; the largest share of a KV cache in use and the preemptions since the

@@ -1,34 +1,31 @@
-"""From trajectories to training data: advantages, filters, and the merging of turns into datums. Pure functions.
+"""Turns trajectories into training data: advantages, and turns merged into datums. Pure functions.
 
-    ScoredGroup --group_to_rows--> [DatumTurns] --lay_out--> TokenBatch, a datum for each row
+    ScoredGroup --datum_turns--> [DatumTurns] --lay_out--> TokenBatch, a datum for each
 
-All rows of a minibatch are laid out together: what numpy takes for each of its calls is more than the numbers of one
-row take.
+All datums of a minibatch are laid out together: a numpy call costs more than the numbers of one datum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
-from trireme.core.types import Datum, Minibatch, Provenance, TokenBatch
+from trireme.core.types import Minibatch, Provenance, TokenBatch
 
 AdvantageKind = Literal["mean", "std", "leave_one_out"]
 STD_EPS = 1e-6
 """Added to the deviation, so that rewards which differ by rounding only do not become advantages of size 1."""
 
-T = TypeVar("T")
-
 
 def compute_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> npt.NDArray[np.float32]:
-    """Advantage of each rollout of a group, float32 [G]: all are 0 if the rewards are equal, else some are above 0 and
-    some below.
+    """Returns the advantage of each rollout of a group, float32 [G]. All are 0 if the rewards are equal; else some are
+    above 0 and some below.
 
     `mean`: r_i - mean(r). `std`: that divided by the group's (population) deviation, as in GRPO (arXiv:2402.03300).
     `leave_one_out`: r_i minus the mean of the others (RLOO, arXiv:2402.14740); needs at least two rollouts.
@@ -44,78 +41,59 @@ def compute_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> npt.N
 
 
 def is_constant(rewards_G: Sequence[float]) -> bool:
-    """Whether all rewards are exactly equal: no advantage but zero can follow from them."""
+    """True if all rewards are exactly equal, so that every advantage is 0."""
     return all(reward == rewards_G[0] for reward in rewards_G)
-
-
-def remove_constant_reward_groups(groups_P: Sequence[T], rewards: Callable[[T], Sequence[float]]) -> list[T]:
-    """The groups whose `rewards(group)` differ; the first group alone if none do, so that a batch is not empty."""
-    return [group for group in groups_P if not is_constant(rewards(group))] or list(groups_P[:1])
 
 
 @dataclass(frozen=True)
 class DatumTurns:
-    """What becomes one datum: `turns`, each of which extends the one before. With `counts` false its mask and its
-    advantages are 0 throughout."""
+    """The turns of one datum, each of which extends the one before."""
 
     turns: Sequence[Transition]
     advantage: float
     temperature: float
     counts: bool = True
+    """False: mask and advantages of the datum are 0 throughout."""
 
 
-def trajectory_to_data(trajectory: Trajectory, advantage: float, temperature: float) -> list[Datum]:
-    """The trajectory as datums, in which each sampled token is a target with mask 1 exactly once.
-
-    Turns whose observation begins with all tokens so far, exactly, extend the datum; any other turn starts a new one.
-    Inputs are the tokens without the last, columns belong to the tokens without the first. On tokens that were
-    observed, `logprobs`, `advantages` and `mask` are 0 and `versions` is -1. Raises ValueError for an empty
-    observation at a datum's start: nothing would predict the first sampled token.
-    """
-    batch = lay_out([DatumTurns(turns, advantage, temperature) for turns in _extending_turns(trajectory.transitions)])
-    data_D = map(batch.datum, range(len(batch)))
-    return [Datum(datum.model_input, datum.loss_fn_inputs, temperature) for datum in data_D]  # not rounded
-
-
-def _extending_turns(transitions: Sequence[Transition]) -> list[list[Transition]]:
+def datum_turns(trajectory: Trajectory, advantage: float, temperature: float, counts: bool = True) -> list[DatumTurns]:
+    """Splits a trajectory into datums: a turn whose observation begins with exactly all tokens so far extends the
+    datum, any other turn starts a new one."""
     runs: list[list[Transition]] = []
-    for turn in transitions:
-        if runs and extends(turn, runs[-1][-1]):
+    for turn in trajectory.transitions:
+        if runs and turn.extends(runs[-1][-1]):
             runs[-1].append(turn)
         else:
             runs.append([turn])
-    return runs
+    return [DatumTurns(turns, advantage, temperature, counts) for turns in runs]
 
 
-def extends(turn: Transition, before: Transition) -> bool:
-    """Whether what `turn` observes begins with all that `before` observed and did, exactly."""
-    observed, sampled = len(before.observation), len(before.observation) + len(before.action)
-    return np.array_equal(turn.observation[:observed], before.observation) and np.array_equal(
-        turn.observation[observed:sampled], before.action
-    )
+def lay_out(data_D: Sequence[DatumTurns]) -> TokenBatch:
+    """Lays out datums as one batch. Each sampled token is a target with mask 1 exactly once.
 
-
-def lay_out(rows_D: Sequence[DatumTurns]) -> TokenBatch:
-    """The rows as a batch, datum by datum: see `trajectory_to_data`. Raises ValueError as that."""
+    Inputs are a datum's tokens without the last, columns belong to its tokens without the first. On observed tokens
+    `logprobs`, `advantages` and `mask` are 0 and `versions` is -1. Raises ValueError for an empty observation at a
+    datum's start: nothing would predict the first sampled token.
+    """
     tokens: list[npt.NDArray[np.int32]] = []
     sampled: list[Transition] = []
-    lengths: list[int] = []  # of tokens that were observed and of tokens that were sampled, in turn
+    lengths: list[int] = []  # observed tokens, sampled tokens, observed tokens, ...
     advantages: list[float] = []
     counts: list[bool] = []
     ends: list[int] = []
     total = 0
-    for row in rows_D:
+    for datum in data_D:
         end = 0
-        for turn in row.turns:
+        for turn in datum.turns:
             observed, made = len(turn.observation), len(turn.action)
             lengths += (observed - end, made)
             end = observed + made
-        if not lengths[-2 * len(row.turns)]:
+        if not lengths[-2 * len(datum.turns)]:
             raise ValueError("a turn has an empty observation: nothing predicts its first sampled token")
-        tokens += (row.turns[-1].observation, row.turns[-1].action)  # which begins with all before it
-        sampled += row.turns
-        advantages += [row.advantage if row.counts else 0.0] * len(row.turns)
-        counts += [row.counts] * len(row.turns)
+        tokens += (datum.turns[-1].observation, datum.turns[-1].action)  # begins with all turns before it
+        sampled += datum.turns
+        advantages += [datum.advantage if datum.counts else 0.0] * len(datum.turns)
+        counts += [datum.counts] * len(datum.turns)
         total += end
         ends.append(total)
     ends_D = np.asarray(ends)
@@ -137,53 +115,64 @@ def lay_out(rows_D: Sequence[DatumTurns]) -> TokenBatch:
         tokens=np.delete(columns["target_tokens"], ends_D - 1),
         offsets=np.concatenate([[0], ends_D - np.arange(1, len(ends) + 1)]),
         columns={name: np.delete(column, starts_D) for name, column in columns.items()},
-        temperatures=np.asarray([row.temperature for row in rows_D], np.float32),
+        temperatures=np.asarray([datum.temperature for datum in data_D], np.float32),
     )
 
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group whose rollouts are done: `rewards_G` are sums of step rewards plus the group's reward. `metrics_G` come
-    with the group's rewards; `tags` are the names under which its metrics appear; all was sampled at `temperature`."""
+    """A group whose rollouts are done."""
 
     group: Group
     trajectories_G: tuple[Trajectory, ...]
     rewards_G: tuple[float, ...]
+    """Of each rollout: the sum of its steps' rewards plus the group's reward."""
     metrics_G: tuple[Mapping[str, float], ...]
+    """Reported together with the group's rewards."""
     tags: tuple[str, ...]
+    """Names under which the group's metrics appear."""
     temperature: float
+    """Of sampling."""
 
     @property
     def versions(self) -> tuple[int, int]:
-        """The oldest and the newest version that sampled one of its tokens."""
-        turns = (turn for trajectory in self.trajectories_G for turn in trajectory.transitions)
-        versions = {identity.version for turn in turns for identity in turn.identities}
+        """Returns the oldest and the newest version that sampled one of its tokens."""
+        versions = set().union(*(trajectory.versions for trajectory in self.trajectories_G))
         return min(versions), max(versions)
 
 
-def group_to_rows(scored: ScoredGroup, kind: AdvantageKind, overlong_filter: bool) -> list[DatumTurns]:
-    """The rows of all trajectories of a group. `overlong_filter`: those cut by length do not count in the loss, as they
-    do not show how good the answer would have been."""
-    advantages_G = compute_advantages(scored.rewards_G, kind).tolist()
-    return [
-        DatumTurns(turns, advantage, scored.temperature, not overlong_filter or trajectory.stop_reason == "stop")
-        for trajectory, advantage in zip(scored.trajectories_G, advantages_G, strict=True)
-        for turns in _extending_turns(trajectory.transitions)
-    ]
-
-
 def build_minibatch(
-    step: int, scored_P: Sequence[ScoredGroup], rows_P: Sequence[Sequence[DatumTurns]], last: bool
+    step: int, scored_P: Sequence[ScoredGroup], kind: AdvantageKind, overlong_filter: bool, last: bool
 ) -> Minibatch:
-    """The rows of some groups, in that order, with where they came from. `last`: this ends its substep."""
-    batch = lay_out([row for rows in rows_P for row in rows])
-    floors = np.repeat([s.group.floor for s in scored_P], [len(rows) for rows in rows_P]).astype(np.int32)
+    """Builds a minibatch of groups, in that order, with where they came from.
+
+    `overlong_filter`: answers cut by length do not count in the loss, as they do not show how good they would have
+    been. `last`: the minibatch ends its substep.
+    """
+    data_PD = [
+        [
+            datum
+            for trajectory, advantage in zip(
+                scored.trajectories_G, compute_advantages(scored.rewards_G, kind).tolist(), strict=True
+            )
+            for datum in datum_turns(
+                trajectory,
+                advantage,
+                scored.temperature,
+                counts=not overlong_filter or trajectory.stop_reason == "stop",
+            )
+        ]
+        for scored in scored_P
+    ]
+    batch = lay_out([datum for data_D in data_PD for datum in data_D])
+    floors = np.repeat([s.group.floor for s in scored_P], [len(data_D) for data_D in data_PD]).astype(np.int32)
     turns = [turn for s in scored_P for trajectory in s.trajectories_G for turn in trajectory.transitions]
-    identities = tuple(sorted({identity for turn in turns for identity in turn.identities}))
     return Minibatch(
         batch=batch,
-        provenance=Provenance(step, floors, identities),
-        problems_D=tuple(s.group.problem for s, rows in zip(scored_P, rows_P, strict=True) for _ in rows),
+        provenance=Provenance(
+            step, floors, tuple(sorted({identity for turn in turns for identity in turn.identities}))
+        ),
+        problems_D=tuple(s.group.problem for s, data_D in zip(scored_P, data_PD, strict=True) for _ in data_D),
         last=last,
         num_groups=len(scored_P),
         num_loss_tokens=int(np.count_nonzero(batch.columns["mask"])),

@@ -1,7 +1,6 @@
-"""The data cursor: the endless stream of problems, epoch after epoch, each with an id by which it is found again.
+"""The endless stream of problems, epoch after epoch, each with an id by which it is found again.
 
-A `Cursor` walks through one dataset; a `Mix` draws from several, by weight. Both are a few numbers: what a commit
-holds.
+A `ProblemCursor` walks through one dataset; a `Mix` draws from several, by weight. The state of both is a few numbers.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from orchestrator.env import EnvGroupBuilder, RLDataset
 from trireme.core.errors import BadInput
 
 GOLDEN = 0x9E3779B97F4A7C15
-"""2^64 divided by the golden ratio: steps of this size, around a circle of 2^64, leave no large gap anywhere."""
+"""2^64 divided by the golden ratio: steps of this size around a circle of 2^64 leave no large gap anywhere."""
 
 
 @dataclass
 class ProblemCursor:
-    """The next problem is number `position` of batch `batch` of the dataset, in `epoch`: three numbers, its state."""
+    """A place in a dataset: the next problem is number `position` of batch `batch`, in `epoch`."""
 
     dataset: RLDataset
     epoch: int = 0
@@ -31,7 +30,7 @@ class ProblemCursor:
     _loaded: tuple[int, list[EnvGroupBuilder]] | None = field(default=None, repr=False)
 
     def next_problem(self) -> str:
-        """Id of the next problem, `epoch.batch.position`; moves on."""
+        """Returns the id of the next problem, `epoch.batch.position`, and advances."""
         problem = f"{self.epoch}.{self.batch}.{self.position}"
         self.position += 1
         if self.position >= len(self._problems(self.batch)):
@@ -41,7 +40,7 @@ class ProblemCursor:
         return problem
 
     def builder(self, problem: str) -> EnvGroupBuilder:
-        """The problem that `next_problem` named. Raises BadInput when it is not in the dataset (any more)."""
+        """Returns the problem with this id. Raises BadInput when it is not in the dataset."""
         _, batch, position = map(int, problem.split("."))
         if batch >= len(self.dataset) or position >= len(self._problems(batch)):
             raise BadInput(
@@ -54,7 +53,7 @@ class ProblemCursor:
         return {"epoch": self.epoch, "batch": self.batch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on where another cursor stood. Raises BadInput when the dataset has no such place."""
+        """Continues where another cursor stood. Raises BadInput when the dataset has no such place."""
         self.epoch, self.batch, self.position = state["epoch"], state["batch"], state["position"]
         self.builder(f"{self.epoch}.{self.batch}.{self.position}")
 
@@ -70,13 +69,13 @@ class ProblemCursor:
 
 
 class Mix:
-    """The problems of several environments, by name, as one stream. Within an environment the order is its dataset's.
+    """Mixes the problems of several environments into one stream. Within an environment the order is its dataset's.
 
-    Whose turn it is follows from `seed` and the number of problems drawn so far alone: places on a circle, of which
-    each environment has a share by its weight. Of any n problems in a row its part of n is met but for a few (log n).
+    The next environment follows from `seed` and the number of problems drawn so far alone: places on a circle, of which
+    each environment has a share by its weight. Of any n problems in a row an environment has its share but for a few
+    (log n).
 
-    Of one environment alone the ids are those of its cursor; of several they begin with the environment's name:
-    `guess/0.1.2`.
+    Ids are those of the environment's cursor; with several environments they begin with its name: `guess/0.1.2`.
     """
 
     def __init__(self, datasets: Mapping[str, RLDataset], weights: Sequence[float], seed: int) -> None:
@@ -87,7 +86,7 @@ class Mix:
         self._drawn = 0
 
     def next_problem(self) -> str:
-        """Id of the next problem; moves on."""
+        """Returns the id of the next problem, and advances."""
         place = (self._start + self._drawn * GOLDEN) % 2**64 / 2**64
         name = self._names[min(bisect_right(self._bounds, place), len(self._names) - 1)]
         self._drawn += 1
@@ -95,7 +94,7 @@ class Mix:
         return problem if len(self._names) == 1 else f"{name}/{problem}"
 
     def env_of(self, problem: str) -> str:
-        """Name of the environment that the problem is of. Raises BadInput when it is none of these."""
+        """Returns the name of the problem's environment. Raises BadInput when it is none of these."""
         name = problem.rpartition("/")[0] or self._names[0]
         if name not in self._cursors:
             raise BadInput(
@@ -105,14 +104,14 @@ class Mix:
         return name
 
     def builder(self, problem: str) -> EnvGroupBuilder:
-        """The problem that `next_problem` named. Raises BadInput when there is no such problem (any more)."""
+        """Returns the problem with this id. Raises BadInput when there is none."""
         return self._cursors[self.env_of(problem)].builder(problem.rpartition("/")[2])
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": self._drawn, "cursors": [[name, c.state_dict()] for name, c in self._cursors.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another mix stood. Raises BadInput when the environments or their data are others."""
+        """Continues where another mix stood. Raises BadInput when the environments or their data are others."""
         names = [name for name, _ in state["cursors"]]
         if len(names) != len(self._names) or (len(names) > 1 and names != self._names):
             raise BadInput(

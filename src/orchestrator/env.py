@@ -1,12 +1,12 @@
-"""Environments: what a policy is asked, and what its answers are worth.
+"""Environments: they ask a policy, and reward its answers.
 
     RLDataset --get_batch(i)--> [EnvGroupBuilder] --make_envs()--> [Env] x group_size --one rollout each--> Trajectory
                                        |                                                                      |
                                        +---------------- compute_group_rewards(trajectories_G) <--------------+
 
-Everything here speaks tokens: an environment is given the tokens that were sampled, and answers with tokens. A text
-that was sampled is never tokenised again. A new single-turn environment is an `Env` of two methods, a builder that
-makes `group_size` of them for one problem, and a dataset that lists the builders.
+Everything here speaks tokens: an environment gets the tokens that were sampled, and answers with tokens. Sampled text
+is never tokenised again. A new single-turn environment is an `Env` of two methods, a builder that makes `group_size` of
+them for one problem (`EnvGroup`), and a dataset that lists the builders.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from trireme.core.types import StopReason, WeightIdentity
 from trireme.renderers import Renderer, make_renderer
 
 StopCondition = tuple[int | str, ...]
-"""Token ids and strings that end an action. The stop token itself, and the tokens up to the one that completes a string
-in the action's text, are part of it."""
+"""Token ids and strings that end an action. A stop token, and all tokens of a string that ends the action, are part of
+the action."""
 
 BUILT_IN = {
     "arithmetic": "orchestrator.envs.arithmetic:ArithmeticDataset",
@@ -41,54 +41,70 @@ BUILT_IN = {
     "twenty_questions": "orchestrator.envs.twenty_questions:TwentyQuestionsDataset",
 }
 VERIFIERS, TASKSETS = "verifiers:", "orchestrator.envs.verifiers:TasksetDataset"
-"""An id that begins so names a taskset of the package verifiers, which this dataset plays."""
+"""The prefix of ids that name a taskset of the package verifiers, and the dataset that plays it."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an action led to. With `episode_done` the next observation is not looked at, and may be empty.
-
-    `metrics` are averaged over all steps that report them; `logs` are kept with the rollout and read by people.
-    """
+    """The result of an action."""
 
     reward: float
     episode_done: bool
     next_observation: Sequence[int] = ()
+    """The next prompt, whole; not used when the episode is done."""
     next_stop_condition: StopCondition = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Averaged over all steps that report them."""
     logs: Mapping[str, Any] = field(default_factory=dict)
+    """Kept with the rollout, for people to read."""
 
 
 @dataclass(frozen=True)
 class Transition:
-    """One turn: `observation` int32 [T_ob] (the whole prompt), `action` int32 [T_ac], `logprobs` float32 [T_ac] as
-    sampled, `versions` int32 [T_ac] of the weights that sampled each token, all of which `identities` name, and `mixed`
-    bool [T_ac]: those weights read keys and values of older ones."""
+    """One turn: a prompt and the answer that was sampled."""
 
     observation: npt.NDArray[np.int32]
+    """[T_ob], the whole prompt."""
     action: npt.NDArray[np.int32]
+    """[T_ac]."""
     logprobs: npt.NDArray[np.float32]
+    """[T_ac], as sampled."""
     versions: npt.NDArray[np.int32]
+    """[T_ac], of the weights that sampled each token."""
     mixed: npt.NDArray[np.bool_]
+    """[T_ac], True where those weights read keys and values of older ones."""
     identities: tuple[WeightIdentity, ...]
+    """Of all `versions`."""
     stop_reason: StopReason
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     logs: Mapping[str, Any] = field(default_factory=dict)
 
+    def extends(self, before: Transition) -> bool:
+        """True if this observation begins with exactly the observation and the action of the turn `before`."""
+        observed, sampled = len(before.observation), len(before.observation) + len(before.action)
+        return np.array_equal(self.observation[:observed], before.observation) and np.array_equal(
+            self.observation[observed:sampled], before.action
+        )
+
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One rollout. `stop_reason`: `stop` or `length` of the last action, or `max_seq_len` when the episode could not go
-    on because the next prompt was too long."""
+    """One rollout."""
 
     transitions: tuple[Transition, ...]
     stop_reason: Literal["stop", "length", "max_seq_len"]
+    """Of the last action; `max_seq_len` when the episode ended because the next prompt was too long."""
 
     @property
     def reward(self) -> float:
-        """Sum of the rewards of its steps (without the group's reward)."""
+        """The sum of the rewards of its steps, without the group's reward."""
         return sum(t.reward for t in self.transitions)
+
+    @property
+    def versions(self) -> set[int]:
+        """The versions that sampled its tokens."""
+        return {identity.version for turn in self.transitions for identity in turn.identities}
 
     @property
     def num_action_tokens(self) -> int:
@@ -100,11 +116,11 @@ class Env(ABC):
 
     @abstractmethod
     async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
-        """The first prompt, and what ends the answer to it."""
+        """Returns the first prompt, and what ends the answer to it."""
 
     @abstractmethod
     async def step(self, action: Sequence[int]) -> StepResult:
-        """Takes the sampled tokens (with what ended them, if anything did)."""
+        """Takes the sampled tokens, including the stop token if one ended them."""
 
 
 class EnvGroupBuilder(ABC):
@@ -112,67 +128,78 @@ class EnvGroupBuilder(ABC):
 
     @abstractmethod
     async def make_envs(self) -> Sequence[Env]:
-        """New environments, one for each rollout of the group. Called again when a rollout is retried: then only that
-        rollout's environment of the new ones is used."""
+        """Makes new environments, one for each rollout of the group. Called again when a rollout is retried; then only
+        that rollout's environment is used."""
 
     async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
-        """A reward that needs the whole group, and metrics, for each trajectory; added to the rewards of its steps.
-
-        Rollouts that failed for good are left out of `trajectories_G`.
-        """
+        """Returns for each trajectory a reward that needs the whole group, which is added to the rewards of its steps,
+        and metrics. Rollouts that failed for good are not in `trajectories_G`."""
         return [(0.0, {}) for _ in trajectories_G]
 
     async def cleanup(self) -> None:
-        """Called once when the group is done with, however it ended."""
+        """Called once when the group has ended, for whatever reason."""
         return
 
     def logging_tags(self) -> Sequence[str]:
-        """Further names under which this problem's metrics appear (`env/<tag>/*`), beside the environment's own."""
+        """Returns further names under which this problem's metrics appear (`env/<tag>/*`)."""
         return ()
 
 
+@dataclass(frozen=True)
+class EnvGroup(EnvGroupBuilder):
+    """One problem: `size` environments, each made by `make`, which must be picklable."""
+
+    make: Callable[[], Env]
+    size: int
+
+    async def make_envs(self) -> Sequence[Env]:
+        return [self.make() for _ in range(self.size)]
+
+
 class RLDataset(ABC):
-    """Problems in batches. How they are batched has nothing to do with the size of a training batch.
+    """Problems in batches, whose size is independent of the training batch.
 
     `get_batch(i)` gives the same problems whenever it is called with the same `i`: a problem that has to be sampled
-    again is looked up by its place.
+    again is found by its place.
     """
 
     @abstractmethod
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        """The problems of batch `index`, 0 <= index < len(self); never empty."""
+        """Returns the problems of batch `index`, 0 <= index < len(self); at least one."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of batches."""
+        """Returns the number of batches."""
 
 
 @dataclass(frozen=True)
 class EnvContext:
-    """What a dataset is given beside its own arguments. `tokenizer` is a `transformers` tokenizer, `renderer` stands
-    between chat messages and its tokens, as `rendering` says. `model` is the one that the run starts from.
+    """The first argument of a dataset.
 
-    For runs that are repeated bit for bit, all randomness of an environment follows from `seed` and the problem: the
-    state of a process's random generators is not saved.
+    All randomness of an environment must follow from `seed` and the problem, so that runs can be repeated bit for bit:
+    the state of a process's random generators is not saved.
     """
 
     tokenizer: Any
+    """A `transformers` tokenizer."""
     seed: int
     group_size: int
     split: Literal["train", "eval"] = "train"
     rendering: RendererConfig = field(default_factory=RendererConfig)
+    """How `renderer` turns chat messages into tokens."""
     model: str | None = None
+    """Name or path of the model that the run starts from."""
 
     @cached_property
     def renderer(self) -> Renderer:
-        """Made when it is first asked for. Raises BadInput when it does not suit the tokenizer."""
+        """The renderer, made on first use. Raises BadInput if it does not suit the tokenizer."""
         return make_renderer(tokenizer=self.tokenizer, **self.rendering.model_dump())
 
 
 def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> RLDataset:
-    """The dataset that `env.id` names, built as `Class(context, **env.args)`. Errors name the keys in `section`.
+    """Makes the dataset that `env.id` names: `Class(context, **env.args)`. Errors name the keys in `section`.
 
-    Raises BadInput for an id that does not lead to a dataset, and for arguments that it does not take.
+    Raises BadInput for an id that does not lead to a dataset, and for arguments that the dataset refuses.
     """
     dataset_class = _find_class(env.id, section)
     try:

@@ -1,29 +1,29 @@
-"""Evaluation within a run: the same held-out problems again and again, each time under the weights of one version.
+"""Evaluation within a run: the same held-out problems each time, under the weights of one version.
 
     update to v delivered --due--> all problems of the split, group by group --all ended--> row of step v
              ^                                                                    |
              +---------------- the next update waits, and so the trainer ---------+
 
-When. Before the first step, every `eval.every` steps, and at the end. The evaluation of version v stands in the row of
-step v, which begins with these weights; that of the last version in the last row, as there is no later one. A row holds
-one evaluation: the one that would share the last row is left out.
+Schedule. Before the first step, every `eval.every` steps, and at the end. The evaluation of version v stands in the row
+of step v, which begins with these weights; that of the last version in the last row, as there is no later one. A row
+holds one evaluation: the one that would share the last row is left out.
 
-Never two versions. The next update waits until the evaluation has ended. Until then training goes on, with what has
-been and is being sampled by the same version. Each token is checked: another version is a ProvenanceError.
+One version. The next update waits until the evaluation has ended. Meanwhile training continues, with samples of the
+same version. Each token is checked: another version is a ProvenanceError.
 
-Beside training. Both ask the gate for room, a group at a time; there neither keeps the other out. In deterministic mode
+Beside training. Both get permits at the gate, a group at a time; there neither starves the other. In deterministic mode
 all of an evaluation is sampled in lockstep, and nothing else meanwhile.
 
-Replicas of its own (`eval.replicas`). They take weights only when these are to be evaluated, and nothing waits for
-them, but the next evaluation. One stands in the row of the step during which it ended; `version` says what it was of.
+Reserved replicas (`eval.replicas`). They take weights only when these are due, and only the next evaluation waits for
+them. An evaluation stands in the row of the step during which it ended; `version` says which weights it was of.
 
 Failed rollouts are tried again as in training. Those that fail for good are counted (`failed`) and left out of every
-mean: they are no zeros. A refused prompt fails at once.
+mean: they are no zeros. A refused prompt fails without another try.
 
 Several environments are evaluated at the same time, each by its own problems.
 
 Metrics, all under `eval/<environment>/`
-  version, problems   which weights; how many problems have at least one rollout
+  version, problems   of the weights; number of problems with at least one rollout
   n, failed           rollouts that count, and rollouts that failed for good
   errors/<type>       failed tries
   avg@k               mean over problems of the mean reward of their rollouts; k = `eval.samples`
@@ -33,8 +33,8 @@ Metrics, all under `eval/<environment>/`
   .../ci95            half the width of the 95 % interval of such a mean, problems being the sample
   reward/total, ...   what `env/all/*` and `stop/*` are in training
 
-State. A snapshot says which version was evaluated last, what is not in a row yet, and whether an evaluation was due or
-under way: that one is done again, with the weights of the commit.
+State. A state says which version was evaluated last, what is not in a row yet, and whether an evaluation was due or
+running: that one is repeated, with the weights of the commit.
 """
 
 from __future__ import annotations
@@ -52,21 +52,22 @@ import numpy as np
 from orchestrator.admission import Gate
 from orchestrator.advantages import ScoredGroup
 from orchestrator.cursor import ProblemCursor
-from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
-from orchestrator.group_runner import GroupOutcome, GroupRunner, GroupSettings
+from orchestrator.env import EnvGroupBuilder, RLDataset
+from orchestrator.group_runner import GroupOutcome, GroupRunner
 from orchestrator.ledger import Group
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import env_metrics
 from orchestrator.rollout import RolloutLimits, Sample
 from trireme.config import Config
-from trireme.core.errors import ProvenanceError, RoomFailed
+from trireme.config.schema import EnvConfig
+from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Sampler
 from trireme.core.weights import PublishedWeights
 from trireme.process import trace
 from trireme.process.faults import fault_point
 
 PASSED_REWARD = 1.0
-"""A rollout passes with this reward or more: full marks."""
+"""A rollout passes with this reward or more."""
 CI95 = 1.96
 """Half the width of a 95 % interval, in standard errors."""
 
@@ -75,19 +76,21 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """When evaluations are due. `every` = 0: never. `last` is the version that the run ends with."""
+    """Says when evaluations are due."""
 
     every: int
+    """In steps; 0: never."""
     last: int
+    """The version that the run ends with."""
 
     def due(self, version: int, done: int | None, owed: bool) -> bool:
-        """Whether `version` is to be evaluated. `done` was evaluated last; `owed`: one was begun and has not ended."""
+        """True if `version` is due. `done` was evaluated last; `owed`: an evaluation was begun and has not ended."""
         if not self.every or version == done or version == self.last - 1:  # it would share the last row
             return False
         return done is None or owed or version % self.every == 0 or version == self.last
 
     def row(self, version: int) -> int:
-        """The step whose row holds the evaluation of `version`."""
+        """Returns the step whose row holds the evaluation of `version`."""
         return min(version, self.last - 1)
 
 
@@ -104,15 +107,15 @@ class Evaluator:
         gate: Gate,
         reserved: Sampler | None = None,
     ) -> None:
-        """`reserved`: the replicas that do nothing else; then `sample` and `gate` are not used."""
+        """`reserved`: the replicas that only evaluate; then `sample` and `gate` are not used."""
         self._config, self._reserved = config, reserved
         self._sample, self._gate = sample, gate
         if reserved:
-            room = config.enough_rollouts(config.eval.replicas, on_gpus=config.cluster.device == "gpu")
-            self._sample, self._gate = reserved.sample, Gate(room)
-        self._datasets = {env.label: dataset for env, dataset in zip(config.eval_envs, datasets, strict=False)}
+            limit = config.enough_rollouts(config.eval.replicas, on_gpus=config.cluster.device == "gpu")
+            self._sample, self._gate = reserved.sample, Gate(limit)
+        self._datasets = list(zip(config.eval_envs, datasets, strict=False))
         self._schedule = Schedule(config.eval.every, config.max_steps)
-        self._rules = {env.label: self._rules_of(env.label, limits) for env in config.eval_envs}
+        self._limits = limits
         self._task: asyncio.Task[None] | None = None
         self._begun: int | None = None
         self._done: int | None = None
@@ -120,61 +123,48 @@ class Evaluator:
         self._rows: dict[int, dict[str, float]] = {}
         self._waited_s = 0.0
 
-    def _rules_of(self, env: str, limits: RolloutLimits) -> GroupSettings:
-        options = self._config.orchestrator
-        return GroupSettings(
-            env=env,
-            size=self._config.eval.samples,
-            needed=1,
-            sampling=self._config.eval_sampling,
-            limits=limits,
-            seed=self._config.seed,
-            retries=options.retries,
-            timeout_s=options.generation_timeout_s,
-        )
-
     def begin(self, weights: PublishedWeights, spawn: Spawn) -> None:
-        """All replicas but the reserved ones hold `weights`: begins the evaluation of that version if it is due."""
+        """Begins the evaluation of `weights`, which all replicas but the reserved ones hold, if it is due."""
         version = weights.identity.version
         if self._due(version):
             self._owed, self._begun = True, version
             self._task = spawn(self._evaluate(weights), f"evaluation of version {version}")
 
     async def before_update(self, version: int) -> None:
-        """Returns when replicas may take `version`: not while they evaluate, nor, where others do that, while these are
-        busy and `version` is due too (or the last row is near, which holds one evaluation). Raises what an evaluation
-        failed with."""
+        """Waits until replicas may take `version`: not while they evaluate. Where reserved replicas evaluate: not while
+        these are busy and `version` is due too, or the last row is near, which holds one evaluation. Raises the error
+        of an evaluation."""
         near_end = version >= self._schedule.last - 1
-        if not self._reserved or (self._under_way and (near_end or self._due(version))):
+        if not self._reserved or (self._runs and (near_end or self._due(version))):
             await self.ended()
 
     @property
-    def _under_way(self) -> bool:
+    def _runs(self) -> bool:
         return self._task is not None and not self._task.done()
 
     def _due(self, version: int) -> bool:
-        if self._under_way:
+        if self._runs:
             return self._schedule.due(version, self._begun, owed=False)
         return self._schedule.due(version, self._done, self._owed)
 
     async def ended(self) -> None:
-        """Returns when no evaluation is under way. Raises what it failed with."""
+        """Waits until no evaluation is running. Raises its error."""
         if self._task is None:
             return
         now = asyncio.get_running_loop().time
         started = now()
-        await asyncio.wait([self._task])  # it has a deadline of its own
+        await asyncio.wait([self._task])  # has a deadline of its own
         self._waited_s += now() - started
         if not self._task.cancelled():
             self._task.result()
 
     def give_up(self) -> None:
-        """Ends the evaluation under way, if there is one; it stays due."""
+        """Ends a running evaluation; it stays due."""
         if self._task:
             self._task.cancel()
 
     def take(self, step: int) -> dict[str, float]:
-        """What the row of `step` is to hold; nothing when no evaluation belongs there."""
+        """Returns metrics for the row of `step`; empty when no evaluation belongs there."""
         row: dict[str, float] = {}
         for due in [due for due in self._rows if due <= step]:
             row |= self._rows.pop(due)
@@ -183,7 +173,7 @@ class Evaluator:
         return row
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON values; rows as pairs, because their keys are numbers."""
+        """Returns JSON values; rows as pairs, because their keys are numbers."""
         return {"done": self._done, "owed": self._owed, "rows": [[step, dict(row)] for step, row in self._rows.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -200,8 +190,8 @@ class Evaluator:
         self._done, self._owed = version, False
 
     async def evaluate(self, version: int) -> dict[str, float]:
-        """The metrics of `version`, which all replicas hold. Raises RoomFailed after `timeouts.step_s`, saying how much
-        is missing; and ProvenanceError."""
+        """Evaluates `version`, which all replicas hold, and returns the metrics. Raises RoomFailed after
+        `timeouts.step_s`, saying how much is missing, and ProvenanceError."""
         fault_point("orchestrator.evaluation")
         now, limit_s = asyncio.get_running_loop().time, self._config.timeouts.step_s
         started, evaluations = now(), self._evaluations(version)
@@ -210,7 +200,7 @@ class Evaluator:
                 with trace.span("evaluation", "evaluation", version=version):
                     await self._play(evaluations)
         except TimeoutError:
-            missing = [f"{e.missing} of {len(e.problems_P)} problems of environment {e.env}" for e in evaluations]
+            missing = [f"{e.missing} of {len(e.problems_P)} problems of environment {e.env.label}" for e in evaluations]
             errors = sum((e.errors for e in evaluations), Counter[str]())
             raise RoomFailed(
                 f"waited {limit_s:g} s (timeouts.step_s) for the evaluation of version {version}: "
@@ -219,30 +209,23 @@ class Evaluator:
             ) from None
         row = {"perf/evaluation_s": now() - started}
         for e in evaluations:
-            values = evaluation_metrics(version, e.in_order(), self._config.eval.samples, e.errors)
-            row |= {f"eval/{e.env}/{name}": value for name, value in values.items()}
+            row |= e.metrics(self._config.eval.samples)
         return row
 
     def _evaluations(self, version: int) -> list[Evaluation]:
-        """Of each environment the first `eval.problems` of its dataset. Groups are numbered throughout, and their
-        problems have ids that no training rollout has: ids lead to seeds."""
+        """Takes the first `eval.problems` of each environment's dataset. Groups are numbered throughout, and the ids of
+        their problems, from which seeds follow, are those of no training rollout."""
         numbers = count()
         evaluations = []
-        for env, dataset in self._datasets.items():
-            problems_P = [
-                (Group(next(numbers), f"eval/{env}/{version}/{problem}", requeues=0, floor=version), builder)
-                for problem, builder in self._problems(dataset)
-            ]
+        for env, dataset in self._datasets:
+            cursor = ProblemCursor(dataset)
+            problems_P: list[tuple[Group, EnvGroupBuilder]] = []
+            while cursor.epoch == 0 and len(problems_P) != self._config.eval.problems:
+                problem = cursor.next_problem()
+                group = Group(next(numbers), f"eval/{env.label}/{version}/{problem}", requeues=0, floor=version)
+                problems_P.append((group, cursor.builder(problem)))
             evaluations.append(Evaluation(env, version, problems_P))
         return evaluations
-
-    def _problems(self, dataset: RLDataset) -> list[tuple[str, EnvGroupBuilder]]:
-        cursor = ProblemCursor(dataset)
-        found: list[tuple[str, EnvGroupBuilder]] = []
-        while cursor.epoch == 0 and len(found) != self._config.eval.problems:
-            problem = cursor.next_problem()
-            found.append((problem, cursor.builder(problem)))
-        return found
 
     async def _play(self, evaluations: Sequence[Evaluation]) -> None:
         pace = Lockstep(lambda: False) if self._config.deterministic else OwnPace()
@@ -257,10 +240,12 @@ class Evaluator:
             raise failed.exceptions[0] from None
 
     async def _play_group(self, evaluation: Evaluation, pace: OwnPace, group: Group, builder: EnvGroupBuilder) -> None:
-        player = GroupRunner(self._rules[evaluation.env], self._sample, pace, evaluation.note, evaluation.check)
-        permit = await self._gate.enter("eval", player.rules.size)
+        runner = GroupRunner(
+            self._config, evaluation.env, self._limits, self._sample, pace, evaluation.note, evaluates=True
+        )
+        permit = await self._gate.enter("eval", runner.size)
         try:
-            evaluation.played[group.index] = await player.play(group, builder, permit, over=lambda: None)
+            evaluation.outcomes[group.index] = await runner.run(group, builder, permit, over=lambda: None)
         finally:
             permit.close()
         pace.leave(group.index)
@@ -268,56 +253,42 @@ class Evaluator:
 
 @dataclass
 class Evaluation:
-    """One environment's evaluation under way: what has been played so far, and the failed tries by type."""
+    """A running evaluation of one environment."""
 
-    env: str
+    env: EnvConfig
     version: int
     problems_P: Sequence[tuple[Group, EnvGroupBuilder]]
-    played: dict[int, GroupOutcome] = field(default_factory=dict)
+    outcomes: dict[int, GroupOutcome] = field(default_factory=dict)
+    """Of the groups that have ended, by index."""
     errors: Counter[str] = field(default_factory=Counter)
+    """Failed tries, by the type of their error."""
 
     @property
     def missing(self) -> int:
-        return len(self.problems_P) - len(self.played)
-
-    def in_order(self) -> list[GroupOutcome]:
-        return [self.played[index] for index in sorted(self.played)]
+        return len(self.problems_P) - len(self.outcomes)
 
     def note(self, error: Exception) -> None:
         self.errors[type(error).__name__] += 1
 
-    def check(self, group: Group, trajectories_G: Sequence[Trajectory]) -> None:
-        """Raises ProvenanceError when a token is not of the version that is evaluated."""
-        sampled_by = {i.version for t in trajectories_G for turn in t.transitions for i in turn.identities}
-        if sampled_by != {self.version}:
-            raise ProvenanceError(
-                f"problem {group.problem} was to be evaluated under version {self.version} alone, but its tokens were "
-                f"sampled by versions {sorted(sampled_by)}: the replicas took other weights before the end"
-            )
-
-
-def evaluation_metrics(
-    version: int, played_P: Sequence[GroupOutcome], samples: int, errors: Mapping[str, int]
-) -> dict[str, float]:
-    """The metrics that the module's docstring lists, without their prefix."""
-    scored_P = [played.scored for played in played_P if played.scored]
-    n = sum(len(scored.rewards_G) for scored in scored_P)
-    counted = {
-        "version": version,
-        "problems": len(scored_P),
-        "n": n,
-        "failed": samples * len(played_P) - n,
-        **{f"errors/{name}": count for name, count in sorted(errors.items())},
-    }
-    row = {name: float(count) for name, count in counted.items()}
-    return row | _scores(scored_P, samples) if scored_P else row
+    def metrics(self, samples: int) -> dict[str, float]:
+        """Returns the metrics that the module's docstring lists, of `samples` rollouts per problem."""
+        scored_P = [outcome.scored for _, outcome in sorted(self.outcomes.items()) if outcome.scored]
+        n = sum(len(scored.rewards_G) for scored in scored_P)
+        row = {
+            "version": self.version,
+            "problems": len(scored_P),
+            "n": n,
+            "failed": samples * len(self.outcomes) - n,
+            **{f"errors/{name}": count for name, count in sorted(self.errors.items())},
+            **(_scores(scored_P, samples) if scored_P else {}),
+        }
+        return {f"eval/{self.env.label}/{name}": float(value) for name, value in row.items()}
 
 
 def _scores(scored_P: Sequence[ScoredGroup], samples: int) -> dict[str, float]:
-    as_in_training = env_metrics(scored_P)
     row = {
         name.removeprefix("env/all/"): value
-        for name, value in as_in_training.items()
+        for name, value in env_metrics(scored_P).items()
         if name.startswith(("env/all/", "stop/"))
     }
     row |= _with_interval(f"avg@{samples}", [float(np.mean(scored.rewards_G)) for scored in scored_P])
@@ -328,7 +299,7 @@ def _scores(scored_P: Sequence[ScoredGroup], samples: int) -> dict[str, float]:
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """The chance that at least one of k rollouts passes, drawn without replacement from n of which `passed` did.
+    """Returns the chance that one or more of k rollouts pass, drawn without replacement from n of which `passed` did.
 
     >>> pass_at_k(4, 1, 2)
     0.5
@@ -337,7 +308,7 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 
 def _with_interval(name: str, values_P: Sequence[float]) -> dict[str, float]:
-    """The mean over problems and its interval; only what can be computed from as many as there are."""
+    """Returns the mean over problems and its interval, as far as there are enough problems."""
     row = {name: float(np.mean(values_P))} if values_P else {}
     if len(values_P) > 1:
         row[f"{name}/ci95"] = float(CI95 * np.std(values_P, ddof=1) / sqrt(len(values_P)))

@@ -1,4 +1,4 @@
-"""The driver's side of the orchestrator. Every call has a deadline; what the actor raises is raised here."""
+"""The driver's side of the orchestrator. Every call has a deadline; an exception of the actor is raised here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ray
 
 from orchestrator.actor import OrchestratorActor
 from orchestrator.metrics import StepSummary
-from orchestrator.pipeline import update_deadline_s
+from orchestrator.replicas import update_deadline_s
 from trireme.config import Config
 from trireme.core.errors import TriremeError
 from trireme.core.sampler import Sampler
@@ -21,7 +21,7 @@ from trireme.process import waits
 from trireme.process.ray_cluster import seeing_own_gpus
 
 ANSWER_S = 30.0
-"""On top of a deadline that the actor keeps itself, so that its own message, which says what is missing, is first."""
+"""Added to a deadline that the actor keeps itself, so that its message, which says what is missing, comes first."""
 STOP_S = 10.0
 
 
@@ -41,14 +41,14 @@ class OrchestratorHandle:
         log_dir: Path | None,
         reserved_factory: Callable[[], Sampler] | None = None,
     ) -> OrchestratorHandle:
-        """Creates the actor and returns at once; wait for `ready_refs` before any other call. `reserved_factory` makes
+        """Creates the actor without waiting; wait for `ready_refs` before any other call. `reserved_factory` makes
         the sampler of the replicas that only evaluate, if there are any."""
         created = ray.remote(OrchestratorActor).options(**seeing_own_gpus(options))
         actor = created.remote(config, sampler_factory, reserved_factory, log_dir)
         return cls(config, actor, log_dir and log_dir / "orchestrator_0.log")
 
     def ready_refs(self) -> tuple[list[Any], list[str]]:
-        """References that are there once the actor is ready, and the names of their owners."""
+        """Returns references that resolve once the actor is ready, and the names of their owners."""
         return [self._started], ["orchestrator"]
 
     def update_weights(
@@ -58,8 +58,8 @@ class OrchestratorHandle:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins to bring all replicas to `weights`, in flight, once the update before has ended, and the evaluation of
-        its version if there is one. What it fails with is raised by the next call. The first and the last of a run, and
-        all of a synchronous one, end before this returns; so does the evaluation of the last version.
+        its version if there is one. The next call raises its error. The first and the last update of a run, and all of
+        a synchronous one, end before this returns; so does the evaluation of the last version.
 
         Once `hurry()` is true an evaluation is given up; it is due again after a resume. `check` is called about once a
         second, and may raise.
@@ -76,13 +76,13 @@ class OrchestratorHandle:
         self._wait(self._actor.update_weights.remote(weights), "the replicas' update", limit_s, tick)
 
     def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
-        """The metrics of an evaluation of the weights that the replicas have loaded by themselves, to which this gives
-        their name; instead of all verbs that train. Raises RoomFailed when it takes longer than `timeouts.step_s`."""
+        """Labels the weights that the replicas loaded from disk as `identity` and evaluates them, without training.
+        Returns the metrics. Raises RoomFailed when it takes longer than `timeouts.step_s`."""
         return self._wait(self._actor.evaluate.remote(identity), "an evaluation", self._config.timeouts.step_s)
 
     def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] | None = None) -> Iterator[Minibatch]:
-        """The minibatches of a substep as their groups finish: one unless streaming. `on_tick` is called about once a
-        second while there is none; when it raises, the step is given up and no further minibatch may be asked for."""
+        """Yields the minibatches of a substep as their groups finish: one unless streaming. While there is none,
+        `on_tick` is called about once a second; when it raises, the step is given up: ask for no further minibatch."""
         last = False
         while not last:
             ref = self._actor.next_minibatch.remote(step, substep)
@@ -91,15 +91,14 @@ class OrchestratorHandle:
             yield minibatch
 
     def release(self, step: int) -> StepSummary:
-        """Says that `step` has been trained on; what it leaves behind."""
+        """Says that `step` has been trained on. Returns its metrics and records."""
         return self._wait(self._actor.release.remote(step), f"the release of step {step}", self._config.timeouts.step_s)
 
     def save_state(self, path: Path) -> waits.Pending:
-        """The state of the last boundary: taken when this returns, written to directory `path` in the background.
+        """Takes the state of the last boundary before it returns, and writes it to directory `path` in the background.
 
-        May be called until the next update begins, also in the middle of a step that will not be finished.
-
-        The wait gives the FileRecords of what was written, and raises StorageFailed.
+        May be called until the next update begins, also in the middle of a step that will not be finished. The wait
+        gives the FileRecords of the written files, and raises StorageFailed.
         """
         self._wait(self._actor.take_snapshot.remote(), "a snapshot of its state", self._config.timeouts.checkpoint_s)
         return waits.Pending(
@@ -107,36 +106,37 @@ class OrchestratorHandle:
         )
 
     def load_state(self, path: Path) -> None:
-        """Goes on from what `save_state` wrote; once ready, before the first `update_weights`. Raises BadInput when the
-        dataset lacks the problems that are to be sampled."""
+        """Continues from a state that `save_state` wrote; once ready, before the first `update_weights`. Raises
+        BadInput when the dataset lacks the problems that are to be sampled."""
         self._wait(self._actor.load_state.remote(path), f"its state from {path}", self._config.timeouts.checkpoint_s)
 
-    # ------------------------------------------------------------- for the supervisor: references, which it waits for
+    # ---- for the supervisor: references, which it waits for
 
     def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
         """By the name of the process: what asks it for a sign of life, and gives a reference to its `Heartbeat`."""
         return {"orchestrator_0": self._actor.heartbeat.remote}
 
     def join(self, index: int, client: Any, *, reserved: bool) -> Any:
-        """Resolves when replica `index` has the newest weights and serves; `reserved`: for evaluations alone. Raises
-        what it fails with."""
+        """Returns a reference that resolves when replica `index` has the newest weights and serves, or raises;
+        `reserved`: for evaluations alone."""
         return self._actor.join.remote(index, client, reserved)
 
     def leave(self, index: int, reason: str) -> Any:
-        """Resolves when nothing is asked of replica `index` any more, which is dead."""
+        """Returns a reference that resolves when the dead replica `index` gets no more requests."""
         return self._actor.leave.remote(index, reason)
 
     def drain(self, index: int, timeout_s: float) -> Any:
-        """Resolves when replica `index` has left: its requests are finished, or after `timeout_s` handed over."""
+        """Returns a reference that resolves when replica `index` has left: its requests are finished, or after
+        `timeout_s` handed over."""
         return self._actor.drain.remote(index, timeout_s)
 
     def next_failure(self) -> Any:
-        """Resolves to (index, reason) when the orchestrator finds that a replica has failed."""
+        """Returns a reference to (index, reason), which resolves when the orchestrator finds a failed replica."""
         return self._actor.next_failure.remote()
 
     def stop(self) -> None:
-        """Cancels all rollouts, lets environments clean up, and ends the actor, whatever state it is in."""
-        with suppress(TriremeError):  # it is dead or hangs already: nothing is left to clean up in order
+        """Cancels all rollouts, lets environments clean up, and ends the actor in whatever state it is."""
+        with suppress(TriremeError):  # it is dead or hangs already
             waits.get(self._actor.stop.remote(), who="orchestrator (its end)", timeout_s=STOP_S, log=self._log)
         ray.kill(self._actor)
 

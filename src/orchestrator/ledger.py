@@ -1,4 +1,4 @@
-"""The staleness ledger: which group is dispatched, trained on, or given up, and when. No clock, no Ray, no numpy.
+"""The staleness ledger decides which group is dispatched, trained on or given up, and when. No clock, Ray or numpy.
 
     problems --dispatch--> running --finish--> finished --take--> in training --release--> trained --acknowledged-->
                  ^          | | |                  |                                                    slot free
@@ -8,17 +8,17 @@
                  |                    |
                  +---- requeued ------+------ dropped
 
-Version v is the weights after v training steps; batch s consumes v = s and makes s + 1. B = groups per batch, K =
-largest age. The *floor* of a group is the lowest version that any live replica had acknowledged when the group was
-dispatched, so no token of it is older. Its *age* in batch s is s - floor.
+Version v is the weights after v training steps; batch s consumes v = s and makes s + 1. B = groups per batch,
+K = `max_steps_off_policy`. The *floor* of a group is the lowest version that any live replica had acknowledged when the
+group was dispatched, so no token of it is older. Its *age* in batch s is s - floor.
 
-GroupSettings
+Rules
   slots     At most (K + 1) B are taken. Dispatch takes one. It is freed when the group's batch has been released
             (trained on) and every live replica has acknowledged the version that the batch made; at once when the
             group is filtered, fails, or is evicted.
-  replicas  The lowest acknowledged version never falls: one may leave at any time, and joins only at or above it. When
-            all have left it stays what it was, and nothing is dispatched until one joins.
-  order     Finished groups are taken in order of dispatch, but nobody overtakes a protected group. `wait` protects all
+  replicas  The lowest acknowledged version never falls: a replica may leave at any time, and joins only at or above it.
+            When all have left the version stays what it was, and nothing is dispatched until one joins.
+  order     Finished groups are taken in order of dispatch, but none overtakes a protected group. `wait` protects all
             groups (first in, first out), `requeue` those whose problem has been requeued `max_requeues` times, `drop`
             none.
   eviction  When batch s is cut (its last group is taken), every remaining unprotected group with floor < s + 1 - K,
@@ -40,22 +40,22 @@ The bound: a group taken into batch s has age at most K.
   active, since those dispatched later do not overtake. So it is at most the (K + 1) B-th group counted from the start
   of batch F; it lands in batch F + K or earlier, and its age there is at most F + K - floor <= K.
 
-  `take` checks it all the same: an older group is a ProvenanceError.
+  `take` checks it nevertheless: an older group is a ProvenanceError.
 
 No deadlock: when all batches before s are released and acknowledged, all (K + 1) B >= B slots belong to batch s and
-what comes after it. As long as a replica is live, the free ones are dispatched into; as long as running groups end,
-nobody is waited for in vain; and a group that is filtered, fails or is evicted makes room for another. So the batch
-fills, unless from some moment on no group at all can be trained on (`limits.py` stops the run then).
+what comes after it. While a replica is live, groups are dispatched into the free ones; while running groups end,
+no wait is in vain; and a group that is filtered, fails or is evicted frees its slot for another. So the batch fills,
+unless from some moment on no group at all can be trained on (then `limits.py` stops the run).
 
 Resume. The state of a ledger is that of the last boundary N: N batches released, no replica holds more than N (the
-update to N may be under way). Groups taken since then are finished again, in their place. When it is loaded all slots
+update to N may be in progress). Groups taken since then are finished again, in their place. When it is loaded all slots
 of batches before N are free, F = N, and running groups, which are sampled again, get the floor N. With unchanged
 options the proof goes on where it was:
 
   Unprotected group. As above, with s = N (it was there when batch N - 1 was cut, or dispatched later, or had been taken
   into batch N or a later one): floor >= N - K, and from here on the cuts of batches N, N + 1 .. see to it.
 
-  Protected group, with p groups before it, counted from the first of batch N. Nobody had overtaken it, so these are
+  Protected group, with p groups before it, counted from the first of batch N. None had overtaken it, so these are
   the same as without the resume, and it lands in batch N + p // B or earlier, as it would have. If it was running, its
   floor is N, and p < (K + 1) B.
 
@@ -82,26 +82,21 @@ StalePolicy = Literal["requeue", "drop", "wait"]
 
 @dataclass
 class Group:
-    """One dispatch of a problem. `index` counts dispatches, `requeues` how often its problem was requeued before."""
+    """One dispatch of a problem."""
 
     index: int
+    """Counts dispatches."""
     problem: str
     requeues: int
+    """How often the problem was requeued before."""
     floor: int
+    """No token of the group is of an older version."""
     finished: bool = False
-
-
-@dataclass(frozen=True)
-class Taken:
-    """`groups` for the trainer, in order of dispatch. `evicted` left the ledger: their rollouts are to be stopped."""
-
-    groups: tuple[Group, ...]
-    evicted: tuple[Group, ...]
 
 
 @dataclass
 class Tally:
-    """How many groups ended in which way, since the start of the run. `expired_*` are the evicted among them."""
+    """Counts groups by how they ended, since the start of the run. `expired_*` count the evicted ones once more."""
 
     dispatched: int = 0
     trained: int = 0
@@ -115,7 +110,7 @@ class Tally:
 
 @dataclass
 class Ledger:
-    """See the module's docstring. Problems are strings; whoever drives the ledger samples them and trains on them."""
+    """See the module's docstring. Problems are strings; the caller samples them and trains on them."""
 
     batch_size: int
     max_steps_off_policy: int
@@ -129,8 +124,9 @@ class Ledger:
     floor: int = -1
     """The lowest version that any live replica has acknowledged; -1 before the first."""
     replicas: dict[int, int] = field(default_factory=dict)
+    """The version that each live replica has acknowledged."""
     active: dict[int, Group] = field(default_factory=dict)
-    """By index, so in order of dispatch."""
+    """Running and finished groups by index, so in order of dispatch."""
     consumed: dict[int, list[Group]] = field(default_factory=dict)
     """Groups taken into each batch whose slots are not free yet."""
     requeue: deque[tuple[str, int]] = field(default_factory=deque)
@@ -147,16 +143,16 @@ class Ledger:
 
     @property
     def assembled(self) -> int:
-        """Groups taken so far into the batch that is being assembled."""
+        """The number of groups taken so far into the batch that is being assembled."""
         return len(self.consumed.get(self.batch, ()))
 
     def can_dispatch(self) -> bool:
-        """Whether a slot is free, a replica is live, and one more group can still be used before the last batch."""
+        """True if a slot is free, a replica is live, and one more group can still be used before the last batch."""
         useful = len(self.active) + self.assembled < (self.max_steps - self.batch) * self.batch_size
         return useful and bool(self.replicas) and self.slots_taken < self.slots
 
     def dispatch(self, new_problem: Callable[[], str]) -> Group:
-        """Takes a slot for the oldest requeued problem, or for a new one. Only when `can_dispatch()`."""
+        """Takes a slot for the oldest requeued problem, or for a new one. Raises ValueError unless `can_dispatch()`."""
         if not self.can_dispatch():
             raise ValueError(f"no group may be dispatched: {self.slots_taken} of {self.slots} slots taken")
         problem, requeues = self.requeue.popleft() if self.requeue else (new_problem(), 0)
@@ -166,16 +162,16 @@ class Ledger:
         return group
 
     def finish(self, group: Group) -> None:
-        """All rollouts of a running group are done; it waits to be taken."""
+        """Marks a running group, whose rollouts are done, as ready to be taken."""
         self._running(group).finished = True
 
     def filter(self, group: Group) -> None:
-        """The rollouts of a running group are done, but there is nothing to learn from them."""
+        """Removes a running group whose rollouts are done, but give nothing to learn."""
         del self.active[self._running(group).index]
         self.tally.filtered += 1
 
     def fail(self, group: Group) -> None:
-        """Too few rollouts of a running group succeeded."""
+        """Removes a running group of which too few rollouts succeeded."""
         del self.active[self._running(group).index]
         self.tally.failed += 1
 
@@ -184,11 +180,12 @@ class Ledger:
             raise ValueError(f"group {group.index} (problem {group.problem}) is not running")
         return group
 
-    def take(self, step: int, count: int) -> Taken | None:
-        """The next `count` groups of batch `step`, or none as long as not all of them are there.
+    def take(self, step: int, count: int) -> tuple[list[Group], list[Group]] | None:
+        """Takes the next `count` groups of batch `step`, in order of dispatch; None while fewer are finished.
 
-        May be called several times for one batch; the call that completes it cuts it. Raises ProvenanceError for a
-        group that is too old, ValueError for another batch than the one being assembled or more groups than it lacks.
+        Returns them and the groups that were evicted, whose rollouts the caller stops. May be called several times for
+        one batch; the call that completes it cuts it. Raises ProvenanceError for a group that is too old, ValueError
+        for another batch than the one being assembled or more groups than it lacks.
         """
         lacking = self.batch_size - self.assembled
         if step != self.batch or not 0 < count <= lacking:
@@ -204,10 +201,10 @@ class Ledger:
                 )
             del self.active[group.index]
         self.consumed.setdefault(step, []).extend(groups)
-        return Taken(tuple(groups), self._cut() if count == lacking else ())
+        return groups, self._cut() if count == lacking else []
 
     def _takeable(self, count: int) -> list[Group]:
-        """At most `count` finished groups in order of dispatch, up to the first protected one that is still running."""
+        """Returns at most `count` finished groups in order of dispatch, up to the first protected running one."""
         groups: list[Group] = []
         for group in self.active.values():
             if group.finished:
@@ -217,14 +214,14 @@ class Ledger:
         return groups
 
     def protected(self, group: Group) -> bool:
-        """Whether nobody may overtake the group, and it may not be evicted."""
+        """True if no group may overtake this one, and it may not be evicted."""
         return self.policy == "wait" or (self.policy == "requeue" and group.requeues >= self.max_requeues)
 
-    def _cut(self) -> tuple[Group, ...]:
-        """Closes the batch being assembled; evicts what would be too old for the next."""
+    def _cut(self) -> list[Group]:
+        """Closes the batch being assembled; evicts and returns the groups that would be too old for the next."""
         self.batch += 1
         oldest = self.batch - self.max_steps_off_policy
-        evicted = tuple(g for g in self.active.values() if g.floor < oldest and not self.protected(g))
+        evicted = [g for g in self.active.values() if g.floor < oldest and not self.protected(g)]
         for group in evicted:
             del self.active[group.index]
             self.tally.expired_finished += group.finished
@@ -239,18 +236,18 @@ class Ledger:
         self.requeue.extendleft((g.problem, g.requeues + 1) for g in reversed(groups))
         self.tally.requeued += len(groups)
 
-    def release(self, step: int) -> tuple[Group, ...]:
-        """Batch `step` has been trained on; its groups."""
+    def release(self, step: int) -> list[Group]:
+        """Takes note that batch `step` has been trained on; returns its groups."""
         if step != self.released or step >= self.batch:
             raise ValueError(f"batch {step} cannot be released: {self.released} are, {self.batch} are cut")
-        groups = tuple(self.consumed[step])
+        groups = self.consumed[step]
         self.released += 1
         self.tally.trained += len(groups)
         self._free()
         return groups
 
     def acknowledge(self, replicas: Mapping[int, int]) -> None:
-        """The live replicas, each with the version that it acknowledged. Those not in it have left.
+        """Takes note of the live replicas, each with the version that it acknowledged. Those not in it have left.
 
         Raises ProvenanceError when one of them is below what all live ones had acknowledged before.
         """
@@ -270,8 +267,8 @@ class Ledger:
             del self.consumed[step]
 
     def counts(self) -> dict[str, int]:
-        """The terms of the conservation equation, and what `active` and the queue consist of. Raises ProvenanceError
-        unless the equation holds."""
+        """Returns the terms of the conservation equation, and what `active` and the queue consist of. Raises
+        ProvenanceError unless the equation holds."""
         finished = sum(g.finished for g in self.active.values())
         counts = vars(self.tally) | {
             "in_training": len(self._in_training()),
@@ -290,8 +287,8 @@ class Ledger:
         return [group for step, groups in self.consumed.items() if step >= self.released for group in groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The last boundary as JSON values, see the module's docstring. Raises ValueError when there is no way back to
-        it: a replica has a later version already."""
+        """Returns the last boundary as JSON values, see the module's docstring. Raises ValueError when a replica has a
+        later version already, so that there is no way back."""
         ahead = {replica: version for replica, version in self.replicas.items() if version > self.released}
         if ahead:
             raise ValueError(f"{self.released} batches are released, but replicas hold later versions: {ahead}")
@@ -304,7 +301,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a boundary, in a new ledger. Groups that do not fit are requeued, see the module's docstring.
+        """Continues from a boundary, in a new ledger. Requeues groups that do not fit (see the module's docstring).
         Raises ProvenanceError when the state's groups do not add up."""
         self.batch = self.released = self.floor = state["released"]
         self.requeue = deque((problem, requeues) for problem, requeues in state["requeue"])
@@ -319,7 +316,7 @@ class Ledger:
         self.counts()
 
     def _fits(self, group: Group) -> bool:
-        """Whether a loaded group has a slot after those that are active, and will be young enough."""
+        """True if a loaded group has a slot after those that are active, and will be young enough."""
         place = len(self.active)
         latest = self.batch + (place // self.batch_size if self.protected(group) else 0)
         return place < self.slots and latest - group.floor <= self.max_steps_off_policy

@@ -1,4 +1,4 @@
-"""When a run stops by itself: too many failed rollouts, or nothing but groups that cannot be trained on."""
+"""Stops a run by itself: after too many failed rollouts, or many groups in a row that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from trireme.config import Config
 from trireme.core.errors import LimitReached
 
 MIN_WINDOW = 32
-"""The failure rate is judged over the last batch's worth of rollouts, but never over fewer than this."""
+"""The failure rate is judged over as many rollouts as a batch has, but never over fewer than this."""
 
 
 class RunLimits:
-    """Counts what went wrong, and raises LimitReached when it is too much."""
+    """Counts failures, and raises LimitReached when there are too many."""
 
     def __init__(self, config: Config) -> None:
         self._options, self._env = config.orchestrator, config.label
         window = max(MIN_WINDOW, self._options.batch_size * config.largest_group)
         self._failures: deque[bool] = deque(maxlen=window)
-        self._failed = 0  # the sum of these: adding them up would cost the more, the larger the batch
+        self._failed = 0  # sum(self._failures), which would be slow for large batches
         self._unusable_in_a_row = 0
         self.first_failure = "none"
 
     def note_failure(self, error: Exception, env: str) -> None:
-        """Keeps the first one, to be shown when a limit is reached."""
+        """Keeps the first error, to be shown when a limit is reached."""
         if self.first_failure == "none":
             self.first_failure = f"environment {env}: " + "".join(traceback.format_exception(error))
 
     def judge_rollout(self, succeeded: bool) -> None:
-        """A rollout ended, after all retries. Raises LimitReached when too many of the recent ones failed."""
+        """Counts a rollout that ended, after all retries. Raises LimitReached if too many of the recent ones failed."""
         if len(self._failures) == self._failures.maxlen:
             self._failed -= self._failures[0]
         self._failures.append(not succeeded)
@@ -42,18 +42,18 @@ class RunLimits:
             raise LimitReached(
                 f"{rate:.0%} of the last {len(self._failures)} rollouts of environment {self._env} failed "
                 f"after {self._options.retries} retries; expected at most orchestrator.max_failure_rate = "
-                f"{self._options.max_failure_rate:.0%}. Mend the environment, or raise the limit. The first failure:\n"
+                f"{self._options.max_failure_rate:.0%}. Repair it, or raise the limit. The first failure:\n"
                 f"{self.first_failure}"
             )
 
     def judge_group(self, usable: bool, tally: Tally) -> None:
-        """A group ended; `tally` is the ledger's. Raises LimitReached after a long stretch of unusable ones."""
+        """Counts a group that ended; `tally` is the ledger's. Raises LimitReached after many unusable ones in a row."""
         self._unusable_in_a_row = 0 if usable else self._unusable_in_a_row + 1
         limit = self._options.max_filtered_batches * self._options.batch_size
         if self._unusable_in_a_row >= limit:
             raise LimitReached(
                 f"the last {limit} groups (orchestrator.max_filtered_batches = {self._options.max_filtered_batches} "
-                f"batches) held not one to train on; so far {tally.filtered} had equal rewards throughout and "
+                f"batches) held none to train on; so far {tally.filtered} had equal rewards throughout and "
                 f"{tally.failed} failed. Choose problems that the model solves sometimes, or another base model. "
                 f"The first failed rollout: {self.first_failure}"
             )

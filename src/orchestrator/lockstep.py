@@ -1,16 +1,16 @@
-"""At what pace rollouts go: each at its own, or all in lockstep, so that a run can be repeated bit for bit.
+"""The pace of rollouts: each at its own, or all in lockstep, so that a run can be repeated bit for bit.
 
 Lockstep. Which requests an engine works on together decides the last bits of its answers, and which problem replaces a
-filtered one depends on which group ended first. So nothing may hang on who is faster: everybody waits until everybody
-waits, and then goes on in order.
+filtered one depends on which group ended first. So nothing may depend on speed: each party waits until all wait, and
+then they continue in order.
 
-    rollouts  --before_sample-->  wait  --all wait, nobody to end-->  all requests in one turn of the event loop,
+    rollouts  --before_sample-->  wait  --all wait, none to end--->  all requests in one turn of the event loop,
                                    ^                                   in order of (group, sample)
-    groups    --before_end----->  wait  --all wait------------------>  settled in order of dispatch; what they make room
-                                                                       for is dispatched, and joins the waiting
+    groups    --before_end----->  wait  --all wait------------------>  settled in order of dispatch; groups that are
+                                                                       dispatched into their slots join the wait
 
 A party is a rollout, or its group once all its rollouts are over. "All" are those of the groups that have been
-dispatched and are not settled. As long as the ledger has slots to fill, somebody is still to come.
+dispatched and are not settled. While the ledger has slots to fill, another party is still to come.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 END = -1
-"""In place of a sample's number: the group itself, which waits to be settled."""
+"""Stands in place of a sample's number for the group itself, which waits to be settled."""
 
 
 class OwnPace:
-    """Nobody waits for anybody."""
+    """No rollout waits for another."""
 
     def enter(self, index: int, rollouts: int) -> None:
-        """Group `index` has been dispatched."""
+        """Takes note that group `index` has been dispatched."""
 
     def rollout_over(self, index: int) -> None:
-        """A rollout of the group has ended, after all retries."""
+        """Takes note that a rollout of the group has ended, after all retries."""
 
     def leave(self, index: int) -> None:
-        """The group is settled."""
+        """Takes note that the group is settled."""
 
     async def before_sample(self, index: int, sample: int, deadline: asyncio.Timeout) -> None:
         """Returns when rollout `sample` of the group may send its request. Waiting does not count for its deadline."""
@@ -43,7 +43,7 @@ class OwnPace:
 
 
 class Lockstep(OwnPace):
-    """See the module's docstring. `more_to_come`: whether the ledger has slots that are about to be filled."""
+    """See the module's docstring. `more_to_come()`: true while the ledger has slots that are about to be filled."""
 
     def __init__(self, more_to_come: Callable[[], bool]) -> None:
         self._more_to_come = more_to_come
@@ -55,11 +55,11 @@ class Lockstep(OwnPace):
 
     def rollout_over(self, index: int) -> None:
         self._rollouts[index] -= 1
-        self._go_on()
+        self._advance()
 
     def leave(self, index: int) -> None:
         del self._rollouts[index]
-        self._go_on()
+        self._advance()
 
     async def before_sample(self, index: int, sample: int, deadline: asyncio.Timeout) -> None:
         with _stopped(deadline):
@@ -71,26 +71,26 @@ class Lockstep(OwnPace):
     async def _turn(self, index: int, sample: int) -> None:
         loop = asyncio.get_running_loop()
         turn = self._waiting[index, sample] = loop.create_future()
-        loop.call_soon(self._go_on)  # not at once: whoever comes last would be first, without waiting at all
+        loop.call_soon(self._advance)  # later: else the last one to come would be the first, without waiting
         try:
             await turn
         finally:
             self._waiting.pop((index, sample), None)
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         parties = sum(max(rollouts, 1) for rollouts in self._rollouts.values())
         if len(self._waiting) < parties or self._more_to_come():
             return
         ends = [place for place in self._waiting if place[1] == END]
         for place in sorted(ends or self._waiting):
             turn = self._waiting.pop(place)
-            if not turn.done():  # done already: its rollout was cancelled
+            if not turn.done():  # else its rollout was cancelled
                 turn.set_result(None)
 
 
 @contextmanager
 def _stopped(deadline: asyncio.Timeout) -> Iterator[None]:
-    """The time that passes within the block is added to a deadline that is running."""
+    """Adds the time that passes within the block to a running deadline."""
     loop, due = asyncio.get_running_loop(), deadline.when()
     assert due is not None
     left = due - loop.time()

@@ -3,63 +3,60 @@
     mix  ----problem--> dispatch loop --group--> one task per group: group_size rollouts, group rewards
                             ^  ^                      | finished       | filtered, failed
              slots are free |  | requeued             v                v
-                            |  +---- ledger <--- finished groups    (slot free at once)
+                            |  +---- ledger <--- finished groups    (slot free immediately)
                             |                         |
      release + acknowledged |                         v
                             +----------------- next_minibatch --> trainer
 
   loop            consumes              waits for            unblocked by                            produces
   dispatch        free slots, problems  `_slots_changed`,    new weights, release, a group's end;    group tasks
-                                        room at the gate     a rollout's end
+                                        a permit             a rollout's end
   group (many)    one problem           sampler, env         the sampler; eviction cancels it        a settled group
   next_minibatch  finished groups       `_groups_changed`    a settled group, an error               a minibatch
   update          published weights     the replicas         all of them having it, or a failure     free slots
-  evaluation      held-out problems     room at the gate     a rollout's end                         eval/* metrics
-  load            nothing               the replicas         time                                    the gate's limit
+  evaluation      held-out problems     a permit             a rollout's end                         eval/* metrics
+  stats           nothing               the replicas         time                                    the gate's limit
   lag             nothing               its own clock        time                                    event_loop_lag
 
 Back-pressure is the ledger's slots: when the trainer does not take or release, slots stay taken, dispatch stops, and
-the replicas run dry. And the gate (`concurrency.py`): no more is sampled at once than the replicas can take. An error
-in any loop is raised by the driver's next call, at once if one is waiting.
+the replicas run dry. And the gate (`admission.py`): no more rollouts are in flight than the replicas can take. An error
+in any loop is raised by the driver's next call, or by the one that is waiting.
 
-Updates. One at a time, and the driver goes on meanwhile: it trains on what was sampled before. Its next update waits
-for the one before, and for an evaluation under way, which is of one version (`evaluation.py`), unless that has replicas
-of its own. Where it could not go
-on, and where nothing later would show a failure, the verb returns when the update has ended: the first and the last
-version of a run, and every one when max_steps_off_policy = 0.
+Updates. One at a time, and meanwhile the driver trains on what was sampled before. Its next update waits for the one
+before, and for a running evaluation, which is of one version (`evaluation.py`), unless that has replicas of its own.
+Where the driver could not continue, and where no later call would raise a failure, the verb returns when the update has
+ended: the first and the last version of a run, and every one when max_steps_off_policy = 0.
 
-State. A snapshot is of the last boundary: what has been taken for a step that is not released is finished again, in its
-place. What was sampled since then is kept, except in deterministic mode: the groups sampled afresh would be fewer, so
-engines would work on other requests at once. There the snapshot is the one that was made when the step was released.
+State. The state to save is that of the last boundary: groups taken for a step that is not released count as finished,
+in their place. What was sampled since then is kept, except in deterministic mode: fewer groups would be sampled afresh,
+so engines would work on other requests together. There the state is the one that was noted when the step was released.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from orchestrator import leaks
 from orchestrator.admission import Backpressure, Permit
-from orchestrator.advantages import ScoredGroup, build_minibatch, group_to_rows, is_constant
+from orchestrator.advantages import ScoredGroup, build_minibatch, is_constant
+from orchestrator.background import BackgroundTasks
 from orchestrator.cursor import Mix
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
-from orchestrator.group_runner import GroupRunner, GroupSettings
-from orchestrator.ledger import Group, Ledger, Taken
+from orchestrator.group_runner import GroupOutcome, GroupRunner, TaskOwner
+from orchestrator.ledger import Group, Ledger
 from orchestrator.limits import RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
-from orchestrator.metrics import IdleClock, StepMeter, StepSummary, update_metrics
+from orchestrator.metrics import IdleClock, StepMeter, StepSummary
 from orchestrator.recorder import Decode, Recorder
+from orchestrator.replicas import Replicas
 from orchestrator.rollout import PromptTooLong, RolloutLimits
 from orchestrator.state import OrchestratorState
 from trireme.config import Config
-from trireme.config.schema import EnvConfig
-from trireme.core.errors import LimitReached, ProvenanceError, RoomFailed
+from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Sampler
 from trireme.core.types import Minibatch, SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights
@@ -68,15 +65,7 @@ from trireme.process.faults import fault_point
 
 LAG_TICK_S = 0.25
 LOAD_TICK_S = 1.0
-ANSWER_S = 60.0
-"""On top of the replicas' own deadlines for an update, so that their message, which says what was late, is first."""
 WITNESSED = ("problem", "index", "requeues", "floor")
-
-
-def update_deadline_s(config: Config) -> float:
-    """How long an update of all replicas may take, at worst one after the other, and with a wait for a successor of the
-    last one. Each keeps its own deadline."""
-    return config.timeouts.update_s * config.inference.replicas + config.patience_s + ANSWER_S
 
 
 class Pipeline:
@@ -92,7 +81,7 @@ class Pipeline:
         decode: Decode | None = None,
         reserved: Sampler | None = None,
     ) -> None:
-        self._config, self._options, self._sampler, self._limits = config, config.orchestrator, sampler, limits
+        self._config, self._options, self._sampler = config, config.orchestrator, sampler
         names = [env.label for env in config.env]
         self._mix = Mix(dict(zip(names, datasets, strict=True)), [env.weight for env in config.env], config.seed)
         self._ledger = Ledger(
@@ -102,26 +91,26 @@ class Pipeline:
             max_requeues=self._options.max_requeues,
             max_steps=config.max_steps,
         )
+        self.replicas = Replicas(config, sampler, reserved, self._replicas_changed)
         self._finished: dict[int, ScoredGroup] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._background: set[asyncio.Task[None]] = set()
         self._slots_changed, self._groups_changed = asyncio.Event(), asyncio.Event()
-        self._error: BaseException | None = None
-        self._update: asyncio.Task[None] | None = None
+        self._background = BackgroundTasks(self._groups_changed.set)
         self._newest = -1
-        self._update_rows: dict[int, dict[str, float]] = {}
         self._pace = Lockstep(self._ledger.can_dispatch) if config.deterministic else OwnPace()
         self._pressure = Backpressure(config)
-        self._players = {env.label: self._player(env) for env in config.env}
-        self._samplers = [sampler, *([reserved] if reserved else [])]
-        self._failures: dict[int, asyncio.Task[tuple[int, str]]] = {}
+        self._runners = {
+            env.label: GroupRunner(
+                config, env, limits, self._sample, self._pace, partial(self._note_error, env=env.label)
+            )
+            for env in config.env
+        }
         self._evaluator = Evaluator(config, held_out, self._sample_to_evaluate, limits, self._pressure.gate, reserved)
         self._run_limits = RunLimits(config)
         self._recorder = Recorder(config, decode)
-        self._meter = StepMeter()
+        self._meter = StepMeter(self._ledger.counts())
         self._idle: IdleClock  # from the first weights on
         self._evaluating = 0  # of the requests in flight
-        self._counts = self._ledger.counts()
         self._boundary: OrchestratorState | None = None
 
     # ---- the driver's verbs
@@ -129,101 +118,42 @@ class Pipeline:
     async def update_weights(self, weights: PublishedWeights) -> None:
         """Begins to bring all replicas to `weights`, in flight, once the update before has ended. See Updates, above.
 
-        What an update fails with is raised by the next verb. Raises RoomFailed when the one before does not end.
+        An error of the update is raised by the next verb. Raises RoomFailed when the update before does not end.
         """
-        self._raise_error(but_limits=True)
-        await self._update_ended()
+        self._background.raise_error(but_limits=True)
+        await self.replicas.update_ended()
         await self._evaluator.before_update(weights.identity.version)
-        first, self._newest = self._update is None, weights.identity.version
+        first, self._newest = self._newest < 0, weights.identity.version
+        last = self._newest == self._config.max_steps
         if first:
             self._idle = IdleClock(asyncio.get_running_loop().time)
-        self._update = self._spawn(self._update_replicas(weights), f"update to version {self._newest}")
-        if first or self._newest == self._config.max_steps or not self._options.max_steps_off_policy:
-            await self._update_ended()
-        if self._config.deterministic or self._newest == self._config.max_steps:
-            await self._evaluator.ended()  # else it goes on beside training
+        self.replicas.update = self._background.spawn(self._update(weights), f"update to version {self._newest}")
+        if first or last or not self._options.max_steps_off_policy:
+            await self.replicas.update_ended()
+        if self._config.deterministic or last:
+            await self._evaluator.ended()  # else it runs beside training
         if first:
-            self._start()
+            TaskOwner.watch(asyncio.get_running_loop())
+            self._note_boundary()
+            self._background.spawn(self._dispatch_loop(), "dispatch loop")
+            self._background.spawn(self._stats_loop(), "stats loop")
+            self._background.spawn(self._lag_loop(), "lag loop")
 
     async def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
-        """The metrics of an evaluation of weights that the replicas have loaded by themselves: no training before or
-        after it."""
+        """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
+        metrics."""
         await self._sampler.adopt(identity)
         self._idle = IdleClock(asyncio.get_running_loop().time)
         return await self._evaluator.evaluate(identity.version)
 
     def give_up_evaluation(self) -> None:
-        """Ends the evaluation under way, if there is one: it is due again after a resume."""
+        """Ends a running evaluation; it is due again after a resume."""
         self._evaluator.give_up()
 
-    # ---- the supervisor's verbs
-
-    async def join(self, index: int, client: Any, *, reserved: bool) -> None:
-        """A replica serves from now on, once it has the newest weights; `reserved`: for evaluations alone. Raises what
-        it fails with."""
-        await self._samplers[reserved].join(index, client)
-        self._replicas_changed()
-
-    def leave(self, index: int, reason: str) -> None:
-        """A replica is dead."""
-        for sampler in self._samplers:
-            sampler.leave(index, reason)
-        self._replicas_changed()
-
-    async def drain(self, index: int, timeout_s: float) -> None:
-        """A replica gets no new requests, finishes those in flight within `timeout_s` or hands them over, and has left
-        when this returns."""
-        await asyncio.gather(*(sampler.drain(index, timeout_s) for sampler in self._samplers))
-        self._replicas_changed()
-
-    async def next_failure(self) -> tuple[int, str]:
-        """Waits for the next replica that is found to have failed here: its number and the reason."""
-        for i, sampler in enumerate(self._samplers):
-            if i not in self._failures:
-                self._failures[i] = asyncio.create_task(sampler.next_failure())
-        await asyncio.wait(self._failures.values(), return_when=asyncio.FIRST_COMPLETED)
-        found = next(i for i, task in self._failures.items() if task.done())
-        self._replicas_changed()
-        return self._failures.pop(found).result()
-
-    def _replicas_changed(self) -> None:
-        self._acknowledge()
-        self._slots_changed.set()
-
-    async def _update_ended(self) -> None:
-        """Returns when no update is under way. Raises what the last one failed with."""
-        if self._update is None:
-            return
-        limit = update_deadline_s(self._config)
-        ended, _ = await asyncio.wait([self._update], timeout=limit)
-        if not ended:
-            raise RoomFailed(
-                f"waited {limit:g} s (timeouts.update_s for each replica, the start of a successor, and {ANSWER_S:g}) "
-                f"for the {self._update.get_name()}; versions acknowledged by replicas: {self._sampler.acknowledged()}"
-            )
-        self._update.result()
-
-    async def _update_replicas(self, weights: PublishedWeights) -> None:
-        now = asyncio.get_running_loop().time
-        started = now()
-        reports = await self._sampler.update_weights(weights)
-        self._update_rows[weights.identity.version] = update_metrics(reports, now() - started)
-        self._acknowledge()
-        self._evaluator.begin(weights, self._spawn)
-        self._slots_changed.set()
-
-    def _start(self) -> None:
-        """Begins the loops."""
-        leaks.watch(asyncio.get_running_loop())
-        self._note_boundary()
-        self._spawn(self._dispatch_loop(), "dispatch loop")
-        self._spawn(self._load_loop(), "load loop")
-        self._spawn(self._lag_loop(), "lag loop")
-
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
-        """The next minibatch of a substep, as soon as its groups are finished.
+        """Returns the next minibatch of a substep, as soon as its groups are finished.
 
-        Raises RoomFailed after `timeouts.step_s`, saying what is missing; and whatever went wrong in a loop.
+        Raises RoomFailed after `timeouts.step_s`, saying what is missing, and the error of any loop.
         """
         fault_point("orchestrator.minibatch")
         count = self._config.groups_per_minibatch
@@ -236,103 +166,110 @@ class Pipeline:
         try:
             async with asyncio.timeout(self._config.timeouts.step_s):
                 with trace.span("wait", "minibatches", step=step, groups=count):
-                    taken = await self._take(step, count)
+                    groups, evicted = await self._take(step, count)
         except TimeoutError:
             raise RoomFailed(self._overdue(step, count)) from None
-        scored_P = [self._finished.pop(group.index) for group in taken.groups]
-        self._evict(taken.evicted)
+        scored_P = [self._finished.pop(group.index) for group in groups]
+        self._evict(evicted)
         self._meter.trained += scored_P
-        return self._minibatch(step, scored_P, last=(done + count) % per_substep == 0)
+        last = (done + count) % per_substep == 0
+        return build_minibatch(step, scored_P, self._options.advantage, self._options.overlong_filter, last)
 
     def release(self, step: int) -> StepSummary:
-        """Step `step` has been trained on: its slots are free once its version is acknowledged.
+        """Takes note that `step` has been trained on: its slots are free once its version is acknowledged.
 
-        The row tells of the update to version `step`, which it was trained with: the next one may still be under way.
+        The row holds metrics of the update to version `step`, which it was trained with; the next update may still be
+        in progress.
         """
         fault_point("orchestrator.release")
-        self._raise_error(but_limits=True)
+        self._background.raise_error(but_limits=True)
         groups = self._ledger.release(step)
         self._slots_changed.set()
-        counts = self._ledger.counts()
-        row = self._meter.row(step, counts, self._counts, self._idle.take()) | self._update_rows.pop(step)
-        row |= self._evaluator.take(step)
-        row |= self._pressure.take()
         records = self._recorder.lines(step, self._meter.trained)
-        self._meter, self._counts = StepMeter(), counts
+        row = self._meter.take(step, self._ledger.counts(), self._idle.take())
+        row |= self._evaluator.take(step) | self._pressure.take()
         self._note_boundary()
         return StepSummary(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
 
-    def snapshot(self) -> OrchestratorState:
-        """The last boundary, at any moment until the update to the next version begins. Raises ValueError then."""
-        return self._boundary or self._snapshot()
-
-    def load(self, snapshot: OrchestratorState) -> None:
-        """Goes on from a snapshot; before the first `update_weights`. Raises BadInput when the dataset is another."""
-        self._mix.load_state_dict(snapshot.cursor)
-        self._ledger.load_state_dict(snapshot.ledger)
-        self._run_limits.load_state_dict(snapshot.limits)
-        self._evaluator.load_state_dict(snapshot.evaluation)
-        groups = self._ledger.active
-        self._finished = {
-            s.group.index: replace(s, group=groups[s.group.index]) for s in snapshot.finished if s.group.index in groups
-        }
-        self._meter.filtered, self._meter.errors = list(snapshot.filtered), Counter(snapshot.errors)
-        self._counts = dict(snapshot.counts)
-
     async def stop(self) -> None:
         """Cancels everything and waits for it; environments are cleaned up."""
-        tasks = [*self._background, *self._failures.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(self._background.stop(), self.replicas.stop())
 
     # ---- state
 
+    def snapshot(self) -> OrchestratorState:
+        """Returns the state of the last boundary. Raises ValueError once the update to the next version has begun."""
+        return self._boundary or self._state()
+
+    def load(self, state: OrchestratorState) -> None:
+        """Continues from a state, before the first `update_weights`. Raises BadInput when the dataset is another."""
+        self._mix.load_state_dict(state.cursor)
+        self._ledger.load_state_dict(state.ledger)
+        self._run_limits.load_state_dict(state.limits)
+        self._evaluator.load_state_dict(state.evaluation)
+        groups = self._ledger.active
+        self._finished = {
+            s.group.index: replace(s, group=groups[s.group.index]) for s in state.finished if s.group.index in groups
+        }
+        self._meter = StepMeter(dict(state.counts), filtered=list(state.filtered), errors=Counter(state.errors))
+
     def _note_boundary(self) -> None:
         if self._config.deterministic:
-            self._boundary = self._snapshot()
+            self._boundary = self._state()
 
-    def _snapshot(self) -> OrchestratorState:
+    def _state(self) -> OrchestratorState:
         if self._newest > self._ledger.released:
             raise ValueError(
                 f"{self._ledger.released} batches are released, but the update to {self._newest} has begun"
             )
-        stopped_by_limit = isinstance(
-            self._error, LimitReached
-        )  # then a resume, after what was wrong was mended, counts anew
+        # After a stop by a limit, the user repairs the cause and resumes: then the limits count anew.
+        limits = RunLimits(self._config) if self._background.limit_reached else self._run_limits
         return OrchestratorState(
             cursor=self._mix.state_dict(),
             ledger=self._ledger.state_dict(),
-            limits=(RunLimits(self._config) if stopped_by_limit else self._run_limits).state_dict(),
+            limits=limits.state_dict(),
             finished=(*self._meter.trained, *self._finished.values()),
             filtered=tuple(self._meter.filtered),
             errors=dict(self._meter.errors),
-            counts=self._counts,
+            counts=self._meter.counts,
             evaluation=self._evaluator.state_dict(),
         )
 
+    # ---- updates and replicas
+
+    async def _update(self, weights: PublishedWeights) -> None:
+        now = asyncio.get_running_loop().time
+        started = now()
+        reports = await self._sampler.update_weights(weights)
+        self._meter.note_update(weights.identity.version, reports, now() - started)
+        self._evaluator.begin(weights, self._background.spawn)
+        self._replicas_changed()
+
+    def _replicas_changed(self) -> None:
+        self._acknowledge()
+        self._slots_changed.set()
+
+    def _acknowledge(self) -> None:
+        self._ledger.acknowledge(self._sampler.acknowledged())
+
     # ---- taking
 
-    async def _take(self, step: int, count: int) -> Taken:
+    async def _take(self, step: int, count: int) -> tuple[list[Group], list[Group]]:
         while True:
-            self._raise_error()
-            enough = len(self._finished) >= count  # the ledger would look at all groups to find out
+            self._background.raise_error()
+            enough = len(self._finished) >= count  # cheaper than to ask the ledger, which looks at all groups
             if enough and (taken := self._ledger.take(step, count)):
                 return taken
             self._groups_changed.clear()
             await self._groups_changed.wait()
 
     def _evict(self, evicted: Sequence[Group]) -> None:
-        """Stops the rollouts of groups that the ledger has given up, and forgets the finished ones."""
+        """Stops the rollouts of groups that the ledger has given up, and drops the finished ones."""
         for group in evicted:
             self._finished.pop(group.index, None)
             if task := self._running.pop(group.index, None):
                 task.cancel()
         self._slots_changed.set()
-
-    def _minibatch(self, step: int, scored_P: list[ScoredGroup], last: bool) -> Minibatch:
-        rows_P = [group_to_rows(s, self._options.advantage, self._options.overlong_filter) for s in scored_P]
-        return build_minibatch(step, scored_P, rows_P, last)
 
     def _overdue(self, step: int, count: int) -> str:
         running = [
@@ -346,11 +283,11 @@ class Pipeline:
         elif running:
             holds = "the environments hold it: no request is with a replica"
         else:
-            holds = "no group is under way: its slots wait for a version that the replicas acknowledge"
+            holds = "no group is running: its slots wait for a version that the replicas acknowledge"
         return (
             f"waited {self._config.timeouts.step_s:g} s (timeouts.step_s) for {count} finished groups of batch {step}; "
-            f"{holds}. "
-            f"Groups: {self._ledger.counts()}; oldest problem still sampling: {running[0] if running else 'none'}; "
+            f"{holds}. Groups: {self._ledger.counts()}; "
+            f"oldest problem still sampling: {running[0] if running else 'none'}; "
             f"versions acknowledged by replicas: {self._ledger.replicas}; "
             f"first failed rollout: {self._run_limits.first_failure}"
         )
@@ -358,8 +295,8 @@ class Pipeline:
     # ---- loops
 
     async def _dispatch_loop(self) -> None:
-        """First what was running when the state that was loaded was saved. Then a group for each slot that is free once
-        there is room for it: it is dispatched when it starts, with the floor of that moment."""
+        """First restarts the groups that were running when the loaded state was saved. Then starts a group for each
+        free slot once it has a permit: its floor is that of the moment when it starts."""
         for group in [group for group in self._ledger.active.values() if not group.finished]:
             permit = await self._permit()
             if group.index in self._ledger.active:
@@ -379,21 +316,18 @@ class Pipeline:
                     permit.close()
 
     async def _permit(self) -> Permit:
-        """For the largest group there may be: whose it is turns out when it is dispatched."""
+        """Waits for a permit for the largest group: the environment is known only when the group is dispatched."""
         return await self._pressure.gate.enter("train", self._config.largest_group)
 
-    def _acknowledge(self) -> None:
-        self._ledger.acknowledge(self._sampler.acknowledged())
-
     def _start_group(self, group: Group, permit: Permit) -> None:
-        player = self._players[self._mix.env_of(group.problem)]
-        permit.keep(player.rules.size)
-        self._pace.enter(group.index, player.rules.size)
-        work = self._run_group(group, self._mix.builder(group.problem), player, permit)
-        self._running[group.index] = task = self._spawn(work, f"group of problem {group.problem}")
+        runner = self._runners[self._mix.env_of(group.problem)]
+        permit.keep(runner.size)
+        self._pace.enter(group.index, runner.size)
+        work = self._run_group(group, self._mix.builder(group.problem), runner, permit)
+        self._running[group.index] = task = self._background.spawn(work, f"group of problem {group.problem}")
         task.add_done_callback(permit.close)
 
-    async def _load_loop(self) -> None:
+    async def _stats_loop(self) -> None:
         while True:
             self._pressure.look(await self._sampler.stats())
             await asyncio.sleep(LOAD_TICK_S)
@@ -405,49 +339,17 @@ class Pipeline:
             await asyncio.sleep(LAG_TICK_S)
             self._meter.lag_s = max(self._meter.lag_s, now() - started - LAG_TICK_S)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._background.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            self._error = self._error or error
-            self._groups_changed.set()
-
-    def _raise_error(self, but_limits: bool = False) -> None:
-        """`but_limits`: a limit of the run waits for the next minibatch, so that the step in hand is finished and the
-        run can be committed where it stops."""
-        if self._error and not (but_limits and isinstance(self._error, LimitReached)):
-            raise self._error
-
     # ---- one group
 
-    async def _run_group(self, group: Group, builder: EnvGroupBuilder, player: GroupRunner, permit: Permit) -> None:
+    async def _run_group(self, group: Group, builder: EnvGroupBuilder, runner: GroupRunner, permit: Permit) -> None:
         def over() -> None:
-            self._running.pop(group.index, None)  # an eviction must not interrupt the cleaning up
+            self._running.pop(group.index, None)  # an eviction must not interrupt the cleanup
 
         with trace.life("group", group.index, problem=group.problem, floor=group.floor) as ending:
-            played = await player.play(group, builder, permit, over)
+            outcome = await runner.run(group, builder, permit, over)
             await self._pace.before_end(group.index)
-            self._settle(group, played.scored, played.outcomes_G)
-            ending["versions"] = played.scored.versions if played.scored else None
-
-    def _player(self, env: EnvConfig) -> GroupRunner:
-        options, size = self._options, self._config.group_size(env)
-        rules = GroupSettings(
-            env=env.label,
-            size=size,
-            needed=max(math.ceil(options.min_viable_group * size), min(2, size)),  # one alone has advantage 0
-            sampling=self._config.inference.sampling,
-            limits=self._limits,
-            seed=self._config.seed,
-            retries=options.retries,
-            timeout_s=options.generation_timeout_s,
-        )
-        return GroupRunner(rules, self._sample, self._pace, partial(self._note_error, env=env.label), self._check_floor)
+            self._settle(group, outcome)
+            ending["versions"] = outcome.scored.versions if outcome.scored else None
 
     async def _sample(self, request: SampleRequest) -> SampledSequence:
         with self._idle:
@@ -464,23 +366,14 @@ class Pipeline:
         self._meter.errors[type(error).__name__] += 1
         self._run_limits.note_failure(error, env)
 
-    def _check_floor(self, group: Group, trajectories_G: Sequence[Trajectory]) -> None:
-        """Raises ProvenanceError when a token is older than the group's floor promises."""
-        turns = (turn for trajectory in trajectories_G for turn in trajectory.transitions)
-        oldest = min(identity.version for turn in turns for identity in turn.identities)
-        if oldest < group.floor:
-            raise ProvenanceError(
-                f"problem {group.problem} was dispatched when all replicas had version {group.floor}, but a token of "
-                f"it was sampled by version {oldest}"
-            )
-
-    def _settle(self, group: Group, scored: ScoredGroup | None, outcomes_G: Sequence[Trajectory | Exception]) -> None:
-        """Tells the ledger how a group ended, and whoever waits for it. Raises LimitReached."""
-        for outcome in outcomes_G:
-            if not isinstance(outcome, PromptTooLong):
-                self._run_limits.judge_rollout(isinstance(outcome, Trajectory))
+    def _settle(self, group: Group, outcome: GroupOutcome) -> None:
+        """Tells the ledger and the waiting loops how a group ended. Raises LimitReached."""
+        for rollout in outcome.outcomes_G:
+            if not isinstance(rollout, PromptTooLong):
+                self._run_limits.judge_rollout(isinstance(rollout, Trajectory))
         if group.index not in self._ledger.active:  # evicted while its environments were cleaned up
             return
+        scored = outcome.scored
         if scored is None:
             self._ledger.fail(group)
         elif self._options.remove_constant_reward_groups and is_constant(scored.rewards_G):

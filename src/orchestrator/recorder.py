@@ -1,4 +1,4 @@
-"""Rollouts for people and tools to read: of each step its best and its worst group, and some picked at random.
+"""Records rollouts for people and tools to read: of each step the best and the worst group, and some random ones.
 
 A record is one line of JSON for each group (`rollouts/step_000012.jsonl` in the run directory):
 
@@ -9,7 +9,7 @@ A record is one line of JSON for each group (`rollouts/step_000012.jsonl` in the
       observation, action              token ids, `..._text` the same as text. An observation that only continues what
                                        was there before has `continues` true, and holds the new tokens alone
       logprobs                         of the action's tokens, as sampled
-      versions                         [[version, tokens], ...]: which weights sampled how many of them, in their order
+      versions                         [[version, tokens], ...]: how many tokens each version sampled, in order
       reward, metrics, logs            of the step that the environment took
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.advantages import AdvantageKind, ScoredGroup, compute_advantages, extends
+from orchestrator.advantages import AdvantageKind, ScoredGroup, compute_advantages
 from orchestrator.env import Trajectory, Transition
 from orchestrator.state import readable
 from trireme.config import Config
@@ -33,7 +33,7 @@ DIGITS = 6
 
 
 class Recorder:
-    """Writes the records of a run's steps. `decode` turns token ids into text; none: records have no text."""
+    """Makes the records of a run's steps. `decode` turns token ids into text; None: records have no text."""
 
     def __init__(self, config: Config, decode: Decode | None) -> None:
         self._options, self._seed = config.rollouts, config.seed
@@ -41,7 +41,7 @@ class Recorder:
         self._decode = decode
 
     def lines(self, step: int, trained_P: Sequence[ScoredGroup]) -> list[str]:
-        """The records of a step that trained on these groups; none when it is not to be recorded."""
+        """Returns the records of a step that trained on these groups; empty when the step is not recorded."""
         if not self._options.every or step % self._options.every:
             return []
         return [
@@ -49,7 +49,7 @@ class Recorder:
         ]
 
     def _picked(self, step: int, trained_P: Sequence[ScoredGroup]) -> Iterator[tuple[str, ScoredGroup]]:
-        """The same groups whenever it is called with the same ones, so that a step done again is recorded alike."""
+        """Picks the same groups whenever it is called with the same ones, so that a repeated step is recorded alike."""
         ordered = sorted(trained_P, key=lambda scored: float(np.mean(scored.rewards_G)))
         *others, best = ordered
         yield "best", best
@@ -81,7 +81,7 @@ class Recorder:
         }
 
     def _turn(self, turn: Transition, before: Transition | None) -> dict[str, Any]:
-        continues = before is not None and extends(turn, before)
+        continues = before is not None and turn.extends(before)
         known = len(before.observation) + len(before.action) if before is not None and continues else 0
         observation, action = turn.observation[known:].tolist(), turn.action.tolist()
         texts = (

@@ -1,11 +1,11 @@
-"""The orchestrator's part of a commit: what it holds at a boundary, and its files.
+"""The orchestrator's part of a commit: its state at a boundary, as files.
 
     state.json          cursor, ledger, limits, metrics, evaluation; of each group all that is no array, turn by turn
     groups.safetensors  all turns of all groups one after the other, finished groups first: `observation`, `action`,
                         `versions` int32, `logprobs` float32, `mixed` bool (these are as long as `action`), and where
                         each turn ends, `observation_ends`, `action_ends` int64
 
-Nothing is pickled. What an environment logged is kept as JSON, with the text of whatever JSON does not know.
+Nothing is pickled. Logs of environments are kept as JSON; values that JSON does not know become text.
 """
 
 from __future__ import annotations
@@ -33,47 +33,58 @@ SAMPLED = {"action": np.int32, "logprobs": np.float32, "versions": np.int32, "mi
 
 @dataclass(frozen=True)
 class OrchestratorState:
-    """`cursor`, `ledger`, `limits` and `evaluation` are `state_dict`s. `finished` groups wait to be taken; `filtered`
-    ones and `errors` are for the next row of metrics, `counts` those of the ledger at the last row."""
+    """The state of an orchestrator at a boundary."""
 
-    cursor: Mapping[str, int]
+    cursor: Mapping[str, Any]
+    """`state_dict` of the problem mix."""
     ledger: Mapping[str, Any]
+    """`state_dict` of the ledger."""
     limits: Mapping[str, Any]
+    """`state_dict` of the run limits."""
     finished: tuple[ScoredGroup, ...]
+    """Groups that wait to be taken."""
     filtered: tuple[ScoredGroup, ...]
+    """Groups for the next row of metrics."""
     errors: Mapping[str, int]
+    """For the next row of metrics."""
     counts: Mapping[str, int]
+    """The ledger's at the last row."""
     evaluation: Mapping[str, Any]
+    """`state_dict` of the evaluator."""
 
+    def write(self, directory: Path) -> list[FileRecord]:
+        """Writes both files; they are on the disk when it returns. Raises StorageFailed."""
+        groups = {"finished": self.finished, "filtered": self.filtered}
+        state = {
+            "cursor": self.cursor,
+            "ledger": self.ledger,
+            "limits": self.limits,
+            **{name: [_group_to_json(scored) for scored in part] for name, part in groups.items()},
+            "errors": self.errors,
+            "counts": self.counts,
+            "evaluation": self.evaluation,
+        }
+        turns = [
+            turn
+            for part in groups.values()
+            for scored in part
+            for trajectory in scored.trajectories_G
+            for turn in trajectory.transitions
+        ]
+        return [
+            write_bytes(directory, STATE, json.dumps(state).encode()),
+            write_bytes(directory, ARRAYS, save(_columns(turns))),
+        ]
 
-def write_snapshot(snapshot: OrchestratorState, directory: Path) -> list[FileRecord]:
-    """Writes both files; they are on the disk when it returns. Raises StorageFailed."""
-    groups = [*snapshot.finished, *snapshot.filtered]
-    state = {
-        "cursor": snapshot.cursor,
-        "ledger": snapshot.ledger,
-        "limits": snapshot.limits,
-        "finished": [_group_to_json(scored) for scored in snapshot.finished],
-        "filtered": [_group_to_json(scored) for scored in snapshot.filtered],
-        "errors": snapshot.errors,
-        "counts": snapshot.counts,
-        "evaluation": snapshot.evaluation,
-    }
-    turns = [turn for scored in groups for trajectory in scored.trajectories_G for turn in trajectory.transitions]
-    return [
-        write_bytes(directory, STATE, json.dumps(state).encode()),
-        write_bytes(directory, ARRAYS, save(_columns(turns))),
-    ]
-
-
-def read_snapshot(directory: Path) -> OrchestratorState:
-    """What `write_snapshot` wrote. Its contents are taken to be verified; raises OSError for a missing file."""
-    state = json.loads((directory / STATE).read_text())
-    turns = _turns(load_file(directory / ARRAYS))
-    parts = {
-        name: tuple(_group_from_json(values, turns) for values in state[name]) for name in ("finished", "filtered")
-    }
-    return OrchestratorState(**(state | parts))
+    @classmethod
+    def read(cls, directory: Path) -> OrchestratorState:
+        """Reads what `write` wrote; its contents must be verified. Raises OSError for a missing file."""
+        state = json.loads((directory / STATE).read_text())
+        turns = _turns(load_file(directory / ARRAYS))
+        parts = {
+            name: tuple(_group_from_json(values, turns) for values in state[name]) for name in ("finished", "filtered")
+        }
+        return cls(**(state | parts))
 
 
 def _columns(turns: Sequence[Transition]) -> dict[str, npt.NDArray[Any]]:
@@ -87,7 +98,7 @@ def _columns(turns: Sequence[Transition]) -> dict[str, npt.NDArray[Any]]:
 
 
 def _turns(columns: Mapping[str, npt.NDArray[Any]]) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """The arrays of one turn after the other."""
+    """Yields the arrays of each turn."""
     parts = {name: np.split(columns[name], columns["observation_ends"]) for name in OBSERVED}
     parts |= {name: np.split(columns[name], columns["action_ends"]) for name in SAMPLED}
     for turn in range(len(columns["action_ends"])):
@@ -142,7 +153,7 @@ def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def readable(logged: Any) -> Any:
-    """What an environment logged, as JSON values."""
+    """Returns logs of an environment as JSON values."""
     if isinstance(logged, Mapping):
         return {str(name): readable(value) for name, value in logged.items()}
     if isinstance(logged, list | tuple):

@@ -1,22 +1,22 @@
-"""What takes long, in processes of its own: `await run_in_worker(function, *args, timeout_s=5)`.
+"""Runs slow functions in processes of their own: `await run_in_worker(function, *args, timeout_s=5)`.
 
     environment --run_in_worker--> Workers --one call at a time--> a process: `python -m orchestrator.workers`
                                       |
-                                      +-- over its limit, dead, no longer wanted: killed; the next call starts another
+                                      +-- over its limit, dead, or cancelled: killed; the next call starts another
 
-The orchestrator plays thousands of rollouts on one thread: whatever computes there for more than a few milliseconds
-holds all of them up (`perf/event_loop_lag`), and can not be stopped. In a worker it can: a process that exceeds its
-limit is killed, and its caller gets a WorkerTimeout.
+The orchestrator plays thousands of rollouts on one thread: a function that computes there for more than a few
+milliseconds delays all of them (`perf/event_loop_lag`), and cannot be stopped. In a worker it can: a process that
+exceeds its limit is killed, and its caller gets a WorkerTimeout.
 
-The function and its arguments are pickled, so it is one that a module has by name; what it returns, or raises, comes
-back. The limit counts from when the process has imported that module and is about to call it. To wait for a free
-process does not count, except for the limit of the rollout.
+The function and its arguments are pickled, so a module must hold the function by name; its result or exception comes
+back. The limit counts from when the process has imported that module and is about to call the function. Waiting for a
+free process counts only for the limit of the rollout.
 
-Of the environment it gets `PASSED_ON` alone: no API key and no token, of Ray's or of anyone's, reaches code that grades
-what a model wrote. That is no sandbox: it can read all that the user can.
+A process gets only the environment variables in `PASSED_ON`: no API key and no token reaches code that grades what a
+model wrote. That is no sandbox: it can read all that the user can.
 
-A process ends with its caller: the orchestrator closes all of them, Linux kills them when it dies, and elsewhere they
-find the end of the socket.
+A process ends with its caller: the orchestrator closes all of them, Linux kills them when it dies, and on other systems
+they see the end of the socket.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -42,10 +42,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 START_S = 60.0
-"""For a process to start, and to import what a function needs."""
+"""Limit for a process to start, and to import the function."""
 END_S = 10.0
 MEMORY_BYTES = 4 * 2**30
-"""What a worker may allocate; beyond it Python raises MemoryError there."""
+"""Most memory that a worker may allocate; beyond it Python raises MemoryError there."""
 PASSED_ON = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_CACHE_HOME"),
     *("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "*_NUM_THREADS"),
@@ -53,7 +53,7 @@ PASSED_ON = (
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
-"""Patterns of the environment variables that a process gets: to find programs, modules, models and the network."""
+"""Patterns of the environment variables that a process gets, to find programs, modules, models and the network."""
 PR_SET_PDEATHSIG = 1
 HEADER = struct.Struct("!Q")
 
@@ -63,27 +63,27 @@ class WorkerTimeout(Exception):
 
 
 class WorkerDied(Exception):
-    """The process of a call ended in the middle of it."""
+    """The process of a call ended before the call."""
 
 
 class Workers:
-    """At most `size` processes, started when they are needed. Belongs to one event loop."""
+    """Holds at most `size` processes, started when they are needed. Belongs to one event loop."""
 
     def __init__(self, size: int) -> None:
-        self._places = asyncio.Semaphore(size)
+        self._free = asyncio.Semaphore(size)
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
 
     async def run(self, function: Callable[..., T], *args: Any, timeout_s: float) -> T:
-        """What `function(*args)` returns. Raises what it raises, WorkerTimeout, and WorkerDied."""
+        """Returns `function(*args)`. Raises what it raises, WorkerTimeout, and WorkerDied."""
+        name = f"{function.__module__}.{function.__qualname__}"
         request = pickle.dumps((function.__module__, function.__qualname__, args))
-        async with self._places:
-            worker = self._idle.pop() if self._idle else await self._start()
+        async with self._free:
+            worker = self._idle.pop() if self._idle else await Worker.start()
+            self._all.add(worker)
             try:
-                succeeded, value = await worker.call(
-                    request, f"{function.__module__}.{function.__qualname__}", timeout_s
-                )
-            except BaseException:  # also cancelled: nobody waits for the answer any more
+                succeeded, value = await worker.call(request, name, timeout_s)
+            except BaseException:  # also cancelled: the answer is not awaited any more
                 self._all.discard(worker)
                 await worker.kill()
                 raise
@@ -92,13 +92,8 @@ class Workers:
             raise value
         return value
 
-    async def _start(self) -> Worker:
-        worker = await Worker.start()
-        self._all.add(worker)
-        return worker
-
     async def close(self) -> None:
-        """Ends all processes; calls under way raise WorkerDied."""
+        """Ends all processes; running calls raise WorkerDied."""
         workers, self._all = self._all, set()
         self._idle.clear()
         await asyncio.gather(*(worker.kill() for worker in workers))
@@ -114,13 +109,13 @@ class Worker:
 
     @classmethod
     async def start(cls) -> Worker:
-        """A process that waits for its first call."""
+        """Starts a process that waits for its first call."""
         ours, theirs = socket.socketpair()
         process = _process(theirs)
         return cls(process, *await asyncio.open_connection(sock=ours))
 
     async def call(self, request: bytes, name: str, timeout_s: float) -> tuple[bool, Any]:
-        """Whether the function returned, and what it returned or raised."""
+        """Returns (True, the function's result), or (False, the exception that it raised)."""
         self._writer.write(HEADER.pack(len(request)) + request)
         await self._receive(START_S, f"the start of a worker process for {name}")
         answer: tuple[bool, Any] = pickle.loads(await self._receive(timeout_s, f"{name} in a worker process"))
@@ -137,27 +132,24 @@ class Worker:
             raise WorkerDied(f"{what} did not end: the process died") from None
 
     async def kill(self) -> None:
-        """Ends the process, and waits until it is gone."""
+        """Kills the process and waits for its end."""
         self._writer.close()
         self._process.kill()
         await asyncio.to_thread(self._process.wait, END_S)
 
 
 def _process(connection: socket.socket) -> subprocess.Popen[bytes]:
-    """A process that serves `connection`, which is closed here. It finds modules where this one does. Started on the
-    thread of the event loop, with which it ends on Linux."""
+    """Starts a process that serves `connection`, which is closed here. It finds modules where this one does, and on
+    Linux ends with the thread of the event loop."""
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    passed_on = {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in PASSED_ON)}
     with connection:
         return subprocess.Popen(
             [sys.executable, "-m", "orchestrator.workers", str(connection.fileno()), str(os.getpid())],
             pass_fds=[connection.fileno()],
-            env=_passed_on(os.environ) | {"PYTHONPATH": path},
+            env=passed_on | {"PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
         )
-
-
-def _passed_on(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if any(fnmatchcase(name, pattern) for pattern in PASSED_ON)}
 
 
 _current: Workers | None = None
@@ -165,30 +157,18 @@ _current: Workers | None = None
 
 @asynccontextmanager
 async def workers(size: int) -> AsyncIterator[None]:
-    """Within the block `run_in_worker` has `size` processes. A run has them from start to end."""
-    open_workers(size)
+    """Gives `run_in_worker` `size` processes within the block. A run has them from start to end."""
+    global _current
+    _current = started = Workers(size)
     try:
         yield
     finally:
-        await close_workers()
-
-
-def open_workers(size: int) -> None:
-    """From here on `run_in_worker` has `size` processes."""
-    global _current
-    _current = Workers(size)
-
-
-async def close_workers() -> None:
-    """Ends them."""
-    global _current
-    ending, _current = _current, None
-    if ending:
-        await ending.close()
+        _current = None
+        await started.close()
 
 
 async def run_in_worker(function: Callable[..., T], *args: Any, timeout_s: float) -> T:
-    """What `function(*args)` returns, computed in another process for at most `timeout_s` seconds.
+    """Returns `function(*args)`, computed in another process for at most `timeout_s` seconds.
 
     Raises what the function raises, WorkerTimeout when it takes longer, WorkerDied when its process ends by itself.
     """
@@ -202,8 +182,15 @@ async def run_in_worker(function: Callable[..., T], *args: Any, timeout_s: float
 # ---- the process
 
 
-def serve(connection: socket.socket) -> None:
-    """Answers calls, one after the other, until the socket ends."""
+def main(connection_fd: int, parent: int) -> None:
+    """Answers calls, one after the other, until the socket ends, or on Linux until process `parent` has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this process in order
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before that
+            sys.exit()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    connection = socket.socket(fileno=connection_fd)
     with connection, connection.makefile("rwb") as stream:
         while header := stream.read(HEADER.size):
             found, call = _caught(_load, stream.read(HEADER.unpack(header)[0]))
@@ -212,7 +199,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def _load(request: bytes) -> tuple[Any, ...]:
-    """The function of a call, and its arguments."""
+    """Returns the function of a call, and its arguments."""
     module, qualified_name, args = pickle.loads(request)
     found: Any = importlib.import_module(module)
     for name in qualified_name.split("."):
@@ -221,7 +208,7 @@ def _load(request: bytes) -> tuple[Any, ...]:
 
 
 def _caught(function: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
-    """Whatever a function does, its caller is told."""
+    """Returns (True, the result), or (False, the exception), for the caller in the other process."""
     try:
         return True, function(*args)
     except BaseException as error:
@@ -230,7 +217,7 @@ def _caught(function: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
 
 
 def _pickled(succeeded: bool, value: Any) -> bytes:
-    """An outcome as bytes; where it does not survive that, or is no Exception, as an error with the same text."""
+    """Returns an outcome as bytes; one that cannot be pickled, or is no Exception, as an error with the same text."""
     try:
         answer = pickle.dumps((succeeded, value))
         if succeeded or isinstance(pickle.loads(answer)[1], Exception):
@@ -247,16 +234,5 @@ def _send(stream: Any, answer: bytes) -> None:
     stream.flush()
 
 
-def die_with(parent: int) -> None:
-    """On Linux this process is killed as soon as `parent` has ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before that
-            sys.exit()
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this process in order
-    die_with(int(sys.argv[2]))
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -496,14 +496,16 @@ class Supervision:
 
     async def _drain(self, index: int, at_s: float) -> None:
         await asyncio.sleep(at_s)
-        await self.pipeline.drain(index, self.outcome.scenario.drain_s)
+        await self.pipeline.replicas.drain(index, self.outcome.scenario.drain_s)
 
     async def _hang(self, index: int, at_s: float) -> None:
         scenario = self.outcome.scenario
         await asyncio.sleep(at_s)
         self.outcome.replicas[index].hang()
         await asyncio.sleep(scenario.heartbeat_s)
-        self.pipeline.leave(index, f"simulated replica {index} has not answered for {scenario.heartbeat_s:g} s")
+        self.pipeline.replicas.leave(
+            index, f"simulated replica {index} has not answered for {scenario.heartbeat_s:g} s"
+        )
         if scenario.restart_s is not None:
             await self._join(index, scenario.restart_s)
 
@@ -511,12 +513,12 @@ class Supervision:
         await asyncio.sleep(after_s)
         replica = SimReplica(index, self.outcome.scenario)
         self.outcome.replicas.append(replica)
-        await self.pipeline.join(index, replica, reserved=self.outcome.scenario.is_reserved(index))
+        await self.pipeline.replicas.join(index, replica, reserved=self.outcome.scenario.is_reserved(index))
 
     async def _restart(self) -> None:
         assert self.outcome.scenario.restart_s is not None
         while True:
-            index, _ = await self.pipeline.next_failure()
+            index, _ = await self.pipeline.replicas.next_failure()
             await self._join(index, self.outcome.scenario.restart_s)
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from orchestrator_fakes import FakeSampler, Run, small_config, whole_run
+from orchestrator_fakes import FakeSampler, Run, small_config, trajectory_to_data, whole_run
 from renderer_support import characters
 
-from orchestrator.advantages import trajectory_to_data
 from orchestrator.env import EnvContext, RLDataset, Trajectory, load_dataset
 from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
 from trireme.config.load import load

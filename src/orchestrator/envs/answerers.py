@@ -1,7 +1,6 @@
 """Models that answer questions in an environment: one behind a URL, or the one that the run started from.
 
-Neither learns. What they say is greedy, so that it is the same whenever they are asked, as far as a server repeats
-itself.
+Neither learns. They answer greedily, so that the same question has the same answer, as far as a server repeats itself.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.workers import run_in_worker
 from trireme.core.extras import require
@@ -19,31 +18,24 @@ if TYPE_CHECKING:
     import httpx
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Before each further try of an answerer that is down."""
+"""Pauses before each further try of an answerer that is down."""
 REPLY_S = 60.0
 START_S = 600.0
-"""For an answer of the start model: the first one loads it."""
+"""Limit for an answer of the start model; the first one loads it."""
 MAX_TOKENS = 16
 BUSY = 429
 
 
 class AnswererDown(Exception):
-    """The answerer could not be reached, however often it was tried; or it refuses what it is asked."""
-
-
-class Answerer(Protocol):
-    """Answers chats. Must be picklable."""
-
-    async def answer(self, messages: list[Message]) -> str:
-        """Its next message, at most a few words. Raises AnswererDown."""
-        ...
+    """The answerer could not be reached after all tries, or it refuses the question."""
 
 
 @dataclass(frozen=True)
 class UrlAnswerer:
-    """A server that speaks OpenAI's chat completions: `url` is its base, such as http://host:8000/v1."""
+    """A server that speaks OpenAI's chat completions."""
 
     url: str
+    """Its base, such as http://host:8000/v1."""
     model: str
     key: str = "none"
     pauses_s: tuple[float, ...] = PAUSES_S
@@ -52,6 +44,7 @@ class UrlAnswerer:
         require("httpx", extra="answerers", what_for=f"an answerer at {self.url}")
 
     async def answer(self, messages: list[Message]) -> str:
+        """Returns its next message, at most a few words. Raises AnswererDown."""
         body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": MAX_TOKENS, "seed": 0}
         for pause_s in (*self.pauses_s, None):
             failure = await self._try(body)
@@ -63,7 +56,7 @@ class UrlAnswerer:
         raise AnswererDown(f"the answerer at {self.url}: {failure} ({len(self.pauses_s) + 1} tries); is it up?")
 
     async def _try(self, body: dict[str, Any]) -> str | Exception:
-        """Its answer, or why there is none now. Raises AnswererDown where another try would not help."""
+        """Returns its answer, or the error of this try. Raises AnswererDown where another try would not help."""
         import httpx
 
         try:
@@ -91,17 +84,18 @@ class UrlAnswerer:
 
 @dataclass(frozen=True)
 class StartAnswerer:
-    """The weights that the run starts from, frozen, in a worker process on CPUs: for small models. Larger ones are
-    better served: `vllm serve MODEL`, and its URL."""
+    """The frozen weights that the run starts from, in a worker process on CPUs: for small models. For larger ones start
+    a server (`vllm serve MODEL`) and give its URL."""
 
     model: str
 
     async def answer(self, messages: list[Message]) -> str:
+        """Returns its next message, at most a few words."""
         return await run_in_worker(complete, self.model, messages, timeout_s=START_S)
 
 
 def complete(model: str, messages: list[Message]) -> str:
-    """The model's greedy next message. In a worker process, which keeps the model."""
+    """Returns the model's greedy next message; runs in a worker process, which keeps the model."""
     import torch
 
     renderer, network = _loaded(model)
@@ -129,3 +123,6 @@ def _loaded(model: str) -> tuple[Any, Any]:
 
     torch.set_num_threads(1)
     return make_renderer("auto", load_tokenizer(model)), AutoModelForCausalLM.from_pretrained(model).eval()
+
+
+Answerer = UrlAnswerer | StartAnswerer

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-import random
-from collections.abc import Callable
+from random import Random
 
 from orchestrator.env import EnvContext
-from orchestrator.envs.text import Question, QuestionDataset, is_held_out
+from orchestrator.envs.expressions import calculate, show
+from orchestrator.envs.text import Question, QuestionDataset
 
-OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERATIONS = "+-*"
 
 
 class ArithmeticDataset(QuestionDataset):
@@ -17,6 +16,8 @@ class ArithmeticDataset(QuestionDataset):
 
     The reward is 1 for the exact result, else 0. Raises ValueError for a `largest` below 10 and for unknown operations.
     """
+
+    name = "arithmetic"
 
     def __init__(
         self,
@@ -30,15 +31,14 @@ class ArithmeticDataset(QuestionDataset):
         super().__init__(context, batch_size, num_batches)
         if largest < 10 or not operations or set(operations) - set(OPERATIONS):
             raise ValueError(
-                f"largest = {largest}, operations = {operations!r}; expected 10 or more, and some of "
-                + "".join(OPERATIONS)
+                f"largest = {largest}, operations = {operations!r}; expected 10 or more, and some of {OPERATIONS}"
             )
         self._largest, self._operations = largest, operations
 
     def question(self, index: int) -> Question:
-        rng = random.Random(f"arithmetic:{self._context.seed}:{self._context.split}:{index}")
-        while True:
-            a, sign, b = rng.randint(0, self._largest), rng.choice(self._operations), rng.randint(0, self._largest)
-            text = f"{a}{sign}{b}="
-            if is_held_out(text) == (self._context.split == "eval"):
-                return Question(text, str(OPERATIONS[sign](a, b)))
+        text = self.draw(index, self._problem)
+        return Question(text, show(calculate(text.removesuffix("="))))
+
+    def _problem(self, rng: Random) -> str:
+        a, sign, b = rng.randint(0, self._largest), rng.choice(self._operations), rng.randint(0, self._largest)
+        return f"{a}{sign}{b}="

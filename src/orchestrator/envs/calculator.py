@@ -13,11 +13,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
-from orchestrator.env import EnvContext, EnvGroupBuilder, RLDataset
+from orchestrator.env import EnvContext, EnvGroupBuilder
 from orchestrator.envs.expressions import MAX_DEPTH, MAX_LENGTH, CalculationError, calculate, show
-from orchestrator.envs.text import is_held_out
+from orchestrator.envs.text import GeneratedDataset
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
 from trireme.renderers import Message, ToolCall, ToolSpec
 
@@ -35,15 +34,6 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 WHOLE_NUMBER = re.compile(r"(-?)0*(\d{1,200})(?:\.0+)?", re.ASCII)
 
 
-def problem(seed: int, index: int, split: Literal["train", "eval"], operations: int, largest: int) -> str:
-    """The expression of problem `index`, a pure function of the arguments: a held-out one for "eval", else another."""
-    rng = random.Random(f"calculator:{seed}:{split}:{index}")
-    while True:
-        expression = _expression(rng, operations, largest)
-        if is_held_out(expression) == (split == "eval"):
-            return expression
-
-
 def _expression(rng: random.Random, operations: int, largest: int) -> str:
     if not operations:
         return str(rng.randint(0, largest))
@@ -54,7 +44,7 @@ def _expression(rng: random.Random, operations: int, largest: int) -> str:
 
 
 def stated_number(text: str) -> str | None:
-    """The last number in a text, without needless signs; none if there is none, or it is no whole one."""
+    """Returns the last number in a text, without needless signs; None without one, or if it is not whole."""
     found = NUMBER.findall(text)
     match = WHOLE_NUMBER.fullmatch(found[-1].replace(",", "")) if found else None
     if match is None:
@@ -64,11 +54,11 @@ def stated_number(text: str) -> str | None:
 
 @dataclass
 class CalculatorEnv(MessageEnv):
-    """`max_turns` counts the assistant's messages; the last one is over without an answer if it still calls a tool. A
-    call that nobody can read, or that has no value, is answered with what is wrong with it."""
+    """One problem. A call that is malformed, or has no value, is answered with the reason."""
 
     expression: str
     max_turns: int
+    """Most messages of the assistant. If the last one still calls a tool, the episode ends without an answer."""
     tools: Sequence[ToolSpec] = (CALCULATOR,)
     _turns: int = field(default=0, init=False)
 
@@ -85,12 +75,12 @@ class CalculatorEnv(MessageEnv):
         answers = [_call(call) for call in calls]
         errors = sum(answer.startswith("error") for answer in answers)
         metrics = {"tool_calls": float(len(calls)), "tool_errors": errors / len(calls)}
-        return self._go_on([_tool_says(answer) for answer in answers], metrics)
+        return self._next_turn([_tool_says(answer) for answer in answers], metrics)
 
     async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
         if cut_off:
             return MessageStep(0.0, True, metrics={"success": 0.0}, logs={"problem": self.expression})
-        return self._go_on([_tool_says("error: this is no call of a tool with a name and arguments, as JSON")], {})
+        return self._next_turn([_tool_says("error: this is no call of a tool with a name and arguments, as JSON")], {})
 
     def _answered(self, content: str) -> MessageStep:
         target = show(calculate(self.expression))
@@ -98,7 +88,7 @@ class CalculatorEnv(MessageEnv):
         logs = {"problem": self.expression, "answer": content, "target": target}
         return MessageStep(float(right), True, metrics={"success": float(right)}, logs=logs)
 
-    def _go_on(self, said: list[Message], metrics: dict[str, float]) -> MessageStep:
+    def _next_turn(self, said: list[Message], metrics: dict[str, float]) -> MessageStep:
         self._turns += 1
         if self._turns < self.max_turns:
             return MessageStep(0.0, False, said, metrics)
@@ -121,11 +111,13 @@ def _call(call: ToolCall) -> str:
         return f"error: {error}"
 
 
-class CalculatorDataset(RLDataset):
+class CalculatorDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` expressions of `operations` operations on numbers up to `largest`.
 
     Raises ValueError for sizes below 1, and for expressions that the calculator itself would refuse.
     """
+
+    name = "calculator"
 
     def __init__(
         self,
@@ -137,30 +129,26 @@ class CalculatorDataset(RLDataset):
         batch_size: int = 16,
         num_batches: int = 1000,
     ) -> None:
-        given = {
-            "operations": operations, "largest": largest, "max_turns": max_turns, "batch_size": batch_size,
-            "num_batches": num_batches,
-        }  # fmt: skip
-        for name, value in given.items():
-            if value < 1:
-                raise ValueError(f"{name} = {value}; expected at least 1")
+        super().__init__(
+            context,
+            operations=operations,
+            largest=largest,
+            max_turns=max_turns,
+            batch_size=batch_size,
+            num_batches=num_batches,
+        )
         longest = (operations + 1) * len(str(largest)) + operations * len(" + ()")
         if longest > MAX_LENGTH or operations >= MAX_DEPTH:
             raise ValueError(
                 f"operations = {operations} on numbers up to {largest} make expressions of up to {longest} characters; "
                 f"the calculator takes {MAX_LENGTH}, and less than {MAX_DEPTH} operations within each other"
             )
-        self._context, self._max_turns = context, max_turns
-        self._shape = (operations, largest)
-        self._batch_size, self._num_batches = batch_size, num_batches
+        self._max_turns, self._shape = max_turns, (operations, largest)
 
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        context, first = self._context, index * self._batch_size
-        expressions = (problem(context.seed, first + i, context.split, *self._shape) for i in range(self._batch_size))
-        return [
-            MessageEnvGroup(partial(CalculatorEnv, expression, self._max_turns), context.renderer, context.group_size)
-            for expression in expressions
-        ]
+    def expression(self, index: int) -> str:
+        """Returns the expression of problem `index`."""
+        return self.draw(index, lambda rng: _expression(rng, *self._shape))
 
-    def __len__(self) -> int:
-        return self._num_batches
+    def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
+        made = [partial(CalculatorEnv, self.expression(number), self._max_turns) for number in numbers]
+        return [MessageEnvGroup(make, self._context.renderer, self._context.group_size) for make in made]

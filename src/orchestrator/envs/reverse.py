@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import string
 
 from orchestrator.env import EnvContext
-from orchestrator.envs.text import Question, QuestionDataset, by_position, is_held_out
+from orchestrator.envs.text import Question, QuestionDataset, by_position
 
 
 class ReverseDataset(QuestionDataset):
@@ -16,6 +15,7 @@ class ReverseDataset(QuestionDataset):
     wrong order.
     """
 
+    name = "reverse"
     grade = staticmethod(by_position)
 
     def __init__(
@@ -37,8 +37,5 @@ class ReverseDataset(QuestionDataset):
         self._lengths, self._alphabet = (min_letters, max_letters), alphabet
 
     def question(self, index: int) -> Question:
-        rng = random.Random(f"reverse:{self._context.seed}:{self._context.split}:{index}")
-        while True:
-            text = "".join(rng.choices(self._alphabet, k=rng.randint(*self._lengths)))
-            if is_held_out(text) == (self._context.split == "eval"):
-                return Question(f"Reverse: {text}\n", text[::-1])
+        text = self.draw(index, lambda rng: "".join(rng.choices(self._alphabet, k=rng.randint(*self._lengths))))
+        return Question(f"Reverse: {text}\n", text[::-1])

@@ -1,64 +1,105 @@
-"""What environments of plain text share: answers read from tokens, and problems with one question and one answer.
+"""Shared parts of environments: problems made from their number, answers read from tokens, one question and one answer.
 
-A new one is a subclass of `QuestionDataset`: the question of problem i, and a function that grades an answer.
-`tokenizer` is a `transformers` tokenizer throughout.
+A new one of the last kind is a subclass of `QuestionDataset`: the question of problem i, and a function that grades an
+answer. `tokenizer` is a `transformers` tokenizer throughout.
 """
 
 from __future__ import annotations
 
+import random
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from operator import eq
 from typing import Any
 
-from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+from orchestrator.env import Env, EnvContext, EnvGroup, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 
 HELD_OUT_EVERY = 8
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a problem belongs to the held-out eighth: the CRC-32 of its text is divisible by 8."""
+    """True for a problem of the held-out eighth: the CRC-32 of its text is divisible by 8."""
     return zlib.crc32(text.encode()) % HELD_OUT_EVERY == 0
+
+
+class GeneratedDataset(RLDataset):
+    """`num_batches` batches of `batch_size` problems, each made from its number. `name` is a part of the random seed.
+
+    Raises ValueError if one of `sizes`, which include those two, is below 1.
+    """
+
+    name: str
+
+    def __init__(self, context: EnvContext, **sizes: int) -> None:
+        if min(sizes.values()) < 1:
+            given = ", ".join(f"{name} = {value}" for name, value in sizes.items())
+            raise ValueError(f"{given}; expected at least 1 of each")
+        self._context = context
+        self._batch_size, self._num_batches = sizes["batch_size"], sizes["num_batches"]
+
+    @abstractmethod
+    def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
+        """Returns the problems with these numbers, each a pure function of the seed, the split and the arguments."""
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return self.builders(range(index * self._batch_size, (index + 1) * self._batch_size))
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def rng(self, index: int) -> random.Random:
+        """Returns the random generator of problem `index`."""
+        return random.Random(f"{self.name}:{self._context.seed}:{self._context.split}:{index}")
+
+    def draw(self, index: int, make: Callable[[random.Random], str]) -> str:
+        """Returns the text of problem `index`: the first one made that belongs to the context's split."""
+        rng = self.rng(index)
+        while True:
+            text = make(rng)
+            if is_held_out(text) == (self._context.split == "eval"):
+                return text
 
 
 @cache
 def token_text(tokenizer: Any, token: int) -> str:
-    """The text of one sampled id; one without a token (models pad their vocabulary) is one unknown sign."""
+    """Returns the text of one sampled id; for an id without a token (models pad their vocabulary) an unknown sign."""
     return tokenizer.decode([token]) if token < len(tokenizer) else UNKNOWN
 
 
 @cache
 def end_of_sequence(tokenizer: Any) -> int:
-    """Raises ValueError for a tokenizer without one."""
+    """Returns the id of the end of sequence. Raises ValueError for a tokenizer without one."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the model's tokenizer has no end-of-sequence token, which ends an answer")
-    return tokenizer.eos_token_id  # transformers makes it up from several places at each access
+    return tokenizer.eos_token_id  # slow in transformers, hence the cache
 
 
 @dataclass(frozen=True)
 class Answer:
-    """`text` up to the end of sequence; without one the answer is not `finished`: it was cut by its length."""
+    """An answer as text."""
 
     text: str
+    """Up to the end of sequence."""
     finished: bool
+    """False without an end of sequence: the answer was cut by its length."""
 
-
-def read_answer(tokenizer: Any, tokens: Sequence[int]) -> Answer:
-    """The answer that was sampled as `tokens`, character by character: for tokenizers in which a token is a text of its
-    own, whatever stands around it."""
-    tokens, end = list(tokens), end_of_sequence(tokenizer)
-    finished = end in tokens
-    told = tokens[: tokens.index(end)] if finished else tokens
-    return Answer("".join(token_text(tokenizer, token) for token in told), finished)
+    @classmethod
+    def read(cls, tokenizer: Any, tokens: Sequence[int]) -> Answer:
+        """Reads an answer that was sampled as `tokens`, token by token: for tokenizers in which the text of a token
+        does not depend on its neighbours."""
+        tokens, end = list(tokens), end_of_sequence(tokenizer)
+        finished = end in tokens
+        shown = tokens[: tokens.index(end)] if finished else tokens
+        return cls("".join(token_text(tokenizer, token) for token in shown), finished)
 
 
 @dataclass(frozen=True)
 class Question:
-    """One problem: what is asked, and what should be answered."""
+    """One problem: the prompt, and the right answer."""
 
     prompt: str
     target: str
@@ -66,26 +107,27 @@ class Question:
 
 @dataclass(frozen=True)
 class Grade:
-    """What an answer is worth; `success` is 1 for a right one."""
+    """The value of an answer."""
 
     reward: float
     success: float
+    """1 for a right answer, else 0."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 Grader = Callable[[str, Answer], Grade]
-"""From the target and an answer."""
+"""Takes the target and an answer."""
 
 
 def by_position(target: str, answer: Answer) -> Grade:
-    """Half the share of positions that are right, and half for an exact, finished answer."""
+    """Gives half the share of positions that are right, and half for an exact, finished answer."""
     right = sum(map(eq, answer.text, target))
     exact = answer.finished and answer.text == target
     return Grade(0.5 * right / max(len(answer.text), len(target)) + 0.5 * exact, float(exact))
 
 
 def exactly(target: str, answer: Answer) -> Grade:
-    """1 for an exact, finished answer, white space around it aside."""
+    """Gives 1 for an exact, finished answer, apart from white space around it."""
     exact = float(answer.finished and answer.text.strip() == target)
     return Grade(exact, exact)
 
@@ -103,7 +145,7 @@ class QuestionEnv(Env):
         return self.prompt, ()
 
     async def step(self, action: Sequence[int]) -> StepResult:
-        answer = read_answer(self.tokenizer, action)
+        answer = Answer.read(self.tokenizer, action)
         grade = self.grade(self.question.target, answer)
         return StepResult(
             reward=grade.reward,
@@ -113,41 +155,25 @@ class QuestionEnv(Env):
         )
 
 
-@dataclass(frozen=True)
-class QuestionGroup(EnvGroupBuilder):
-    """One question, for `size` rollouts."""
-
-    env: QuestionEnv
-    size: int
-
-    async def make_envs(self) -> Sequence[Env]:
-        return [self.env] * self.size  # it has no state
-
-
-class QuestionDataset(RLDataset):
+class QuestionDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` questions. Raises ValueError for sizes below 1, and for a tokenizer without
     an end of sequence."""
 
     grade: Grader = staticmethod(exactly)
 
     def __init__(self, context: EnvContext, batch_size: int, num_batches: int) -> None:
-        if batch_size < 1 or num_batches < 1:
-            raise ValueError(f"batch_size = {batch_size}, num_batches = {num_batches}; expected at least 1 of each")
+        super().__init__(context, batch_size=batch_size, num_batches=num_batches)
         end_of_sequence(context.tokenizer)
-        self._context, self._batch_size, self._num_batches = context, batch_size, num_batches
 
     @abstractmethod
     def question(self, index: int) -> Question:
-        """Problem `index`, a pure function of the seed, the split and the arguments."""
+        """Returns problem `index`, a pure function of the seed, the split and the arguments."""
 
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        context, first = self._context, index * self._batch_size
-        questions = [self.question(first + place) for place in range(self._batch_size)]
-        prompts = context.tokenizer([q.prompt for q in questions])["input_ids"]  # one by one takes twice as long
+    def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
+        tokenizer, size = self._context.tokenizer, self._context.group_size
+        questions = [self.question(number) for number in numbers]
+        prompts = tokenizer([q.prompt for q in questions])["input_ids"]  # one by one takes twice as long
         return [
-            QuestionGroup(QuestionEnv(context.tokenizer, q, prompt, self.grade), context.group_size)
-            for q, prompt in zip(questions, prompts, strict=True)
+            EnvGroup(partial(QuestionEnv, tokenizer, question, prompt, self.grade), size)
+            for question, prompt in zip(questions, prompts, strict=True)
         ]
-
-    def __len__(self) -> int:
-        return self._num_batches

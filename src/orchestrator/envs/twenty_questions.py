@@ -1,29 +1,28 @@
-"""Twenty questions: the policy finds out what another model thinks of, by questions that are answered yes or no.
+"""Twenty questions: the policy finds a secret word by questions, which another model answers with yes or no.
 
 user       I am thinking of something. ..
 assistant  Is it alive?
-user       yes                             the answerer, which knows the secret, was asked
+user       yes                             the answer of the other model, which knows the secret
 assistant  Is it a dog?                    names the secret: reward 1
 """
 
 from __future__ import annotations
 
 import os
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from orchestrator.env import EnvContext, EnvGroupBuilder, RLDataset
+from orchestrator.env import EnvContext, EnvGroupBuilder
 from orchestrator.envs.answerers import Answerer, StartAnswerer, UrlAnswerer
-from orchestrator.envs.text import is_held_out
+from orchestrator.envs.text import GeneratedDataset, is_held_out
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
 from trireme.renderers import Message
 
 START = "start"
 LONGEST = 120
-"""Characters of a question; a longer one could name all there is."""
+"""Most characters of a question; a longer one could name all words."""
 RULES = (
     "I am thinking of something. Find out what it is by questions that I can answer with yes or no, one at a time. "
     "You have {} questions. When you know it, ask: Is it a ..?"
@@ -42,13 +41,8 @@ needle
 """
 
 
-def names(question: str, secret: str) -> bool:
-    """Whether a question names the secret, in one of its forms."""
-    return re.search(rf"\b{re.escape(secret)}(s|es)?\b", question.casefold()) is not None
-
-
 def yes_or_no(text: str) -> str:
-    """What an answerer said, as far as it can be understood."""
+    """Returns the yes or no at the start of an answer, or a text that there is none."""
     first = re.search(r"[a-z]+", text.casefold())
     return first[0] if first and first[0] in ("yes", "no") else "I can not say."
 
@@ -68,7 +62,8 @@ class TwentyQuestionsEnv(MessageEnv):
     async def step(self, message: Message) -> MessageStep:
         question = message["content"]
         self._asked += 1
-        found = len(question) <= LONGEST and names(question, self.secret)
+        named = re.search(rf"\b{re.escape(self.secret)}(s|es)?\b", question.casefold())
+        found = len(question) <= LONGEST and named is not None
         if found or self._asked == self.max_questions:
             logs = {"secret": self.secret, "question": question}
             return MessageStep(float(found), True, metrics={"success": float(found)}, logs=logs)
@@ -76,20 +71,22 @@ class TwentyQuestionsEnv(MessageEnv):
         return MessageStep(0.0, False, [{"role": "user", "content": said}], logs={"question": question, "answer": said})
 
     async def _ask(self, question: str) -> str:
-        told: list[Message] = [
+        messages: list[Message] = [
             {"role": "system", "content": TO_ANSWERER.format(self.secret)},
             {"role": "user", "content": question},
         ]
-        return yes_or_no(await self.answerer.answer(told))
+        return yes_or_no(await self.answerer.answer(messages))
 
 
-class TwentyQuestionsDataset(RLDataset):
+class TwentyQuestionsDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` games. An eighth of the words is for evaluations only.
 
-    `answerer`: `start`, the model that the run starts from (small ones: it computes on CPUs), or the URL of a server
-    that speaks OpenAI's chat completions, which is asked for `answerer_model`, with the key in the environment variable
-    `answerer_key_variable` if that is given. Raises ValueError for anything else, and for sizes below 1.
+    `answerer`: `start`, the model that the run starts from (a small one, as it computes on CPUs), or the URL of a
+    server that speaks OpenAI's chat completions, which is asked for `answerer_model`, with the key in the environment
+    variable `answerer_key_variable` if that is given. Raises ValueError for other answerers, and for sizes below 1.
     """
+
+    name = "twenty"
 
     def __init__(
         self,
@@ -102,12 +99,7 @@ class TwentyQuestionsDataset(RLDataset):
         batch_size: int = 16,
         num_batches: int = 1000,
     ) -> None:
-        if min(max_questions, batch_size, num_batches) < 1:
-            raise ValueError(
-                f"max_questions = {max_questions}, batch_size = {batch_size}, num_batches = {num_batches}; expected at "
-                "least 1 of each"
-            )
-        self._context, self._batch_size, self._num_batches = context, batch_size, num_batches
+        super().__init__(context, max_questions=max_questions, batch_size=batch_size, num_batches=num_batches)
         key = os.environ.get(answerer_key_variable, "none") if answerer_key_variable else "none"
         self._make = partial(
             TwentyQuestionsEnv,
@@ -116,20 +108,13 @@ class TwentyQuestionsDataset(RLDataset):
         )
         self._words = [word for word in WORDS.split() if is_held_out(word) == (context.split == "eval")]
 
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        context, first = self._context, index * self._batch_size
-        rngs = (random.Random(f"twenty:{context.seed}:{context.split}:{first + i}") for i in range(self._batch_size))
-        return [
-            MessageEnvGroup(partial(self._make, rng.choice(self._words)), context.renderer, context.group_size)
-            for rng in rngs
-        ]
-
-    def __len__(self) -> int:
-        return self._num_batches
+    def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
+        games = [partial(self._make, self.rng(number).choice(self._words)) for number in numbers]
+        return [MessageEnvGroup(game, self._context.renderer, self._context.group_size) for game in games]
 
 
 def make_answerer(answerer: str, model: str | None, key: str, start: str | None) -> Answerer:
-    """Raises ValueError for an answerer that is neither `start` nor a URL, and for a URL without a model."""
+    """Makes the answerer. Raises ValueError if it is neither `start` nor a URL, and for a URL without a model."""
     if answerer == START and start is not None:
         return StartAnswerer(start)
     if answerer.startswith(("http://", "https://")) and model:

@@ -4,12 +4,12 @@
                                                                                   |
                               reward, metrics <-- await task.score(trace) <-------+
 
-A task is asked once, by this orchestrator's own token loop: there is no server between the policy and the task. What
-the package plays in other ways would be another task without them, and is refused at the start: tools, a runtime
-(sandbox), a harness or an Env of the taskset's own, hooks between model and harness, and rewards that are given outside
-of `task.score`. In 0.4 a taskset has no rewards of a group: only an Env compares rollouts.
+A task is asked once, by this orchestrator's own token loop: no server stands between the policy and the task. Features
+that this loop lacks would change the task, and are refused at the start: tools, a runtime (sandbox), a harness or an
+Env of the taskset's own, hooks between model and harness, and rewards that are given outside of `task.score`. In 0.4 a
+taskset has no rewards of a group: only an Env compares rollouts.
 
-Scoring may compute for long, and math-verify's own time limit works in a process's main thread alone. So it runs in a
+Scoring may compute for long, and math-verify's own time limit works only in a process's main thread. So it runs in a
 worker process with a time limit (`scoring = "worker"`), to which task and trace are pickled. Rewards that wait rather
 than compute, such as judges, may run side by side on the event loop instead (`scoring = "loop"`).
 """
@@ -21,14 +21,15 @@ import json
 import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from inspect import Parameter, signature
+from itertools import chain, islice
 from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
-from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+from orchestrator.env import Env, EnvContext, EnvGroup, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.envs.text import is_held_out
 from orchestrator.workers import run_in_worker
 from trireme.core.errors import BadInput
@@ -53,9 +54,9 @@ Scoring = Literal["worker", "loop"]
 BATCH_SIZE = 16
 DEFAULT_HARNESS = "bash"
 FOR_RUNTIMES = ("setup", "finalize", "stage_verifier", "runtime_env")
-"""What a Task overrides only for a runtime."""
+"""Methods that a Task overrides only for a runtime."""
 OF_RUNTIMES = ("image", "workdir", "agent_user", "skills", "artifacts")
-"""What a TaskData says only about a runtime."""
+"""Fields of a TaskData that matter only to a runtime."""
 
 
 # ---- scoring
@@ -65,31 +66,22 @@ class NotScored(Exception):
     """A task scored a rollout, but a reward is missing."""
 
 
-@dataclass(frozen=True)
-class Scores:
-    """What a task made of a rollout: `rewards` are name -> (score, weight)."""
-
-    rewards: Mapping[str, tuple[float, float]]
-    metrics: Mapping[str, float]
-
-    @property
-    def reward(self) -> float:
-        return sum(score * weight for score, weight in self.rewards.values())
-
-
-async def score(task: Any, trace: Any) -> Scores:
-    """Lets the task score. Raises NotScored, and verifiers' TaskError for what a reward or metric raises."""
+async def score(task: Any, trace: Any) -> tuple[float, dict[str, float]]:
+    """Lets the task score. Returns the sum of its weighted rewards, and its metrics with each reward as `score/<name>`.
+    Raises NotScored, and verifiers' TaskError for an error of a reward or metric."""
     await task.score(trace)
     missing = [name for name, value in [*trace.rewards.items(), *trace.metrics.items()] if value is None]
     if missing or not trace.rewards:
         raise NotScored(
             f"{type(task).__name__} gave {'no value for ' + ', '.join(missing) if missing else 'no reward'}"
         )
-    return Scores({name: (given.score, given.weight) for name, given in trace.rewards.items()}, dict(trace.metrics))
+    rewards = trace.rewards.items()
+    metrics = {**trace.metrics, **{f"score/{name}": given.score for name, given in rewards}}
+    return sum(given.score * given.weight for _, given in rewards), metrics
 
 
-def score_alone(task: Any, trace: Any) -> Scores:
-    """The same, for a process that does nothing else."""
+def score_alone(task: Any, trace: Any) -> tuple[float, dict[str, float]]:
+    """Scores in a process that does nothing else."""
     return asyncio.run(score(task, trace))
 
 
@@ -97,15 +89,15 @@ def score_alone(task: Any, trace: Any) -> Scores:
 
 
 def spoken(data: Any) -> list[Any]:
-    """The messages that a task begins with, as verifiers has them."""
+    """Returns the messages that a task begins with, as verifiers' types."""
     asked = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt or [])
     return asked if data.system_prompt is None else [vf.SystemMessage(content=data.system_prompt), *asked]
 
 
 def conversation(data: Any) -> list[Message]:
-    """The same for a renderer. Raises ValueError for what none can show."""
+    """Returns the messages that a task begins with, for a renderer. Raises ValueError for content that is no text."""
     if not data.prompt:
-        raise ValueError("has no prompt, so that somebody else has to open the conversation")
+        raise ValueError("has no prompt, so that another party has to open the conversation")
     return [_message(message) for message in spoken(data)]
 
 
@@ -130,8 +122,8 @@ def _arguments(call: Any) -> dict[str, Any]:
 
 
 def make_trace(task: Any, prompt: Sequence[int], action: Sequence[int], message: Message, cut_off: bool) -> Any:
-    """A finished rollout as tasks score it: a node for each message, the last one with all tokens that there were, and
-    the one call of the model, with their numbers."""
+    """Makes a finished rollout as tasks score it: a node for each message, the last one with all tokens, and the one
+    call of the model, with their numbers."""
     trace = vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
         state=state_cls(type(task))(),
@@ -165,8 +157,8 @@ def _answer(message: Message) -> Any:
 
 
 class TaskEnv(Env):
-    """One answer to one task. An answer that was cut off or is malformed is scored like any other, as what there is of
-    it; metric `parse_error`: 1 for a malformed one."""
+    """One answer to one task. A malformed or cut-off answer is scored as it is; metric `parse_error`: 1 for a malformed
+    one."""
 
     def __init__(self, task: Any, renderer: Renderer, scoring: Scoring, limit_s: float) -> None:
         self._task, self._renderer = task, renderer
@@ -180,42 +172,20 @@ class TaskEnv(Env):
     async def step(self, action: Sequence[int]) -> StepResult:
         message, whole = self._renderer.parse_response(action)
         cut_off = not self._renderer.ended(action)
-        scores = await self._score(make_trace(self._task, self._prompt, action, message, cut_off))
-        return StepResult(
-            reward=scores.reward,
-            episode_done=True,
-            metrics={
-                "parse_error": float(not whole and not cut_off),
-                **scores.metrics,
-                **{f"score/{name}": given for name, (given, _) in scores.rewards.items()},
-            },
-            logs={"task": _named(self._task.data), "answer": message["content"]},
-        )
-
-    async def _score(self, trace: Any) -> Scores:
+        trace = make_trace(self._task, self._prompt, action, message, cut_off)
         limit_s = self._task.data.timeout.scoring or self._limit_s
         if self._scoring == "worker":
-            return await run_in_worker(score_alone, self._task, trace, timeout_s=limit_s)
-        async with asyncio.timeout(limit_s):
-            return await score(self._task, trace)
+            reward, metrics = await run_in_worker(score_alone, self._task, trace, timeout_s=limit_s)
+        else:
+            async with asyncio.timeout(limit_s):
+                reward, metrics = await score(self._task, trace)
+        metrics = {"parse_error": float(not whole and not cut_off), **metrics}
+        logs = {"task": _named(self._task.data), "answer": message["content"]}
+        return StepResult(reward, episode_done=True, metrics=metrics, logs=logs)
 
 
 def _named(data: Any) -> str:
     return str(data.name or data.id or data.idx)
-
-
-@dataclass(frozen=True)
-class TaskGroup(EnvGroupBuilder):
-    """One problem: `size` answers to one task."""
-
-    task: Any
-    renderer: Renderer
-    size: int
-    scoring: Scoring
-    limit_s: float
-
-    async def make_envs(self) -> Sequence[Env]:
-        return [TaskEnv(self.task, self.renderer, self.scoring, self.limit_s) for _ in range(self.size)]
 
 
 # ---- tasksets
@@ -226,10 +196,10 @@ class TasksetDataset(RLDataset):
 
     `args` are the taskset's own; `select` picks among its tasks as verifiers' SelectConfig says (`limit`, `include`,
     ...). An eighth of them is for evaluations and never trained on; with `hold_out = false` training and evaluations
-    take all, for a taskset that has a split of its own, which `eval.env.args` chooses. A task may say how long scoring
-    takes at most, else it is `scoring_limit_s`.
+    take all, for a taskset that has a split of its own, which `eval.env.args` chooses. `scoring_limit_s` is the limit
+    for scoring where a task has none.
 
-    Raises BadInput for a taskset that cannot be found, loaded or played, ValueError for other arguments that are wrong.
+    Raises BadInput for a taskset that cannot be found, loaded or played, ValueError for other wrong arguments.
     """
 
     def __init__(
@@ -248,7 +218,10 @@ class TasksetDataset(RLDataset):
                 f"scoring = {scoring!r}, scoring_limit_s = {scoring_limit_s}; expected 'worker' or 'loop', more than 0"
             )
         found = load_tasks(taskset_id, args, select or {})
-        tasks = [task for task in found if not hold_out or _is_held_out(task) == (context.split == "eval")]
+        # The split follows from the text of a task, not from its place: equal tasks are on the same side.
+        texts = [task.data.model_dump_json(exclude={"idx"}) for task in found]
+        evaluates = context.split == "eval"
+        tasks = [t for t, text in zip(found, texts, strict=True) if not hold_out or is_held_out(text) == evaluates]
         if not tasks:
             raise ValueError(
                 f"none of the {len(found)} tasks of {taskset_id!r} belongs to the split {context.split!r}; with "
@@ -256,7 +229,8 @@ class TasksetDataset(RLDataset):
             )
         random.Random(f"verifiers:{context.seed}").shuffle(tasks)
         self._groups = [
-            TaskGroup(task, context.renderer, context.group_size, scoring, scoring_limit_s) for task in tasks
+            EnvGroup(partial(TaskEnv, task, context.renderer, scoring, scoring_limit_s), context.group_size)
+            for task in tasks
         ]
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
@@ -266,13 +240,8 @@ class TasksetDataset(RLDataset):
         return -(-len(self._groups) // BATCH_SIZE)
 
 
-def _is_held_out(task: Any) -> bool:
-    """By what the task says, not by its place: two tasks that say the same are on the same side."""
-    return is_held_out(task.data.model_dump_json(exclude={"idx"}))
-
-
 def load_tasks(taskset_id: str, args: Mapping[str, Any], select: Mapping[str, Any]) -> list[Any]:
-    """All tasks that are selected; each of them can be played. Raises BadInput."""
+    """Loads the selected tasks. Raises BadInput if one of them cannot be played."""
     try:
         config = _checked(vf.taskset_config_type(taskset_id), {**args, "id": taskset_id})
         taskset = vf.load_taskset(config).select(_checked(vf.SelectConfig, select))
@@ -282,7 +251,8 @@ def load_tasks(taskset_id: str, args: Mapping[str, Any], select: Mapping[str, An
                 f"taskset {taskset_id!r} never ends; say how many of its tasks: env.args.select = {{ limit = 1000 }}"
             )
         tasks = list(taskset)
-        _refuse(taskset_id, _against_tasks(tasks))
+        if tasks:  # all are of one type
+            _refuse(taskset_id, chain(_against_type(tasks[0]), islice(_against_data(tasks), 1)))
     except BadInput:
         raise
     except Exception as error:
@@ -328,13 +298,6 @@ def _against_taskset(taskset_id: str, taskset: Any) -> Iterator[str]:
         yield f"it serves tools ({_types(toolsets)})"
 
 
-def _against_tasks(tasks: Sequence[Any]) -> Iterator[str]:
-    if tasks:  # all are of one type
-        yield from _against_type(tasks[0])
-    if wrong := next(_against_data(tasks), None):
-        yield wrong
-
-
 def _against_type(task: Any) -> Iterator[str]:
     name = type(task).__name__
     if toolsets := task.toolsets(task.config):
@@ -350,20 +313,16 @@ def _against_type(task: Any) -> Iterator[str]:
     scorers = [*rewards, *task.hooks("metric"), *(judge.score for judge in judges)]
     if blind := [scorer.__qualname__ for scorer in scorers if _needs_runtime(scorer)]:
         yield f"{name} is scored in a runtime ({', '.join(blind)})"
-    yield from _against_pickle(task)
-
-
-def _needs_runtime(scorer: Any) -> bool:
-    """Task.score leaves those out where there is no runtime, as if they were worth nothing."""
-    parameter = signature(scorer).parameters.get("runtime")
-    return parameter is not None and parameter.default is Parameter.empty
-
-
-def _against_pickle(task: Any) -> Iterator[str]:
     try:
         pickle.loads(pickle.dumps(task))
     except Exception as error:
-        yield f"{type(task).__name__} cannot be pickled ({error})"
+        yield f"{name} cannot be pickled ({error})"
+
+
+def _needs_runtime(scorer: Any) -> bool:
+    """True for scorers that Task.score skips without a runtime, as if they were worth nothing."""
+    parameter = signature(scorer).parameters.get("runtime")
+    return parameter is not None and parameter.default is Parameter.empty
 
 
 def _against_data(tasks: Sequence[Any]) -> Iterator[str]:

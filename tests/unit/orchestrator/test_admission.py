@@ -97,7 +97,7 @@ class GateMachine(RuleBasedStateMachine):
     @rule(limit=st.integers(LIMIT, 2 * LIMIT))
     def more_fit(self, limit: int) -> None:
         self.limit = max(self.limit, limit)
-        self.gate.limit = self.limit
+        self.gate.set_limit(self.limit)
         self.settle()
 
     @invariant()

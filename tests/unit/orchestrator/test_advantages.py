@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from orchestrator_fakes import trajectory_to_data
 
 from orchestrator.advantages import (
     AdvantageKind,
@@ -17,11 +18,8 @@ from orchestrator.advantages import (
     ScoredGroup,
     build_minibatch,
     compute_advantages,
-    group_to_rows,
     is_constant,
     lay_out,
-    remove_constant_reward_groups,
-    trajectory_to_data,
 )
 from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
@@ -108,8 +106,8 @@ def test_of_rewards_that_differ_some_are_better_and_some_are_worse(
 
 
 @pytest.mark.parametrize("vector", VECTORS["remove_constant_reward_groups"])
-def test_remove_constant_reward_groups_vectors(vector: dict[str, Any]) -> None:
-    kept = remove_constant_reward_groups(vector["groups"], lambda rewards_G: rewards_G)
+def test_groups_of_constant_rewards_are_those_of_the_vectors(vector: dict[str, Any]) -> None:
+    kept = [rewards_G for rewards_G in vector["groups"] if not is_constant(rewards_G)] or vector["groups"][:1]
     assert len(kept) == vector.get("kept_count", len(vector.get("kept", [])))
     assert kept == vector.get("kept", vector["groups"][:1])
 
@@ -164,13 +162,13 @@ def test_each_sampled_token_is_trained_exactly_once(turns: list[tuple[bool, list
 
 @given(st.lists(TURNS, min_size=1, max_size=4))
 def test_rows_that_are_laid_out_together_are_each_as_by_itself(all_turns: list[Any]) -> None:
-    rows_D = [
+    data_D = [
         DatumTurns(turns, float(number), 0.5 + number, counts=number != 1)
         for number, given in enumerate(all_turns)
         for turns in [[transition(fresh, action) for _, fresh, action in given[:1]]]
     ]
-    batch = lay_out(rows_D)
-    alone = TokenBatch.from_datums([lay_out([row]).datum(0) for row in rows_D])
+    batch = lay_out(data_D)
+    alone = TokenBatch.from_datums([lay_out([datum]).datum(0) for datum in data_D])
     for name in ("tokens", "offsets", "temperatures"):
         found, expected = getattr(batch, name), getattr(alone, name)
         np.testing.assert_array_equal(found, expected)
@@ -190,8 +188,8 @@ def test_overlong_answers_have_no_mask() -> None:
     group = Group(0, "0.0.0", 0, floor=3)
     cut, done = trajectory([transition([1], [2, 3])], "length"), trajectory([transition([1], [4])])
     scored = ScoredGroup(group, (cut, done), (0.0, 1.0), ({}, {}), ("sort",), 1.0)
-    kept = lay_out(group_to_rows(scored, "mean", overlong_filter=False)).columns
-    masked = lay_out(group_to_rows(scored, "mean", overlong_filter=True)).columns
+    kept = build_minibatch(5, [scored], "mean", overlong_filter=False, last=True).batch.columns
+    masked = build_minibatch(5, [scored], "mean", overlong_filter=True, last=True).batch.columns
     assert kept["mask"].tolist() == [1, 1, 1]
     assert masked["mask"].tolist() == [0, 0, 1]
     assert kept["advantages"].tolist() == [-0.5, -0.5, 0.5]
@@ -205,8 +203,7 @@ def test_a_minibatch_says_where_it_comes_from() -> None:
         ScoredGroup(Group(0, "a", 0, floor=3), (two_datums, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
         ScoredGroup(Group(1, "b", 0, floor=4), (one_datum, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
     ]
-    rows_P = [group_to_rows(s, "mean", overlong_filter=False) for s in scored_P]
-    minibatch = build_minibatch(5, scored_P, rows_P, last=True)
+    minibatch = build_minibatch(5, scored_P, "mean", overlong_filter=False, last=True)
     assert minibatch.provenance.step == 5
     assert minibatch.provenance.floors.tolist() == [3, 3, 3, 4, 4]
     assert [i.version for i in minibatch.provenance.identities] == [3, 4, 5]

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from orchestrator.cursor import ProblemCursor
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, load_dataset
 from orchestrator.metrics import IdleClock
-from orchestrator.rollout import RolloutLimits, rollout_limits
+from orchestrator.rollout import RolloutLimits
 from trireme.config import Config
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
@@ -165,7 +165,7 @@ def test_limits_come_from_model_and_configuration(
         }
     )
     expected = RolloutLimits(vocab_size=4, max_seq_len=longest, max_prompt_len=5, stop=("b",), decode=str)
-    assert rollout_limits(config, str) == expected
+    assert RolloutLimits.of(config, str) == expected
 
 
 def test_the_room_starts_without_torch(model_dir: Path) -> None:

@@ -27,7 +27,7 @@ from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Schedule, pass_at_k
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
-from orchestrator.state import read_snapshot, write_snapshot
+from orchestrator.state import OrchestratorState
 from trireme.config import Config
 from trireme.config.schema import EvalConfig
 from trireme.core.errors import ProvenanceError, RoomFailed
@@ -78,9 +78,9 @@ class EvalRun(Run):
         return [r for r in self.sampler.requests if r.request_id.startswith("eval/")]
 
     def resumed(self, directory: Path, start: int, config: Config | None = None) -> EvalRun:
-        write_snapshot(self.pipeline.snapshot(), directory)
+        self.pipeline.snapshot().write(directory)
         again = EvalRun(config or self.config, start=start)
-        again.pipeline.load(read_snapshot(directory))
+        again.pipeline.load(OrchestratorState.read(directory))
         return again
 
 
@@ -438,10 +438,10 @@ def test_a_resume_repeats_what_was_under_way(turns: int, tmp_path: Path) -> None
             for _ in range(turns):
                 await asyncio.sleep(0)
             doing.cancel()
-            write_snapshot(interrupted.pipeline.snapshot(), tmp_path / "o")
+            interrupted.pipeline.snapshot().write(tmp_path / "o")
         del interrupted.batches[len(interrupted.rows) :]
         resumed = EvalGames(2, start=len(interrupted.rows))
-        resumed.pipeline.load(read_snapshot(tmp_path / "o"))
+        resumed.pipeline.load(OrchestratorState.read(tmp_path / "o"))
         return interrupted, await whole_run(resumed)
 
     interrupted, resumed = asyncio.run(scenario())

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from orchestrator.ledger import Group, Ledger, StalePolicy, Taken
+from orchestrator.ledger import Group, Ledger, StalePolicy
 from trireme.core.errors import ProvenanceError
 
 ENDS = ("trained", "in_training", "filtered", "requeued", "dropped", "failed", "active")
@@ -36,9 +36,10 @@ def fill(ledger: Ledger) -> list[Group]:
     return groups
 
 
-def took(taken: Taken | None) -> tuple[list[int], list[int]]:
+def took(taken: tuple[list[Group], list[Group]] | None) -> tuple[list[int], list[int]]:
     assert taken is not None
-    return [g.index for g in taken.groups], [g.index for g in taken.evicted]
+    groups, evicted = taken
+    return [g.index for g in groups], [g.index for g in evicted]
 
 
 def saved(ledger: Ledger) -> Any:
@@ -83,7 +84,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.problems = 0
         self.pending: list[str] = []
         self.ended: dict[str, str] = {}
-        self.taken: list[tuple[int, tuple[Group, ...]]] = []
+        self.taken: list[tuple[int, list[Group]]] = []
         self.released = self.published = 0
 
     def new_problem(self) -> str:
@@ -172,17 +173,16 @@ class LedgerMachine(RuleBasedStateMachine):
         if taken is None:
             assert len(due) < self.count, "there was enough to take"
             return False
-        assert [group.index for group in taken.groups] == due, (
-            "in order of dispatch, and nobody overtakes the protected"
-        )
-        for group in taken.groups:
+        groups, evicted = taken
+        assert [group.index for group in groups] == due, "in order of dispatch, and nobody overtakes the protected"
+        for group in groups:
             assert 0 <= step - self.floors[group.index] <= self.ledger.max_steps_off_policy
             del self.finished[group.index]
-        self.taken.append((step, taken.groups))
-        self.evict(taken.evicted)
+        self.taken.append((step, groups))
+        self.evict(evicted)
         return True
 
-    def evict(self, groups: tuple[Group, ...]) -> None:
+    def evict(self, groups: list[Group]) -> None:
         for group in groups:
             assert not self.protected(group)
             assert self.ledger.batch - self.floors[group.index] > self.ledger.max_steps_off_policy
@@ -208,7 +208,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def release(self) -> None:
         groups = self.ledger.release(self.released)
-        assert [g for step, part in self.taken if step == self.released for g in part] == list(groups)
+        assert [g for step, part in self.taken if step == self.released for g in part] == groups
         for group in groups:
             self.end(group, "trained")
         self.released += 1
@@ -312,7 +312,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for group in ledger.active.values():
             group.finished = True
         while ledger.batch < ledger.max_steps and (taken := ledger.take(ledger.batch, ledger.batch_size)):
-            assert all(ledger.batch - 1 - g.floor <= ledger.max_steps_off_policy for g in taken.groups)
+            assert all(ledger.batch - 1 - g.floor <= ledger.max_steps_off_policy for g in taken[0])
             ledger.acknowledge({0: ledger.batch})
             ledger.release(ledger.batch - 1)
 

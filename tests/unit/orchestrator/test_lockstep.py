@@ -13,7 +13,7 @@ from orchestrator_fakes import Problem, Problems, Run, small_config, whole_run
 
 from orchestrator.env import Env, EnvGroupBuilder, StepResult
 from orchestrator.lockstep import Lockstep
-from orchestrator.state import read_snapshot, write_snapshot
+from orchestrator.state import OrchestratorState
 from trireme.core.errors import LimitReached
 
 
@@ -85,10 +85,10 @@ def test_a_resume_repeats_the_step_that_was_under_way(boundary: int, turns: int,
             doing = asyncio.create_task(interrupted.pipeline.next_minibatch(boundary, 0))
             for _ in range(turns):
                 await asyncio.sleep(0)
-            write_snapshot(interrupted.pipeline.snapshot(), tmp_path / "o")
+            interrupted.pipeline.snapshot().write(tmp_path / "o")
             doing.cancel()
         resumed = GameRun(config, 2, start=boundary)
-        resumed.pipeline.load(read_snapshot(tmp_path / "o"))
+        resumed.pipeline.load(OrchestratorState.read(tmp_path / "o"))
         return interrupted, await whole_run(resumed)
 
     interrupted, resumed = asyncio.run(scenario())

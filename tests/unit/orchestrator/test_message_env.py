@@ -15,9 +15,10 @@ import pytest
 from chat_support import Policy, Questions, ended, play, renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from orchestrator_fakes import trajectory_to_data
 from renderer_support import QWEN3, SAYS, bpe, scattered
 
-from orchestrator.advantages import ScoredGroup, trajectory_to_data
+from orchestrator.advantages import ScoredGroup
 from orchestrator.env import Trajectory
 from orchestrator.ledger import Group
 from orchestrator.message_env import MessageEnvGroup, RenderedEnv

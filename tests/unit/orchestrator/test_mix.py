@@ -18,7 +18,7 @@ from orchestrator_fakes import small_config as one_env
 from orchestrator.cursor import Mix
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
-from orchestrator.state import read_snapshot, write_snapshot
+from orchestrator.state import OrchestratorState
 from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached
 
@@ -212,9 +212,9 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(policy: st
             doing.cancel()
             await asyncio.wait([doing])
             snapshot = run.pipeline.snapshot()
-            write_snapshot(snapshot, tmp_path / str(run.start))
+            snapshot.write(tmp_path / str(run.start))
             fresh = MixedRun(config, datasets(config, reward), start=snapshot.ledger["released"])
-            fresh.pipeline.load(read_snapshot(tmp_path / str(run.start)))
+            fresh.pipeline.load(OrchestratorState.read(tmp_path / str(run.start)))
             return fresh
 
     async def scenario() -> list[MixedRun]:

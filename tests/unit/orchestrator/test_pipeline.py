@@ -661,13 +661,13 @@ def test_who_has_left_holds_no_slots_any_more(verb: str) -> None:
             await quiesce()
             assert len(fleet.requests) == 4, "batch 0 alone"
             if verb == "leave":
-                run.pipeline.leave(1, "killed")
+                run.pipeline.replicas.leave(1, "killed")
             elif verb == "drain":
-                await run.pipeline.drain(1, 5.0)
+                await run.pipeline.replicas.drain(1, 5.0)
             else:
                 fleet.versions.pop(1)
                 fleet.failures.put_nowait((1, "killed"))
-                assert await run.pipeline.next_failure() == (1, "killed")
+                assert await run.pipeline.replicas.next_failure() == (1, "killed")
             await run.step(1)
 
     asyncio.run(scenario())
@@ -679,7 +679,7 @@ def test_a_joiner_counts_from_the_moment_that_it_has_the_newest_weights() -> Non
         async with Run(small_config(2, 5), sampler=fleet) as run:
             await quiesce()
             assert fleet.requests == [], "nobody is there to sample"
-            await run.pipeline.join(7, "its client", reserved=False)
+            await run.pipeline.replicas.join(7, "its client", reserved=False)
             assert fleet.said == [("join", 7, "its client")]
             await run.step(0)
             assert run.rows[0]["off_policy/max"] == 0
@@ -691,15 +691,15 @@ def test_reserved_replicas_join_and_fail_apart_from_the_others() -> None:
     async def scenario() -> None:
         fleet, reserved = Fleet(0), Fleet()
         pipeline = Pipeline(small_config(2, 5), [Problems()], fleet, RolloutLimits(1000, 100), reserved=reserved)
-        await pipeline.join(3, "its client", reserved=True)
+        await pipeline.replicas.join(3, "its client", reserved=True)
         assert (fleet.said, reserved.said) == ([], [("join", 3, "its client")])
-        waiting = asyncio.create_task(pipeline.next_failure())
+        waiting = asyncio.create_task(pipeline.replicas.next_failure())
         await quiesce()
         reserved.failures.put_nowait((3, "died"))
         fleet.failures.put_nowait((0, "died too"))
-        assert sorted([await waiting, await pipeline.next_failure()]) == [(0, "died too"), (3, "died")]
-        pipeline.leave(3, "died")
-        await pipeline.drain(0, 5.0)
+        assert sorted([await waiting, await pipeline.replicas.next_failure()]) == [(0, "died too"), (3, "died")]
+        pipeline.replicas.leave(3, "died")
+        await pipeline.replicas.drain(0, 5.0)
         assert [said[:2] for said in reserved.said] == [("join", 3), ("leave", 3), ("drain", 0)]
         await pipeline.stop()
 

@@ -23,8 +23,7 @@ from orchestrator.rollout import (
     RolloutKey,
     RolloutLimits,
     run_rollout,
-    token_mixed,
-    token_versions,
+    token_columns,
 )
 from trireme.config.schema import SamplingConfig
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
@@ -195,12 +194,12 @@ def test_what_was_sampled_must_make_sense(sampler: Echo) -> None:
 def test_spans_must_cover_every_token_once(bounds: list[tuple[int, int]]) -> None:
     spans = [VersionSpan(WeightIdentity(0, 1, "d"), start, end) for start, end in bounds]
     with pytest.raises(BadSample, match="do not cover the 4 tokens"):
-        token_versions(spans, 4)
+        token_columns(spans, 4)
 
 
 def test_mixed_tokens_are_those_of_mixed_spans() -> None:
     spans = [VersionSpan(WeightIdentity(0, v, "d"), start, end, v == 2) for v, start, end in [(1, 0, 2), (2, 2, 5)]]
-    assert token_mixed(spans, 5).tolist() == [False, False, True, True, True]
+    assert token_columns(spans, 5)[1].tolist() == [False, False, True, True, True]
 
 
 def test_fault_point(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from orchestrator.advantages import ScoredGroup
 from orchestrator.cursor import ProblemCursor
 from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
-from orchestrator.state import OrchestratorState, read_snapshot, write_snapshot
+from orchestrator.state import OrchestratorState
 from trireme.checkpoint.files import checksum_of
 from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached, StorageFailed
@@ -89,8 +89,8 @@ def test_files_hold_everything(
         tuple(scored(i, turns_G) for i, turns_G in enumerate(finished)),
         tuple(scored(10 + i, turns_G, finished=False) for i, turns_G in enumerate(filtered)),
     )
-    records = write_snapshot(snapshot, directory)
-    assert same(read_snapshot(directory), snapshot)
+    records = snapshot.write(directory)
+    assert same(OrchestratorState.read(directory), snapshot)
     assert {record.path for record in records} == {f"orchestrator/{file.name}" for file in directory.iterdir()}
     for record in records:
         file = directory.parent / record.path
@@ -100,8 +100,8 @@ def test_files_hold_everything(
 def test_whatever_an_environment_logged_can_be_saved(tmp_path: Path) -> None:
     logs = {"text": "a", "path": Path("b"), "score": np.float32(1.5), 3: (1, None), "more": {("x", 1): {2.0}}}
     group = scored(0, [1], logs=logs)  # type: ignore[arg-type]
-    write_snapshot(snapshot_of((group,), ()), tmp_path / "o")
-    (read,) = read_snapshot(tmp_path / "o").finished
+    snapshot_of((group,), ()).write(tmp_path / "o")
+    (read,) = OrchestratorState.read(tmp_path / "o").finished
     assert read.trajectories_G[0].transitions[0].logs == {
         "text": "a",
         "path": "b",
@@ -114,15 +114,15 @@ def test_whatever_an_environment_logged_can_be_saved(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "o").write_text("in the way")
     with pytest.raises(StorageFailed, match=f"{tmp_path}/o/state.json.*MiB free"):
-        write_snapshot(snapshot_of((), ()), tmp_path / "o")
+        snapshot_of((), ()).write(tmp_path / "o")
 
 
 def resumed(run: Run, directory: Path, config: Config | None = None, dataset: Problems | None = None) -> Run:
     """A run in a new process, as it were, that goes on from the last boundary of `run`."""
     snapshot = run.pipeline.snapshot()
-    write_snapshot(snapshot, directory)
+    snapshot.write(directory)
     fresh = Run(config or run.config, dataset, start=snapshot.ledger["released"])
-    fresh.pipeline.load(read_snapshot(directory))
+    fresh.pipeline.load(OrchestratorState.read(directory))
     return fresh
 
 
@@ -141,9 +141,9 @@ def test_groups_that_were_taken_are_there_again_and_not_sampled_again(tmp_path: 
             second = await run.pipeline.next_minibatch(1, 0)
             assert second.last
             assert {s.group.problem for s in run.pipeline.snapshot().finished} >= {"0.0.2", "0.1.0"}, "cut, not trained"
-            write_snapshot(before, tmp_path / "o")
+            before.write(tmp_path / "o")
         again = Run(run.config, start=1)
-        again.pipeline.load(read_snapshot(tmp_path / "o"))
+        again.pipeline.load(OrchestratorState.read(tmp_path / "o"))
         async with again:
             for expected in (first, second):
                 assert same(await again.pipeline.next_minibatch(1, 0), expected)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from orchestrator.envs.sort import prompt_text, sorted_digits
+from orchestrator.envs.sort import PROMPT
 from orchestrator.envs.text import is_held_out
 from trireme.config.load import load_as
 from trireme.config.sft import SftConfig
@@ -68,7 +68,7 @@ def test_end_of_sequence_is_the_same_everywhere(model, tokenizer):
 
 
 def test_tokenizer_round_trip_is_one_token_per_character(tokenizer):
-    text = prompt_text("52413") + "".join(map(chr, range(32, 127)))
+    text = PROMPT.format("52413") + "".join(map(chr, range(32, 127)))
     tokens = tokenizer.encode(text)
     assert len(tokens) == len(text)
     assert tokenizer.decode(tokens) == text
@@ -93,12 +93,12 @@ def test_70_percent_of_the_answers_are_corrupted_in_the_stated_ways(maker, examp
 
 def test_each_corruption_does_what_it_says(examples):
     for example in examples:
-        target = sorted_digits(example.digits)
+        target = "".join(sorted(example.digits))
         changed = sum(a != b for a, b in zip(example.answer, target, strict=True))
         if example.corruption == "copy":
             assert example.answer == example.digits
         elif example.corruption == "shuffle":
-            assert sorted_digits(example.answer) == target
+            assert "".join(sorted(example.answer)) == target
         else:
             assert changed == (example.corruption == "change")
 

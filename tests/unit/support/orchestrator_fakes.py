@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.advantages import datum_turns, lay_out
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition, Trajectory
 from orchestrator.metrics import StepSummary
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trireme.config import Config
 from trireme.core.sampler import ReplicaStats
-from trireme.core.types import Minibatch, SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.core.types import Datum, Minibatch, SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
 
 Reward = Callable[["Problem", int], Awaitable[float]]
@@ -25,6 +26,13 @@ def published(version: int) -> PublishedWeights:
     identity = WeightIdentity(0, version, f"d{version}")
     canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
     return PublishedWeights(WeightsManifest(identity, (), canary), ())
+
+
+def trajectory_to_data(trajectory: Trajectory, advantage: float, temperature: float) -> list[Datum]:
+    """The trajectory as the trainer gets it, with the temperature as it was given (a batch rounds it to float32)."""
+    batch = lay_out(datum_turns(trajectory, advantage, temperature))
+    data_D = map(batch.datum, range(len(batch)))
+    return [Datum(datum.model_input, datum.loss_fn_inputs, temperature) for datum in data_D]
 
 
 class FakeSampler:

@@ -11,7 +11,7 @@ import torch
 from checkpoint_support import manifest
 from transformers import AutoModelForCausalLM
 
-from orchestrator.state import OrchestratorState, write_snapshot
+from orchestrator.state import OrchestratorState
 from trainer.export import model_files, tokenizer_files, write_weights
 from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.checkpoint.manifest import CommitRef
@@ -44,7 +44,7 @@ def write_parts(draft: Path, scale: float) -> tuple[FileRecord, ...]:
     state = OrchestratorState({}, {"groups": groups}, {}, (), (), {}, {}, {})
     return (
         write_bytes(draft / "trainer", "__0_0.distcp", b"\0" * 3000),
-        *write_snapshot(state, draft / "orchestrator"),
+        *state.write(draft / "orchestrator"),
         *write_weights(draft / "inference", entries, buckets, companions(), file_bytes=TENSOR_FILE_BYTES),
     )
 

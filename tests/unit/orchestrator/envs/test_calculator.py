@@ -12,11 +12,11 @@ import pytest
 from chat_support import Policy, ended
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from orchestrator_fakes import trajectory_to_data
 from renderer_support import QWEN3, bpe, characters
 
-from orchestrator.advantages import trajectory_to_data
 from orchestrator.env import EnvContext, Trajectory, load_dataset
-from orchestrator.envs.calculator import CalculatorDataset, CalculatorEnv, problem, stated_number
+from orchestrator.envs.calculator import CalculatorDataset, CalculatorEnv, stated_number
 from orchestrator.envs.expressions import MAX_LENGTH, CalculationError, calculate, show
 from orchestrator.envs.text import is_held_out
 from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
@@ -24,6 +24,11 @@ from trireme.config.schema import EnvConfig, RendererConfig, SamplingConfig
 from trireme.core.errors import BadInput
 
 # ---- arithmetic
+
+
+def problem(seed: int, index: int, split: Any, operations: int, largest: int) -> str:
+    context = EnvContext(None, seed, group_size=1, split=split)
+    return CalculatorDataset(context, operations=operations, largest=largest).expression(index)
 
 
 @pytest.mark.parametrize(

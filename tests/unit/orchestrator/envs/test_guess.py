@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from orchestrator.env import Env, EnvContext, Trajectory, Transition, load_dataset
-from orchestrator.envs.guess import DIGITS, GuessProblem
+from orchestrator.env import Env, EnvContext, EnvGroup, Trajectory, Transition, load_dataset
+from orchestrator.envs.guess import DIGITS, GuessEnv
 from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
 from trireme.config.schema import EnvConfig, SamplingConfig
 from trireme.core.errors import BadInput
@@ -27,9 +27,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(ASSET)
 
 
-def games(tokenizer: Any, batches: int = 1, seed: int = 0, split: Any = "train", **args: Any) -> list[GuessProblem]:
+def games(tokenizer: Any, batches: int = 1, seed: int = 0, split: Any = "train", **args: Any) -> list[EnvGroup]:
     dataset = load_dataset(EnvConfig(id="guess", args=args), EnvContext(tokenizer, seed, 2, split))
     return [builder for i in range(batches) for builder in dataset.get_batch(i)]  # type: ignore[misc]
+
+
+def secret_of(game: EnvGroup) -> str:
+    env = game.make()
+    assert isinstance(env, GuessEnv)
+    return env.secret
 
 
 def play(tokenizer: Any, env: Env, said: list[str]) -> Trajectory:
@@ -49,8 +55,8 @@ def play(tokenizer: Any, env: Env, said: list[str]) -> Trajectory:
     return asyncio.run(run_rollout(env, sample, key, limits, SamplingConfig(max_tokens=3), 0))
 
 
-def game(tokenizer: Any, secret: str) -> GuessProblem:
-    return next(g for g in games(tokenizer, 10) if g.secret == secret)
+def game(tokenizer: Any, secret: str) -> EnvGroup:
+    return next(g for g in games(tokenizer, 10) if secret_of(g) == secret)
 
 
 def text_of(tokenizer: Any, turn: Transition) -> str:
@@ -90,11 +96,11 @@ def test_what_is_no_digit_is_told_so(tokenizer: Any) -> None:
 
 
 def test_secrets_follow_from_seed_split_and_place(tokenizer: Any) -> None:
-    secrets = [g.secret for g in games(tokenizer, 4)]
+    secrets = [secret_of(g) for g in games(tokenizer, 4)]
     assert "".join(secrets[:8]) == "66962708", "runs resume on them"
-    assert secrets == [g.secret for g in games(tokenizer, 2, batch_size=32)]
+    assert secrets == [secret_of(g) for g in games(tokenizer, 2, batch_size=32)]
     others = [games(tokenizer, 4, seed=1), games(tokenizer, 4, split="eval")]
-    assert all(secrets != [g.secret for g in other] for other in others)
+    assert all(secrets != [secret_of(g) for g in other] for other in others)
     assert set(secrets) == set(DIGITS)
 
 

@@ -2,14 +2,15 @@
 
 import asyncio
 import pickle
+from functools import cache
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from orchestrator.env import EnvContext, load_dataset
-from orchestrator.envs.sort import SortDataset, problem, score
-from orchestrator.envs.text import UNKNOWN, is_held_out, read_answer
+from orchestrator.envs.sort import SortDataset
+from orchestrator.envs.text import UNKNOWN, Answer, Grade, is_held_out
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
 
@@ -26,12 +27,26 @@ def answer(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return [*tokenizer.encode(text), tokenizer.eos_token_id]
 
 
+@cache
+def problems(seed: int, split: str, min_digits: int, max_digits: int) -> SortDataset:
+    context = EnvContext(PreTrainedTokenizerFast.from_pretrained(ASSET), seed, group_size=1, split=split)
+    return SortDataset(context, min_digits=min_digits, max_digits=max_digits)
+
+
+def problem(seed: int, index: int, split: str, min_digits: int, max_digits: int) -> str:
+    return problems(seed, split, min_digits, max_digits).digits(index)
+
+
+def score(tokenizer: PreTrainedTokenizerFast, digits: str, tokens: list[int]) -> Grade:
+    return SortDataset.grade("".join(sorted(digits)), Answer.read(tokenizer, tokens))
+
+
 def digits_of(dataset: SortDataset, batches: int) -> list[str]:
     return [digits_asked(builder) for i in range(batches) for builder in dataset.get_batch(i)]
 
 
 def digits_asked(builder) -> str:
-    return builder.env.question.prompt.removeprefix("Sort: ").removesuffix("\n")
+    return builder.make().question.prompt.removeprefix("Sort: ").removesuffix("\n")
 
 
 def test_a_problem_is_a_function_of_seed_and_index():
@@ -83,7 +98,7 @@ def test_what_follows_the_end_does_not_count(tokenizer):
 def test_an_unknown_id_takes_a_place_and_matches_nothing(tokenizer):
     tokens = answer(tokenizer, "12345")
     tokens.insert(2, len(tokenizer) + 7)
-    assert read_answer(tokenizer, tokens).text == f"12{UNKNOWN}345"
+    assert Answer.read(tokenizer, tokens).text == f"12{UNKNOWN}345"
     assert score(tokenizer, "52413", tokens).reward == pytest.approx(0.5 * 2 / 6)
 
 

@@ -30,7 +30,7 @@ def dataset(tokenizer: Any, env: str, split: Any = "train", seed: int = 0, **arg
 
 
 def prompts(of: RLDataset, batches: int) -> list[str]:
-    return [builder.env.question.prompt for i in range(batches) for builder in of.get_batch(i)]  # type: ignore[attr-defined]
+    return [builder.make().question.prompt for i in range(batches) for builder in of.get_batch(i)]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_an_episode(tokenizer: Any, env: str, said: str, finished: bool, reward:
         return prompt, stop, await first.step(action)
 
     prompt, stop, result = asyncio.run(play())
-    assert (tokenizer.decode(prompt), stop) == (builder.env.question.prompt, ())
+    assert (tokenizer.decode(prompt), stop) == (builder.make().question.prompt, ())
     assert result.reward == pytest.approx(reward)
     assert (result.metrics, result.episode_done) == ({"success": success}, True)
 

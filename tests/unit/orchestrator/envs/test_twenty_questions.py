@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from orchestrator import workers
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.envs.answerers import AnswererDown, StartAnswerer, UrlAnswerer
-from orchestrator.envs.twenty_questions import TwentyQuestionsDataset, TwentyQuestionsEnv, names, yes_or_no
+from orchestrator.envs.twenty_questions import TwentyQuestionsDataset, TwentyQuestionsEnv, yes_or_no
 from orchestrator.message_env import MessageStep
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
@@ -91,7 +91,8 @@ def test_a_game_ends_after_the_last_question() -> None:
     ("question", "right"), [("Is it a dog?", True), ("dogs?", True), ("Is it a dogma?", False), ("hotdog", False)]
 )
 def test_a_secret_is_named_as_a_word(question: str, right: bool) -> None:
-    assert names(question, "dog") == right
+    (step,) = play(TwentyQuestionsEnv("dog", 1, Knowing("no")), question)
+    assert (step.episode_done, step.reward) == (True, float(right))
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,11 @@ import numpy as np
 import pytest
 import verifiers.v1 as vf
 from chat_support import Policy, ended
-from orchestrator_fakes import Run, small_config, whole_run
+from orchestrator_fakes import Run, small_config, trajectory_to_data, whole_run
 from renderer_support import QWEN3, bpe
 from verifiers.v1.errors import TaskError
 
 from orchestrator import workers
-from orchestrator.advantages import trajectory_to_data
 from orchestrator.env import EnvContext, Trajectory, load_dataset
 from orchestrator.envs.verifiers import NotScored, TaskEnv, TasksetDataset, conversation, make_trace
 from orchestrator.rollout import NonFiniteReward, RolloutKey, RolloutLimits, run_rollout
@@ -108,7 +107,7 @@ def opened(name: str, split: Any = "train", seed: int = 0, /, **args: Any) -> Ta
 
 
 def tasks(dataset: TasksetDataset) -> list[Any]:
-    return [group.task for i in range(len(dataset)) for group in dataset.get_batch(i)]  # type: ignore[attr-defined]
+    return [group.make.args[0] for i in range(len(dataset)) for group in dataset.get_batch(i)]  # type: ignore[attr-defined]
 
 
 async def answered(env: Any, policy: Policy) -> Trajectory:
@@ -122,7 +121,7 @@ def answer(name: str, text: str | None = None, **args: Any) -> Trajectory:
     async def one() -> Trajectory:
         (group, *_) = opened(name, scoring="loop", **args).get_batch(0)
         env, _ = await group.make_envs()
-        said = group.task.data.answer if text is None else text  # type: ignore[attr-defined]
+        said = group.make.args[0].data.answer if text is None else text  # type: ignore[attr-defined]
         return await answered(env, Policy([ended(said, context().renderer)]))
 
     return asyncio.run(one())
@@ -590,5 +589,5 @@ def test_problems_come_in_batches_and_can_be_pickled(written: Written) -> None:
     assert [len(dataset.get_batch(i)) for i in range(len(dataset))] == [16, 16, 8]
     (group, *_) = dataset.get_batch(0)
     again = pickle.loads(pickle.dumps(group))
-    assert again.task.data == group.task.data  # type: ignore[attr-defined]
+    assert again.task.data == group.make.args[0].data  # type: ignore[attr-defined]
     assert len(asyncio.run(again.make_envs())) == 2
