@@ -1,9 +1,9 @@
-"""Does learning survive staleness? The quickstart at several values of max_steps_off_policy, with several seeds.
+"""Measures learning under staleness: the quickstart at several values of max_steps_off_policy, with several seeds.
 
     python scripts/staleness_learning.py DIRECTORY [--steps 150] [--seeds 0 1 2] [--cases ppo:0 ppo:4 ...]
 
-A case is `loss:K`. Each run is a run directory in DIRECTORY; those that have finished are not run again, so the script
-may be stopped and started as one likes. Prints a table in Markdown: for each case and seed the mean reward of the first
+A case is `loss:K`. Each run is a run directory in DIRECTORY; finished runs are not repeated, so the script may be
+stopped and started again. Prints a table in Markdown: for each case and seed the mean reward of the first
 5 and of the last 10 steps, and extremes over all its runs. Rewards do not depend on what else the machine does, ages
 may: a slow trainer finds older groups.
 """
@@ -28,13 +28,13 @@ Row = dict[str, Any]
 
 
 def rows_of(run: Path) -> list[Row]:
-    """What a run has written so far, a row for each step."""
+    """Returns the metrics that a run has written so far, a row for each step."""
     metrics = run / "metrics.jsonl"
     return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
 def train(directory: Path, name: str, case: str, seed: int, steps: int) -> list[Row]:
-    """The rows of run `name`, which is made unless it has finished. Raises CalledProcessError when it fails."""
+    """Returns the rows of run `name`, after running it unless it has finished. Raises CalledProcessError."""
     rows = rows_of(directory / name)
     if len(rows) >= steps:
         return rows
@@ -59,7 +59,7 @@ def train(directory: Path, name: str, case: str, seed: int, steps: int) -> list[
 
 
 def table_row(case: str, runs: Sequence[Sequence[Row]]) -> str:
-    """One line of the table."""
+    """Returns one line of the table."""
     rows = [row for run in runs for row in run]
     starts = [mean(row["reward/total"] for row in run[:FIRST]) for run in runs]
     ends = [mean(row["reward/total"] for row in run[-LAST:]) for run in runs]

@@ -1,4 +1,4 @@
-"""What staleness buys and what it costs, as a table: the real pipeline with simulated replicas and trainer.
+"""Prints a table of the gain and the cost of staleness: the real pipeline with simulated replicas and trainer.
 
     python scripts/staleness_simulation.py [--steps 60] [--max-concurrent auto]
 

@@ -6,7 +6,7 @@
                                            | limit, when max_concurrent = "auto"
     replicas --load, each second--> Backpressure
 
-The ledger's slots bound how far sampling runs ahead of training; the gate bounds what the replicas have to do at once.
+The ledger's slots bound how far sampling runs ahead of training; the gate bounds the replicas' load at any moment.
 A group that waits at the gate is not dispatched yet: it gets its floor, and its rollouts their time limit, when it
 starts.
 

@@ -126,13 +126,13 @@ class ScoredGroup:
     group: Group
     trajectories_G: tuple[Trajectory, ...]
     rewards_G: tuple[float, ...]
-    """Of each rollout: the sum of its steps' rewards plus the group's reward."""
+    """The sum of the steps' rewards plus the group's reward."""
     metrics_G: tuple[Mapping[str, float], ...]
     """Reported together with the group's rewards."""
     tags: tuple[str, ...]
     """Names under which the group's metrics appear."""
     temperature: float
-    """Of sampling."""
+    """All tokens were sampled at this temperature."""
 
     @property
     def versions(self) -> tuple[int, int]:

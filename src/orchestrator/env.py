@@ -74,7 +74,7 @@ class Transition:
     mixed: npt.NDArray[np.bool_]
     """[T_ac], True where those weights read keys and values of older ones."""
     identities: tuple[WeightIdentity, ...]
-    """Of all `versions`."""
+    """The weights that `versions` mean."""
     stop_reason: StopReason
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Trajectory:
 
     transitions: tuple[Transition, ...]
     stop_reason: Literal["stop", "length", "max_seq_len"]
-    """Of the last action; `max_seq_len` when the episode ended because the next prompt was too long."""
+    """The stop reason of the last action, or `max_seq_len` if the next prompt was too long."""
 
     @property
     def reward(self) -> float:

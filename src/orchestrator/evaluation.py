@@ -259,7 +259,7 @@ class Evaluation:
     version: int
     problems_P: Sequence[tuple[Group, EnvGroupBuilder]]
     outcomes: dict[int, GroupOutcome] = field(default_factory=dict)
-    """Of the groups that have ended, by index."""
+    """Results of the groups that have ended, by index."""
     errors: Counter[str] = field(default_factory=Counter)
     """Failed tries, by the type of their error."""
 

@@ -81,7 +81,7 @@ class GroupOutcome:
     """The result of a group."""
 
     outcomes_G: Sequence[Trajectory | Exception]
-    """Of each rollout; for one that failed for good its last error."""
+    """One per rollout: its trajectory, or its last error if it failed for good."""
     scored: ScoredGroup | None
     """None when too few rollouts succeeded, or when their rewards could not be computed."""
 

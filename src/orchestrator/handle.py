@@ -113,7 +113,7 @@ class OrchestratorHandle:
     # ---- for the supervisor: references, which it waits for
 
     def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
-        """By the name of the process: what asks it for a sign of life, and gives a reference to its `Heartbeat`."""
+        """Returns, by the name of the process, a function that gives a reference to its `Heartbeat`."""
         return {"orchestrator_0": self._actor.heartbeat.remote}
 
     def join(self, index: int, client: Any, *, reserved: bool) -> Any:

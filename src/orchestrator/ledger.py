@@ -14,8 +14,8 @@ group was dispatched, so no token of it is older. Its *age* in batch s is s - fl
 
 Rules
   slots     At most (K + 1) B are taken. Dispatch takes one. It is freed when the group's batch has been released
-            (trained on) and every live replica has acknowledged the version that the batch made; at once when the
-            group is filtered, fails, or is evicted.
+            (trained on) and every live replica has acknowledged the version that the batch made; or immediately when
+            the group is filtered, fails, or is evicted.
   replicas  The lowest acknowledged version never falls: a replica may leave at any time, and joins only at or above it.
             When all have left the version stays what it was, and nothing is dispatched until one joins.
   order     Finished groups are taken in order of dispatch, but none overtakes a protected group. `wait` protects all
@@ -50,7 +50,7 @@ unless from some moment on no group at all can be trained on (then `limits.py` s
 Resume. The state of a ledger is that of the last boundary N: N batches released, no replica holds more than N (the
 update to N may be in progress). Groups taken since then are finished again, in their place. When it is loaded all slots
 of batches before N are free, F = N, and running groups, which are sampled again, get the floor N. With unchanged
-options the proof goes on where it was:
+options the proof continues where it was:
 
   Unprotected group. As above, with s = N (it was there when batch N - 1 was cut, or dispatched later, or had been taken
   into batch N or a later one): floor >= N - K, and from here on the cuts of batches N, N + 1 .. see to it.

@@ -1,10 +1,10 @@
-"""Environments at the level of chat messages. A renderer stands between them and tokens.
+"""Environments that speak chat messages. A renderer turns messages into tokens and back.
 
     MessageEnv  --initial_messages-->  renderer.generation_prompt  -->  tokens
                 <------- step -------  renderer.parse_response     <--  sampled tokens
                 -- next messages --->  ...
 
-What was sampled is kept as tokens: as long as no thinking goes out of the history, the next prompt begins with the last
+Sampled messages are kept as tokens: while no thinking is removed from the history, the next prompt begins with the last
 one and exactly the tokens that were sampled after it, so that all turns are one training sequence.
 """
 
@@ -21,38 +21,41 @@ from trireme.renderers import Message, Renderer, ToolSpec
 
 @dataclass(frozen=True)
 class MessageStep:
-    """What a message of the assistant led to: `next_messages` are what is said before its next turn. The rest is as in
-    `StepResult`."""
+    """The result of a message of the assistant."""
 
     reward: float
     episode_done: bool
     next_messages: Sequence[Message] = ()
+    """Messages before the assistant's next turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Averaged over all steps that report them."""
     logs: Mapping[str, Any] = field(default_factory=dict)
+    """Kept with the rollout, for people to read."""
 
 
 class MessageEnv(ABC):
-    """One episode of one problem, as a chat. Used once. `tools` are those that the assistant may call."""
+    """One episode of one problem, as a chat. Used once."""
 
     tools: Sequence[ToolSpec] = ()
+    """Tools that the assistant may call."""
 
     @abstractmethod
     async def initial_messages(self) -> Sequence[Message]:
-        """What stands before the assistant's first message."""
+        """Returns the messages before the assistant's first one."""
 
     @abstractmethod
     async def step(self, message: Message) -> MessageStep:
-        """Takes the assistant's message, with its thinking and its calls of tools apart from its content."""
+        """Takes the assistant's message; thinking and tool calls are apart from its content."""
 
     async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
-        """Takes a message that was cut off by its length, or is malformed (`Renderer.parse_response`); its content is
-        what there is of it. If not overridden, the episode ends with reward 0."""
+        """Takes a message that was cut off by its length, or is malformed (`Renderer.parse_response`), with the content
+        that it has. Unless overridden, ends the episode with reward 0."""
         return MessageStep(0.0, True)
 
 
 class RenderedEnv(Env):
-    """A MessageEnv behind a renderer. Metric `parse_error`: 1 for a malformed message, else 0; one that was cut off is
-    counted by its stop reason."""
+    """A MessageEnv behind a renderer. Metric `parse_error`: 1 for a malformed message, else 0; its stop reason tells of
+    one that was cut off."""
 
     def __init__(self, env: MessageEnv, renderer: Renderer) -> None:
         self._env, self._renderer = env, renderer
@@ -81,7 +84,7 @@ class RenderedEnv(Env):
 
     def _say(self, message: Message, next_messages: Sequence[Message]) -> None:
         for earlier in self._messages:
-            earlier.pop("prompt", None)  # only the last one is gone on from
+            earlier.pop("prompt", None)  # only the last prompt is extended
         self._messages += [{**message, "prompt": self._prompt}, *next_messages]
 
     def _next_prompt(self) -> list[int]:

@@ -52,7 +52,7 @@ class StepSummary:
     trained: list[dict[str, Any]]
     """Problem, index, requeues and floor of each group, in the order in which they were taken."""
     records: list[str]
-    """Of some of the groups (`orchestrator.recorder`)."""
+    """Records of some of the groups (`orchestrator.recorder`)."""
 
 
 class IdleClock:
@@ -95,7 +95,7 @@ class StepMeter:
     """Failed tries, by the type of their error."""
     lag_s: float = 0.0
     updates: dict[int, dict[str, float]] = field(default_factory=dict)
-    """By version: metrics of the update to it. The next one may be in progress when a row is made."""
+    """Metrics of updates, by version. The next update may be in progress when a row is made."""
 
     def note_update(self, version: int, reports: Sequence[UpdateReport], seconds: float) -> None:
         """Keeps the metrics of an update of all replicas."""

@@ -64,7 +64,7 @@ from trireme.process import trace
 from trireme.process.faults import fault_point
 
 LAG_TICK_S = 0.25
-LOAD_TICK_S = 1.0
+STATS_TICK_S = 1.0
 WITNESSED = ("problem", "index", "requeues", "floor")
 
 
@@ -330,7 +330,7 @@ class Pipeline:
     async def _stats_loop(self) -> None:
         while True:
             self._pressure.look(await self._sampler.stats())
-            await asyncio.sleep(LOAD_TICK_S)
+            await asyncio.sleep(STATS_TICK_S)
 
     async def _lag_loop(self) -> None:
         now = asyncio.get_running_loop().time

@@ -1,4 +1,4 @@
-"""Arithmetic on exact fractions, for expressions that somebody else wrote: nothing is run, and every size has a limit.
+"""Arithmetic on exact fractions, for untrusted expressions: no code is run, and every size has a limit.
 
 sum      product + product - ...
 product  signed * signed / signed // signed % ...
@@ -16,13 +16,13 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 
 MAX_LENGTH = 200
-"""Longest expression, in characters: it bounds the number of operations too."""
+"""Most characters of an expression; bounds the number of operations too."""
 MAX_DEPTH = 20
 """Most brackets, signs and powers within each other."""
 MAX_BITS = 4096
 """Largest numerator and denominator, in bits."""
 DIGITS = 12
-"""Significant digits of a result that is no whole number."""
+"""Significant digits of a result that is not whole."""
 
 TOKEN = re.compile(r"\s*(\d+\.?\d*|\.\d+|\*\*|//|[-+*/%^()])\s*", re.ASCII)
 Operation = Callable[[Fraction, Fraction], Fraction]
@@ -36,11 +36,11 @@ PRODUCTS: dict[str, Operation] = {
 
 
 class CalculationError(ValueError):
-    """An expression without a value; the message is for whoever wrote it."""
+    """An expression without a value; the message is for its author."""
 
 
 def calculate(expression: str) -> Fraction:
-    """The value of an expression. Raises CalculationError for anything but arithmetic, and beyond the limits."""
+    """Returns the value of an expression. Raises CalculationError for other texts, and beyond the limits."""
     if len(expression) > MAX_LENGTH:
         raise CalculationError(f"the expression has {len(expression)} characters, at most {MAX_LENGTH} are allowed")
     reader = _Reader(_tokens(expression))
@@ -51,7 +51,7 @@ def calculate(expression: str) -> Fraction:
 
 
 def show(value: Fraction) -> str:
-    """A whole number in full, any other with twelve significant digits.
+    """Shows a whole number in full, any other with twelve significant digits.
 
     >>> show(Fraction(1, 3)), show(Fraction(6, 3))
     ('0.333333333333', '2')
@@ -97,7 +97,7 @@ class _Reader:
         return value
 
     def _signed(self) -> Fraction:
-        """All that nests passes here."""
+        """Reads a sign and what follows; counts the depth, as all nesting passes here."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise CalculationError(f"brackets, signs and powers nest deeper than {MAX_DEPTH}")

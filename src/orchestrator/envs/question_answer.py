@@ -1,10 +1,10 @@
-"""Questions with known answers, from a JSONL or parquet file, such as GSM8K's: one chat message, graded by its result.
+"""Questions with known answers, such as GSM8K's, from a JSONL or parquet file: one chat message, graded by its result.
 
     {"question": "Tom has 3 apples and buys 4 more. How many has he?", "answer": "3 + 4 = 7\\n#### 7"}
 
-Of an answer what stands behind `####` counts, if that is there. `grading = "math"` compares with math-verify, which
-knows that 1/2 is 0.5 and \\frac{1}{2}; what a model writes can keep it busy for ever, so it runs in a worker process
-with a time limit, beyond which the rollout fails. `grading = "exact"` compares the text.
+Only the part of an answer behind `####` counts, if there is one. `grading = "math"` compares with math-verify, which
+knows that 1/2 is 0.5 and \\frac{1}{2}; some answers keep it busy for ever, so it runs in a worker process with a time
+limit, beyond which the rollout fails. `grading = "exact"` compares the text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Grading = Literal["math", "exact"]
 
 
 def final_answer(text: str) -> str:
-    """What stands behind the last mark, or all where there is none.
+    """Returns the text behind the last mark, or all of it without a mark.
 
     >>> final_answer("3 + 4 = 7\\n#### 7 ")
     '7'
@@ -42,7 +42,7 @@ def final_answer(text: str) -> str:
 
 
 def same_number(target: str, given: str) -> bool:
-    """Whether math-verify takes `given` for `target`. May take any time; raises ValueError for a target that it cannot
+    """True if math-verify takes `given` for `target`. May take any time. Raises ValueError for a target that it cannot
     read."""
     from math_verify import parse, verify
 
@@ -53,7 +53,7 @@ def same_number(target: str, given: str) -> bool:
 
 
 def same_text(target: str, given: str) -> bool:
-    """Whether both are equal, but for case, white space and the comma of thousands."""
+    """True if both are equal, apart from case, white space and the comma of thousands."""
     one, other = ("".join(text.split()).replace(",", "").casefold() for text in (target, given))
     return one == other
 
@@ -134,7 +134,7 @@ class QuestionAnswerDataset(RLDataset):
 
 
 def read_questions(file: Path, question: str, answer: str) -> Iterator[tuple[str, str]]:
-    """Question and final answer of each row. Raises ValueError that names file and row."""
+    """Yields question and final answer of each row. Raises ValueError that names file and row."""
     if not file.is_file():
         raise ValueError(f"there is no file {file.absolute()}")
     rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)

@@ -290,7 +290,7 @@ def _against_taskset(taskset_id: str, taskset: Any) -> Iterator[str]:
     if env is not vf.SingleAgentEnv:
         yield (
             f"it has an Env of its own ({env.__name__}), the one thing in verifiers {SUPPORTED}x that lets a "
-            "conversation go on without tools, or compares rollouts"
+            "conversation continue without tools, or compares rollouts"
         )
     if vf.default_harness_id(taskset_id) != DEFAULT_HARNESS:
         yield "it has a harness of its own"

@@ -589,5 +589,5 @@ def test_problems_come_in_batches_and_can_be_pickled(written: Written) -> None:
     assert [len(dataset.get_batch(i)) for i in range(len(dataset))] == [16, 16, 8]
     (group, *_) = dataset.get_batch(0)
     again = pickle.loads(pickle.dumps(group))
-    assert again.task.data == group.make.args[0].data  # type: ignore[attr-defined]
+    assert again.make.args[0].data == group.make.args[0].data  # type: ignore[attr-defined]
     assert len(asyncio.run(again.make_envs())) == 2
