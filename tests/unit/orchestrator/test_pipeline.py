@@ -301,7 +301,7 @@ def test_the_next_update_waits_for_the_one_before() -> None:
 
 
 def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.pipeline.ANSWER_S", 0.0)
+    monkeypatch.setattr("orchestrator.replicas.ANSWER_S", 0.0)
     monkeypatch.setattr("trireme.config.Config.patience_s", 0.0)
 
     async def scenario() -> None:
