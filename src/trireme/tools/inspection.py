@@ -60,7 +60,7 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a run directory holds."""
+    """The contents of a run directory."""
 
     root: Path
     quick: bool  # the contents of files were not read: a resume may still refuse a commit that verifies

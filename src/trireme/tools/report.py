@@ -243,7 +243,7 @@ def ages(root: Path) -> dict[str, Any]:
 
 
 def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
-    """Returns the timeline as JSON values. Times are in seconds from its start; a span that is not over ends with it."""
+    """Returns the timeline as JSON values. Times are in seconds from its start; what is not over ends with it."""
 
     def seconds(at: int | None) -> float:
         return round(((timeline.end if at is None else at) - timeline.start) / 1e6, 5)

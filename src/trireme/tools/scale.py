@@ -88,8 +88,8 @@ class _Deadline:
         self._end = time.monotonic() + timeout_s
 
     def until(self, found: Callable[[], T | None], what: Callable[[], str]) -> T:
-        """Returns the value of `found` once it is not None. `what` describes what is waited for, and is printed whenever
-        it changes. Raises RoomFailed."""
+        """Returns the value of `found` once it is not None. `what` describes what is waited for; `say` gets it when it
+        changes. Raises RoomFailed."""
         said, patient_until = "", time.monotonic() + PATIENCE_S
         while (value := found()) is None:
             if what() != said and time.monotonic() > patient_until:

@@ -62,7 +62,7 @@ FLAGS = {"--grid": "KEY=VALUE", "--metric": "NAME", "--window": "N", "--jobs": "
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """The sweep that the command line asks for."""
 
     kind: str  # rl or sft
     base: tuple[str, ...]  # the arguments that all runs have

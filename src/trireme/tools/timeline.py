@@ -80,7 +80,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What an attempt did from `start` to `end`, in microseconds since 1970."""
+    """The work of an attempt from `start` to `end`, in microseconds since 1970."""
 
     attempt: int
     traced: tuple[int, int] | None  # the first and the last step in its trace
