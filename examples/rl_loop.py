@@ -72,7 +72,7 @@ def main() -> None:
         for step in range(config.max_steps):
             sampler.update_weights(weights)
 
-            # All prompts are asked for at once, so that the replicas sample them side by side.
+            # All prompts are requested before the first answer, so that the replicas sample side by side.
             problems = [problem(step, number) for number in range(batch_size)]
             prompts = [ModelInput.from_ints(tokenizer.encode(f"Sort: {digits}\n")) for digits in problems]
             futures = [sampler.sample(prompt, group_size, params) for prompt in prompts]

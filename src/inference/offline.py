@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference.engine import import_engine, vllm_params
-from trireme.core.tokenizer import load_tokenizer
+from inference.engine import give_tokenizer, import_engine, vllm_params
 from trireme.core.types import SampleRequest, SamplingParams
 
 CPU_KV_CACHE_BYTES = 2**30
@@ -36,7 +35,7 @@ class OfflineEngine:
         from vllm.inputs import TokensPrompt
 
         if any(each.stop_strings for each in params):
-            self._llm.llm_engine.output_processor.tokenizer = load_tokenizer(self._model)
+            give_tokenizer(self._llm.llm_engine, self._model)
         requests = [SampleRequest("", tuple(p), each, "") for p, each in zip(prompts, params, strict=True)]
         asked = [TokensPrompt(prompt_token_ids=list(request.prompt)) for request in requests]
         outputs = self._llm.generate(asked, [vllm_params(request, []) for request in requests])

@@ -213,7 +213,7 @@ def test_a_part_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_path: 
     )
     assert ended.code == EXIT_LIMIT, ended.out
     assert "cluster.max_restarts" in ended.out
-    assert "goes on with" in ended.out
+    assert "resume the run with" in ended.out
     ended.assert_nothing_left()
     again = run_rl(tmp_path, *CHAOS, "--resume")
     assert_whole(again)

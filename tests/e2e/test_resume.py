@@ -188,7 +188,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     waiting = ["--checkpoint.async-save", "false"]  # so that it is certain which commits are there
     run_and_kill(tmp_path, [*flags, *waiting], at="orchestrator.minibatch@6")
     stopped = run_rl(tmp_path, *flags, *waiting, "--resume", on_line=ctrl_c_after_step_6)
-    command = stopped.out.split("goes on with:\n")[-1].split("uv run rl ")[-1].split()
+    command = stopped.out.split("resume the run with:\n")[-1].split("uv run rl ")[-1].split()
     changed = ["--trainer.shards", "1", "--inference.replicas", "2", "--trainer.micro-batch-tokens", "64"]
     return Chain(stopped, run_rl(tmp_path, *command, *changed, directory=False))
 

@@ -1,4 +1,4 @@
-"""What the commands that train have in common: how they end, and what they say before a start and after a run."""
+"""The commands' common part: how they refuse, how they end, and what they print before a start and after a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def show(plan: Plan, config: CommonConfig, console: Console) -> None:
-    """Prints what a dry run tells: the plan, and the configuration as JSON."""
+    """Prints the plan and the configuration as JSON, for a dry run."""
     console.print(plan.render())
     console.print(config.model_dump_json(indent=2), markup=False)
 

@@ -1,4 +1,4 @@
-"""`trireme distill`: what a model answers under a long prompt, as data that teaches it to answer so without.
+"""`trireme distill`: a model's answers under a long prompt, as data that teaches it to answer so without.
 
     trireme distill MODEL --prompts questions.jsonl --teacher-prompt prompt.txt --output answers.jsonl --max-tokens 256
     sft @ sft.toml --model.name MODEL --data.train answers.jsonl
@@ -108,7 +108,7 @@ def _text_of(file: Path) -> str:
 
 
 def questions_of(file: Path, teacher: str, tokenizer: Any, renderer_name: str) -> Iterator[Question]:
-    """The questions of a file. Raises BadInput, which names the line, for one that is none."""
+    """Yields the questions of a file. Raises BadInput, which names the line, for one that is not a question."""
     renderer: Renderer | None = None
     for number, line in enumerate(_text_of(file).splitlines(), 1):
         if not line.strip():

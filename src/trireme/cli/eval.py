@@ -43,25 +43,28 @@ from trireme.tools.export import chosen_commit, export
 from trireme.tools.merge import BASE
 
 AS_LOADED = "as-loaded"
-"""In the place of a digest: nobody published these weights."""
+"""In place of a digest, as these weights were not published."""
 UNUSED = {"orchestrator.batch-size": "1", "trainer.learning-rate": "1e-6"}
-"""What `rl` requires, or may not find out for every model, and no evaluation reads."""
+"""Keys that `rl` requires, or cannot find out for all models, and that evaluations do not read."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Whose weights are evaluated: `model` is a Hugging Face directory, or a name on the hub; `run` the run that a
-    commit belongs to, whose configuration is taken; `base` the model that the adapters in `model` belong to."""
+    """The model that is evaluated."""
 
     model: str
+    """A Hugging Face directory, or a name on the hub."""
     identity: WeightIdentity
+    """The identity of its weights."""
     run: Path | None
+    """The run that a commit belongs to, whose configuration is taken."""
     base: str | None = None
+    """The model that the adapters in `model` belong to."""
 
     @classmethod
     def of(cls, given: str, step: int | None) -> Subject:
-        """What `given` names: a run (of which `step`, or the newest commit that verifies), a commit, a model. Raises
-        BadInput."""
+        """Returns what `given` names: a run (of which `step`, or the newest commit that verifies), a commit, a model.
+        Raises BadInput."""
         path = Path(given).expanduser().absolute()
         if (path / HEAD).exists():
             return cls._of_commit(chosen_commit(CheckpointStore(path), step))
@@ -86,8 +89,8 @@ class Subject:
         return cls(str(model), Manifest.read(commit).identities[-1], run, base)
 
     def whole(self, console: Console, ending: ExitStack) -> str:
-        """A directory, or name, of the whole model. What is made for it goes with `ending`. Raises BadInput when the
-        base is not what it was, StorageFailed."""
+        """Returns a directory, or a name, of the whole model. `ending` removes what is made for it. Raises BadInput if
+        the base has changed, StorageFailed."""
         if self.base is None or self.run is None:
             return self.model
         commit = Path(self.model).parent
@@ -99,7 +102,7 @@ class Subject:
 
 
 def evaluate(argv: Sequence[str], console: Console) -> None:
-    """The command, with what follows its name."""
+    """Runs the command; `argv` is what follows its name. Raises TriremeError."""
     options, given = _parser().parse_known_args(argv)
     subject = Subject.of(options.checkpoint, options.step)
     config = _config(subject, given)
@@ -139,14 +142,14 @@ def _config(subject: Subject, given: Sequence[str]) -> Config:
 
 
 def _start_of(run: Path) -> dict[str, str]:
-    """What environments of the run know as its start."""
+    """Returns the flag that tells environments the model that the run started from."""
     model = json.loads((run / "config.json").read_text()).get("model", {})
     start = model.get("start") or model.get("name")
     return {"model.start": start} if start else {}
 
 
 def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Console) -> Mapping[str, float]:
-    """The row of `orchestrator.evaluation`. Logs stay where something fails: what fails names them."""
+    """Returns the row of `orchestrator.evaluation`. After a failure the logs that it names are kept."""
     prepare_cluster(config, plan)
     from trireme.launch import rl as launch
     from trireme.process import ray_cluster as cluster
@@ -165,7 +168,7 @@ def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Cons
 
 
 def table(row: Mapping[str, float]) -> Table:
-    """Means with their 95 % intervals, and counts, of each environment."""
+    """Returns means with their 95 % intervals, and counts, of each environment."""
     shown = Table("environment", "what", "value", box=None)
     for name, value in row.items():
         if not name.startswith("eval/") or name.endswith(("/ci95", "/version")):

@@ -58,7 +58,7 @@ def _next_steps(config: SftConfig, root: Path, seconds: float) -> str:
     own = [
         "the loss, as an SVG file:",
         f"  uv run --no-sync python scripts/plot_reward.py {root}/metrics.jsonl --key train_mean_nll",
-        "the trained model, in Hugging Face layout; reinforcement learning goes on from it:",
+        "the trained model, in Hugging Face layout; reinforcement learning continues with it:",
         f"  {model}",
     ]
     return next_steps(root, config.max_steps, seconds, own)

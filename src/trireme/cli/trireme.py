@@ -33,7 +33,7 @@ MARKS = ("config.json", "HEAD", "checkpoints")
 """A run directory holds one of these."""
 
 PIPE_WIDTH = 200
-"""Columns where there is no terminal: nothing is cut that a program, or a file, could hold."""
+"""Columns where there is no terminal, so that a program or a file gets whole lines."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,19 +76,15 @@ def _parser() -> argparse.ArgumentParser:
 
     reporting = commands.add_parser("report", help="curves, ages, and who did what when, as one HTML page")
     reporting.add_argument("--output", type=Path, help="where to (default: RUN/report.html)")
-    reporting.add_argument(
-        "--steps", type=_steps, metavar="FIRST:LAST", help="to show the timeline of (default: newest)"
-    )
-    reporting.add_argument(
-        "--trace", type=Path, help="also write that attempt's trace as one file, for ui.perfetto.dev"
-    )
+    reporting.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="of the timeline (default: newest)")
+    reporting.add_argument("--trace", type=Path, help="also write the attempt's trace, for ui.perfetto.dev")
     reporting.set_defaults(command=_report)
 
     watching = commands.add_parser("watch", help="a live or a finished run: curves, health, logs, rollouts")
     watching.add_argument("--plain", action="store_true", help="a line for each step, as where there is no terminal")
     watching.set_defaults(command=_watch)
 
-    scaling = commands.add_parser("scale", help="more or fewer replicas in a run that is under way")
+    scaling = commands.add_parser("scale", help="more or fewer replicas in a run that is running")
     scaling.add_argument("--replicas", type=int, required=True, metavar="N", help="all of them, as inference.replicas")
     scaling.add_argument("--no-wait", action="store_true", help="return once the driver has accepted it")
     scaling.set_defaults(command=_scale)
@@ -169,7 +165,7 @@ def _watch(options: argparse.Namespace) -> None:
         follow(follower, partial(print, flush=True))
         return
     require("textual_plotext", extra="watch", what_for="the screen of trireme watch (--plain does without it)")
-    from trireme.tools.watch.app import Watch  # a screen is what only this command pays for
+    from trireme.tools.watch.app import Watch  # only this command needs a screen
 
     tokenizer = tokenizer_of(follower.config)
     Watch(follower, partial(load_tokenizer, tokenizer) if tokenizer else None).run()

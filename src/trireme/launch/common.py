@@ -1,4 +1,4 @@
-"""What precedes a start and accompanies it. Imports no Ray: `prepare_cluster` must be called before that."""
+"""Prepares a start, and tells its progress. Imports no Ray: `prepare_cluster` must be called before that."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def resume_hint(run: RunDir) -> Iterator[None]:
         if not isinstance(error, BadInput):
             commits = run.store.commits()
             newest = f"The newest commit is {commits[-1].name}" if commits else "There is no commit yet"
-            error.add_note(f"{newest}; the run goes on with:\n  {resume_command(run.root)}")
+            error.add_note(f"{newest}; resume the run with:\n  {resume_command(run.root)}")
         raise
 
 
