@@ -28,25 +28,22 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
-def model_files(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, bytes]:
-    """Returns the files beside a model's tensors, by name: configuration with `dtype`, generation configuration.
+def companion_files(
+    tokenizer: str, model: PreTrainedModel | None = None, dtype: torch.dtype | None = None
+) -> dict[str, bytes]:
+    """Returns the files beside the tensors, by name: the tokenizer's (a local directory or a name on the hub), and a
+    model's configuration with `dtype` and generation configuration.
 
     Raises StorageFailed, because they pass through a temporary directory.
     """
-    config = deepcopy(model.config)
-    config.dtype = dtype
-    return _files_of(config, *([model.generation_config] if model.generation_config is not None else []))
-
-
-def tokenizer_files(tokenizer: str) -> dict[str, bytes]:
-    """Returns the files of a tokenizer, a local directory or a name on the hub, by name. Raises StorageFailed."""
-    return _files_of(AutoTokenizer.from_pretrained(tokenizer))
-
-
-def _files_of(*parts: Any) -> dict[str, bytes]:
+    parts: list[Any] = [AutoTokenizer.from_pretrained(tokenizer)]
+    if model is not None:
+        parts += [deepcopy(model.config), model.generation_config]
+        parts[1].dtype = dtype
     with storage_errors(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as directory:
         for part in parts:
-            part.save_pretrained(directory)
+            if part is not None:
+                part.save_pretrained(directory)
         files = sorted(file for file in Path(directory).rglob("*") if file.is_file())
         return {str(file.relative_to(directory)): file.read_bytes() for file in files}
 

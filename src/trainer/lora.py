@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -86,24 +86,6 @@ def adapter_mode(model: nn.Module, *, off: bool = False, dropout: bool = False) 
         yield
     finally:
         switch(off=False, dropout=False)
-
-
-@contextmanager
-def exchanged(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
-    """Within the block, each tensor of `parameters` swaps values with its counterpart in `others`."""
-    _exchange(parameters, others)
-    try:
-        yield
-    finally:
-        _exchange(parameters, others)
-
-
-@torch.no_grad()
-def _exchange(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    for parameter, other in zip(parameters, others, strict=True):
-        before = parameter.clone()
-        parameter.copy_(other)
-        other.copy_(before)
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@ has half. Recomputation (`trainer.checkpointing`) and padding do not count.
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -26,12 +28,13 @@ PEAK_TFLOPS = {
 the first match counts."""
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Returns the operations per second of a GPU in 16 bits; None for other devices, dtypes and unknown GPUs."""
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Returns the operations per second of a GPU in 16 bits. For other devices and dtypes, and unknown GPUs, returns
+    infinity, with which the time at the peak is 0."""
     if device.type != "cuda" or dtype.itemsize != 2:
-        return None
+        return inf
     found = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in found), None)
+    return next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in found), inf)
 
 
 def train_flops(facts: ModelFacts, lengths: npt.NDArray[np.int64], *, frozen: bool = False) -> float:

@@ -146,7 +146,15 @@ class Sharding:
         if self.compiled:
             layer.forward = torch.compile(layer.forward)
         if self.kept_tokens is not None:
-            layer.forward = partial(again_if_large, layer.forward, self.kept_tokens)
+            layer.forward = partial(self.again_if_large, layer.forward, self.kept_tokens)
+
+    @staticmethod
+    def again_if_large(forward: Callable[..., Any], kept_tokens: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Runs a layer on `hidden` [B, L, H]. With more than `kept_tokens` tokens it keeps only its input, and is
+        computed again in the backward pass."""
+        if hidden.shape[:-1].numel() <= kept_tokens:
+            return forward(hidden, *args, **kwargs)
+        return checkpoint(forward, hidden, *args, use_reentrant=False, **kwargs)
 
     @contextmanager
     def accumulating(self, model: PreTrainedModel) -> Iterator[Callable[[bool], None]]:
@@ -191,14 +199,6 @@ def load_source(name: str) -> PreTrainedModel:
     return source
 
 
-def again_if_large(forward: Callable[..., Any], kept_tokens: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Runs a layer on `hidden` [B, L, H]; with more than `kept_tokens` tokens it keeps only its input, and is computed
-    again in the backward pass."""
-    if hidden.shape[:-1].numel() <= kept_tokens:
-        return forward(hidden, *args, **kwargs)
-    return checkpoint(forward, hidden, *args, use_reentrant=False, **kwargs)
-
-
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
     """Yields `unit` and its descendants, without those that are sharded as units of their own."""
     yield unit
@@ -207,7 +207,7 @@ def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
             yield from _own_modules(child)
 
 
-def _fsdp_units(model: PreTrainedModel) -> list[FSDPModule]:
+def _fsdp_units(model: PreTrainedModel) -> list[Any]:
     """Returns the root and then the decoder layers, each of which `fully_shard` made an FSDPModule."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 

@@ -24,9 +24,9 @@ from transformers import PreTrainedModel, set_seed
 from trainer.batch_checks import PublishedVersions, check_batch, is_finite, nonfinite_datums
 from trainer.batching import MicroBatch, Packed, Rows, ShardOutput, plan
 from trainer.device import find_device
-from trainer.export import model_files, tokenizer_files, write_weights
+from trainer.export import companion_files, write_weights
 from trainer.logprobs import token_logprobs
-from trainer.lora import adapter_files, adapter_mode, adapter_units, exchanged
+from trainer.lora import adapter_files, adapter_mode, adapter_units
 from trainer.losses import Metrics, monitors, resolve_loss
 from trainer.mesh import Mesh
 from trainer.mfu import peak_flops, train_flops
@@ -134,7 +134,8 @@ class Shard:
                     watched: Metrics = monitors(p, rows) if "logprobs" in rows else {}
                     metrics.append({"loss:sum": float(loss.detach()), **watched, **loss_metrics})
         output = _collected(batch, logprobs, reduce_metrics(metrics))
-        output = replace(output, peak_s=self._peak_s(batch, output.datums))
+        flops = train_flops(self._facts, batch.lengths[list(output.datums)], frozen=self._config.trainer.lora.on)
+        output = replace(output, peak_s=flops / self._peak_flops / self._mesh.size)
         if all_finite:
             return output
         return replace(output, suspects=nonfinite_datums(batch, output, function, loss_config))
@@ -159,11 +160,21 @@ class Shard:
             raise BadInput("no reference policy is loaded: set trainer.kl.coef and trainer.kl.reference.base_model")
         elif self._refreshed:
             self._checkpointer.keep()
-            with exchanged(self._parameters, list(self._refreshed.values())):
+            self._exchange_adapters()
+            try:
                 yield self._model
+            finally:
+                self._exchange_adapters()
         else:
             with adapter_mode(self._model, off=True):
                 yield self._model
+
+    def _exchange_adapters(self) -> None:
+        """Swaps the values of the policy's adapters and the reference's."""
+        for parameter, other in zip(self._parameters, self._refreshed.values(), strict=True):
+            before = parameter.clone()
+            parameter.copy_(other)
+            other.copy_(before)
 
     @torch.no_grad()
     def update_reference(self) -> None:
@@ -248,12 +259,11 @@ class Shard:
         fault_point("trainer.save_weights")
         if not self._companions:
             config = self._config
-            own = (
-                adapter_files(config.trainer.lora, self._adapter, config.model.name)
-                if self._adapter
-                else model_files(self._model, self._sharding.dtype)
-            )
-            self._companions = {**tokenizer_files(config.tokenizer_name), **own}
+            if self._adapter:
+                self._companions = companion_files(config.tokenizer_name)
+                self._companions |= adapter_files(config.trainer.lora, self._adapter, config.model.name)
+            else:
+                self._companions = companion_files(config.tokenizer_name, self._model, self._sharding.dtype)
         return write_weights(path, entries, buckets, self._companions, adapter=self._adapter is not None)
 
     @property
@@ -303,13 +313,6 @@ class Shard:
         """
         squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]).square().sum()
         return math.sqrt(self._mesh.sum_over_shards(squares))
-
-    def _peak_s(self, batch: TokenBatch, datums: Sequence[int]) -> float:
-        """Returns the seconds of all processes at their peak for a pass over these datums, 0 without a known peak."""
-        if self._peak_flops is None:
-            return 0.0
-        flops = train_flops(self._facts, batch.lengths[list(datums)], frozen=self._config.trainer.lora.on)
-        return flops / self._peak_flops / self._mesh.size
 
 
 def _collected(

@@ -152,7 +152,7 @@ class StateSnapshot:
             tensor = self._tensors[i]
             count = min(tensor.nbytes - start, len(wanted))
             with self._lock:
-                live = tensor.live_bytes is not None and not self._kept[i]
-                np.copyto(to[:count], (tensor.live_bytes if live else tensor.host_bytes)[start : start + count])
+                source = tensor.host_bytes if tensor.live_bytes is None or self._kept[i] else tensor.live_bytes
+                np.copyto(to[:count], source[start : start + count])
                 self._read_bytes[i] = start + count
             to, wanted, address = to[count:], wanted[count:], address + count

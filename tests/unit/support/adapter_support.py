@@ -13,7 +13,7 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from tools_support import BASE_MODEL, make_run, write_parts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.export import tokenizer_files, write_weights
+from trainer.export import companion_files, write_weights
 from trainer.lora import adapter_files, peft_config
 from trireme.checkpoint.store import CheckpointStore
 from trireme.config.schema import LoraConfig
@@ -43,7 +43,7 @@ def make_adapter_run(root: Path, base: Path) -> CheckpointStore:
     assert head is not None
     draft = store.draft(2, head.attempt)
     about = Adapter(base_digest(str(base)), 8, LORA.alpha)
-    companions = {**tokenizer_files(str(base)), **adapter_files(LORA, about, str(base))}
+    companions = {**companion_files(str(base)), **adapter_files(LORA, about, str(base))}
     files = [record for record in write_parts(draft, 1.0) if not record.path.startswith("inference/")]
     shutil.rmtree(draft / "inference")
     files += write_weights(draft / "inference", entries, buckets, companions, adapter=True)

@@ -12,7 +12,7 @@ from checkpoint_support import manifest
 from transformers import AutoModelForCausalLM
 
 from orchestrator.state import OrchestratorState
-from trainer.export import model_files, tokenizer_files, write_weights
+from trainer.export import companion_files, write_weights
 from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.checkpoint.manifest import CommitRef
 from trireme.checkpoint.store import CheckpointStore, Head
@@ -30,7 +30,7 @@ def base_model() -> torch.nn.Module:
 
 @cache
 def companions() -> dict[str, bytes]:
-    return model_files(base_model(), torch.float32) | tokenizer_files(str(BASE_MODEL))
+    return companion_files(str(BASE_MODEL), base_model(), torch.float32)
 
 
 def write_parts(draft: Path, scale: float) -> tuple[FileRecord, ...]:

@@ -51,7 +51,7 @@ def test_the_peak_of_a_gpu_is_known_by_its_name(name: str, tflops: int, monkeypa
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert peak_flops(gpu, torch.bfloat16) == tflops * 1e12
-    assert peak_flops(gpu, torch.float32) is None
-    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+    assert peak_flops(gpu, torch.float32) == float("inf")
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) == float("inf")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce GTX 970")
-    assert peak_flops(gpu, torch.bfloat16) is None
+    assert peak_flops(gpu, torch.bfloat16) == float("inf")

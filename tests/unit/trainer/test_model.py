@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from trainer.batching import ShardOutput, scatter_outputs
 from trainer.logprobs import token_logprobs
 from trainer.losses import resolve_loss
-from trainer.model import again_if_large
+from trainer.model import Sharding
 from trainer.shard import Shard
 from trireme.core.types import AdamParams
 from trireme.core.weights import TensorEntry
@@ -242,6 +242,6 @@ def test_only_passes_over_many_tokens_are_computed_again(tokens, times):
         return hidden.sin()
 
     hidden = torch.ones(1, tokens, 4, requires_grad=True)
-    again_if_large(forward, 10, hidden).sum().backward()
+    Sharding.again_if_large(forward, 10, hidden).sum().backward()
     assert len(passes) == times
     assert torch.equal(hidden.grad, hidden.cos())
