@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Question:
+class TeacherQuestion:
     """A question to the teacher, and to the student that learns its answer."""
 
     teacher: Sequence[int]
@@ -107,7 +107,7 @@ def _text_of(file: Path) -> str:
         raise Refusal(f"{file}: {error}", "a text file", "correct the path").error() from None
 
 
-def questions_of(file: Path, teacher: str, tokenizer: Any, renderer_name: str) -> Iterator[Question]:
+def questions_of(file: Path, teacher: str, tokenizer: Any, renderer_name: str) -> Iterator[TeacherQuestion]:
     """Yields the questions of a file. Raises BadInput, which names the line, for one that is not a question."""
     renderer: Renderer | None = None
     for number, line in enumerate(_text_of(file).splitlines(), 1):
@@ -132,25 +132,25 @@ def questions_of(file: Path, teacher: str, tokenizer: Any, renderer_name: str) -
             raise Refusal(f"{file}:{number}: {given}", expected, do).error() from None
 
 
-def _of_messages(messages: Sequence[Message], teacher: str, renderer: Renderer) -> Question:
+def _of_messages(messages: Sequence[Message], teacher: str, renderer: Renderer) -> TeacherQuestion:
     own = [message["content"] for message in messages[:1] if message["role"] == "system"]
     system = Message(role="system", content="\n\n".join([teacher, *own]))
     asked = [system, *messages[len(own) :]]
     teachers, students = (renderer.generation_prompt(given) for given in (asked, messages))
-    return Question(teachers, students, renderer.stop_condition(), renderer.closed)
+    return TeacherQuestion(teachers, students, renderer.stop_condition(), renderer.closed)
 
 
-def _of_text(prompt: str, teacher: str, tokenizer: Any) -> Question:
+def _of_text(prompt: str, teacher: str, tokenizer: Any) -> TeacherQuestion:
     if tokenizer.eos_token_id is None:
         raise BadExample(
             "a tokenizer without an end of sequence, which would end an answer", "one with it", "use messages"
         )
     asked, plain = (list(tokenizer(text)["input_ids"]) for text in (teacher + prompt, prompt))
-    return Question(asked, plain, (tokenizer.eos_token_id,))
+    return TeacherQuestion(asked, plain, (tokenizer.eos_token_id,))
 
 
 def sample(
-    engine: OfflineEngine, questions: Sequence[Question], options: argparse.Namespace
+    engine: OfflineEngine, questions: Sequence[TeacherQuestion], options: argparse.Namespace
 ) -> tuple[list[dict[str, list[int]]], int]:
     """Returns `samples` answers to each question, as examples of the student, and how many were cut and left out."""
     asked = [question for question in questions for _ in range(options.samples)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trireme.cli.distill import Question, main, questions_of, sample
+from trireme.cli.distill import TeacherQuestion, main, questions_of, sample
 from trireme.core.errors import BadInput
 from trireme.core.tokenizer import load_tokenizer
 
@@ -23,7 +23,7 @@ def tokenizer() -> Any:
     return load_tokenizer(ASSET)
 
 
-def asked(tmp_path: Path, tokenizer: Any, *lines: Any, teacher: str = "Sort: ") -> list[Question]:
+def asked(tmp_path: Path, tokenizer: Any, *lines: Any, teacher: str = "Sort: ") -> list[TeacherQuestion]:
     file = tmp_path / "q.jsonl"
     file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return list(questions_of(file, teacher, tokenizer, "role_colon"))
@@ -65,7 +65,7 @@ def test_what_is_no_question_is_named_by_its_line(line: Any, said: str, tmp_path
 
 
 def test_an_answer_is_the_students_question_and_the_sampled_tokens() -> None:
-    made = Question(teacher=[1, 2, 3, 4], student=[3, 4], stop=(9,)).example([7, 8, 9])
+    made = TeacherQuestion(teacher=[1, 2, 3, 4], student=[3, 4], stop=(9,)).example([7, 8, 9])
     assert made == {"tokens": [3, 4, 7, 8, 9], "weights": [0, 0, 1, 1, 1]}
 
 
@@ -88,7 +88,7 @@ def test_answers_that_were_cut_are_left_out_and_each_sample_has_a_seed_of_its_ow
         return [[5], None, [5], [5]]
 
     options = argparse.Namespace(samples=2, max_tokens=3, temperature=0.5, seed=10)
-    questions = [Question([1, 2], [2], (9,)), Question([1, 3], [3], (9, "ab"))]
+    questions = [TeacherQuestion([1, 2], [2], (9,)), TeacherQuestion([1, 3], [3], (9, "ab"))]
     engine: Any = SimpleNamespace(answers=answers)
     examples, cut = sample(engine, questions, options)
     assert cut == 1

@@ -23,7 +23,7 @@ from trireme.types import AdamParams, Datum, ModelInput
 """
 ENVIRONMENTS = """
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
-from orchestrator.envs.sort import problem, prompt_text, score, sorted_digits
+from orchestrator.envs.text import Question, QuestionDataset, by_position
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
 from orchestrator.workers import run_in_worker
 from trireme import errors
