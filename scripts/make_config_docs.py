@@ -14,7 +14,7 @@ TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 INTRODUCTION = """# Configuration
 
-Generated from `src/trireme/config/schema.py` and `sft.py` by `scripts/make_config_docs.py`.
+Generated from the schema in `src/trireme/config` by `scripts/make_config_docs.py`.
 
 A value is taken from the first of these places that has it: command line, environment, files, default.
 

@@ -26,27 +26,29 @@ A value is looked up in this order: command line, environment (TRIREME__TRAINER_
 
 @dataclass(frozen=True)
 class Key:
-    """One option. `aliases` are other names for the last part of `path`; `short_flag` is one more flag for it."""
+    """One option."""
 
     path: Path
+    """The names of its sections, and its own."""
     field: FieldInfo
     aliases: tuple[str, ...]
+    """Other names for the last part of `path`."""
     short_flag: str | None
+    """One more flag for it."""
 
     @property
     def dotted(self) -> str:
+        """Its name in files and refusals: `trainer.max_grad_norm`."""
         return ".".join(self.path)
 
     @property
     def flag(self) -> str:
+        """Its name on the command line: `--trainer.max-grad-norm`."""
         return "--" + self.dotted.replace("_", "-")
 
     @property
-    def environment(self) -> str:
-        return "__".join(["TRIREME", *self.path]).upper()
-
-    @property
     def value_type(self) -> Any:
+        """The type of its values, with bounds."""
         metadata = self.field.metadata
         return Annotated[(self.field.annotation, *metadata)] if metadata else self.field.annotation
 
@@ -57,31 +59,23 @@ class Key:
         return get_args(annotation)[1] if get_origin(annotation) is dict else None
 
     @property
-    def is_flag(self) -> bool:
-        return self.field.annotation is bool
-
-    @property
-    def is_literal(self) -> bool:
-        """Given as a string, its value is written as JSON or TOML."""
-        return get_origin(self.field.annotation) in (dict, list)
-
-    @property
     def default(self) -> str:
-        if self.field.is_required():
-            return "required"
-        return literal(self.field.default)
+        """Its default, as text."""
+        return "required" if self.field.is_required() else _literal(self.field.default)
 
     @property
     def description(self) -> str:
+        """Its meaning, in one line."""
         return " ".join((self.field.description or "").split())
 
     @property
     def expected(self) -> str:
+        """The type of its values, in words."""
         return type_in_words(self.value_type)
 
 
-def literal(value: Any) -> str:
-    """A default as it would be written in TOML; none for None."""
+def _literal(value: Any) -> str:
+    """Returns a default as it would be written in TOML; none for None."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -94,7 +88,7 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def type_in_words(value_type: Any) -> str:
-    """The type as a person reads it.
+    """Returns the type as a person reads it.
 
     >>> type_in_words(int | None)
     'integer or none'
@@ -106,9 +100,9 @@ def _words(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(_words(part) for part in schema["anyOf"])
     if "enum" in schema:
-        return "one of " + ", ".join(literal(value) for value in schema["enum"])
+        return "one of " + ", ".join(_literal(value) for value in schema["enum"])
     if "const" in schema:
-        return literal(schema["const"])
+        return _literal(schema["const"])
     if schema.get("type") == "array":
         return f"list of {_words(schema['items'])}"
     if schema.get("type") == "object":
@@ -131,7 +125,7 @@ def _walk(model: type[BaseModel], path: Path) -> Iterator[tuple[Path, FieldInfo,
 
 
 def _entry(field: FieldInfo) -> type[BaseModel] | None:
-    """The section of which a key holds several; None for any other key."""
+    """Returns the section of which a key holds several; None for any other key."""
     entry = get_args(field.annotation)[0] if get_origin(field.annotation) is tuple else None
     return entry if isinstance(entry, type) and issubclass(entry, BaseModel) else None
 
@@ -184,16 +178,16 @@ class Keys:
         return key.expected if key else type_in_words(table.entry_type) if table else "any value"
 
     def of(self, spelling: Path) -> Key | None:
-        """The option that `spelling` is a way to write."""
+        """Returns the option that `spelling` is a way to write."""
         path, _ = self.split_number(spelling)
         return self.options.get(self.spellings.get(path, path))
 
     def list_of(self, path: Path) -> Path | None:
-        """The section of which there may be several that `path` lies in."""
+        """Returns the section of which there may be several that `path` lies in."""
         return next((table for table in self.lists if path[: len(table)] == table), None)
 
     def split_number(self, path: Path) -> tuple[Path, Path]:
-        """The path without the number of an entry, and that entry: (`env`, `1`, `id`) becomes (`env`, `id`) and
+        """Returns the path without the number of an entry, and that entry: (`env`, `1`, `id`) becomes (`env`, `id`) and
         (`env`, `1`). The second is empty where there is no number."""
         n = len(self.list_of(path) or path)
         if len(path) > n and path[n].isdigit():
@@ -201,8 +195,8 @@ class Keys:
         return path, ()
 
     def stored_path(self, spelling: Path) -> Path | None:
-        """The path under which what is written as `spelling` is stored; None for an unknown key. Without a number it
-        is of the first entry of a list."""
+        """Returns the path under which what is written as `spelling` is stored; None for an unknown key. Without a
+        number it is that of the first entry of a list."""
         if len(spelling) == 1 and spelling[0] in self.short_flags:
             return self.short_flags[spelling[0]]
         path, entry = self.split_number(spelling)
@@ -212,17 +206,18 @@ class Keys:
         return path if table is None else (*(entry or (*table, "0")), *path[len(table) :])
 
     def table_of(self, path: Path) -> Key | None:
-        """The free-form table that `path` lies in."""
+        """Returns the free-form table that `path` lies in."""
         path, _ = self.split_number(path)
         parents = (self.options.get(path[:n]) for n in range(1, len(path)))
         return next((key for key in parents if key and key.entry_type is not None), None)
 
     def is_free_form(self, path: Path) -> bool:
+        """Returns True if `path` is an entry of a free-form table."""
         table = self.table_of(path)
         return table is not None and (table.entry_type is Any or len(path) == len(table.path) + 1)
 
     def nearest(self, path: Path) -> Path | None:
-        """The known option or section that looks most like an unknown `path`; None when nothing looks like it."""
+        """Returns the known option or section that looks most like an unknown `path`; None if nothing does."""
 
         def ratio(a: str, b: str) -> float:
             return difflib.SequenceMatcher(None, a, b).ratio()
@@ -239,5 +234,5 @@ class Keys:
 
 @cache
 def keys_of(schema: type[CommonConfig]) -> Keys:
-    """The options of the command whose configuration is a `schema`."""
+    """Returns the options of the command whose configuration is a `schema`."""
     return Keys(schema)

@@ -26,12 +26,12 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from trireme.config.keys import Key, Keys, Path
+from trireme.config.keys import Keys, Path
 from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig
 
@@ -174,10 +174,9 @@ def unknown_key(given: GivenValue, known: Keys) -> Refusal:
         advice = f"did you mean `{PREFIX}{'__'.join(near).upper()}`? {known.help}"
     else:
         advice = f"did you mean `{'.'.join(near)}`? {known.help}"
-    flag = given.place.removeprefix("flag ")
-    said = (
-        f"`{flag} {given.value}`".replace(" `", "`") if flag != given.place else f"`{'.'.join(path)}` ({given.place})"
-    )
+    said = f"`{'.'.join(path)}` ({given.place})"
+    if given.place.startswith("flag"):
+        said = f"`{' '.join(filter(None, (given.place.removeprefix('flag '), given.value)))}`"
     return Refusal(said, "a known key; there is none of that name", advice)
 
 
@@ -188,16 +187,12 @@ def _convert(path: Path, given: GivenValue, known: Keys) -> Any:
     """
     key, table = known.of(path), known.table_of(path)
     value = given.value
-    if given.text and (key is None or key.is_literal):
+    if given.text and (key is None or get_origin(key.field.annotation) in (dict, list)):
         value = read_literal(value)
-    elif given.text and value.lower() in ("none", "null") and not _requires_value(key):
+    elif given.text and value.lower() in ("none", "null") and key and key.expected.endswith("none"):
         value = None
     value_type = key.value_type if key else table.entry_type if table else Any
     return TypeAdapter(value_type).validate_python(value, strict=not given.text)
-
-
-def _requires_value(key: Key | None) -> bool:
-    return key is None or not key.expected.endswith("none")
 
 
 def read_literal(text: str) -> Any:

@@ -76,7 +76,7 @@ def _missing(key: Key, named: set[Path], known: Keys) -> Iterator[Refusal]:
         return
     expected, table = f"{key.expected}: {key.description}", f"[{'.'.join(key.path[:-1])}] {key.path[-1]} = ..."
     if known.stored_path(key.path) not in named:
-        do = f"write `{key.flag} VALUE`, or `{table}` in a file, or set {key.environment}"
+        do = f"write `{key.flag} VALUE`, or `{table}` in a file, or set {'__'.join(['TRIREME', *key.path]).upper()}"
         yield Refusal(f"no value for `{key.dotted}`", expected, do)
     for entry in _entries(known.list_of(key.path), named)[1:]:
         place = (*entry, *key.path[len(entry) - 1 :])
@@ -118,16 +118,10 @@ def _read_command_line(argv: list[str], known: Keys) -> CommandLine:
         elif word.startswith("--"):
             _take_flag(line, word, words, known)
         else:
-            line.refusals.append(
-                Refusal(f"`{word}` on the command line", "`@ FILE` or `--key value`", _stray_advice(word, known))
-            )
+            is_file = word.endswith((".toml", ".json"))
+            advice = f"write `@ {word}` to read that file" if is_file else f"put it behind its flag; {known.help}"
+            line.refusals.append(Refusal(f"`{word}` on the command line", "`@ FILE` or `--key value`", advice))
     return line
-
-
-def _stray_advice(word: str, known: Keys) -> str:
-    if word.endswith((".toml", ".json")):
-        return f"write `@ {word}` to read that file"
-    return f"put it behind the flag it belongs to; {known.help}"
 
 
 def _take_file(line: CommandLine, root: Path, word: str, words: list[str]) -> None:
@@ -158,7 +152,7 @@ def _take_flag(line: CommandLine, word: str, words: list[str], known: Keys) -> N
 def _take_value(key: Key | None, words: list[str]) -> str | None:
     """Returns the value of a flag from the words behind it; true for a bare switch, None if there is no value."""
     follows = words[0] if words else "--"
-    if key and key.is_flag and follows.lower() not in BOOLEANS:
+    if key and key.field.annotation is bool and follows.lower() not in BOOLEANS:
         return "true"
     return None if follows.startswith(("--", "@")) else words.pop(0)
 

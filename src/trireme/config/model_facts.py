@@ -190,32 +190,29 @@ def _read_local(name: str) -> str:
 def _read_hub(name: str, required: bool) -> str | None:
     """Returns the config.json of a hub model, from the local cache or the hub; None without a hub, if not required."""
     import huggingface_hub as hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    endpoint, here = hub.constants.ENDPOINT, Path.cwd()
     try:
-        try:
-            return Path(hub.hf_hub_download(name, "config.json", local_files_only=True)).read_text(encoding="utf-8")
-        except LocalEntryNotFoundError:
-            if not _hub_reachable(hub.constants.ENDPOINT):
-                if required:
-                    raise _unreachable(name, hub.constants.ENDPOINT).error() from None
+        cached = hub.try_to_load_from_cache(name, "config.json")
+        if not isinstance(cached, str) and not _hub_reachable(endpoint):
+            if not required:
                 return None
-        return Path(hub.hf_hub_download(name, "config.json")).read_text(encoding="utf-8")
+            raise Refusal(
+                f"model.name = {name}: no directory of that name, seen from {here}; not in the local cache; "
+                f"and {endpoint} cannot be reached",
+                "a local directory, a cached model, or a reachable hub",
+                f"give a directory, or run `hf download {name}` where there is a network and copy the cache (HF_HOME) "
+                "here",
+            ).error()
+        file = cached if isinstance(cached, str) else hub.hf_hub_download(name, "config.json")
+        return Path(file).read_text(encoding="utf-8")
     except (HfHubHTTPError, HFValidationError) as error:
         raise Refusal(
             f"model.name = {name}: {str(error).splitlines()[0]}",
-            f"a model on {hub.constants.ENDPOINT}, or a directory (none of that name, seen from {Path.cwd()})",
+            f"a model on {endpoint}, or a directory (none of that name, seen from {here})",
             "correct the name; for a gated model accept its licence and log in with `hf auth login`",
         ).error() from None
-
-
-def _unreachable(name: str, endpoint: str) -> Refusal:
-    return Refusal(
-        f"model.name = {name}: no directory of that name, seen from {Path.cwd()}; not in the local cache; "
-        f"and {endpoint} cannot be reached",
-        "a local directory, a cached model, or a reachable hub",
-        f"give a directory, or run `hf download {name}` where there is a network and copy the cache (HF_HOME) here",
-    )
 
 
 def _hub_reachable(endpoint: str) -> bool:

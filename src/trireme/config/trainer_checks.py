@@ -91,23 +91,19 @@ def _kl(config: Config) -> Iterator[Refusal]:
 def _lora(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
     lora = config.trainer.lora
     if lora.rank is None:
-        yield from _unread(lora)
+        changed = [name for name, value in lora.model_dump().items() if value != getattr(LoraConfig(), name)]
+        if changed:
+            yield Refusal(
+                f"trainer.lora.{changed[0]} without trainer.lora.rank",
+                "a rank, without which all weights are trained and there is no adapter",
+                "set --trainer.lora.rank (16 or 32 is usual), or leave the other keys of trainer.lora out",
+            )
         return
     yield from _rank(lora.rank)
     yield from _targets(lora)
     yield from _reference(config)
     if facts:
         yield from _lora_for_model(lora, facts)
-
-
-def _unread(lora: LoraConfig) -> Iterator[Refusal]:
-    changed = [name for name, value in lora.model_dump().items() if value != getattr(LoraConfig(), name)]
-    if changed:
-        yield Refusal(
-            f"trainer.lora.{changed[0]} without trainer.lora.rank",
-            "a rank, without which all weights are trained and there is no adapter",
-            "set --trainer.lora.rank (16 or 32 is usual), or leave the other keys of trainer.lora out",
-        )
 
 
 def _rank(rank: int) -> Iterator[Refusal]:

@@ -52,20 +52,17 @@ class Resources:
     @classmethod
     def of_this_machine(cls) -> Resources:
         """Returns the cores and GPUs that this process may use, and the machine's memory."""
+        gpus = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            gpus = min(gpus, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(1, len(os.sched_getaffinity(0)), _visible_gpus(), memory, "this machine")
+        return cls(1, len(os.sched_getaffinity(0)), gpus, memory, "this machine")
 
     def compute_on_gpus(self, config: CommonConfig) -> bool:
         """Returns True if the models of a run compute on GPUs here."""
         device = config.cluster.device
         return device == "gpu" or (device == "auto" and self.gpus > 0 and not config.deterministic)
-
-
-def _visible_gpus() -> int:
-    """Counts the NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
-    present = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return present if chosen is None else min(present, sum(c.strip() not in ("", "-1") for c in chosen.split(",")))
 
 
 @dataclass(frozen=True)
@@ -173,20 +170,19 @@ class Plan:
         return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
 
     @property
-    def models(self) -> int:
-        """Processes that hold a model."""
-        return sum(len(part.actors) for part in self.parts if part.size_key)
+    def models(self) -> list[int]:
+        """Number of processes that hold a model, in each room that has such."""
+        return [len(part.actors) for part in self.parts if part.size_key]
 
     @property
     def shares_gpu(self) -> bool:
         """True: two rooms with one model each share a GPU, because there are not two."""
-        holders = [part for part in self.parts if part.size_key]
-        fit = [len(part.actors) for part in holders] == [1, 1] and all(part.may_share_gpu for part in holders)
+        fit = self.models == [1, 1] and all(part.may_share_gpu for part in self.parts)
         return self.on_gpus and self.resources.gpus < 2 and fit
 
     @property
     def gpus_needed(self) -> int:
-        return (1 if self.shares_gpu else self.models) if self.on_gpus else 0
+        return (1 if self.shares_gpu else sum(self.models)) if self.on_gpus else 0
 
     @property
     def threads(self) -> int:
@@ -236,9 +232,9 @@ class Plan:
                 check_build(on_gpus=self.on_gpus)
             return
         holders = [part for part in self.parts if part.size_key]
-        lower = "lower " + " or ".join(f"--{part.size_key}" for part in holders)
-        ways = [lower, "use a larger cluster", "--cluster.device cpu"]
-        if [len(part.actors) for part in holders] == [1, 1] and self.resources.gpus == 1:
+        keys = " or ".join(f"--{part.size_key}" for part in holders)
+        ways = [f"lower {keys}", "use a larger cluster", "--cluster.device cpu"]
+        if self.models == [1, 1] and self.resources.gpus == 1:
             ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SHARED_GPU_UTILIZATION - 0.1:g}")
         raise Refusal(
             f"{' and '.join(part.size_text for part in holders)}, which need {self.gpus_needed} GPUs",
@@ -257,8 +253,8 @@ class Plan:
                 f"needs {count(self.gpus_needed, 'GPU')}, {where} has {has.gpus}: "
                 "start it where they are, or give --cluster.address"
             )
-        if self.models > has.cpus and not self.on_gpus:
-            found.append(f"{self.models} processes compute on {has.cpus} cores of {where}: it works, slower")
+        if sum(self.models) > has.cpus and not self.on_gpus:
+            found.append(f"{sum(self.models)} processes compute on {has.cpus} cores of {where}: it works, slower")
         needs = [part.memory_bytes for part in self.parts]
         total = sum(number for number in needs if number)
         if None not in needs and total > has.memory_bytes and not self.on_gpus:
