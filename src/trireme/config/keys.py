@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -61,7 +62,8 @@ class Key:
     @property
     def default(self) -> str:
         """Its default, as text."""
-        return "required" if self.field.is_required() else _literal(self.field.default)
+        default = self.field.default
+        return "required" if self.field.is_required() else "none" if default is None else json.dumps(default)
 
     @property
     def description(self) -> str:
@@ -72,15 +74,6 @@ class Key:
     def expected(self) -> str:
         """The type of its values, in words."""
         return type_in_words(self.value_type)
-
-
-def _literal(value: Any) -> str:
-    """Returns a default as it would be written in TOML; none for None."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 NAMES = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "string", "null": "none"}
@@ -100,9 +93,9 @@ def _words(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(_words(part) for part in schema["anyOf"])
     if "enum" in schema:
-        return "one of " + ", ".join(_literal(value) for value in schema["enum"])
+        return "one of " + ", ".join(json.dumps(value) for value in schema["enum"])
     if "const" in schema:
-        return _literal(schema["const"])
+        return json.dumps(schema["const"])
     if schema.get("type") == "array":
         return f"list of {_words(schema['items'])}"
     if schema.get("type") == "object":

@@ -38,6 +38,25 @@ class CommandLine:
     dry_run: bool = False
     refusals: list[Refusal] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, argv: list[str], known: Keys) -> CommandLine:
+        """Takes a command line apart."""
+        line = cls()
+        words = list(argv)
+        while words:
+            word = words.pop(0)
+            if word == "--dry-run":
+                line.dry_run = True
+            elif word.startswith("@"):
+                _take_file(line, (), word, words)
+            elif word.startswith("--"):
+                _take_flag(line, word, words, known)
+            else:
+                is_file = word.endswith((".toml", ".json"))
+                advice = f"write `@ {word}` to read that file" if is_file else f"put it behind its flag; {known.help}"
+                line.refusals.append(Refusal(f"`{word}` on the command line", "`@ FILE` or `--key value`", advice))
+        return line
+
 
 def load(argv: list[str], environ: Mapping[str, str] | None = None) -> Loaded[Config]:
     """Returns the configuration of a run of `rl`; see `load_as`."""
@@ -56,7 +75,7 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
     if "--version" in argv:
         print(f"trireme {version('trireme')}")
         raise SystemExit(0)
-    line = _read_command_line(argv, known)
+    line = CommandLine.of(argv, known)
     files = [Layer(_read_file(root, file, line.refusals, known), known) for root, file in line.files]
     environment = Layer(_read_environment(os.environ if environ is None else environ, known), known)
     flags = Layer(line.flags, known)
@@ -104,24 +123,6 @@ def _unnumbered(layer: Layer, named: set[Path], known: Keys) -> Iterator[Refusal
                 f"the number of an entry, because there are several in `{name}`",
                 f"write `{name}.0.{'.'.join(given.spelling[len(table) :])}` for the first one",
             )
-
-
-def _read_command_line(argv: list[str], known: Keys) -> CommandLine:
-    line = CommandLine()
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if word == "--dry-run":
-            line.dry_run = True
-        elif word.startswith("@"):
-            _take_file(line, (), word, words)
-        elif word.startswith("--"):
-            _take_flag(line, word, words, known)
-        else:
-            is_file = word.endswith((".toml", ".json"))
-            advice = f"write `@ {word}` to read that file" if is_file else f"put it behind its flag; {known.help}"
-            line.refusals.append(Refusal(f"`{word}` on the command line", "`@ FILE` or `--key value`", advice))
-    return line
 
 
 def _take_file(line: CommandLine, root: Path, word: str, words: list[str]) -> None:

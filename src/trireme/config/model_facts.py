@@ -43,7 +43,7 @@ class ModelFacts:
     num_chosen: int
     """Experts that a token passes through in a layer; 0 without experts."""
     num_parameters: int
-    """All parameters, as the sizes imply (`_count_parameters`)."""
+    """All parameters, as the sizes imply (`count_parameters`)."""
     active_parameters: int
     """Parameters that a token passes through: of the experts only the chosen ones."""
     tied_embeddings: bool
@@ -126,8 +126,8 @@ class ModelFacts:
                 head_dim=described.get("head_dim") or described["hidden_size"] // heads,
                 mlp_size=chosen * described["moe_intermediate_size"] if experts else described["intermediate_size"],
                 num_chosen=chosen,
-                num_parameters=_count_parameters(described),
-                active_parameters=_count_parameters(described, active=True),
+                num_parameters=count_parameters(described),
+                active_parameters=count_parameters(described, active=True),
                 tied_embeddings=bool(described.get("tie_word_embeddings", False)),
                 max_position_embeddings=described["max_position_embeddings"],
                 described=described,
@@ -140,7 +140,7 @@ class ModelFacts:
             ).error() from None
 
 
-def _count_parameters(config: Mapping[str, Any], *, active: bool = False) -> int:
+def count_parameters(config: Mapping[str, Any], *, active: bool = False) -> int:
     """Counts the parameters of a Llama-type decoder: embeddings (and the head, unless tied), and per layer the four
     projections of attention, the three of the gated MLP, two norms (and those of query and key in Qwen3). No biases.
 

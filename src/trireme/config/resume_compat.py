@@ -33,6 +33,15 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
         {"id": env.id, "args": env.args} | ({} if alone else {"name": env.label, "weight": env.weight})
         for env in config.env
     ]
+    kl, reference = config.trainer.kl, config.trainer.kl.reference
+    penalty: dict[str, Any] = {}
+    if kl.coef:
+        penalty = {"trainer.kl.coef": kl.coef, "trainer.kl.discount": kl.discount}
+        name = reference.load_checkpoint_path or reference.base_model
+        if name and not config.base_is_reference:  # whose weights are compared when adapters are loaded
+            penalty[REFERENCE_WEIGHTS] = weights_fingerprint(name)
+    if reference.update_every:
+        penalty["trainer.kl.reference.update_every"] = reference.update_every
     return {
         **common_parts(config, facts),
         "loss": {
@@ -40,7 +49,7 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
             "trainer.loss_fn_config": config.trainer.loss_fn_config,
             "trainer.loss_normalization": config.trainer.loss_normalization,
             "orchestrator.advantage": config.orchestrator.advantage,
-            **_kl_parts(config),
+            **penalty,
         },
         "data": {"seed": config.seed, "env": envs, "renderer": config.renderer.model_dump()},
     }
@@ -61,21 +70,7 @@ def common_parts(config: CommonConfig, facts: ModelFacts) -> dict[str, Any]:
     return parts
 
 
-def _kl_parts(config: Config) -> dict[str, Any]:
-    """Returns the KL penalty and its reference; nothing without a penalty."""
-    kl, reference = config.trainer.kl, config.trainer.kl.reference
-    found: dict[str, Any] = {}
-    if kl.coef:
-        found = {"trainer.kl.coef": kl.coef, "trainer.kl.discount": kl.discount}
-        name = reference.load_checkpoint_path or reference.base_model
-        if name and not config.base_is_reference:  # whose weights are compared when adapters are loaded
-            found[REFERENCE_WEIGHTS] = _weights_fingerprint(name)
-    if reference.update_every:
-        found["trainer.kl.reference.update_every"] = reference.update_every
-    return found
-
-
-def _weights_fingerprint(name: str) -> str:
+def weights_fingerprint(name: str) -> str:
     """Tells the weights of a model from others without reading all of them, which takes minutes for a large one.
     Returns for a local directory, wherever it lies, xxh3-128 (32 hex digits) of the sizes of its safetensors files and
     of evenly spread samples; for a model on the hub its name."""
