@@ -1,10 +1,10 @@
-"""The replicas for a program without an event loop: a training loop of one's own, a notebook.
+"""A sampling client for programs without an event loop: a training loop of your own, a notebook.
 
     future = sampler.sample(prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=32))
     ...
     response = future.result()
 
-Many prompts are asked for first, and their answers looked at afterwards: replicas decode side by side.
+Submit many prompts before reading the answers: replicas decode side by side.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Value = TypeVar("Value")
 
 
 class SamplingClient:
-    """Samples from all replicas. Weights come by `update_weights`, before which there is nothing to sample from.
+    """Samples from all replicas. Call `update_weights` first: before it they have no weights to sample from.
 
-    `make_router` makes the router of the replicas, which keeps every deadline. `tokenizer` is read only for stop
-    strings: a local directory or a name on the hub.
+    `make_router` makes the router of the replicas, which enforces every deadline. `tokenizer` (a local directory or a
+    name on the hub) is read only for stop strings.
     """
 
     def __init__(self, make_router: Callable[[], Sampler], tokenizer: str) -> None:
@@ -49,9 +49,9 @@ class SamplingClient:
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
     ) -> Future[SampleResponse]:
-        """Begins to sample `num_samples` answers to a prompt, all on one replica. With a seed, sample i has seed + i.
+        """Starts to sample `num_samples` answers to a prompt, all on one replica. With a seed, sample i has seed + i.
 
-        Raises ValueError for an empty prompt. What the future raises is a TriremeError.
+        Raises ValueError for an empty prompt. The future raises TriremeError.
         """
         if num_samples < 1 or not prompt.length:
             raise ValueError(
@@ -72,7 +72,7 @@ class SamplingClient:
         return self._begin(self._answer(requests))
 
     def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings every replica to `weights` and waits for that. What is being sampled goes on under them.
+        """Brings every replica to `weights` and waits for that. Requests in flight continue with them.
 
         Raises WeightsRefused or RoomFailed.
         """

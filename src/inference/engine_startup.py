@@ -1,4 +1,4 @@
-"""How a replica starts its engine process on CPUs fast, and why that process never outlives it.
+"""Starts a replica's engine process fast on CPUs, and makes sure that it never outlives the replica.
 
 Measured from the actor's start to a replica that is ready (tiny Qwen3, 2 cores, byte code compiled), in CPU seconds of
 the actor, its engine process and their helpers; each is the same within 1 s however busy the machine:
@@ -30,7 +30,7 @@ take some 0.1 MiB each, so an engine grew by 100 MiB in its first 300 updates, e
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when its parent dies, however that happens; at once if it is already gone.
+    """Has the kernel kill this process when its parent dies in any way, or now if the parent is already gone.
 
     Raises OSError where the kernel refuses.
     """
@@ -90,9 +90,9 @@ def _compute_and_inspect_here() -> None:
 
 
 def _stay_on_the_only_node() -> None:
-    """Spares an engine a wait on machines with one memory node. vLLM moves what the process has to the node that it
-    chooses (migrate_pages(2)), for which the kernel first has each core put its lists of pages in order, by a thread of
-    its own: where others keep a core busy that took 3 s and more, in which the engine stood still."""
+    """Spares an engine a wait on machines with one memory node. vLLM moves the process's pages to the node that it
+    chooses (migrate_pages(2)). For that the kernel first runs a thread on each core that orders its lists of pages: on
+    a busy core this took 3 s and more, in which the engine stood still."""
     import torch
     from vllm.utils.cpu_resource_utils import get_memory_affinity
 

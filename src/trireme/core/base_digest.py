@@ -1,4 +1,4 @@
-"""Which weights a LoRA adapter was trained on: a digest of what is in a model's safetensors files.
+"""The digest that names the weights a LoRA adapter was trained on, from a model's safetensors files.
 
 Adapters mean nothing without their base, and only adapters travel. So trainer and replicas each compute the digest from
 the files that they load; it is part of the digest of everything that is published, and of every commit.
@@ -22,8 +22,8 @@ INDEX = "model.safetensors.index.json"
 
 
 def base_digest(name: str) -> str:
-    """Digest (32 hex digits) of the names, dtypes, shapes and contents of the tensors as they are stored, however they
-    are split into files. `name`: a local directory or a model on the hub, from which nothing is fetched that is here.
+    """Returns the digest (32 hex digits) of the names, dtypes, shapes and contents of the stored tensors; how they are
+    split into files does not matter. `name`: a local directory or a model on the hub; only missing files are fetched.
 
     Raises BadInput for a model without safetensors files.
     """
@@ -31,7 +31,7 @@ def base_digest(name: str) -> str:
 
 
 def weight_files(name: str) -> list[Path]:
-    """The files that hold a model's weights. Raises BadInput when there are none in the safetensors format."""
+    """Returns the files of a model's weights. Raises BadInput when there are none in the safetensors format."""
     index = _find(name, INDEX)
     if index is None:
         single = _find(name, SINGLE)
@@ -55,7 +55,7 @@ def weight_files(name: str) -> list[Path]:
 
 
 def tensor_entries(file: Path) -> Iterator[TensorEntry]:
-    """The tensors of a safetensors file, with their places behind its header."""
+    """Yields the tensors of a safetensors file, with their places behind its header."""
     data = np.memmap(file, dtype=np.uint8, mode="r")
     begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
     header: dict[str, Any] = json.loads(data[8:begin].tobytes())

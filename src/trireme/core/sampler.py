@@ -1,4 +1,5 @@
-"""What one room knows of another: the verbs, as Protocols. Only `trireme.launch.rl` sees the classes behind them."""
+"""The inference room as other rooms see it: its verbs as a Protocol, and what they return. Only `trireme.launch` and
+`trireme.api` see the classes behind it."""
 
 from __future__ import annotations
 
@@ -11,66 +12,74 @@ from trireme.core.weights import PublishedWeights, UpdateReport
 
 @dataclass(frozen=True)
 class ReplicaStats:
-    """What a replica has to do: sequences that it decodes, sequences that wait for a place, the share of its KV cache
-    that is in use (0 to 1), and how often it gave up a sequence's KV for want of space since it started."""
+    """A replica's utilisation."""
 
     running: int
+    """Sequences that it decodes."""
     waiting: int
+    """Sequences that wait for a place."""
     kv_used: float
+    """Share of its KV cache that is in use, 0 to 1."""
     preemptions: int
+    """How often it dropped a sequence's KV for want of space since it started."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life. `pids`: process ids of an actor and of what it started, on the node with Ray's id `node`.
-    `behind_s`: seconds for which a process behind it, which has work, has not answered it."""
+    """A sign of life of an actor."""
 
     pids: tuple[int, ...]
+    """Process ids of the actor and of those that it started."""
     node: str
+    """Ray's id of their node."""
     behind_s: float = 0.0
+    """Seconds for which a process that the actor started, and that has work, has not answered it."""
 
 
 class Sampler(Protocol):
     """The inference room as the orchestrator sees it: all replicas behind one router."""
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
-        """Samples one sequence on some replica. It goes on over weight updates; its spans say what came from which.
+        """Samples one sequence on some replica. It continues over weight updates; its spans name the weights of each
+        token.
 
         Raises RoomFailed when no replica can finish it.
         """
         ...
 
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings every live replica to `weights`, in flight. Raises WeightsRefused or RoomFailed."""
+        """Brings every live replica to `weights` while it samples. Raises WeightsRefused or RoomFailed."""
         ...
 
     async def adopt(self, identity: WeightIdentity) -> None:
-        """All replicas have loaded the weights `identity` by themselves: instead of a first update. Raises
+        """Labels the weights that the replicas loaded from disk as `identity`, in place of a first update. Raises
         RoomFailed."""
         ...
 
     def acknowledged(self) -> dict[int, int]:
-        """Version that each live replica has acknowledged: {replica id: version}."""
+        """Returns {replica: version} for live replicas that have acknowledged one; empty before the first update."""
         ...
 
     async def stats(self) -> dict[int, ReplicaStats]:
-        """What each live replica has to do: {replica id: load}. Raises RoomFailed when no replica is left."""
+        """Returns {replica: utilisation}. A replica that cannot answer is used no more; raises RoomFailed when none is
+        left."""
         ...
 
     async def join(self, index: int, client: Any) -> None:
-        """Replica `index`, which `client` calls, serves from now on. It takes the newest weights first, if any were
-        published; never while an update is under way. Raises what it fails with."""
+        """Adds replica `index`, new or in place of a lost one; `client` calls it. It takes the newest weights first, if
+        any were published, and never during an update. Raises its failure."""
         ...
 
     def leave(self, index: int, reason: str) -> None:
-        """Replica `index` is dead: what it was asked goes on elsewhere."""
+        """Removes replica `index`, which is dead; other replicas finish its requests."""
         ...
 
     async def drain(self, index: int, timeout_s: float) -> None:
-        """Replica `index` gets no new requests, and leaves once those in flight are finished, or after `timeout_s`
-        seconds, when they go on elsewhere."""
+        """Gives replica `index` no new requests, and removes it when those in flight are finished, or after `timeout_s`
+        seconds, when other replicas finish them from what they have."""
         ...
 
     async def next_failure(self) -> tuple[int, str]:
-        """Waits for the next replica that is found to have failed: its number and the reason. It is used no more."""
+        """Waits for the next replica that this sampler finds to have failed; returns its number and the reason. It is
+        used no more."""
         ...

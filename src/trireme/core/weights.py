@@ -5,8 +5,8 @@ a few flat byte buckets. Each tensor has its own hash; the digest of the version
 names, dtypes, shapes and hashes. A receiver recomputes the hashes from the bytes that arrived. That proves delivery;
 that what was delivered is *used* is proved by the canary: the log-probabilities of a fixed token sequence.
 
-With LoRA only the adapter's tensors travel. The digest then covers what they are worth nothing without too: the base,
-by its own digest, and the factor by which they count.
+With LoRA only the adapter's tensors travel. The digest then also covers the base, by its own digest, and the adapter's
+rank and alpha: without these the tensors mean nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from trireme.core.types import WeightIdentity
 
 
 def hash_bytes(data: npt.NDArray[np.uint8]) -> str:
-    """xxh3-128 of a contiguous byte array, as 32 hex digits."""
+    """Returns the xxh3-128 hash of a contiguous byte array, 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data.data)
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: bytes `offset : offset + nbytes` of bucket number `bucket`; `dtype` as in safetensors ("F32")."""
+    """One tensor, which is bytes `offset : offset + nbytes` of a bucket."""
 
     name: str
     dtype: str
+    """As in safetensors ("F32")."""
     shape: tuple[int, ...]
     bucket: int
+    """Number of the bucket."""
     offset: int
     nbytes: int
     hash: str
@@ -44,10 +46,10 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What the tensors of a LoRA adapter belong to. `base`: digest of the weights that they were trained on
-    (`trireme.core.base_digest.base_digest`). What they add to a layer is B A x alpha / rank."""
+    """A LoRA adapter: its tensors add B A x alpha / rank to a layer."""
 
     base: str
+    """Digest of the weights that it was trained on (`trireme.core.base_digest.base_digest`)."""
     rank: int
     alpha: float
 
@@ -56,7 +58,7 @@ class Adapter:
 
 
 def weights_digest(entries: Sequence[TensorEntry], adapter: Adapter | None = None) -> str:
-    """Digest of a version (32 hex digits): independent of the order and the packing of the tensors."""
+    """Returns the digest of a version (32 hex digits): independent of the order and the packing of the tensors."""
     table = hashlib.blake2b(digest_size=16)
     if adapter:
         table.update(f"{adapter}\n".encode())
@@ -67,15 +69,14 @@ def weights_digest(entries: Sequence[TensorEntry], adapter: Adapter | None = Non
 
 @dataclass(frozen=True)
 class Canary:
-    """A fixed sequence and what the trainer makes of it under the published weights.
-
-    `tokens` int32 [T]; `logprobs` float32 [T - 1], of tokens[1:] given what precedes each; a replica must agree within
-    `tolerance` (largest absolute difference).
-    """
+    """A fixed sequence with the trainer's log-probabilities under the published weights."""
 
     tokens: npt.NDArray[np.int32]
+    """int32 [T]"""
     logprobs: npt.NDArray[np.float32]
+    """float32 [T - 1], of tokens[1:] given the tokens before each."""
     tolerance: float
+    """Largest absolute difference that a replica may have."""
 
 
 @dataclass(frozen=True)
@@ -108,16 +109,19 @@ class PublishedWeights:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """A replica's acknowledgement: it now samples from `identity`. Times in seconds: `seconds` of the whole update; of
-    that `wait_s` for the step in progress, and `pause_s` from when the engine stood still until it went on."""
+    """A replica's acknowledgement: it now samples from `identity`."""
 
     replica: int
     identity: WeightIdentity
     canary_max_diff: float
     reprefill_tokens: int
+    """Tokens in flight whose KV cache is computed again."""
     seconds: float
+    """Duration of the whole update."""
     wait_s: float = 0.0
+    """Part of `seconds` that it waited for the step in progress."""
     pause_s: float = 0.0
+    """Part of `seconds` that the engine stood still."""
 
 
 def check_received(manifest: WeightsManifest, buckets: Sequence[npt.NDArray[np.uint8]]) -> None:
