@@ -26,8 +26,7 @@ from trireme.tools.report import page
 from trireme.tools.scale import scale
 from trireme.tools.sweep import main as sweep
 from trireme.tools.timeline import Timeline, export_trace, timeline
-from trireme.tools.watch.following import Follower, tokenizer_of
-from trireme.tools.watch.plain import follow
+from trireme.tools.watch.following import Follower, follow, tokenizer_of
 
 MARKS = ("config.json", "HEAD", "checkpoints")
 """A run directory holds one of these."""

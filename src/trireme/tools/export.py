@@ -69,7 +69,11 @@ def export(
         )
         return ExportedModel(commit, out, *_write_beside(out, files, dtype))
     except CheckpointInvalid as error:
-        raise _damaged(commit, str(error)).error() from None
+        raise Refusal(
+            f"the commit {commit}, which is damaged: {error}",
+            "a commit whose inference/ is as it was written",
+            "choose another --step; without one the newest that verifies is taken",
+        ).error() from None
 
 
 def chosen_commit(store: CheckpointStore, step: int | None) -> Path:
@@ -93,14 +97,6 @@ def chosen_commit(store: CheckpointStore, step: int | None) -> Path:
             "let the run reach its first commit, or choose another run",
         ).error()
     return newest.path
-
-
-def _damaged(commit: Path, reason: str) -> Refusal:
-    return Refusal(
-        f"the commit {commit}, which is damaged: {reason}",
-        "a commit whose inference/ is as it was written",
-        "choose another --step; without one the newest that verifies is taken",
-    )
 
 
 def _refuse_whole(commit: Path, records: Mapping[str, FileRecord], merge: bool) -> None:

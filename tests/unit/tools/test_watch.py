@@ -19,10 +19,10 @@ from supervision_support import roster_of
 from textual.widgets import OptionList, Static
 
 from trireme.core.errors import LimitReached
-from trireme.run.rollout_records import ROLLOUTS, RolloutFiles
+from trireme.run.rollout_records import ROLLOUTS, RolloutFiles, recorded_steps
 from trireme.supervision.roster import PartHealth, Roster
-from trireme.supervision.status import Status, StatusWriter
-from trireme.tools.watch import drawing, plain
+from trireme.supervision.status import Status, StatusWriter, read_incidents
+from trireme.tools.watch import drawing, following
 from trireme.tools.watch.app import Watch
 from trireme.tools.watch.following import TAIL_BYTES, Follower, tail, tokenizer_of
 
@@ -103,7 +103,8 @@ def test_a_run_that_went_back_is_read_again(run: Path) -> None:
 def test_a_run_that_has_not_begun_has_nothing(tmp_path: Path) -> None:
     follower = Follower(tmp_path)
     assert not follower.poll()
-    assert (follower.config, follower.logs(), follower.rollouts(), follower.driver()) == ({}, {}, {}, "not started")
+    assert (follower.config, follower.logs(), follower.driver()) == ({}, {}, "not started")
+    assert recorded_steps(follower.root / ROLLOUTS) == {}
 
 
 def test_logs_are_those_of_the_newest_attempt(run: Path) -> None:
@@ -175,10 +176,10 @@ def supervised(run: Path) -> Roster:
 def test_the_health_of_all_parts_is_shown(run: Path) -> None:
     supervised(run)
     now = datetime.fromtimestamp(1_800_000_090, UTC)
-    text = lines_of(drawing.parts_table(Follower(run).status(), "not running", now))
+    text = lines_of(drawing.parts_table(Status.read(run), "not running", now))
     for expected in ("inference_0", "healthy", "inference_1", "dead", "1 min ago", "101 201", "its engine [101] was"):
         assert expected in text
-    said = drawing.incidents_text(Follower(run).incidents(), now).plain
+    said = drawing.incidents_text(read_incidents(run), now).plain
     assert said == "1 min ago   attempt 1, step 2  inference_1: its engine [101] was killed; a successor starts\n"
 
 
@@ -324,8 +325,8 @@ def test_plain_lines_follow_to_the_end(run: Path, monkeypatch: pytest.MonkeyPatc
         with (run / "metrics.jsonl").open("a") as file:
             file.write(next(steps))
 
-    monkeypatch.setattr(plain.time, "sleep", more)
-    plain.follow(follower, said.append)
+    monkeypatch.setattr(following.time, "sleep", more)
+    following.follow(follower, said.append)
     assert [line.split()[1] for line in said[:-1]] == ["1/10", "2/10", "3/10", "4/10", "5/10"]
     assert "reward/total 0.4" in said[4]
     assert said[-1] == "step 5/10  attempt 1  reward 0.400  not running"
@@ -337,7 +338,7 @@ def test_plain_lines_tell_incidents_among_the_steps(run: Path) -> None:
     timed = [json.loads(line) | {"time/unix": t} for line, t in zip(rows(0, 3).splitlines(), at, strict=True)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in timed))
     said: list[str] = []
-    plain.follow(Follower(run), said.append)
+    following.follow(Follower(run), said.append)
     assert [line.split()[:2] for line in said] == [
         ["step", "1/10"],
         ["step", "2/10"],

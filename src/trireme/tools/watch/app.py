@@ -15,12 +15,10 @@ from textual.widgets import Footer, OptionList, Static, TabbedContent, TabPane
 from textual.widgets.option_list import Option
 from textual_plotext import PlotextPlot
 
-from trireme.run.rollout_records import read_records
-from trireme.supervision.status import Status
+from trireme.run.rollout_records import ROLLOUTS, read_records, recorded_steps
+from trireme.supervision.status import Status, read_incidents
 from trireme.tools.watch import drawing
-from trireme.tools.watch.following import Follower
-
-REFRESH_S = 1.0
+from trireme.tools.watch.following import REFRESH_S, Follower
 
 
 class Watch(App[None]):
@@ -86,7 +84,7 @@ class Watch(App[None]):
         if not self.is_running:  # called once more while the screen closes
             return
         changed = self.follower.poll()
-        driver, status, now = self.follower.driver(), self.follower.status(), datetime.now(UTC)
+        driver, status, now = self.follower.driver(), Status.read(self.follower.root), datetime.now(UTC)
         line = drawing.headline(self.follower.config, self.follower.rows, driver)
         trouble = drawing.troubles(status, now.timestamp()) if drawing.goes_on(driver) else ""
         self.query_one("#headline", Static).update(Text(f"{self.follower.root.name}  {line}  {trouble}"))
@@ -100,7 +98,7 @@ class Watch(App[None]):
     def _show_health(self, status: Status | None, driver: str, now: datetime) -> None:
         self.query_one("#standing", Static).update(Text(drawing.standing(status, driver)))
         self.query_one("#parts", Static).update(drawing.parts_table(status, driver, now))
-        text = drawing.incidents_text(self.follower.incidents(), now)
+        text = drawing.incidents_text(read_incidents(self.follower.root), now)
         self.query_one("#incidents_text", Static).update(text)
 
     def _refresh_curves(self) -> None:
@@ -134,7 +132,7 @@ class Watch(App[None]):
                 await place.mount(log)
 
     def _refresh_groups(self) -> None:
-        files = self.follower.rollouts()
+        files = recorded_steps(self.follower.root / ROLLOUTS)
         if list(files) == self._steps:
             return
         groups = self.query_one("#groups", OptionList)
@@ -154,7 +152,7 @@ class Watch(App[None]):
             self._draw()
         else:
             step, _, number = str(event.option_id).partition("/")
-            self._group = read_records(self.follower.rollouts()[int(step)])[int(number)]
+            self._group = read_records(recorded_steps(self.follower.root / ROLLOUTS)[int(step)])[int(number)]
             self._show_group()
 
     def _show_group(self) -> None:

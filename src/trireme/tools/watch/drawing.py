@@ -177,8 +177,8 @@ def group_title(group: Mapping[str, Any]) -> str:
 
 
 def group_text(group: Mapping[str, Any], token_text: TokenText | None, per_token: bool) -> Text:
-    """Returns the rollouts of a recorded group. `per_token`: each sampled token on its own line, with its log-probability
-    and version; else as text, coloured by log-probability (`token_text` None: uncoloured)."""
+    """Returns the rollouts of a recorded group, as text coloured by log-probability (`token_text` None: uncoloured);
+    `per_token`: with each sampled token on its own line, its log-probability and its version."""
     text = Text(
         f"problem {group['problem']}  {' '.join(group['tags'])}  step {group['step']}  floor {group['floor']}\n"
     )

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trireme.run.rollout_records import ROLLOUTS, recorded_steps
-from trireme.supervision.roster import Incident
 from trireme.supervision.status import DriverProcess, Status, read_incidents
+from trireme.tools.timeline import target_of
+from trireme.tools.watch import drawing
 
+REFRESH_S = 1.0
 TAIL_BYTES = 16 * 1024
 
 
@@ -56,23 +58,11 @@ class Follower:
         started them, as replicas do."""
         attempts = sorted((self.root / "logs").glob("attempt_*"), key=lambda path: int(path.name.partition("_")[2]))
         newest = {file.stem: file for file in sorted(attempts[-1].glob("*.log"))} if attempts else {}
-        status = self.status()
+        status = Status.read(self.root)
         for part in status.parts if status else ():
             older = [file for attempt in attempts if (file := attempt / f"{part.name}.log").exists()]
             newest.update({part.name: older[-1]} if older else {})
         return {name: tail(file) for name, file in newest.items()}
-
-    def rollouts(self) -> dict[int, Path]:
-        """Returns the files of recorded rollouts, by step."""
-        return recorded_steps(self.root / ROLLOUTS)
-
-    def status(self) -> Status | None:
-        """Returns the health of all parts, as the driver last wrote it."""
-        return Status.read(self.root)
-
-    def incidents(self) -> list[Incident]:
-        """Returns the incidents of all attempts."""
-        return read_incidents(self.root)
 
     def driver(self) -> str:
         """Says if the run has a driver, as far as this machine can tell."""
@@ -98,3 +88,31 @@ def tail(file: Path) -> list[str]:
         log.seek(max(0, size - TAIL_BYTES))
         lines = log.read().decode(errors="replace").splitlines()
     return lines[1:] if size > TAIL_BYTES and len(lines) > 1 else lines
+
+
+def follow(follower: Follower, say: Callable[[str], None]) -> None:
+    """Says every step and every incident, old and new, to `say`; returns when the run has no driver."""
+    steps = incidents = 0
+    while True:
+        driver = follower.driver()  # first: what a run writes last must not be missed
+        follower.poll()
+        happened = read_incidents(follower.root)
+        if steps > len(follower.rows):
+            steps = 0
+            say("the run has gone back to a commit")
+        lines = [(row.get("time/unix", 0.0), _step_line(follower, row)) for row in follower.rows[steps:]]
+        lines += [(incident.at, f"! {drawing.incident_line(incident)}") for incident in happened[incidents:]]
+        for _, line in sorted(lines, key=lambda line: line[0]):
+            say(line)
+        steps, incidents = len(follower.rows), len(happened)
+        if not drawing.goes_on(driver):
+            say(drawing.headline(follower.config, follower.rows, driver))
+            if status := Status.read(follower.root):
+                say(drawing.standing(status, driver))
+            return
+        time.sleep(REFRESH_S)
+
+
+def _step_line(follower: Follower, row: Mapping[str, Any]) -> str:
+    told = [f"{name} {row[name]:.4g}" for name in drawing.FIRST_CURVES if name in row]
+    return f"step {row['step'] + 1}/{target_of(follower.config, row)}  {'  '.join(told)}"
