@@ -7,7 +7,6 @@ the files that they load; it is part of the digest of everything that is publish
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,18 @@ def base_digest(name: str) -> str:
 
     Raises BadInput for a model without safetensors files.
     """
-    return weights_digest([entry for file in weight_files(name) for entry in tensor_entries(file)])
+    entries: list[TensorEntry] = []
+    for file in weight_files(name):
+        data = np.memmap(file, dtype=np.uint8, mode="r")
+        begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        header: dict[str, Any] = json.loads(data[8:begin].tobytes())
+        header.pop("__metadata__", None)
+        for tensor, about in header.items():
+            start, end = about["data_offsets"]
+            digest = hash_bytes(data[begin + start : begin + end])
+            shape = tuple(about["shape"])
+            entries.append(TensorEntry(tensor, about["dtype"], shape, 0, begin + start, end - start, digest))
+    return weights_digest(entries)
 
 
 def weight_files(name: str) -> list[Path]:
@@ -52,19 +62,6 @@ def weight_files(name: str) -> list[Path]:
             "fetch the model again",
         ).error()
     return [path for _, path in found if path is not None]
-
-
-def tensor_entries(file: Path) -> Iterator[TensorEntry]:
-    """Yields the tensors of a safetensors file, with their places behind its header."""
-    data = np.memmap(file, dtype=np.uint8, mode="r")
-    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    header: dict[str, Any] = json.loads(data[8:begin].tobytes())
-    for name, about in header.items():
-        if name != "__metadata__":
-            start, end = about["data_offsets"]
-            contents = data[begin + start : begin + end]
-            shape = tuple(about["shape"])
-            yield TensorEntry(name, about["dtype"], shape, 0, begin + start, end - start, hash_bytes(contents))
 
 
 def _find(name: str, file: str) -> Path | None:
