@@ -258,8 +258,8 @@ def _process(file: Path, window: Window) -> Process:
                     counters[event["name"]].append((at, value))
             case {"ph": "i"}:
                 full = True
-    for event in open_spans.values():
-        keep(overlapping[event["cat"]], event, None)
+    for unended in open_spans.values():
+        keep(overlapping[unended["cat"]], unended, None)
     tracks = [Track(name, _nested(spans)) for name, spans in nested.items() if spans]
     tracks += [_packed(name, spans) for name, spans in overlapping.items() if spans]
     return Process(file.stem, tracks, {name: _thinned(points) for name, points in counters.items()}, full)

@@ -7,16 +7,19 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from renderer_support import CALCULATOR, CONVERSATIONS, OPENS_THINKING, QWEN3, SAYS, bpe, characters, said, scattered
 
+from trireme.config.schema import RendererConfig
 from trireme.core.errors import BadInput
-from trireme.renderers import Message, ToolSpec, make_renderer
+from trireme.renderers import Message, ToolSpec, kinds, make_renderer
 from trireme.renderers.kinds.chat_template import ChatTemplateRenderer
 from trireme.renderers.kinds.qwen3 import Qwen3Renderer
 from trireme.renderers.kinds.role_colon import RoleColonRenderer
@@ -614,6 +617,35 @@ def test_what_does_not_suit_is_refused() -> None:
     endless = type(characters()).from_pretrained(characters().name_or_path, eos_token=None)
     with pytest.raises(BadInput, match="no end-of-sequence token"):
         make_renderer("role_colon", endless)
+
+
+SHOUTING = """
+from trireme.renderers.kinds.role_colon import RoleColonRenderer
+
+class ShoutingRenderer(RoleColonRenderer):
+    def text(self, messages, tools, generate):
+        return super().text(messages, tools, generate).upper()
+
+RENDERER = ShoutingRenderer
+"""
+
+
+def test_a_new_renderer_is_one_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shouting.py").write_text(SHOUTING)
+    monkeypatch.setattr(kinds, "__path__", [*kinds.__path__, str(tmp_path)])
+    renderer = make_renderer("shouting", bpe())
+    assert bpe().decode(renderer.generation_prompt([said("user", "q")])) == "USER: Q\n\nASSISTANT:"
+    assert RendererConfig(name="shouting").name == "shouting"
+    assert type(make_renderer("auto", bpe(QWEN3))) is Qwen3Renderer
+
+
+def test_a_renderer_of_your_own_is_named_by_its_module() -> None:
+    renderer = make_renderer("trireme.renderers.kinds.role_colon:RoleColonRenderer", bpe())
+    assert type(renderer) is RoleColonRenderer
+    with pytest.raises(BadInput, match=r"no\.such:Class', which cannot be imported"):
+        make_renderer("no.such:Class", bpe())
+    with pytest.raises(ValidationError, match=r"expected one of auto, chat_template, qwen3, role_colon, renderers"):
+        RendererConfig(name="qwen")
 
 
 def test_no_heavy_import() -> None:
