@@ -1,4 +1,4 @@
-"""Every option of `sft` that `rl` has not: what it is trained on, and the loss on held-out data."""
+"""The options that only `sft` has: its data, and the loss on held-out data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from trireme.config.schema import CommonConfig, NonNegativeInt, RendererConfig, Section
+from trireme.config.schema import CommonConfig, RendererConfig
+from trireme.config.section import NonNegativeInt, Section
 from trireme.renderers.types import TrainOn
 
 

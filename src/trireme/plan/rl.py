@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import Config
 from trireme.plan.base import SHARED_GPU_UTILIZATION, Part, count, gib
 from trireme.plan.memory import GIB
@@ -69,38 +70,30 @@ class InferencePart(Part):
         replicas = self.config.inference.replicas
         spare = f"; a spare without one on each node, {SPARE_GIB} GiB" if self.config.inference.spare else ""
         text = f"{count(replicas, 'vLLM replica')}: {count(replicas, 'actor')} with an engine, {each}{spare}"
-        memory = [("memory", text) for text in [self._memory_text()] if text]
-        update = f"{self._travelling_text()} by {self.config.transport}; {self._update_text()}"
-        return [("inference", text), *memory, ("each update", update)]
+        memory = [("memory", self._memory_text(self.facts))] if self.facts else []
+        return [("inference", text), *memory, ("each update", self._update_text())]
 
-    def _memory_text(self) -> str | None:
-        if self.facts is None or self.replica_bytes is None:
-            return None
-        if self.on_gpus:
+    def _memory_text(self, facts: ModelFacts) -> str:
+        if self.on_gpus or self.replica_bytes is None:
             return f"a replica {self.config.inference.gpu_memory_utilization:.0%} of its GPU"
         cache = int(self.config.inference.memory_gb * GIB)
-        holds = cache // (self.facts.kv_values_per_token * self.dtype_bytes)
+        holds = cache // (facts.kv_values_per_token * self.dtype_bytes)
         return (
             f"a replica {gib(self.replica_bytes)} ({REPLICA_BASE_GIB} GiB + {self.dtype_bytes} B x "
             f"parameters + KV cache {gib(cache)}, which holds {holds:,} tokens)"
         )
 
-    def _travelling_text(self) -> str:
-        """Says what the trainer publishes."""
-        lora = self.config.trainer.lora
-        what = "the adapters" if lora.on else "all weights"
-        if self.facts is None:
-            return f"{what} travel"
-        return f"{what} ({self.facts.trained_parameters(lora) * self.dtype_bytes / 2**20:,.2f} MiB) travel"
-
     def _update_text(self) -> str:
-        config, limit = self.config, self.config.seq_limit(self.facts)
+        config, lora, limit = self.config, self.config.trainer.lora, self.config.seq_limit(self.facts)
+        what = "the adapters" if lora.on else "all weights"
+        if self.facts:
+            what += f" ({self.facts.trained_parameters(lora) * self.dtype_bytes / 2**20:,.2f} MiB)"
+        what += f" travel by {config.transport}; "
         if self.recomputed_tokens is None:
-            return (
-                "the KV cache of everything in flight is computed again; how much is unknown, as the model's limit is"
-            )
+            again = "the KV cache of everything in flight is computed again"
+            return f"{what}{again}; how much is unknown, as the model's limit is"
         return (
-            f"up to {self.recomputed_tokens:,} tokens of KV cache are computed again (min({self.max_num_seqs} "
+            f"{what}up to {self.recomputed_tokens:,} tokens of KV cache are computed again (min({self.max_num_seqs} "
             f"sequences x {count(config.inference.replicas, 'replica')}, {config.groups_in_flight} groups x "
             f"{config.largest_group} rollouts) x {limit} tokens)"
         )
