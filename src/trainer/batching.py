@@ -185,7 +185,7 @@ class Packed:
     starts: npt.NDArray[np.int32]
     """[datums + 1], into the packed tokens."""
     rows: Rows
-    """The same datums as rows, taken from the packed tokens."""
+    """Places of these datums as rows, in the packed tokens."""
 
     @classmethod
     def of(cls, offsets: npt.NDArray[np.int64], datums: Sequence[int]) -> Packed:
@@ -205,7 +205,7 @@ class ShardOutput:
     datums: tuple[int, ...]
     """The numbers in the batch of the datums that it computed."""
     logprobs: npt.NDArray[np.float32]
-    """Those of these datums, one after the other."""
+    """Log-probabilities of these datums, one after the other."""
     metrics: Mapping[str, float]
     suspects: tuple[int, ...] = ()
     """The datums whose loss is not finite (`trainer.batch_checks`)."""

@@ -41,13 +41,13 @@ class Sharding:
 
     mesh: Mesh
     dtype: torch.dtype
-    """Of computing and publishing."""
+    """Dtype in which the model computes and is published."""
     master: torch.dtype
-    """Of the trained weights."""
+    """Dtype of the trained weights."""
     attention: str
     """Name of the attention function."""
     kept_tokens: int | None
-    """Of more tokens at once a layer keeps only its input, and is computed again in the backward pass."""
+    """A layer that gets more tokens keeps only its input, and is computed again in the backward pass."""
     compiled: bool
     whole: bool
     """Layers stay gathered between micro-batches (`accumulating`)."""

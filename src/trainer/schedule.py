@@ -13,7 +13,7 @@ _EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 
 
 def get_lr(model: str, hidden_size: int, lora: bool = False) -> float:
-    """5e-5 * (10 with LoRA) * (2000 / hidden_size) ^ P: Tinker's rule, P fitted for each family.
+    """Returns 5e-5 * (10 with LoRA) * (2000 / hidden_size) ^ P, Tinker's rule with a P for each family of models.
 
     `model` is a model's name or its `model_type`: the family is the one that it contains. Raises BadInput for families
     without a fitted P.
@@ -31,14 +31,14 @@ def get_lr(model: str, hidden_size: int, lora: bool = False) -> float:
 
 
 def scale_lr(learning_rate: float, batch_size: int, reference_batch_size: int) -> float:
-    """The learning rate for `batch_size` when `learning_rate` is right for the reference: by the ratio's root."""
+    """Scales a learning rate that suits the reference batch size, by the root of the ratio of batch sizes."""
     return learning_rate * math.sqrt(batch_size / reference_batch_size)
 
 
 def lr_at(
     step: int, peak: float, schedule: Literal["constant", "linear", "cosine"], warmup_steps: int, max_steps: int
 ) -> float:
-    """The learning rate of step `step` (from 0): rises linearly to `peak` over `warmup_steps` (step 0 has
+    """Returns the learning rate of step `step` (from 0). It rises linearly to `peak` over `warmup_steps` (step 0 has
     peak / warmup_steps), then stays, or falls to 0 at `max_steps`."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -48,7 +48,8 @@ def lr_at(
 
 
 def learning_rate_schedule(config: CommonConfig, model_type: str, hidden_size: int) -> Callable[[int], float]:
-    """The learning rate of each step of a run; "auto" goes by the model's type and hidden size, see `get_lr`."""
+    """Returns the learning rate of a run as a function of the step. "auto" depends on the model's type and hidden size
+    (`get_lr`)."""
     options = config.trainer
     rate, lora = options.learning_rate, options.lora.on
     peak = get_lr(model_type, hidden_size, lora) if rate == "auto" else rate
