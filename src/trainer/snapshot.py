@@ -1,4 +1,4 @@
-"""Copies of the trainer's state in host memory, so that a save can read the state of one moment while training continues.
+"""Copies of the trainer's state in host memory, from which a save reads the state of one moment during training.
 
 Tensors of one kind (`kinds`) are saved as one stack, because DCP holds Python's lock for about 1 ms for every tensor.
 """
