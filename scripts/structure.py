@@ -128,6 +128,12 @@ def forbidden_docstrings(modules: list[Module]) -> list[str]:
     ]
 
 
+def long_files(modules: list[Module]) -> list[str]:
+    """Returns `file: lines` of files that are longer than one may be."""
+    lengths = {module.name: module.text.count("\n") for module in modules}
+    return [f"{name}: {lines} lines" for name, lines in lengths.items() if lines > LONG_FILE]
+
+
 def long_functions(modules: list[Module]) -> list[str]:
     """Returns `file: name: lines` of functions that are longer than one may be."""
     return [
@@ -196,7 +202,7 @@ def measure(root: Path) -> dict[str, float]:
         "code lines": code,
         "public names": public,
         "public names per 1,000 code lines": round(1000 * public / code, 1),
-        f"files over {LONG_FILE} lines": sum(module.text.count("\n") > LONG_FILE for module in modules),
+        f"files over {LONG_FILE} lines": len(long_files(modules)),
         f"functions over {LONG_FUNCTION} lines": len(long_functions(modules)),
         "class names that stand twice": len(repeated_classes(modules)),
         "docstrings that begin as forbidden": len(forbidden_docstrings(modules)),

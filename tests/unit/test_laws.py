@@ -29,6 +29,8 @@ FORBIDDEN_IMPORTS = {
     "inference": RAY | ROOMS - {"inference"},
 }
 """What a new module may not import, by the package in which it lies."""
+WITHOUT_MODULE = {"checkpoint/test_crashes.py": "sequences of training, commits, crashes and resumes, over all modules"}
+"""Unit tests of a folder as a whole, and why."""
 BARE_WAITS = {("ray", "get"), ("ray", "wait")}
 
 
@@ -144,3 +146,29 @@ def test_a_stray_import_is_refused_in_every_package(tmp_path: Path) -> None:
     )
     strays = {f"{package}.stray -> {name}" for package, names in FORBIDDEN_IMPORTS.items() for name in names}
     assert {stray for stray in strays if stray not in checked.stdout} == set(), checked.stdout + checked.stderr
+
+
+def test_no_public_class_name_stands_twice() -> None:
+    assert structure.repeated_classes(MODULES) == []
+
+
+def test_functions_fit_on_a_screen() -> None:
+    assert structure.long_functions(MODULES) == []
+
+
+def test_no_file_is_long() -> None:
+    assert structure.long_files(MODULES) == []
+
+
+def test_unit_tests_mirror_the_source() -> None:
+    """A test_x.py, or test_x_topic.py, below tests/unit has its module x in the same place of the source."""
+    unit = ROOT / "tests" / "unit"
+
+    def has_module(test: Path) -> bool:
+        place = ROOT / "src" / ("." if test.parts[0] in ROOMS else "trireme") / test.parent
+        words = test.stem.split("_")[1:]
+        names = ["_".join(words[: count + 1]) for count in range(len(words))]
+        return any((place / name).is_dir() or (place / f"{name}.py").exists() for name in names)
+
+    tests = {path.relative_to(unit) for path in unit.rglob("test_*.py") if path.parent not in (unit, unit / "scripts")}
+    assert sorted(str(test) for test in tests if not has_module(test)) == sorted(WITHOUT_MODULE)
