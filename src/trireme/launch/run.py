@@ -228,13 +228,13 @@ def train_and_commit(
     ):
         surroundings = Attempt(
             config,
-            run.start.attempt,
-            run.start.step,
-            learning_rate_schedule(config, facts.model_type, facts.hidden_size),
-            commits,
-            training.guard(say),
-            stop,
-            supervisor.roster,
-            supervisor.check,
+            number=run.start.attempt,
+            start=run.start.step,
+            learning_rate=learning_rate_schedule(config, facts.model_type, facts.hidden_size),
+            commits=commits,
+            guard=training.guard(say),
+            stop=stop,
+            roster=supervisor.roster,
+            check_rooms=supervisor.check,
         )
         training.train(core, surroundings, journal)
