@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.advantages import AdvantageKind, ScoredGroup, compute_advantages
-from orchestrator.env import Trajectory, Transition
+from orchestrator.env import Transition
 from orchestrator.state import readable
 from trireme.config import Config
 from trireme.core.tokenizer import Decode as Decode
@@ -69,15 +69,14 @@ class Recorder:
             "floor": scored.group.floor,
             "rewards": _rounded(scored.rewards_G),
             "advantages": _rounded(compute_advantages(scored.rewards_G, self._advantage)),
-            "rollouts": [self._rollout(trajectory) for trajectory in scored.trajectories_G],
-        }
-
-    def _rollout(self, trajectory: Trajectory) -> dict[str, Any]:
-        turns = trajectory.transitions
-        return {
-            "reward": round(float(trajectory.reward), DIGITS),
-            "stop_reason": trajectory.stop_reason,
-            "turns": [self._turn(turn, before) for turn, before in zip(turns, [None, *turns], strict=False)],
+            "rollouts": [
+                {
+                    "reward": round(float(t.reward), DIGITS),
+                    "stop_reason": t.stop_reason,
+                    "turns": list(map(self._turn, t.transitions, (None, *t.transitions))),
+                }
+                for t in scored.trajectories_G
+            ],
         }
 
     def _turn(self, turn: Transition, before: Transition | None) -> dict[str, Any]:

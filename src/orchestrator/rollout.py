@@ -148,11 +148,11 @@ async def run_rollout(
             raise PromptTooLong(f"{key}: {too_long}")
         if too_long:
             return Trajectory(tuple(transitions), "max_seq_len")
-        turn, room = len(transitions), limits.max_seq_len - len(prompt)
+        turn, max_tokens = len(transitions), limits.max_seq_len - len(prompt)
         request = SampleRequest(
             request_id=f"{key.problem}/{key.sample}/{key.attempt}/{turn}",
             prompt=tuple(prompt.tolist()),
-            params=sampling.params(key.seed(run_seed, turn), (*stop, *limits.stop), room),
+            params=sampling.params(key.seed(run_seed, turn), (*stop, *limits.stop), max_tokens),
             route_key=key.route_key,
         )
         sampled = await sample(request)
