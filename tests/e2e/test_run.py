@@ -145,7 +145,7 @@ def test_a_synchronous_run_of_another_architecture_is_on_policy_at_any_temperatu
     assert all(row["optim/kl_sample_train_v2"] < 1e-4 for row in ended.rows)
     assert all(row["ledger/active"] == 0 for row in ended.rows)
     assert max(row["weights/canary_max_diff"] for row in ended.rows) < 1e-4
-    assert all(row["optim/grad_norm"] > 0 for row in ended.rows)
+    assert max(row["optim/grad_norm"] for row in ended.rows) > 0, "some random answers are better than others"
 
 
 def make_llama(path: Path) -> None:
