@@ -24,8 +24,7 @@ from trireme.plan.base import Plan
 from trireme.process import signals, trace, waits
 from trireme.process.ray_cluster import Progress, ray_cluster, reserve
 from trireme.run.commits import Commits
-from trireme.run.metrics import ConsoleSink, Journal, JsonlSink, WandbSink, wandb_run
-from trireme.run.rollout_records import RolloutFiles
+from trireme.run.metrics import Journal, WandbSink, wandb_run
 from trireme.run.rundir import RunDir, resume_command
 from trireme.supervision.replica_manager import ReplicaUser
 from trireme.supervision.roster import Incident, Roster
@@ -87,12 +86,7 @@ class TrainingRun(ABC):
         with ExitStack() as ending:
             trace.start(run.logs, "driver_0", self.config.trace.max_mb)
             ending.callback(trace.stop)
-            console, trained, metrics = (
-                ending.enter_context(closing(sink))
-                for sink in (ConsoleSink(self.step_line, sys.stdout), JsonlSink(run.trained), JsonlSink(run.metrics))
-            )
-            more = [wandb] if wandb else []
-            yield Journal([metrics, console, *more], trained, [RolloutFiles(run.rollouts), *more])
+            yield ending.enter_context(closing(Journal(run, self.step_line, sys.stdout, wandb)))
 
 
 def launch(training: TrainingRun, console: Console) -> Path | None:

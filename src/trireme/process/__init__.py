@@ -1,1 +1,1 @@
-"""What every process does: waits, signals, faults, trace, logs, Ray."""
+"""Serves every process: waits, signals, faults, trace, output, Ray."""

@@ -1,4 +1,4 @@
-"""What the system gives a process: variables that Ray reads when it is imported, files for its output, CPU time."""
+"""Sets what the system gives a process: variables that Ray reads when it is imported, output files, CPU time."""
 
 from __future__ import annotations
 

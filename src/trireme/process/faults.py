@@ -1,15 +1,14 @@
-"""Named fault points, so that tests hit a place for certain and not by timing.
+"""Named fault points, so that tests hit a place reliably and not by timing.
 
 `TRIREME_FAULTS="trainer.forward_backward[1]@3=kill,inference.received=corrupt"` arms points by name. `[n]`: only in the
-process that has this number in its room (`number_process`), and in those that it started; without it, in all. `@n`: the
-n-th time that a process passes the point (default 1); `@n+`: and each time after it.
+process with this number in its room (`number_process`) and its children; without it, in all. `@n`: the n-th time that a
+process passes the point (default 1); `@n+`: and each time after it.
 
-Actions that happen here: `raise`; `kill` (SIGKILL to itself); `stop` (SIGSTOP to itself: it goes on after SIGCONT); and
-`freeze`: the file `TRIREME_FAULT_REACHED` is made (where that is a directory, one in it, called as the item is), and
-the thread sleeps until somebody removes it, so that a test can kill whatever it likes at this very point. Any other
-word is returned to the caller, which knows what it means.
+Actions here: `raise`; `kill` (SIGKILL to itself); `stop` (SIGSTOP to itself, until SIGCONT); and `freeze`, which makes
+the file `TRIREME_FAULT_REACHED` (if that is a directory, a file in it named like the item) and sleeps until a test has
+removed it, so that the test can kill processes at exactly this point. Any other word is returned to the caller.
 
-With `TRIREME_FAULT_ONCE`, a directory that all processes share, each item of the list acts in one of them, so that the
+With `TRIREME_FAULT_ONCE`, a directory that all processes share, each item acts in one process only, so that the
 successor of a killed process passes the point. With `TRIREME_FAULTS` unset a point costs one dictionary look-up.
 """
 
@@ -36,32 +35,24 @@ class InjectedFault(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Armed:
-    """One item of the list, and what it says. `number`: None for any process."""
+class ArmedFault:
+    """One item of the list."""
 
-    item: str
-    name: str
-    number: str | None
-    passage: int
-    on: bool
+    item: str  # its text
+    name: str  # of the fault point
+    number: str | None  # of the process; None: any
+    passage: int  # acts at this passage of the point
+    on: bool  # and at each later one
     action: str
 
     @classmethod
-    def parse(cls, item: str) -> Armed:
+    def parse(cls, item: str) -> ArmedFault:
         if not (found := _ITEM.fullmatch(item)):
             raise ValueError(f"TRIREME_FAULTS: {item!r} is not `name=action`, `name@passage=action` or with [number]")
         return cls(item, found["name"], found["number"], int(found["passage"] or 1), bool(found["on"]), found["action"])
 
-    @property
-    def meant(self) -> bool:
-        """Whether it is about this process."""
-        return self.number in (None, os.environ.get(_NUMBER))
-
-    def is_due(self, passage: int) -> bool:
-        return passage == self.passage or (self.on and passage > self.passage)
-
     def claim(self) -> bool:
-        """Whether it is for this process to act: no other has."""
+        """Returns True if this process is to act: no other has."""
         once = os.environ.get("TRIREME_FAULT_ONCE")
         if not once or self.item in _claimed:
             return True
@@ -88,23 +79,25 @@ class Armed:
 
 
 @cache
-def _armed(spec: str) -> tuple[Armed, ...]:
-    return tuple(Armed.parse(item) for item in spec.split(",") if item)
+def _armed(spec: str) -> tuple[ArmedFault, ...]:
+    return tuple(ArmedFault.parse(item) for item in spec.split(",") if item)
 
 
 def number_process(number: int) -> None:
-    """This process, and those that it will start, is the one with this number in its room."""
+    """Gives this process, and its future children, the number that it has in its room."""
     os.environ[_NUMBER] = str(number)
 
 
 def fault_point(name: str) -> str | None:
-    """Passes the point `name`; returns the action that a test armed for this passage, None otherwise."""
+    """Passes the point `name`. Returns the action that a test armed for this passage, else None."""
     spec = os.environ.get("TRIREME_FAULTS")
     if not spec:
         return None
-    armed = [each for each in _armed(spec) if each.name == name and each.meant]
+    numbers = (None, os.environ.get(_NUMBER))
+    armed = [each for each in _armed(spec) if each.name == name and each.number in numbers]
     _passed[name] += bool(armed)
     for each in armed:
-        if each.is_due(_passed[name]) and each.claim():
+        is_due = _passed[name] == each.passage or (each.on and _passed[name] > each.passage)
+        if is_due and each.claim():
             return each.act()
     return None

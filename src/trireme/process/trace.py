@@ -1,4 +1,4 @@
-"""What each process does when, as Chrome's trace events: Perfetto and `trireme report` draw them.
+"""Records the work of each process over time as Chrome's trace events, which Perfetto and `trireme report` draw.
 
     <run>/trace/attempt_1/trainer_0.json     of one process; its name is that of its log
 
@@ -35,36 +35,33 @@ from typing import Any, BinaryIO
 WRITE_EVERY_S = 0.1
 CLOSE_S = 5.0
 SHORTEST_NS = 1_000_000
-"""Of a span that may overlap others: a rollout has many, and most are over at once."""
+"""Shortest overlapping span that is recorded: a rollout has many, most of them very short."""
 MB = 1_000_000
 LAST_LINE_BYTES = 300
 FULL = "the trace ends here: it has trace.max_mb megabytes"
 ROOMS = ("driver", "orchestrator", "trainer", "inference")
-"""In the order in which viewers show them."""
+"""Rooms in the order in which viewers show them."""
 
 _log = logging.getLogger(__name__)
 _numbers = count()
 _nothing = nullcontext()
 _to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII: as many bytes as characters
-_writer: Writer | None = None
-
-
-def directory(log_dir: Path) -> Path:
-    """Where the attempt that logs to `<run>/logs/attempt_N` keeps its trace."""
-    return log_dir.parent.parent / "trace" / log_dir.name
+_writer: TraceWriter | None = None
 
 
 def start(log_dir: Path | None, process: str, max_mb: int) -> None:
-    """Begins the trace of this process, `process` being a room and a number (`trainer_0`); it ends when its file has
-    `max_mb` megabytes. Without a `log_dir`, or with 0 megabytes, there is none."""
+    """Begins the trace of this process, named by room and number (`trainer_0`). An attempt that logs to
+    `<run>/logs/attempt_N` traces to `<run>/trace/attempt_N`. The trace ends when its file has `max_mb` megabytes; there
+    is none without a `log_dir` or with 0 megabytes."""
     global _writer
     stop()
     if log_dir is not None and max_mb:
-        _writer = Writer(directory(log_dir) / f"{process}.json", max_mb * MB)
+        directory = log_dir.parent.parent / "trace" / log_dir.name
+        _writer = TraceWriter(directory / f"{process}.json", max_mb * MB)
 
 
 def stop() -> None:
-    """Writes what is left, and ends the trace of this process."""
+    """Writes the rest of the trace of this process, and ends it."""
     global _writer
     writer, _writer = _writer, None
     if writer:
@@ -72,18 +69,18 @@ def stop() -> None:
 
 
 def span(name: str, track: str = "main", **args: Any) -> AbstractContextManager[Any]:
-    """The time of the `with` block, on a track where spans follow or contain each other."""
+    """Records the time of the `with` block, on a track where spans follow or contain each other."""
     return _Span(_writer, name, track, args) if _writer else _nothing
 
 
 def overlapping(name: str, track: str, **args: Any) -> AbstractContextManager[Any]:
-    """The time of the `with` block, if it takes a millisecond, on a track where many may run at once."""
+    """Records the time of the `with` block, if it takes a millisecond, on a track where spans may overlap."""
     return _Overlapping(_writer, name, track, args) if _writer else _nothing
 
 
 @contextmanager
 def life(name: str, number: int, **args: Any) -> Iterator[dict[str, Any]]:
-    """The life of thing `number`; what is put into the dict that it gives is noted at its end."""
+    """Records the life of thing `number`. Yields a dict, whose contents are recorded at the end."""
     ending: dict[str, Any] = {}
     writer = _writer
     if writer:
@@ -96,8 +93,7 @@ def life(name: str, number: int, **args: Any) -> Iterator[dict[str, Any]]:
 
 
 class Busy:
-    """`with busy:` around each of many things: one span, on a track of its own, while at least one is under way, and a
-    counter of them."""
+    """Counts the concurrent `with busy:` blocks, and records one span, on a track of its own, while there is any."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -117,12 +113,12 @@ class Busy:
             self._end()
 
     def pause(self) -> None:
-        """All stand still: the span ends here."""
+        """Ends the span: all work is paused."""
         self._paused = True
         self._end()
 
     def resume(self, **args: Any) -> None:
-        """They go on, if there are any. `args` are noted of the spans from here on."""
+        """Begins a new span if there is work. `args` are recorded with the spans from now on."""
         if self._paused and self._under_way:
             self._since = _now()
         self._paused, self._args = False, args
@@ -141,7 +137,7 @@ class Busy:
 class _Span:
     __slots__ = ("_args", "_name", "_started", "_track", "_writer")
 
-    def __init__(self, writer: Writer, name: str, track: str, args: dict[str, Any]) -> None:
+    def __init__(self, writer: TraceWriter, name: str, track: str, args: dict[str, Any]) -> None:
         self._writer, self._name, self._track, self._args = writer, name, track, args
 
     def __enter__(self) -> None:
@@ -166,8 +162,8 @@ def _now() -> int:
     return time.perf_counter_ns()
 
 
-class Writer:
-    """The file of one process. `counters` {name: value} are written as far as they changed since the last time."""
+class TraceWriter:
+    """Writes the file of one process. Writes `counters` {name: value} that have changed since the last time."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.counters: dict[str, int] = {}
@@ -184,24 +180,24 @@ class Writer:
         self._thread.start()
 
     def add(self, phase: str, name: str, track: str, at: int, **more: Any) -> None:
-        """An event in the terms of the format, but for its track; from any thread. `at`: ns of the monotonic clock."""
+        """Adds an event, named by its track, from any thread. `at`: ns of the monotonic clock."""
         self._queue.append({"ph": phase, "name": name, "tid": track, "ts": self._us(at), **more})
 
     def add_span(self, name: str, track: str, started: int, ended: int, args: dict[str, Any]) -> None:
-        """As `add`, of what has begun and ended."""
+        """Adds a complete span, from any thread. `started` and `ended`: ns of the monotonic clock."""
         duration = ended // 1000 - started // 1000
         self._queue.append(
             {"ph": "X", "name": name, "tid": track, "ts": self._us(started), "dur": duration, "args": args}
         )
 
     def close(self) -> None:
-        """Writes what is left, as long as the disk takes it in time."""
+        """Writes the rest, if the disk takes it in CLOSE_S seconds."""
         self._closing.set()
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        """Writes until the end. A trace is worth less than the run that it shows: when it can not be written (a full
-        disk) it ends with a warning, and the run goes on. Hence the `try`."""
+        """Runs the thread. If the trace cannot be written (a full disk), it ends with a warning and the run continues:
+        hence the `try`."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab") as file:
@@ -215,7 +211,7 @@ class Writer:
             self._queue = deque(maxlen=0)  # which takes nothing
 
     def _append(self, file: BinaryIO, events: Iterator[dict[str, Any]]) -> bool:
-        """Whether there was room for all `events`; where there was none, the last line says so."""
+        """Writes `events`. Returns False if the file is full; its last line then says so."""
         lines, size, room = [], file.tell(), True
         for event in events:
             # A line begins with the end of the one before it, which a process that was killed may have left torn.
@@ -230,13 +226,13 @@ class Writer:
         return room
 
     def _about(self) -> Iterator[dict[str, Any]]:
-        """What viewers show this process as."""
+        """Yields the name and the place under which viewers show this process."""
         yield self._meta("process_name", name=self._path.stem)
         yield self._meta("process_sort_index", sort_index=self._rank)
         yield self._meta("process_labels", labels=f"process {os.getpid()} on {socket.gethostname()}")
 
     def _news(self) -> Iterator[dict[str, Any]]:
-        """What came since the last time."""
+        """Yields the events since the last time."""
         for _ in range(len(self._queue)):
             event = self._queue.popleft()
             track = event["tid"]
@@ -251,7 +247,7 @@ class Writer:
                 yield self._event("C", name, args={"number": value})
 
     def _event(self, phase: str, name: str, **more: Any) -> dict[str, Any]:
-        """One of the process as a whole."""
+        """Makes an event of the process as a whole."""
         return {"ph": phase, "name": name, "pid": self._pid, "ts": self._us(_now()), **more}
 
     def _meta(self, about: str, **args: Any) -> dict[str, Any]:

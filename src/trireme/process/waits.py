@@ -1,4 +1,4 @@
-"""The one place where a process waits for another. Every wait has a deadline, and its error names who was waited for.
+"""The only place where a process waits for another. Each wait has a deadline, and its error names the other process.
 
 A lint (tests/unit/test_laws.py) forbids the bare `ray.get` and `ray.wait` elsewhere.
 """
@@ -23,7 +23,7 @@ COLOURS = re.compile(r"\x1b\[\d+m")
 
 
 def failure(error: BaseException, who: str, log: Path | None) -> TriremeError:
-    """The error that a person reads, from what Ray raised while `who` was called."""
+    """Turns what Ray raised while `who` was called into the error that a person reads."""
     where = f"; its log: {log}" if log else ""
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -38,7 +38,7 @@ def failure(error: BaseException, who: str, log: Path | None) -> TriremeError:
 
 
 def _cause_of_death(error: RayActorError) -> str:
-    """What Ray knows of it, without its advice: that is about Ray's own commands."""
+    """Returns what Ray knows of the death, without its advice, which is about Ray's own commands."""
     said = " ".join(COLOURS.sub("", str(error)).split())
     pid, detail = re.search(r"pid: (\d+)", said), re.search(r"exit detail: (.*?)(?: Some common causes|$)", said)
     if pid and "connection error code 2" in said:  # all that is known of a process that was killed
@@ -58,9 +58,9 @@ def get_all(
     log: Path | None = None,
     on_tick: Callable[[list[str], float], None] | None = None,
 ) -> list[Any]:
-    """The values of `refs`, of which `who` names the owners. Raises as soon as one of them fails, without waiting for
-    the others (which may hang in a collective for ever), or when `timeout_s` seconds have passed. `on_tick` is called
-    about once a second with the names still waited for and the seconds waited."""
+    """Returns the values of `refs`; `who` names their owners. Raises as soon as one fails, and does not wait for others
+    (which may hang in a collective), or after `timeout_s` seconds. Calls `on_tick` about once a second with the names
+    still waited for and the seconds waited."""
     started = time.monotonic()
     owner = dict(zip(refs, who, strict=True))
     values: dict[Any, Any] = {}
@@ -81,8 +81,8 @@ def get_all(
 
 
 def ready(refs: Mapping[Any, str], timeout_s: float) -> dict[Any, Any]:
-    """Of references with the names of their owners, those that are there, after at most `timeout_s` seconds if none is
-    at once: each with its value, or with the TriremeError that it failed with."""
+    """Waits up to `timeout_s` seconds for any of the references {reference: owner}. Returns those that are there, each
+    with its value or the TriremeError that it failed with."""
     if not refs:
         time.sleep(timeout_s)
         return {}
@@ -102,39 +102,39 @@ def _outcome(ref: Any, who: str) -> Any:
 
 
 def died(error: BaseException) -> bool:
-    """Whether what `error` tells of is the end of a process, not something that its code raised."""
+    """Returns True if `error` is about the end of a process, not raised by its code."""
     cause = error.__cause__
     raised = isinstance(cause, RayTaskError) or (isinstance(cause, RayActorError) and cause.actor_init_failed)
     return isinstance(cause, RayError) and not raised
 
 
 def unreached(error: BaseException) -> bool:
-    """Whether a call did not come to its actor, of which Ray does not know yet whether it lives: of one on a node that
-    is lost, until Ray has given up the node. A successor started before that would be placed there."""
+    """Returns True if a call did not reach its actor and Ray does not know yet if that lives: on a lost node, until Ray
+    has given up the node. A successor started before that would be placed there."""
     return isinstance(error.__cause__, ActorUnavailableError)
 
 
 def get(ref: Any, *, who: str, timeout_s: float, log: Path | None = None) -> Any:
-    """The value of one reference; as `get_all`."""
+    """Returns the value of one reference, as `get_all` does."""
     return get_all([ref], who=[who], timeout_s=timeout_s, log=log)[0]
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Work that goes on in other processes. `refs` resolve to lists, `who` names their owners."""
+    """Work in other processes that returns lists."""
 
-    refs: Sequence[Any]
-    who: Sequence[str]
-    log: Path | None = None
+    refs: Sequence[Any]  # to the lists
+    who: Sequence[str]  # their owners
+    log: Path | None = None  # directory of the owners' logs
 
     def wait(self, timeout_s: float) -> list[Any]:
-        """What all of them return, in one list. Raises as `get_all`."""
+        """Returns the items of all lists. Raises what `get_all` raises."""
         parts = get_all(self.refs, who=self.who, timeout_s=timeout_s, log=self.log)
         return [item for part in parts for item in part]
 
 
 async def get_async(awaitable: Awaitable[Any], *, who: str, timeout_s: float, log: Path | None = None) -> Any:
-    """As `get`, inside an event loop."""
+    """Waits for one reference inside an event loop. Raises what `get_all` raises."""
     try:
         return await asyncio.wait_for(awaitable, timeout_s)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Metrics: how the parts of a step become one row, and where rows go. `metrics.jsonl` is the source for all readers."""
+"""Makes one row of the metrics of a step, and writes rows. All readers take them from `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import mean
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from trireme.config import CommonConfig
 from trireme.process import trace
-from trireme.run.rollout_records import TABLE_COLUMNS, table_rows
+from trireme.run.rollout_records import TABLE_COLUMNS, table_rows, write_records
+from trireme.run.rundir import RunDir
 from trireme.supervision.roster import Incident, Roster
 
 TOO_EASY = 0.8
-"""Above this share of problems that the start solves always, there is little left to learn."""
+"""Share of problems that are always solved at the start above which there is little left to learn."""
 LONGEST_TITLE = 63
-"""Of a W&B alert, in characters."""
+"""Characters of the title of a W&B alert."""
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min, "mean": mean}
 
 
@@ -38,7 +39,7 @@ def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds spent in the named parts of a step, each also a span of the trace."""
+    """Measures the seconds spent in the named parts of a step; each part is also a span of the trace."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -53,7 +54,7 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def timed(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
-        """Yields from `items`; the time spent waiting for each counts as `name`."""
+        """Yields from `items`, and counts the time waiting for each as `name`."""
         end = object()
         while True:
             with self(name):
@@ -63,52 +64,35 @@ class Clock:
             yield item
 
 
-class Sink(Protocol):
-    """A reader of rows."""
-
-    def write(self, row: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Reader(Protocol):
-    """A reader of records of rollouts, one line of JSON for each group."""
-
-    def write_rollouts(self, step: int, records: Sequence[str]) -> None: ...
-
-
 class Journal:
-    """Writes about each step: its row to each sink, what it trained on to `trained.jsonl`, and the records of some
-    rollouts to each reader."""
+    """Writes about each step: its row to metrics.jsonl, `out` and W&B, what it trained on to trained.jsonl, and the
+    records of some rollouts. Close it at the end, as `closing` does."""
 
-    def __init__(self, sinks: Sequence[Sink], trained: Sink, readers: Sequence[Reader]) -> None:
-        self._sinks, self._trained, self._readers = sinks, trained, readers
+    def __init__(
+        self, run: RunDir, line: Callable[[Mapping[str, Any]], str], out: TextIO, wandb: WandbSink | None
+    ) -> None:
+        self._rollouts, self._line, self._out, self._wandb = run.rollouts, line, out, wandb
+        self._metrics, self._trained = (file.open("a", buffering=1) for file in (run.metrics, run.trained))
 
     def write(self, row: Mapping[str, Any], trained: Mapping[str, Any], records: Sequence[str] = ()) -> None:
-        """`row` has the step's metrics; `trained` says what it trained on: `groups`, or `examples`."""
-        self._trained.write({"step": row["step"], "attempt": row["attempt"], **trained})
-        for reader in self._readers:
-            reader.write_rollouts(row["step"], records)
-        for sink in self._sinks:
-            sink.write(row)
-
-
-class JsonlSink:
-    """One JSON object per line; a whole line is with the operating system before `write` returns."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
+        """Writes the metrics in `row`, and in `trained` the `groups` or `examples` that the step trained on. Each line
+        is with the operating system when this returns."""
+        self._trained.write(json.dumps({"step": row["step"], "attempt": row["attempt"], **trained}) + "\n")
+        write_records(self._rollouts, row["step"], records)
+        if self._wandb:
+            self._wandb.write_rollouts(row["step"], records)
+        self._metrics.write(json.dumps(row) + "\n")
+        print(self._line(row), file=self._out, flush=True)
+        if self._wandb:
+            self._wandb.write(row)
 
     def close(self) -> None:
-        self._file.close()
+        self._metrics.close()
+        self._trained.close()
 
 
 def evaluation_text(row: Mapping[str, Any]) -> list[str]:
-    """Lines about the evaluation that a row holds, with a warning where the problems do not suit the start; none for
-    other rows."""
+    """Returns lines about the evaluations in a row, with a warning if the problems do not suit the start."""
     places = [name.removesuffix("version") for name in row if name.startswith("eval/") and name.endswith("/version")]
     return [line for place in places for line in _evaluation_lines(row, place)]
 
@@ -145,25 +129,12 @@ def step_line(row: Mapping[str, Any], max_steps: int) -> str:
     )
 
 
-class ConsoleSink:
-    """Prints the line that `line` makes of a row."""
-
-    def __init__(self, line: Callable[[Mapping[str, Any]], str], out: TextIO) -> None:
-        self._line, self._out = line, out
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        print(self._line(row), file=self._out, flush=True)
-
-    def close(self) -> None:
-        self._out.flush()
-
-
 class WandbSink:
-    """Weights & Biases, on an explicit `step` axis. Offline mode needs no account.
+    """Writes to Weights & Biases, on an explicit `step` axis. Offline mode needs no account.
 
-    `run_id` is the same in every attempt, so a resume goes on in the same W&B run. (Offline each attempt writes a
-    directory of its own; `wandb sync` joins them, again by the id.) W&B's history cannot be rewritten: steps that are
-    done again appear twice there, metrics.jsonl is exact.
+    `run_id` is the same in all attempts, so a resume continues the W&B run. (Offline, each attempt writes a directory
+    of its own; `wandb sync` joins them by the id.) W&B's history cannot be rewritten: steps that are done again appear
+    twice there, but once in metrics.jsonl.
     """
 
     def __init__(self, config: CommonConfig, run_id: str, run_name: str, directory: Path) -> None:
@@ -187,7 +158,7 @@ class WandbSink:
         self._run.log(dict(row))
 
     def write_rollouts(self, step: int, records: Sequence[str]) -> None:
-        """A table with a row for each rollout."""
+        """Writes a table with a row for each rollout."""
         import wandb
 
         if records:
@@ -195,13 +166,13 @@ class WandbSink:
             self._run.log({"step": step, "rollouts": wandb.Table(columns=TABLE_COLUMNS, data=rows)}, commit=False)
 
     def alert(self, _roster: Roster, incident: Incident | None) -> None:
-        """A listener of the roster: an alert for each incident. (W&B drops one of the same title within a minute.)"""
+        """Sends an alert for each incident, as a listener of the roster. (W&B drops equal titles within a minute.)"""
         if incident:
             said = f"{incident.part}: {incident.what}"
             self._run.alert(said[:LONGEST_TITLE], f"{said}\n\nat step {incident.step}", level="WARN")
 
     def close(self) -> None:
-        """Ends the run, and W&B's own process: else it would be killed with the cluster, and W&B complain of it."""
+        """Ends the run and W&B's own process; else W&B reports that this was killed with the cluster."""
         import wandb
 
         self._run.finish()
@@ -210,7 +181,7 @@ class WandbSink:
 
 @contextmanager
 def wandb_run(config: CommonConfig, run_id: str, root: Path, roster: Roster) -> Iterator[WandbSink | None]:
-    """Weights & Biases for all attempts of the command whose run lies in `root`, where it is asked for: rows, rollouts,
+    """Opens Weights & Biases, if configured, for all attempts of the command whose run lies in `root`: rows, rollouts,
     and an alert for each incident."""
     if not config.wandb.project:
         yield None

@@ -12,36 +12,30 @@ ROLLOUTS = "rollouts"
 FILE = re.compile(r"step_(\d{6,})\.jsonl")
 
 
-class RolloutFiles:
-    """Writes one file for each step that is recorded."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def write_rollouts(self, step: int, records: Sequence[str]) -> None:
-        """A reader sees the whole file, or none. Raises OSError."""
-        if not records:
-            return
-        self._directory.mkdir(exist_ok=True)
-        file = self._directory / f"step_{step:06d}.jsonl"
-        unfinished = file.with_suffix(".new")
-        unfinished.write_text("".join(f"{line}\n" for line in records), encoding="utf-8")
-        unfinished.rename(file)
+def write_records(directory: Path, step: int, records: Sequence[str]) -> None:
+    """Writes the file of a step, if it has records, as a whole. Raises OSError."""
+    if not records:
+        return
+    directory.mkdir(exist_ok=True)
+    file = directory / f"step_{step:06d}.jsonl"
+    unfinished = file.with_suffix(".new")
+    unfinished.write_text("".join(f"{line}\n" for line in records), encoding="utf-8")
+    unfinished.rename(file)
 
 
 def recorded_steps(directory: Path) -> dict[int, Path]:
-    """The files of a directory of records, by step, in order."""
+    """Returns {step: file} of a directory of records, in order of step."""
     names = {file: FILE.fullmatch(file.name) for file in directory.glob("*.jsonl")}
     return dict(sorted((int(match[1]), file) for file, match in names.items() if match))
 
 
 def read_records(file: Path) -> list[Mapping[str, Any]]:
-    """The groups that a file tells of."""
+    """Reads the groups in a file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def table_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """One row for each rollout, as TABLE_COLUMNS says."""
+    """Makes a row for each rollout, with the columns TABLE_COLUMNS."""
     return [
         [
             group["step"],

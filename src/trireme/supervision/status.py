@@ -1,4 +1,4 @@
-"""What a run reports while it runs, and what it can be asked for, as files in its directory.
+"""Reports the state of a run while it runs, and takes requests, as files in its directory.
 
     STATUS             the health of each part and the newest incidents, as JSON: `Status`
     incidents.jsonl    all incidents of all attempts, one `Incident` a line; only appended to

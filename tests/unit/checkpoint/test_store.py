@@ -37,7 +37,7 @@ from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore, Head
 from trireme.core.errors import CheckpointInvalid, StorageFailed
 from trireme.process import faults
 from trireme.process.faults import InjectedFault
-from trireme.run.rollout_records import ROLLOUTS, RolloutFiles, recorded_steps
+from trireme.run.rollout_records import ROLLOUTS, recorded_steps, write_records
 
 pytestmark = pytest.mark.usefixtures("instant_disk")
 
@@ -365,9 +365,9 @@ class TestCheckout:
 
     def test_records_of_rollouts_move_with_their_steps(self, store: CheckpointStore) -> None:
         a_run(store)
-        records = RolloutFiles(store.root / ROLLOUTS)
+        records = store.root / ROLLOUTS
         for step in range(9):
-            records.write_rollouts(step, [f"of step {step}"])
+            write_records(records, step, [f"of step {step}"])
         store.checkout(4)
         assert list(recorded_steps(store.root / ROLLOUTS)) == [0, 1, 2, 3]
         moved = recorded_steps(store.branch("aaaaaaaa") / ROLLOUTS)

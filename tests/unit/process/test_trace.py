@@ -171,7 +171,7 @@ def test_a_full_file_says_so_and_takes_no_more(
     tmp_path_factory: pytest.TempPathFactory, limit: int, spans: int
 ) -> None:
     file = tmp_path_factory.mktemp("run") / "trainer_0.json"
-    writer = trace.Writer(file, limit)
+    writer = trace.TraceWriter(file, limit)
     for number in range(spans):
         writer.add_span("forward_backward", "main", number, number + 1, {"number": number})
     writer.close()

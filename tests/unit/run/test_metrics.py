@@ -3,6 +3,7 @@
 import io
 import json
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from trireme.config.load import load
-from trireme.run.metrics import Clock, ConsoleSink, JsonlSink, WandbSink, evaluation_text, reduce_metrics, step_line
+from trireme.run.metrics import Clock, Journal, WandbSink, evaluation_text, reduce_metrics, step_line
+from trireme.run.rundir import RunDir, Start
 from trireme.supervision.roster import Roster
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -39,12 +41,19 @@ def test_the_clock_counts_only_the_wait_for_items() -> None:
     assert set(clock.seconds) == {"wait"}
 
 
+def journal_of(root: Path, line: Callable[[Mapping[str, Any]], str] = str, out: io.StringIO | None = None) -> Journal:
+    start = Start(0, None, None, 1, ())
+    return Journal(RunDir(root, io.StringIO(), start), line, out or io.StringIO(), None)
+
+
 def test_rows_are_whole_lines(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "metrics.jsonl")
-    sink.write({"step": 0, "reward/total": 0.5})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "reward/total": 0.5}  # before close
-    sink.write({"step": 1})
-    sink.close()
+    row = {"step": 0, "attempt": 1, "reward/total": 0.5}
+    journal = journal_of(tmp_path)
+    journal.write(row, {"groups": []})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == row  # before close
+    assert json.loads((tmp_path / "trained.jsonl").read_text()) == {"step": 0, "attempt": 1, "groups": []}
+    journal.write({"step": 1, "attempt": 1}, {"groups": []})
+    journal.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [0, 1]
 
 
@@ -74,12 +83,14 @@ def test_a_start_that_solves_nothing_or_nearly_all_is_warned_of(
     assert ["warning" in line for line in lines[1:]] == [True] * warns
 
 
-def test_the_console_tells_of_an_evaluation_below_its_step() -> None:
+def test_the_console_tells_of_an_evaluation_below_its_step(tmp_path: Path) -> None:
     names = ("reward/total", "off_policy/mean", "off_policy/max", "optim/kl_sample_train_v2", "perf/tokens_per_s")
     times = ("step", "wait_for_batch", "forward_backward", "optim", "publish", "update_replicas")
     row = dict.fromkeys([*names, *(f"time/{name}" for name in times)], 0.0) | {"step": 6}
     out = io.StringIO()
-    ConsoleSink(partial(step_line, max_steps=12), out).write(row | evaluated(6))
+    journal = journal_of(tmp_path, partial(step_line, max_steps=12), out)
+    journal.write(row | evaluated(6) | {"attempt": 1}, {"groups": []})
+    journal.close()
     first, second = out.getvalue().splitlines()
     assert first.startswith("step  7/12")
     assert "version 6" in second

@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trireme.run.rollout_records import TABLE_COLUMNS, RolloutFiles, read_records, recorded_steps, table_rows
+from trireme.run.rollout_records import TABLE_COLUMNS, read_records, recorded_steps, table_rows, write_records
 
 
 def test_a_step_has_a_file_and_a_step_without_records_has_none(tmp_path: Path) -> None:
-    files = RolloutFiles(tmp_path / "rollouts")
-    files.write_rollouts(12, ['{"step": 12, "why": "best"}', '{"step": 12, "why": "w\u00f6rst"}'])
-    files.write_rollouts(3, ['{"step": 3}'])
-    files.write_rollouts(4, [])
+    files = tmp_path / "rollouts"
+    write_records(files, 12, ['{"step": 12, "why": "best"}', '{"step": 12, "why": "w\u00f6rst"}'])
+    write_records(files, 3, ['{"step": 3}'])
+    write_records(files, 4, [])
     found = recorded_steps(tmp_path / "rollouts")
     assert list(found) == [3, 12]
     assert [record["why"] for record in read_records(found[12])] == ["best", "w\u00f6rst"]
 
 
 def test_a_step_done_again_replaces_its_file_and_an_unfinished_one_is_none(tmp_path: Path) -> None:
-    files = RolloutFiles(tmp_path / "rollouts")
-    files.write_rollouts(1, ['{"step": 1, "why": "best"}', "{}"])
-    files.write_rollouts(1, ['{"step": 1, "why": "again"}'])
+    files = tmp_path / "rollouts"
+    write_records(files, 1, ['{"step": 1, "why": "best"}', "{}"])
+    write_records(files, 1, ['{"step": 1, "why": "again"}'])
     (tmp_path / "rollouts" / "step_000002.new").write_text('{"step"')
     found = recorded_steps(tmp_path / "rollouts")
     assert list(found) == [1]

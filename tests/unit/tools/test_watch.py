@@ -19,7 +19,7 @@ from supervision_support import roster_of
 from textual.widgets import OptionList, Static
 
 from trireme.core.errors import LimitReached
-from trireme.run.rollout_records import ROLLOUTS, RolloutFiles, recorded_steps
+from trireme.run.rollout_records import ROLLOUTS, recorded_steps, write_records
 from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import Status, StatusWriter, read_incidents
 from trireme.tools.watch import drawing, following
@@ -71,7 +71,7 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "logs" / "attempt_9").mkdir()
     (logs / "trainer_0.log").write_text("the trainer says\n")
     (logs / "inference_0.log").write_text("")
-    RolloutFiles(tmp_path / ROLLOUTS).write_rollouts(2, [record(2), record(2, "worst")])
+    write_records(tmp_path / ROLLOUTS, 2, [record(2), record(2, "worst")])
     return tmp_path
 
 
@@ -251,7 +251,7 @@ def test_the_screen_shows_curves_rooms_and_rollouts(run: Path) -> None:
             assert "version 3" in str(app.query_one("#group_text", Static).render())
             with (run / "metrics.jsonl").open("a") as file:
                 file.write(rows(3, 4))
-            RolloutFiles(run / ROLLOUTS).write_rollouts(3, [record(3)])
+            write_records(run / ROLLOUTS, 3, [record(3)])
             await app.refresh_run()
             assert "step 4/10" in str(app.query_one("#headline", Static).render())
             assert groups.option_count == 3
@@ -284,7 +284,7 @@ async def seen(pilot: Any, text: str) -> str:
 def test_screenshots_of_a_finished_run_show_what_matters(run: Path) -> None:
     """As somebody sees it: what is there, but outside of the screen or behind something else, is not in them."""
     (run / "metrics.jsonl").write_text(rows(0, 10))
-    RolloutFiles(run / ROLLOUTS).write_rollouts(2, [record(2), record(7, "worst")])
+    write_records(run / ROLLOUTS, 2, [record(2), record(7, "worst")])
     shown: dict[str, str] = {}
 
     async def look() -> None:
