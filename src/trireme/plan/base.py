@@ -182,6 +182,7 @@ class Plan:
 
     @property
     def gpus_needed(self) -> int:
+        """Number of GPUs without which the run cannot start."""
         return (1 if self.shares_gpu else sum(self.models)) if self.on_gpus else 0
 
     @property
@@ -246,6 +247,7 @@ class Plan:
 
     @property
     def warnings(self) -> list[str]:
+        """Sentences about what works, but slower or in too little memory."""
         has, where = self.resources, self.resources.source
         found = [*self.notes, *(text for part in self.parts for text in part.warnings)]
         if self.gpus_needed > has.gpus:
