@@ -10,6 +10,7 @@ from trireme.config.refusals import Refusal, refuse
 from trireme.config.schema import CommonConfig, Config
 from trireme.config.sft import SftConfig
 from trireme.config.trainer_checks import trainer_refusals
+from trireme.renderers import unknown_renderer
 
 EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 MANY_REQUEUES = 4
@@ -22,7 +23,7 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
     """
     own = _rl(config, facts) if isinstance(config, Config) else []
     if isinstance(config, SftConfig):
-        own = list(_held_out_data(config))
+        own = [*_held_out_data(config), *_rendering(config)]
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
     refuse([*own, *common, *_cpus(config), *_resume(config)])
     return _rl_warnings(config) if isinstance(config, Config) else []
@@ -135,8 +136,10 @@ def _eval_envs(config: Config) -> Iterator[Refusal]:
             )
 
 
-def _rendering(config: Config) -> Iterator[Refusal]:
+def _rendering(config: Config | SftConfig) -> Iterator[Refusal]:
     renderer = config.renderer
+    if expected := unknown_renderer(renderer.name):
+        yield Refusal(f"renderer.name = {renderer.name}", expected, "correct it")
     if renderer.compact_every and not renderer.strip_thinking_from_history:
         yield Refusal(
             f"renderer.compact_every = {renderer.compact_every} with renderer.strip_thinking_from_history = false",

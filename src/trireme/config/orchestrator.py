@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, PositiveFloat, PositiveInt
+from pydantic import AliasChoices, BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from trireme.config.section import NonNegativeInt, Section, Share
-from trireme.renderers import unknown_renderer
 
 
 class OrchestratorConfig(Section):
@@ -65,14 +64,8 @@ class EnvConfig(Section):
         return self.name or self.id.partition(":")[0].rpartition(".")[2]
 
 
-def _renderer_name(name: str) -> str:
-    if expected := unknown_renderer(name):
-        raise ValueError(f"expected {expected}")
-    return name
-
-
 class RendererConfig(Section):
-    name: Annotated[str, AfterValidator(_renderer_name)] = "auto"
+    name: str = "auto"
     """How chat messages become tokens: as the tokenizer's `chat_template` says, `role_colon` (`User: ...`, for base
     models), `qwen3`, `renderers:FORMAT` (of the package renderers), or `package.module:Class`; auto = qwen3 where
     it writes what the template does, else such a format, else the template, and role_colon without one."""
