@@ -123,7 +123,7 @@ class Member:
         RoomFailed when it is not for the `SENSELESS`th time in a row."""
         tokens, logprobs = made.tokens, made.logprobs
         # Ufuncs, without the Python around them. A negative token is a large one without its sign, and a sum is finite
-        # if all are: each is looked at once.
+        # if all are: one pass over each.
         known = not len(tokens) or np.maximum.reduce(tokens.view(np.uint32)) < (vocab_size or 2**31)
         if known and math.isfinite(np.add.reduce(logprobs)) and len(logprobs) == len(tokens):
             self.senseless = 0

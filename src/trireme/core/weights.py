@@ -35,7 +35,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """As in safetensors ("F32")."""
+    """Named as in safetensors ("F32")."""
     shape: tuple[int, ...]
     bucket: int
     """Number of the bucket."""
@@ -81,7 +81,7 @@ class Canary:
 
 @dataclass(frozen=True)
 class WeightsManifest:
-    """What is published: one version, without its bytes."""
+    """Describes what is published: one version, without its bytes."""
 
     identity: WeightIdentity
     entries: tuple[TensorEntry, ...]

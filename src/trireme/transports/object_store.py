@@ -1,6 +1,6 @@
 """Weights travel through Ray's object store: rank 0 puts packed buckets there, each node fetches one copy of each.
 
-The source of a version is the tuple of its buckets' references. The bytes live as long as somebody holds it, so a
+The source of a version is the tuple of its buckets' references. The bytes live as long as a process holds it, so a
 replica that joins late and a commit read it too.
 """
 
