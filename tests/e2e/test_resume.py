@@ -265,7 +265,7 @@ class TestAsynchronous:
         assert done.returncode == 0, done.stdout + done.stderr
         assert "avg@2" in done.stdout
         numbers = json.loads(output.read_text())
-        assert numbers["identity"] == "1:0:as-loaded"
+        assert numbers["identity"].startswith(f"3:{LAST}:"), "the third attempt's weights"
         assert numbers["eval/sort/n"] == 32
         assert numbers["eval/sort/avg@2"] > 0.2, "the start of the quickstart has about .43"
         assert numbers["eval/sort/pass@1"] <= numbers["eval/sort/pass@2"]
@@ -354,7 +354,7 @@ class TestGoingBack:
         assert again.code == EXIT_OK, again.out
         assert "passed over" in again.out
         assert [row["step"] for row in again.rows] == list(range(10))
-        assert [row["attempt"] for row in again.rows[-2:]] == [3, 4]
+        assert again.rows[-2]["attempt"] == 3 < again.rows[-1]["attempt"]
         assert [commit.name for commit in CheckpointStore(root).commits()][-1] == "step_000010"
         parked = [path.parent.parent for path in root.glob("branches/*/checkpoints/step_000012")]
         assert [[row["step"] for row in rows_of(branch / "metrics.jsonl")] for branch in parked] == [[9, 10, 11]]
