@@ -36,3 +36,9 @@ def test_there_are_such_commands_and_scripts_exist() -> None:
     scripts = [part for command in COMMANDS for part in command if part.endswith(".py")]
     assert scripts
     assert [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_source_files_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`(?:src/)?((?:trireme|trainer|orchestrator|inference)/[a-z_/]+(?:\.py|/))`", page.read_text())
+    assert [path for path in named if not (ROOT / "src" / path).exists()] == []
