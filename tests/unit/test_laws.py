@@ -148,6 +148,11 @@ def test_a_stray_import_is_refused_in_every_package(tmp_path: Path) -> None:
     assert {stray for stray in strays if stray not in checked.stdout} == set(), checked.stdout + checked.stderr
 
 
+def test_no_docstring_begins_with_a_fragment() -> None:
+    """A docstring says what the thing does, in a sentence."""
+    assert structure.forbidden_docstrings(MODULES) == []
+
+
 def test_no_public_class_name_stands_twice() -> None:
     assert structure.repeated_classes(MODULES) == []
 
