@@ -137,7 +137,7 @@ def test_a_synchronous_run_of_another_architecture_is_on_policy_at_any_temperatu
         tmp_path,
         *TINY,
         *("--model.name", str(model), "--trainer.shards", "1"),
-        *("--orchestrator.max-steps-off-policy", "0", "--inference.sampling.temperature", "0.7"),
+        *("--orchestrator.max-steps-off-policy", "0", "--inference.sampling.temperature", "1.3"),
         *("--trainer.num-substeps", "2", "--trainer.num-minibatches", "2", "--trainer.learning-rate", "1e-6"),
     )
     assert ended.code == EXIT_OK, ended.out
