@@ -40,7 +40,7 @@ def seconds_of(batch: TokenBatch) -> float:
     function, config = resolve_loss("ppo", {})
     p = torch.full((len(batch), TOKENS // len(batch)), -0.5, requires_grad=True)
     started = time.perf_counter()
-    layout = Rows.of(batch.offsets, range(len(batch)))
+    layout = Rows(batch.offsets, range(len(batch)))
     rows = {name: torch.from_numpy(layout.pad(column)) for name, column in batch.columns.items()}
     loss, _ = function(p, rows, config)
     monitors(p, rows)

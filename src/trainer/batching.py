@@ -150,52 +150,41 @@ def plan(
     return [micro_M + [filler] * (most - len(micro_M)) for micro_M in micro_R]
 
 
-@dataclass(frozen=True)
 class Rows:
-    """The places of the tokens of some datums when each is a row of a rectangle, padded on the right."""
+    """The places of the tokens of some datums when each is a row of a rectangle, padded on the right.
 
-    index: npt.NDArray[np.int64]
-    """[rows, longest], into the batch's tokens."""
-    there: npt.NDArray[np.bool_]
-    """[rows, longest], False at the padding."""
+    `index` int64 [rows, longest], into the batch's tokens; `there` bool [rows, longest], False at the padding.
+    """
 
-    @classmethod
-    def of(cls, offsets: npt.NDArray[np.int64], datums: Sequence[int]) -> Rows:
+    def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int]) -> None:
         chosen = np.asarray(datums, np.int64)
         starts, lengths = offsets[chosen], offsets[chosen + 1] - offsets[chosen]
         place = np.arange(lengths.max())
-        there = place < lengths[:, None]
-        return cls((starts[:, None] + place) * there, there)
+        self.there = place < lengths[:, None]
+        self.index = (starts[:, None] + place) * self.there
 
     def pad(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Returns a [T] column as [rows, longest], 0 at the padding."""
         return np.where(self.there, values[self.index], values.dtype.type(0))
 
 
-@dataclass(frozen=True)
 class Packed:
-    """The places of the tokens of some datums when they follow each other in one row."""
+    """The places of the tokens of some datums when they follow each other in one row.
 
-    index: npt.NDArray[np.int64]
-    """[T], into the batch's tokens."""
-    positions: npt.NDArray[np.int64]
-    """[T], within the datum."""
-    datum: npt.NDArray[np.int64]
-    """[T], which of the datums."""
-    starts: npt.NDArray[np.int32]
-    """[datums + 1], into the packed tokens."""
-    rows: Rows
-    """Places of these datums as rows, in the packed tokens."""
+    For each token, int64 [T]: `index` into the batch's tokens, `positions` within the datum, and `datum`, which of the
+    datums it belongs to. `starts` int32 [datums + 1], into the packed tokens. `rows`: these datums as rows, in the
+    packed tokens.
+    """
 
-    @classmethod
-    def of(cls, offsets: npt.NDArray[np.int64], datums: Sequence[int]) -> Packed:
+    def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int]) -> None:
         chosen = np.asarray(datums, np.int64)
         lengths = offsets[chosen + 1] - offsets[chosen]
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-        index = np.repeat(offsets[chosen], lengths) + positions
-        datum = np.repeat(np.arange(len(chosen)), lengths)
-        return cls(index, positions, datum, starts.astype(np.int32), Rows.of(starts, range(len(chosen))))
+        self.starts = starts.astype(np.int32)
+        self.positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+        self.index = np.repeat(offsets[chosen], lengths) + self.positions
+        self.datum = np.repeat(np.arange(len(chosen)), lengths)
+        self.rows = Rows(starts, range(len(chosen)))
 
 
 @dataclass(frozen=True)

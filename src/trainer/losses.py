@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,20 +57,6 @@ CustomLoss = Callable[[Sequence[Datum], Sequence["Tensor"]], tuple["Tensor", Map
 """Takes the datums and the log-probabilities of their targets (float32 [T] each); returns the loss and metrics."""
 
 
-@dataclass(frozen=True)
-class _Ratios:
-    """The ratios from which all ratio losses start."""
-
-    mask: Tensor
-    """After masking by ratio."""
-    log: Tensor
-    """p - q, 0 where `mask` is 0."""
-    ratio: Tensor
-    """After truncation."""
-    metrics: Metrics
-    """How many tokens were masked and truncated."""
-
-
 def _log(ratio: float) -> float:
     return math.log(ratio) if ratio > 0 else -math.inf
 
@@ -80,19 +66,25 @@ def _only(values: Tensor, mask: Tensor) -> Tensor:
     return values.where(mask != 0, values.new_zeros(()))
 
 
-def _ratios(p: Tensor, columns: Columns, config: Mapping[str, float], per_sequence: bool = False) -> _Ratios:
-    mask = columns["mask"]
-    log = _only(p - columns["logprobs"], mask)
-    low, high = _log(config["mask_ratio_low"]), _log(config["mask_ratio_high"])
-    outside = (log.detach() < low) | (log.detach() > high)
-    mask = mask.masked_fill(outside, 0.0)
-    log = _only(log, mask)
-    counted = mask != 0
-    if per_sequence:
-        log = _only((log.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)).expand_as(log), mask)
-    excess = (log.detach() - _log(config.get("max_ratio", math.inf))).clamp(min=0.0)
-    metrics = {"ratio_masked_frac:sum": float(outside.sum()), "truncated_frac:sum": float((excess > 0).sum())}
-    return _Ratios(mask, log, (log - excess).exp(), metrics)
+class _Ratios:
+    """The ratios from which all ratio losses start.
+
+    `mask` after masking by ratio; `log` = p - q, 0 where `mask` is 0; `ratio` after truncation; `metrics` count the
+    tokens that were masked and truncated.
+    """
+
+    def __init__(self, p: Tensor, columns: Columns, config: Mapping[str, float], per_sequence: bool = False) -> None:
+        log = _only(p - columns["logprobs"], columns["mask"])
+        low, high = _log(config["mask_ratio_low"]), _log(config["mask_ratio_high"])
+        outside = (log.detach() < low) | (log.detach() > high)
+        self.mask = columns["mask"].masked_fill(outside, 0.0)
+        log = _only(log, self.mask)
+        if per_sequence:
+            count = (self.mask != 0).sum(-1, keepdim=True).clamp(min=1)
+            log = _only((log.sum(-1, keepdim=True) / count).expand_as(log), self.mask)
+        excess = (log.detach() - _log(config.get("max_ratio", math.inf))).clamp(min=0.0)
+        self.log, self.ratio = log, (log - excess).exp()
+        self.metrics = {"ratio_masked_frac:sum": float(outside.sum()), "truncated_frac:sum": float((excess > 0).sum())}
 
 
 def _clamp(ratio: Tensor, columns: Columns, config: Mapping[str, float]) -> Tensor:
@@ -118,23 +110,23 @@ def cross_entropy(p: Tensor, columns: Columns, config: Mapping[str, float]) -> t
 
 def importance_sampling(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
     """sum -m r A: the gradient of the expected advantage under the sampler, corrected by the ratio."""
-    r = _ratios(p, columns, config)
+    r = _Ratios(p, columns, config)
     return -(r.mask * r.ratio * _only(columns["advantages"], r.mask)).sum(), r.metrics
 
 
 def ppo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
     """sum -m min(r A, clamp(r, lo, hi) A)."""
-    return _clipped_sum(_ratios(p, columns, config), columns, config)
+    return _clipped_sum(_Ratios(p, columns, config), columns, config)
 
 
 def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
     """ppo where each token has the geometric mean ratio of its sequence."""
-    return _clipped_sum(_ratios(p, columns, config, per_sequence=True), columns, config)
+    return _clipped_sum(_Ratios(p, columns, config, per_sequence=True), columns, config)
 
 
 def cispo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
     """sum -m sg(clamp(r, lo, hi)) p A: every token keeps a gradient, whatever its ratio."""
-    r = _ratios(p, columns, config)
+    r = _Ratios(p, columns, config)
     ratio = r.ratio.detach()
     weight = _clamp(ratio, columns, config)
     cut = ((weight != ratio) & (r.mask != 0)).sum()
@@ -144,7 +136,7 @@ def cispo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Ten
 
 def dro(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
     """sum -m (p A - beta/2 (p - q)^2)."""
-    r = _ratios(p, columns, config)
+    r = _Ratios(p, columns, config)
     gain = _only(p, r.mask) * _only(columns["advantages"], r.mask)
     return -(r.mask * (gain - config["beta"] / 2 * r.log.square())).sum(), r.metrics
 

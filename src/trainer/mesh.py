@@ -30,6 +30,7 @@ class Mesh:
 
     def __init__(self, config: CommonConfig, rank: int, store: dist.Store, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, config.trainer.processes, device
+        self.is_first = rank == 0  # reads models, publishes weights and has the results of collectives
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -44,11 +45,6 @@ class Mesh:
         self.dp_size, self.dp_rank = self.fsdp.size(), 0
         for name in dp:
             self.dp_rank = self.dp_rank * sizes[name] + mesh.get_local_rank(name)
-
-    @property
-    def is_first(self) -> bool:
-        """True on the one rank that reads models, publishes weights and has the results of collectives."""
-        return self.rank == 0
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrites `tensor` with that of the first rank. Collective."""

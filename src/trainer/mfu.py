@@ -15,15 +15,7 @@ import torch
 
 from trireme.config.model_facts import ModelFacts
 
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "A10G": 70.0,
-}
+PEAK_TFLOPS = {"B200": 2250, "H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "A10G": 70}
 """Dense products in bfloat16, 10^12 operations per second, from NVIDIA's data sheets, by a part of the device's name;
 the first match counts."""
 

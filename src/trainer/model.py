@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,47 +34,27 @@ from trireme.plan.memory import ModelMemory
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True)
 class Sharding:
-    """The way in which models are held and computed."""
+    """The way in which models are held and computed.
 
-    mesh: Mesh
-    dtype: torch.dtype
-    """Dtype in which the model computes and is published."""
-    master: torch.dtype
-    """Dtype of the trained weights."""
-    attention: str
-    """Name of the attention function."""
-    kept_tokens: int | None
-    """A layer that gets more tokens keeps only its input, and is computed again in the backward pass."""
-    compiled: bool
-    whole: bool
-    """Layers stay gathered between micro-batches (`accumulating`)."""
-    offload: OffloadPolicy
+    `dtype` is that in which the model computes and is published: with dtype auto, bfloat16 on GPUs and float32 on CPUs.
+    `packed`: rows are packed; with packing auto, where there is a kernel for it.
+    """
 
-    @classmethod
-    def of(cls, config: CommonConfig, facts: ModelFacts, mesh: Mesh) -> Sharding:
-        """Reads the configuration. With dtype auto, GPUs compute in bfloat16 and CPUs in float32; with packing auto,
-        rows are packed where there is a kernel for it."""
+    def __init__(self, config: CommonConfig, facts: ModelFacts, mesh: Mesh) -> None:
         options, on_gpus = config.trainer, mesh.device.type == "cuda"
-        dtype = DTYPES[("bfloat16" if on_gpus else "float32") if config.model.dtype == "auto" else config.model.dtype]
-        memory = ModelMemory(facts, dtype.itemsize, on_gpus=on_gpus)
-        attention = "sdpa" if config.model.attn == "auto" else config.model.attn
-        packed = options.packing == "auto" and config.model.attn == "auto" and has_kernel(mesh.device, dtype)
-        return cls(
-            mesh=mesh,
-            dtype=dtype,
-            master=DTYPES[options.master_dtype],
-            attention=PACKED if packed or options.packing == "packed" else attention,
-            kept_tokens=memory.kept_tokens(options.checkpointing),
-            compiled=options.compile,
-            whole=memory.stays_whole,
-            offload=CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy(),
-        )
-
-    @property
-    def packed(self) -> bool:
-        return self.attention == PACKED
+        dtype, attention = config.model.dtype, config.model.attn
+        self.dtype = DTYPES[("bfloat16" if on_gpus else "float32") if dtype == "auto" else dtype]
+        self._mesh, self._master, self._compiled = mesh, DTYPES[options.master_dtype], options.compile
+        auto = options.packing == "auto" and attention == "auto" and has_kernel(mesh.device, self.dtype)
+        self.packed = auto or options.packing == "packed"
+        whole_rows = "sdpa" if attention == "auto" else attention
+        self._attention = PACKED if self.packed else whole_rows
+        memory = ModelMemory(facts, self.dtype.itemsize, on_gpus=on_gpus)
+        # A layer that gets more tokens keeps only its input, and is computed again in the backward pass.
+        self._kept_tokens = memory.kept_tokens(options.checkpointing)
+        self._whole = memory.stays_whole  # layers stay gathered between micro-batches (`accumulating`)
+        self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()
 
     def shard_model(self, name: str, weights: str, lora: LoraConfig | None = None, seed: int = 0) -> PreTrainedModel:
         """Returns the model `name` with the values of `weights` (a directory or a name on the hub), sharded over all
@@ -85,14 +64,14 @@ class Sharding:
         other is made whole on the device, filled from the first rank, and sharded, so no device holds more than one
         whole layer (the root, with embeddings and head, counts as one).
         """
-        source = load_source(weights) if self.mesh.is_first else None
+        source = load_source(weights) if self._mesh.is_first else None
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(name), dtype=self.master, attn_implementation=self.attention
+                AutoConfig.from_pretrained(name), dtype=self._master, attn_implementation=self._attention
             )
         model.eval()  # no dropout: p must be the distribution that was sampled from
         if lora:
-            add_adapters(model, lora, self.dtype, self.master)
+            add_adapters(model, lora, self.dtype, self._master)
         tensors = {} if source is None else {**dict(source.named_parameters()), **dict(source.named_buffers())}
         if lora and tensors:
             tensors = start_values(model, tensors, seed)
@@ -115,7 +94,7 @@ class Sharding:
         """Allocates the unit's tensors on the device and fills them with the values of the first rank."""
         modules = list(_own_modules(unit))
         for module in modules:
-            module.to_empty(device=self.mesh.device, recurse=False)
+            module.to_empty(device=self._mesh.device, recurse=False)
         if isinstance(unit, PreTrainedModel):
             unit.tie_weights()  # to_empty has given tied parameters separate memory
         own = {id(t) for m in modules for t in [*m.parameters(recurse=False), *m.buffers(recurse=False)]}
@@ -123,19 +102,15 @@ class Sharding:
             if id(tensor) in own:
                 if tensors:
                     tensor.data.copy_(tensors[name])
-                self.mesh.broadcast(tensor.data)
+                self._mesh.broadcast(tensor.data)
 
     def _shard(self, unit: nn.Module) -> None:
+        dtype = None if self.dtype == self._master else self.dtype
         # The root's inputs are not cast: they are token ids, and temperatures, which must stay exact.
-        policy = MixedPrecisionPolicy(
-            None if self.dtype == self.master else self.dtype,
-            torch.float32,
-            cast_forward_inputs=not isinstance(unit, PreTrainedModel),
-        )
-        sharded = fully_shard(
-            unit, mesh=self.mesh.fsdp, mp_policy=policy, offload_policy=self.offload, reshard_after_forward=True
-        )
-        if self.mesh.dp_size > 1:  # alone there is nothing to average, and a division by 1 would be a copy
+        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=not isinstance(unit, PreTrainedModel))
+        mesh, offload = self._mesh.fsdp, self._offload
+        sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
+        if self._mesh.dp_size > 1:  # alone there is nothing to average, and a division by 1 would be a copy
             # Sum, do not average. Without the second line the factor 1 becomes a reduction that gloo does not have.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -143,10 +118,10 @@ class Sharding:
     def _wrap(self, layer: nn.Module) -> None:
         """Compiles a layer, and lets it be computed again in the backward pass. FSDP's hooks, which gather the layer's
         parameters, stay outside of both."""
-        if self.compiled:
+        if self._compiled:
             layer.forward = torch.compile(layer.forward)
-        if self.kept_tokens is not None:
-            layer.forward = partial(self.again_if_large, layer.forward, self.kept_tokens)
+        if self._kept_tokens is not None:
+            layer.forward = partial(self.again_if_large, layer.forward, self._kept_tokens)
 
     @staticmethod
     def again_if_large(forward: Callable[..., Any], kept_tokens: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -161,17 +136,17 @@ class Sharding:
         """Encloses the passes whose gradients add up. Gives a function to call before each pass; its argument says if
         that is the last.
 
-        A `whole` model stays gathered from pass to pass: gradients are added up whole and summed over ranks in the last
-        pass. At the end nothing is left gathered, also after an error.
+        Where memory allows (`ModelMemory.stays_whole`) the model stays gathered from pass to pass: gradients are added
+        up whole and summed over ranks in the last pass. At the end nothing is left gathered, also after an error.
         """
         units = _fsdp_units(model)
         root = units[0]
 
         def next_pass(last: bool) -> None:
-            root.set_requires_gradient_sync(last or not self.whole)
-            root.set_reshard_after_backward(last or not self.whole)
+            root.set_requires_gradient_sync(last or not self._whole)
+            root.set_reshard_after_backward(last or not self._whole)
 
-        root.set_reshard_after_forward(not self.whole)
+        root.set_reshard_after_forward(not self._whole)
         try:
             yield next_pass
         finally:

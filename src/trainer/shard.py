@@ -62,7 +62,7 @@ class Shard:
         assert facts is not None, "required"
         self._facts = facts
         self._mesh = Mesh(config, rank, store, self._device)
-        self._sharding = Sharding.of(config, facts, self._mesh)
+        self._sharding = Sharding(config, facts, self._mesh)
         self._peak_flops = peak_flops(self._device, self._sharding.dtype)
         lora, name = config.trainer.lora, config.model.name
         self._model = self._sharding.shard_model(name, name, lora if lora.on else None, config.lora_seed)
@@ -280,7 +280,7 @@ class Shard:
 
     def _rows(self, batch: TokenBatch, micro: MicroBatch) -> dict[str, Tensor]:
         """Returns inputs (`tokens`) and columns as [B, L] on the device; a filler's mask is 0 everywhere."""
-        layout, columns = Rows.of(batch.offsets, micro.datums), {**batch.columns, "tokens": batch.tokens}
+        layout, columns = Rows(batch.offsets, micro.datums), {**batch.columns, "tokens": batch.tokens}
         rows = {name: self._to_device(layout.pad(column)) for name, column in columns.items()}
         for name in ("mask", "weights"):
             if micro.filler and name in rows:
@@ -295,7 +295,7 @@ class Shard:
         if not self._sharding.packed:
             tokens, targets = rows["tokens"].long(), rows["target_tokens"].long()
             return token_logprobs(model, tokens, targets, self._to_device(temperatures)[:, None].expand(tokens.shape))
-        packed = Packed.of(batch.offsets, micro.datums)
+        packed = Packed(batch.offsets, micro.datums)
         columns = batch.tokens, batch.columns["target_tokens"]
         tokens, targets = (self._to_device(column[packed.index])[None].long() for column in columns)
         temperature, positions = self._to_device(temperatures[packed.datum]), self._to_device(packed.positions)

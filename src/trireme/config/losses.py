@@ -6,7 +6,7 @@ path, `package.module:function`; it reads the columns of rollouts, and its param
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -108,9 +108,9 @@ def _range_refusals(known: Mapping[str, Parameter], values: Mapping[str, float])
 
 
 def import_function(path: str) -> Callable[..., Any]:
-    """Imports the function `package.module:function`. Raises ImportError, AttributeError or TypeError."""
-    module, _, name = path.partition(":")
-    function = getattr(importlib.import_module(module), name)
+    """Imports the function `package.module:function`. Raises ImportError, AttributeError, TypeError or
+    ValueError."""
+    function = pkgutil.resolve_name(path)
     if not callable(function):
         raise TypeError(f"{path} is a {type(function).__name__}, not a function")
     return function
@@ -119,7 +119,7 @@ def import_function(path: str) -> Callable[..., Any]:
 def _import_refusals(path: str) -> Iterator[Refusal]:
     try:
         import_function(path)
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         yield Refusal(
             f"the loss {path} ({error})",
             "package.module:function that this Python can import",

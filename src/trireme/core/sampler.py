@@ -45,41 +45,32 @@ class Sampler(Protocol):
 
         Raises RoomFailed when no replica can finish it.
         """
-        ...
 
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
         """Brings every live replica to `weights` while it samples. Raises WeightsRefused or RoomFailed."""
-        ...
 
     async def adopt(self, identity: WeightIdentity) -> None:
         """Labels the weights that the replicas loaded from disk as `identity`, in place of a first update. Raises
         RoomFailed."""
-        ...
 
     def acknowledged(self) -> dict[int, int]:
         """Returns {replica: version} for live replicas that have acknowledged one; empty before the first update."""
-        ...
 
     async def stats(self) -> dict[int, ReplicaStats]:
         """Returns {replica: utilisation}. A replica that cannot answer is used no more; raises RoomFailed when none is
         left."""
-        ...
 
     async def join(self, index: int, client: Any) -> None:
         """Adds replica `index`, new or in place of a lost one; `client` calls it. It takes the newest weights first, if
         any were published, and never during an update. Raises its failure."""
-        ...
 
     def leave(self, index: int, reason: str) -> None:
         """Removes replica `index`, which is dead; other replicas finish its requests."""
-        ...
 
     async def drain(self, index: int, timeout_s: float) -> None:
         """Gives replica `index` no new requests, and removes it when those in flight are finished, or after `timeout_s`
         seconds, when other replicas finish them from what they have."""
-        ...
 
     async def next_failure(self) -> tuple[int, str]:
         """Waits for the next replica that this sampler finds to have failed; returns its number and the reason. It is
         used no more."""
-        ...

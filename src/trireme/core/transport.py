@@ -49,7 +49,6 @@ class Sender(Protocol):
         """Sends the named tensors of one version; returns their table and the source. Collective: every rank calls it,
         and takes each unit once, in turn, because gathering a unit is collective too. Ranks other than 0 may return an
         empty table and None."""
-        ...
 
 
 class Receiver(Protocol):
@@ -58,7 +57,6 @@ class Receiver(Protocol):
     async def open(self, source: Any) -> Sequence[npt.NDArray[np.uint8]]:
         """Returns the buckets, uint8 arrays that may be read-only, when all their bytes are here. Raises when they
         cannot be had, for example because the sender is dead."""
-        ...
 
 
 class Transport(Protocol):

@@ -82,12 +82,10 @@ def test_a_rank_without_datums_runs_fillers():
 
 def test_padding_is_on_the_right():
     values, offsets = np.arange(1, 7, dtype=np.int32), np.array([0, 3, 4, 6])
-    assert Rows.of(offsets, (1, 0)).pad(values).tolist() == [[4, 0, 0], [1, 2, 3]]
-    assert Rows.of(offsets, (2,)).pad(values).tolist() == [[5, 6]]
-    assert Rows.of(offsets, (2,)).pad(values).dtype == np.int32
-    assert Rows.of(offsets, (1, 0)).pad(np.full(6, np.nan, np.float32))[0, 1] == 0, (
-        "padding is 0, whatever is elsewhere"
-    )
+    assert Rows(offsets, (1, 0)).pad(values).tolist() == [[4, 0, 0], [1, 2, 3]]
+    assert Rows(offsets, (2,)).pad(values).tolist() == [[5, 6]]
+    assert Rows(offsets, (2,)).pad(values).dtype == np.int32
+    assert Rows(offsets, (1, 0)).pad(np.full(6, np.nan, np.float32))[0, 1] == 0, "padding is 0, whatever is elsewhere"
 
 
 @cases
@@ -147,7 +145,7 @@ def test_packing_fills_what_rows_leave_empty():
 def test_packed_tokens_return_to_rows():
     offsets = np.array([0, 2, 5, 6])
     tokens = np.array([10, 11, 20, 21, 22, 30])
-    packed = Packed.of(offsets, (1, 2, 0))
+    packed = Packed(offsets, (1, 2, 0))
     assert tokens[packed.index].tolist() == [20, 21, 22, 30, 10, 11]
     assert packed.positions.tolist() == [0, 1, 2, 0, 0, 1]
     assert packed.datum.tolist() == [0, 0, 0, 1, 2, 2]
