@@ -108,7 +108,7 @@ def matrix(args: argparse.Namespace) -> bool:
 
 
 def run_one(cell: Cell) -> dict[str, Any]:
-    """What became of one cell. `failure`: what was not as it should be, None when nothing was."""
+    """The result of one cell. `failure`: what was wrong; None if everything was whole."""
     place, began, failure = Path(tempfile.mkdtemp(prefix="chaos-")), time.monotonic(), None
     try:
         assert_whole(run_cell(place, cell))
@@ -153,7 +153,7 @@ def put_into_docs(file: Path, sends: str, found: str) -> None:
 
 
 def table_in(file: Path, sends: str) -> tuple[str, str, str]:
-    """What stands before that table, the table, and what stands behind it."""
+    """Returns the text before that table, the table, and the text after it."""
     before, begin, rest = file.read_text().partition(f"<!-- matrix {sends} -->\n")
     found, end, after = rest.partition("<!-- end -->")
     if not end:
@@ -182,7 +182,7 @@ class Memory:
                     continue
 
     def lines(self) -> list[str]:
-        """Of each process that lived long enough, MiB at its end and the slope over the second half of its life."""
+        """Returns MiB at the end, and the slope over the second half of its life, for each process that lived long enough."""
         lines = []
         for (name, pid), points in sorted(self.seen.items()):
             steps, sizes = zip(*points[len(points) // 2 :], strict=True)
@@ -253,7 +253,7 @@ def long_run(
 
 
 def steps_done(metrics: Path) -> int:
-    """How many whole rows are there: the last may be about to be written."""
+    """Returns the number of whole rows; the last one may be incomplete."""
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: commands run one at a time and watched, CPU seconds per process, the printed result."""
+"""Shared by the benchmarks: runs commands one at a time, counts CPU seconds per process, prints the result."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def titled(process: psutil.Process) -> str:
-    """Who a process is, by its title."""
+    """Returns the part of the system that a process is, by its title."""
     line = " ".join(process.cmdline()) or process.name()
     return next((room for part, room in ROOMS if part in line), f"other ({process.name()})")
 
 
 def room_of(process: psutil.Process) -> str:
-    """Who a process below the driver is. A forked engine bears the title of the replica that it is a child of."""
+    """Returns the part that a descendant of the driver is. A forked engine has the title of its parent, the replica."""
     room, parent = titled(process), process.parent()
     return "engine core" if room == "replica actor" and parent and titled(parent) == room else room
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of overlap share: runs of the counting task, and each room on a core of its own."""
+"""Shared by the benchmarks of overlap: runs of the counting task, with a core for each room."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIN_S = 10.0
 
 @dataclass(frozen=True)
 class Task:
-    """How large the model is, what a step consists of, and how long prompts and answers are (`counting`). A replica
+    """Sizes of the model, of a step, and of prompts and answers (`counting`). A replica
     decodes `sequences` at once."""
 
     hidden: int
@@ -111,7 +111,7 @@ def affinity(thread: int) -> set[int] | None:
 
 @dataclass(frozen=True)
 class Rate:
-    """What some seconds brought: finished rollouts and the tokens of their answers."""
+    """Finished rollouts and the tokens of their answers within some seconds."""
 
     seconds: float
     rollouts: float
@@ -119,7 +119,7 @@ class Rate:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Mapping[str, Any]], first: int, last: int) -> Rate:
-        """Of the steps `first` to `last` of a run."""
+        """Counts the steps `first` to `last` of a run."""
         steps = rows[first : last + 1]
         seconds = steps[-1]["time/unix"] - rows[first - 1]["time/unix"]
         return cls(seconds, sum(r["perf/rollouts"] for r in steps), sum(r["perf/tokens"] for r in steps))

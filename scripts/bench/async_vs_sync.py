@@ -54,7 +54,7 @@ def step_s(measured: RunMeasured) -> dict[str, float]:
 
 
 def detail_of(runs: Sequence[RunMeasured]) -> dict[str, Any]:
-    """What lies behind the rate of one mode."""
+    """Details of the rate of one mode."""
     rates = [rate_of(run) for run in runs]
     last = [measured_rows(run)[-1] for run in runs]
     return {

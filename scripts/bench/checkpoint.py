@@ -1,4 +1,4 @@
-"""What a commit costs the trainer: 100 million parameters with AdamW, sharded over two processes.
+"""Measures the cost of a commit for the trainer: 100 million parameters with AdamW, sharded over two processes.
 
     python scripts/bench/checkpoint.py [--repeats 25] [--steps 2] [--directory DIR]
 

@@ -1,4 +1,4 @@
-"""How long generation stands still when new weights come: a bf16 model of 100 million parameters, requests in flight.
+"""Measures how long generation stands still for an update: a bf16 model of 100 million parameters, requests in flight.
 
     python scripts/bench/inflight_update.py [--updates 200] [--requests 16] [--on-update recompute_kv]
 
@@ -64,7 +64,7 @@ class Bucket:
 
 @dataclass
 class Measured:
-    """Of each update: seconds, tokens and MiB."""
+    """Seconds, tokens and MiB of each update."""
 
     wait_s: list[float] = field(default_factory=list)
     pause_s: list[float] = field(default_factory=list)
@@ -108,7 +108,7 @@ def bare_reload(worker: Any, pickled_files: bytes) -> float:
 
 @dataclass
 class Steps:
-    """When each step's tokens came, and how many."""
+    """Records when each step's tokens arrive, and how many."""
 
     at: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -235,7 +235,7 @@ def config(model: Path, requests: int, on_update: str) -> Config:
 
 
 def measure(cfg: Config, requests: int, updates: int) -> tuple[Measured, float, int]:
-    """What was measured, the median step in seconds, and the bytes of one version."""
+    """Returns the measurements, the median step in seconds, and the bytes of one version."""
     from inference.worker import WorkerExtension
 
     WorkerExtension.bare_reload = bare_reload  # type: ignore[attr-defined]  # the engine is forked from here
@@ -272,7 +272,7 @@ def results(measured: Measured, step_s: float, nbytes: int, on_update: str) -> l
 
 
 def memory_result(memory_mib: list[float]) -> Result:
-    """Whether memory stays flat: the slope of a line through all but the first quarter."""
+    """Returns the growth of memory: the slope of a line through all but the first quarter."""
     fitted = np.asarray(memory_mib[len(memory_mib) // 4 :])
     slope = float(np.polyfit(np.arange(len(fitted)), fitted, 1)[0])
     return Result(

@@ -25,7 +25,7 @@ TARGET = 1 / 8
 
 
 def whole(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """As one writes it without thinking of memory."""
+    """Computes log-probabilities in the plain way, with all logits in memory."""
     logits = (hidden @ weight.T) / temperature[:, None]
     return torch.log_softmax(logits, -1).gather(-1, targets[:, None]).squeeze(-1)
 

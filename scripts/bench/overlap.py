@@ -1,4 +1,4 @@
-"""How near an asynchronous run comes to the slower of its two stages.
+"""Measures how close an asynchronous run comes to the speed of its slower stage.
 
     python scripts/bench/overlap.py [--steps 8] [--alone 4]
 
@@ -84,7 +84,7 @@ class Generation:
             self.tokens += len(sampled.tokens)
 
     def end(self) -> None:
-        """What is in flight is finished, nothing else is begun."""
+        """Finishes the requests in flight and starts no others."""
         self._ended = True
 
 

@@ -1,4 +1,4 @@
-"""How long it takes to deal a large batch out to 64 ranks, and how unequal their work is afterwards.
+"""Measures how long it takes to distribute a large batch over 64 ranks, and how unequal their work is.
 
     python scripts/bench/packing.py [--repeats 9]
 

@@ -1,4 +1,4 @@
-"""How many rollouts a second the whole orchestrator gets through, when the replica answers at once.
+"""Measures how many rollouts per second the whole orchestrator processes when the replica answers immediately.
 
     python scripts/bench/pipeline.py [--only at_once|ray|in_flight] [--steps 60] [--repeats 3] [--profile]
 
@@ -111,7 +111,7 @@ class ReadyAnswers:
 
 
 class ReadyActor(ReadyAnswers):
-    """The same as an actor, which speaks as `inference.actor.ReplicaActor` does: answers that are there go together."""
+    """The same replica as an actor with the interface of `inference.actor.ReplicaActor`: finished answers travel together."""
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, SampledSequence]]]:  # type: ignore[override]
         yield [each async for each in super().sample(requests)]
@@ -154,7 +154,7 @@ def make_pipeline(client: Any, groups: int, steps: int, flags: Sequence[str] = (
 
 
 async def drive(pipeline: Pipeline, steps: int) -> None:
-    """What a driver asks of the orchestrator."""
+    """Calls the orchestrator as a driver does."""
     await pipeline.update_weights(published(0))
     for step in range(steps):
         await pipeline.next_minibatch(step, 0)

@@ -1,4 +1,4 @@
-"""How long the quickstart takes to its first completed step, compared with one bare vLLM start on the same machine.
+"""Measures the time of the quickstart to its first completed step, and compares it with a bare vLLM start on the same machine.
 
     python scripts/bench/quickstart.py [--repeats 3] [--steps 20] [--full] [--replicas N]
 
@@ -93,13 +93,13 @@ def median_rates(runs: Sequence[RunMeasured]) -> dict[str, float]:
 
 
 def byte_code_is_compiled() -> bool:
-    """Whether vLLM was compiled at install; without it every process compiles all that it imports again."""
+    """Returns True if vLLM was compiled to byte code at install; else every process compiles all that it imports."""
     spec = importlib.util.find_spec("vllm")
     return spec is not None and Path(str(spec.cached)).exists()
 
 
 def start_detail(runs: Sequence[RunMeasured], bares: Sequence[BareMeasured]) -> dict[str, Any]:
-    """What lies behind the ratio: every repeat, the warm-up apart, and the CPU seconds of the median run."""
+    """Details of the ratio: every repeat, the warm-up separately, and the CPU seconds of the median run."""
     middle = sorted(runs[1:], key=lambda run: run.first_step_s)[len(runs[1:]) // 2]
     return {
         "first_step_s": [round(run.first_step_s, 2) for run in runs[1:]],

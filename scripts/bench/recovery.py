@@ -1,4 +1,4 @@
-"""What the loss of a replica, and of a shard, costs a run.
+"""Measures the cost of losing a replica and a shard.
 
     python scripts/bench/recovery.py [--repeats 3]
 
@@ -97,7 +97,7 @@ class Run:
     log: Path
 
     def wait_for(self, what: str, found: Callable[[], Any]) -> Any:
-        """What `found` gives as soon as it gives something."""
+        """Waits until `found` returns a value, and returns it."""
         deadline = time.monotonic() + DEADLINE_S
         while not (value := found()):
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -179,7 +179,7 @@ def logs(run: Run) -> Path:
 
 
 def has_imported(run: Run) -> bool:
-    """Whether there is a spare that only waits."""
+    """Returns True if a spare has started and waits."""
     log = logs(run) / "inference_spare.log"
     return log.exists() and "is a spare" in log.read_text()
 
@@ -196,7 +196,7 @@ def spread(run: Run) -> None:
 
 
 def first_request(run: Run, after: float) -> float | None:
-    """When replica 0 had a request in flight again, in seconds since 1970."""
+    """Returns when replica 0 had a request in flight again, in seconds since 1970."""
     counted = (event for event in run.trace("inference_0") if event["ph"] == "C" and event["args"]["number"])
     return next((at for event in counted if (at := event["ts"] / 1e6) > after), None)
 
@@ -227,7 +227,7 @@ def lose_shard() -> Shard:
 
 
 def spans(run: Run, part: str, name: str) -> list[dict[str, Any]]:
-    """Of the second attempt."""
+    """Returns the times of the second attempt."""
     return [event for event in run.trace(part, attempt=2) if event["ph"] == "X" and event["name"] == name]
 
 

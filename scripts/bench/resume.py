@@ -1,4 +1,4 @@
-"""What a resume takes beyond a start: from the command to the first completed step, fresh and resumed in turn.
+"""Measures how much longer a resume takes than a start: from the command to the first completed step, alternately.
 
     python scripts/bench/resume.py [--repeats 3]
 

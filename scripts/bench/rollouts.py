@@ -1,4 +1,4 @@
-"""How many turns a second the orchestrator gets through with 10,000 rollouts of three turns at once.
+"""Measures how many turns per second the orchestrator processes with 10,000 rollouts of three turns in flight.
 
     python scripts/bench/rollouts.py [--rollouts 10000] [--repeats 3] [--rounds 3]
 
