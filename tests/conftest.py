@@ -99,7 +99,7 @@ class Costs:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
-        self.spent = self.spent or self.meter.read()  # imports and collection are nobody's
+        self.spent = self.spent or self.meter.read()  # imports and collection count for no test
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -129,7 +129,7 @@ class Costs:
 
 
 def calibrate() -> float:
-    """CPU seconds of a fixed piece of work, half in Python and half in numpy: about 1 on the host of the benchmarks."""
+    """CPU seconds of a fixed piece of work, half in Python and half in numpy: 0.6 to 2 on a rented core."""
     begin = process_time()
     total = 0
     for number in range(9_500_000):
