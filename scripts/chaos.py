@@ -182,7 +182,7 @@ class Memory:
                     continue
 
     def lines(self) -> list[str]:
-        """Returns MiB at the end, and the slope over the second half of its life, for each process that lived long enough."""
+        """Returns MiB at the end and the slope over the second half of life, for each long-lived process."""
         lines = []
         for (name, pid), points in sorted(self.seen.items()):
             steps, sizes = zip(*points[len(points) // 2 :], strict=True)

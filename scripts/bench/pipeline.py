@@ -111,7 +111,7 @@ class ReadyAnswers:
 
 
 class ReadyActor(ReadyAnswers):
-    """The same replica as an actor with the interface of `inference.actor.ReplicaActor`: finished answers travel together."""
+    """The replica as an actor, with the interface of `inference.actor.ReplicaActor`: answers travel together."""
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, SampledSequence]]]:  # type: ignore[override]
         yield [each async for each in super().sample(requests)]

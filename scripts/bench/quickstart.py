@@ -1,4 +1,4 @@
-"""Measures the time of the quickstart to its first completed step, and compares it with a bare vLLM start on the same machine.
+"""Compares the quickstart's time to its first completed step with a bare vLLM start on the same machine.
 
     python scripts/bench/quickstart.py [--repeats 3] [--steps 20] [--full] [--replicas N]
 

@@ -224,7 +224,7 @@ def run_cell(place: Path, cell: Cell, flags: Sequence[str] = CHAOS) -> Ended:
 
 
 def successors_serve(root: Path) -> bool:
-    """Whether all replicas serve, and one of them is not the first in its place."""
+    """Returns True if all replicas serve, and one of them is a successor."""
     status = Status.read(root)
     replicas = [part for part in status.parts if part.room == "inference"] if status else []
     return all(part.health == PartHealth.HEALTHY for part in replicas) and any(part.restarts for part in replicas)

@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 def ask(address: str, expression: str, expected: object) -> bool:
-    """Whether a driver of its own that connects to the cluster finds `expression` to be `expected` within 10 s."""
+    """True if a separate driver that connects to the cluster finds `expression` to be `expected` within 10 s."""
     code = (
         "import ray, sys, time\n"
         f"ray.init(address={address!r}, log_to_driver=False)\n"

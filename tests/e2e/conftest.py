@@ -1,4 +1,4 @@
-"""What end-to-end tests of several modules share: a small Ray cluster, and a run to which nothing happens."""
+"""Fixtures of several modules of end-to-end tests: a small Ray cluster, and an undisturbed run."""
 
 import fcntl
 import os

@@ -217,7 +217,7 @@ def health(room: Room) -> Any:
 
 
 def asked_of(room: Room, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[SampleRequest]]:
-    """What the router asks replicas for from now on, by the first tokens of the prompt."""
+    """Records what the router asks replicas for from now on, by the first tokens of the prompt."""
     asked: dict[tuple[int, ...], list[SampleRequest]] = {}
     plain = room.router._on_the_wire  # type: ignore[attr-defined]
 

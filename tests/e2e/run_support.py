@@ -133,7 +133,7 @@ class Running:
         self.process.wait(60)
 
     def files_left(self) -> set[str]:
-        """What lies in the directory for temporary files, which is then removed."""
+        """Returns the contents of the directory for temporary files, and removes it."""
         files = set(os.listdir(self.temporary))
         shutil.rmtree(self.temporary)
         return files

@@ -28,7 +28,7 @@ SIZES = ["--trainer.shards", "2", "--trainer.gpus-per-node", "2", "--max-steps",
 
 @dataclass
 class Told:
-    """What another terminal is told while the run goes on."""
+    """Returns what another terminal prints while the run continues."""
 
     second: Ended
     up: list[str]

@@ -1,4 +1,4 @@
-"""What is different in an engine process from what vLLM would do by itself, and that it still would."""
+"""An engine process differs from what vLLM would do by itself, and vLLM would still do that."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def run(name: str, directory: Path, *flags: str) -> tuple[str, list[dict[str, Any]]]:
-    """What an example prints, and the rows that it writes. Nothing that it started is left."""
+    """Returns the output of an example and the rows that it writes. Checks that no process of it is left."""
     mark = f"TRIREME_TEST_MARK={uuid.uuid4().hex}"
     shm = set(os.listdir("/dev/shm"))
     ended = subprocess.run(

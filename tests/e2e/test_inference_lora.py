@@ -250,7 +250,7 @@ def test_adapters_of_another_base_are_refused(rooms: dict[str, AdapterRoom]) -> 
 
 
 def test_a_scale_that_was_not_published_is_refused(rooms: dict[str, AdapterRoom]) -> None:
-    """By the canary, if the digest is made to agree."""
+    """The canary refuses it, if the digest is made to agree."""
     room = rooms["everywhere"]
     room.next_weights()
     strange = room.publish(len(room.models) - 1, Adapter(base_digest(str(room.base)), 8, 20.0))

@@ -178,7 +178,7 @@ def test_an_environment_that_holds_the_event_loop_for_ever(tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_an_environment_that_leaks_until_its_process_is_killed(tmp_path: Path) -> None:
-    """As the kernel does it, of the process that has most. Its successor begins with nothing, and goes on."""
+    """The kernel kills the process with the most memory. Its successor starts afresh, and the run continues."""
     environ = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
     flags = [*CHAOS, "--env.id", "leaky_env:LeakySort", "--cluster.max-restarts", "100"]
     killed = 0

@@ -55,7 +55,7 @@ def test_a_commit_goes_on_bit_for_bit(whole: Ended, tmp_path: Path) -> None:
 
 
 def test_a_commit_holds_adapters_that_vllm_and_peft_open(whole: Ended) -> None:
-    """By vLLM's own loader of adapter directories, which `vllm serve --lora-modules` uses too."""
+    """vLLM's own loader, which `vllm serve --lora-modules` uses too, reads the directory."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

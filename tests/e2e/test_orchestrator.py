@@ -148,7 +148,7 @@ def test_an_evaluation_is_given_up_when_the_driver_is_in_a_hurry(model_dir: Path
 
 
 class GivenUp(Exception):
-    """What a driver's tick raises when a signal has come."""
+    """Stands for what a driver's tick raises after a signal."""
 
 
 def give_up() -> None:

@@ -173,7 +173,7 @@ LAST = 12
 
 
 def ctrl_c_after_step_6(line: str, process: subprocess.Popen[str]) -> None:
-    """As a terminal sends it: to the run's whole group of processes."""
+    """Sends the signal as a terminal does, to the run's whole group of processes."""
     if line.split()[:2] == ["step", f"6/{LAST}"]:
         os.killpg(process.pid, signal.SIGINT)
 
@@ -194,7 +194,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 
 class TestAsynchronous:
-    """What must hold of that run all the same."""
+    """Checks what must hold of that run in any case."""
 
     @pytest.fixture
     def ended(self, chain: Chain) -> Ended:
@@ -387,8 +387,8 @@ class TestGoingBack:
 
 
 def leveldb_records(content: bytes) -> Iterator[bytes]:
-    """Of a log in LevelDB's format (blocks of 32 KiB; each piece with checksum, length and kind before it), behind the
-    seven bytes that W&B puts first. The last may be torn."""
+    """Yields the records of a log in LevelDB's format (blocks of 32 KiB; each piece with checksum, length and kind
+    before it), behind the seven bytes that W&B puts first. The last may be torn."""
     block, header, place, whole = 2**15, 7, 7, b""
     while place + header <= len(content):
         if block - place % block < header:  # filled up with zeros

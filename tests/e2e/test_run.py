@@ -109,7 +109,7 @@ class TestTwoShardsTwoReplicas:
         assert all(span.args["floor"] <= span.args["versions"][0] for span in played)
 
     def assert_within(self, inner: list[Span], outer: list[Span]) -> None:
-        """What a shard does for a call of the driver is within the driver's wait for it: there is one clock."""
+        """All processes have one clock: a shard's work for a call lies within the driver's wait for it."""
         for one, other in zip(inner, outer, strict=True):
             assert one.end is not None
             assert other.end is not None

@@ -45,7 +45,7 @@ def group(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def pids(group: InferenceHandle) -> tuple[int, ...]:
-    """Of the replica: its actor and its engine."""
+    """Returns the process ids of the replica: its actor and its engine."""
     found: tuple[int, ...] = get(group.heartbeat_ref(0), who="the replica", timeout_s=START_S).pids
     return found
 

@@ -95,7 +95,7 @@ def test_an_actor_whose_making_raises_has_not_died() -> None:
 
 
 def test_ray_would_print_a_page_for_a_process_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as it does, and begins it with these words, `trireme.process.ray_cluster` keeps it from the console."""
+    """Ray prints this, and begins it with these words; `trireme.process.ray_cluster` keeps it from the console."""
     printed: Queue[dict[str, Any]] = Queue()
     monkeypatch.setattr(ray._private.worker, "print_to_stdstream", lambda data, ignore_prefix: printed.put(data))
     room = Room.remote()

@@ -31,7 +31,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def logprobs_in_float32(model: str, batch: TokenBatch) -> np.ndarray:
-    """By the Hugging Face model on the CPU, each datum alone."""
+    """Computes them with the Hugging Face model on the CPU, each datum alone."""
     policy, rows = AutoModelForCausalLM.from_pretrained(model), []
     for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
         logits = policy(torch.from_numpy(batch.tokens[start:end]).long()[None]).logits[0] / batch.temperatures[0]

@@ -55,8 +55,8 @@ STANDARD_NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated. Maps are by replica, but for `evaluation`, the section `eval` of the configuration. Problems
-    whose number is divisible by `failing` raise, by `constant` have equal rewards (0: none do)."""
+    """The scenario to simulate. Maps are by replica, except `evaluation`, the section `eval` of the configuration.
+    Problems whose number is divisible by `failing` raise, by `constant` have equal rewards (0: none do)."""
 
     policy: str = "requeue"
     max_steps_off_policy: int = 1
@@ -93,7 +93,7 @@ class Scenario:
     evaluation: Mapping[str, Any] = field(default_factory=dict)
 
     def is_reserved(self, index: int) -> bool:
-        """Whether replica `index` does nothing but evaluate: the last ones of those that there are at the start."""
+        """Returns True if replica `index` only evaluates: the last of those at the start do."""
         return self.replicas - self.evaluation.get("replicas", 0) <= index < self.replicas
 
     @property
@@ -190,7 +190,7 @@ class Problems(RLDataset):
 
     @staticmethod
     def number(problem: str) -> int:
-        """Of the id `epoch.batch.position`, in epoch 0."""
+        """Returns the number of the problem with the id `epoch.batch.position`, in epoch 0."""
         epoch, batch, position = map(int, problem.split("."))
         assert epoch == 0
         return PROBLEMS_PER_FILE * batch + position
@@ -304,7 +304,7 @@ class SimReplica:
             await asyncio.Event().wait()
 
     def _made(self, sequence: InFlight, start: int) -> Progress:
-        """What it has from token `start` on; at least one is still to come."""
+        """Returns the tokens from `start` on; at least one more will follow."""
         spans = [*sequence.spans, *self._uncounted(sequence)]
         return Progress(
             start,
@@ -396,7 +396,7 @@ def published(version: int) -> PublishedWeights:
 
 @dataclass
 class Outcome:
-    """What a simulated run leaves behind. `rows` are the orchestrator's rows of metrics, `seconds` virtual ones."""
+    """The result of a simulated run. `rows` are the orchestrator's rows of metrics, `seconds` virtual ones."""
 
     scenario: Scenario
     problems: Problems
@@ -480,7 +480,7 @@ async def _simulate(outcome: Outcome, router: type[Router]) -> None:
 
 @dataclass(frozen=True)
 class Supervision:
-    """What a supervisor does in a scenario."""
+    """Acts as the supervisor in a scenario."""
 
     pipeline: Pipeline
     outcome: Outcome

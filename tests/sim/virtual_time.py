@@ -52,7 +52,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, under a virtual clock that begins at 0."""
+    """Works as `asyncio.run`, under a virtual clock that begins at 0."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 

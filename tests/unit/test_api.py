@@ -1,4 +1,4 @@
-"""What a loop of one's own is configured with, and which actors it has. Rooms start in tests/e2e/test_examples.py."""
+"""The configuration and the actors of a user's own loop. Rooms start in tests/e2e/test_examples.py."""
 
 from __future__ import annotations
 

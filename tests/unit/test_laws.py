@@ -96,7 +96,7 @@ def test_every_option_has_a_reader() -> None:
 
 
 def test_every_oracle_is_tested_against() -> None:
-    """Of the exact numbers in tests/oracles none lies unused."""
+    """All exact numbers in tests/oracles are used."""
     import json
 
     oracles = json.loads((ROOT / "tests/oracles/vectors.json").read_text())

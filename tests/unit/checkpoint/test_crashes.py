@@ -39,7 +39,7 @@ def config(output_dir: Path, *flags: str) -> Config:
 
 @dataclass
 class Commit:
-    """What the world knows of a commit that was published, and not deleted by retention."""
+    """Describes a commit that was published and not deleted by retention."""
 
     step: int
     lineage: str
@@ -132,7 +132,7 @@ class Runs(RuleBasedStateMachine):
         store.publish(draft, fill(draft, manifest(commit.step, commit.lineage, attempt), commit.state))
 
     def notice(self, commit: Commit, keep_every: int | None) -> None:
-        """Whether the commit was made, and what retention deleted, which it must have been allowed to."""
+        """Returns whether the commit was made, and what retention deleted, after checking that it was allowed to."""
         there = set(steps(self.run.store))
         if commit.step in there:
             Manifest.verified(self.run.store.commit(commit.step))

@@ -97,7 +97,7 @@ class Watched(io.FileIO):
 
 
 def memory_flags(address: int) -> list[str]:
-    """What the kernel has been told of the mapping that `address` is in (`VmFlags` of proc_pid_smaps(5))."""
+    """Returns what the kernel was told about the mapping that contains `address` (`VmFlags` of proc_pid_smaps(5))."""
     within = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
@@ -135,7 +135,7 @@ class TestDirect:
 
     @pytest.mark.parametrize("large", [False, True])
     def test_the_block_of_a_large_file_is_one_piece_of_memory(self, tmp_path: Path, large: bool) -> None:
-        """As far as can be asked for: whether there is a huge page to be had is the system's to say."""
+        """A huge page is requested; the system decides whether there is one."""
         with HashingWriter(tmp_path / "f", large=large) as writer:
             address = np.frombuffer(writer._block, np.uint8).ctypes.data
             assert ("hg" in memory_flags(address)) is large
@@ -207,7 +207,7 @@ def test_what_fails_is_not_forced_onto_the_disk(tmp_path: Path, monkeypatch: pyt
 
 class TestErrors:
     def test_no_space(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By the error that the system gives; the end-to-end tests fill a real file system."""
+        """The system's error is simulated; the end-to-end tests fill a real file system."""
 
         def full(*_: object) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

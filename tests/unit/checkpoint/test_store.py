@@ -503,7 +503,7 @@ def everything(root: Path) -> tuple[list[str], list[str]]:
 
 
 def assert_checked_out(store: CheckpointStore, step: int) -> None:
-    """What follows of the rules for `a_run`, whatever happened on the way."""
+    """Checks what follows from the rules for `a_run`, whatever happened before."""
     assert steps(store) == list(range(2, step + 1, 2))
     assert store.partial() == []
     assert [row["step"] for row in read_json_lines(store.root / "metrics.jsonl")] == list(range(step))

@@ -45,7 +45,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str]:
-    """Of a run on five examples."""
+    """Returns the arguments of a run on five examples."""
     lines = [json.dumps({"tokens": [5, 6, 7 + n], "weights": [0, 1, 1]}) + "\n" for n in range(5)]
     (tmp_path / "d.jsonl").write_text("".join(lines))
     given = ["--model.name", "./assets/sort-base", "--data.train", str(tmp_path / "d.jsonl"), "--data.batch-size", "2"]

@@ -1,4 +1,4 @@
-"""What pydantic-settings does with the layers, and that it still cannot do what is done around it."""
+"""pydantic-settings merges the layers, and still cannot do what is done around it."""
 
 from __future__ import annotations
 

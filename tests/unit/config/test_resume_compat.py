@@ -1,4 +1,4 @@
-"""What a resume must find unchanged, and what it need not."""
+"""A resume must find some things unchanged, and others may change."""
 
 from __future__ import annotations
 

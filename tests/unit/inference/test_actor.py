@@ -123,7 +123,7 @@ class TestPredecessor:
 
 
 def queued() -> Any:
-    """As vLLM's RequestState of a request that waits to be scheduled."""
+    """Stands for vLLM's RequestState of a request that waits to be scheduled."""
     return SimpleNamespace(
         prompt_len=9,
         weight_version_starts=[],
@@ -305,7 +305,7 @@ def test_updates_come_one_after_the_other() -> None:
 
 
 def unfinished(name: str) -> Any:
-    """As vLLM's RequestState of a request that has one token."""
+    """Stands for vLLM's RequestState of a request that has one token."""
     return SimpleNamespace(
         prompt_len=9,
         weight_version_starts=[(str(IDENTITY), 0)],

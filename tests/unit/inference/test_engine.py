@@ -55,7 +55,7 @@ def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> N
 
 
 def final_output(num_tokens: int, *edges: tuple[int, int], prompt_logprobs: Any = None) -> Any:
-    """As vLLM's RequestOutput with spans between these edges."""
+    """Stands for vLLM's RequestOutput with spans between these edges."""
     spans = [
         SimpleNamespace(version=str(WeightIdentity(1, i, "d")), start=start, end=end)
         for i, (start, end) in enumerate(edges)

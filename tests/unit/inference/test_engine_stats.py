@@ -1,4 +1,4 @@
-"""What a replica says that it has to do."""
+"""A replica reports its utilisation."""
 
 from __future__ import annotations
 

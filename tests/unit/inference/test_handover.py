@@ -1,4 +1,4 @@
-"""What is handover of an unfinished request, and the whole answer that it becomes part of."""
+"""The tokens of an unfinished request are kept, and become part of the whole answer."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_however_often_it_moves_no_token_is_lost_or_twice(legs: list[tuple[list[
 
 
 def state(*parts: tuple[WeightIdentity, list[int]]) -> Any:
-    """As vLLM's RequestState has the tokens that each identity sampled."""
+    """Stands for vLLM's RequestState with the tokens that each identity sampled."""
     tokens, starts = [], []
     for identity, part in parts:
         starts.append((str(identity), len(tokens)))

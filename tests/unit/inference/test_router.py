@@ -38,7 +38,7 @@ def request(name: str, key: str | None = None) -> SampleRequest:
 
 
 def named(request_id: str) -> str:
-    """As the caller named it; the router adds what makes it unique."""
+    """Returns the caller's name of a request; the router adds what makes it unique."""
     return request_id.partition("@")[0]
 
 

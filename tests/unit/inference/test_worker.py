@@ -1,5 +1,4 @@
-"""What the project's code in vLLM's engine process asks of vLLM's model runner, of which CUDA and CPUs have different
-ones. The installed source is read, not imported: the runners need what only their machines have."""
+"""The project's code in vLLM's engine process uses only what both model runners have; CUDA and CPUs have different ones. The installed source is read, not imported: the runners need what only their machines have."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def parsed(module: str) -> ast.Module:
 
 
 def is_runner(node: ast.expr) -> bool:
-    """Whether the expression is the model runner: `self.model_runner`, or `runner`, as our code calls it."""
+    """Returns True if the expression is the model runner: `self.model_runner`, or `runner`, as our code calls it."""
     return ast.unparse(node) in ("self.model_runner", "runner")
 
 

@@ -32,7 +32,7 @@ Act = Callable[[], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class Fault:
-    """What the problem does instead of what it should, and where."""
+    """The fault of the problem, and its place."""
 
     observe: Act | None = None
     step: Act | None = None
@@ -174,7 +174,7 @@ IN_A_ROLLOUT: dict[str, tuple[Fault, str]] = {
 
 
 class Chat(MessageEnv):
-    """What the sampler of these tests says is cut off: no message that can be read."""
+    """The sampler of these tests gives cut answers: no message can be read from them."""
 
     def __init__(self, begin: Act, hear: Act) -> None:
         self.begin, self.hear = begin, hear
@@ -213,7 +213,7 @@ IN_A_ROLLOUT |= IN_A_CHAT
 
 
 class Large:
-    """What a rollout has in its hands."""
+    """Returns the objects that a rollout holds."""
 
 
 async def remembered(then: Act, into: list[weakref.ref[Large]]) -> Any:
@@ -358,7 +358,7 @@ def test_whatever_is_logged_can_be_recorded() -> None:
 
 
 class Unreliable(Problems):
-    """Of all rollouts every fifth fails: each time, or (`passing`) at its first try."""
+    """Every fifth rollout fails: each time, or (`passing`) at its first try."""
 
     def __init__(self, passing: bool) -> None:
         super().__init__(self.reward_or_fail)

@@ -128,7 +128,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.acknowledged and self.ledger.batch < self.ledger.max_steps)
     @rule(stragglers=st.integers(0, 6), steps=st.integers(1, 4), all_acknowledge=st.booleans(), release=st.booleans())
     def days_pass(self, stragglers: int, steps: int, all_acknowledge: bool, release: bool) -> None:
-        """What happens nearly always, several times: all but the oldest groups finish, and a batch is trained on. The
+        """Does the usual several times: all but the oldest groups finish, and a batch is trained on. The
         last one is perhaps not released yet."""
         for step in range(steps):
             self.dispatch(1000)
@@ -307,7 +307,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return given_back
 
     def all_is_young_enough(self) -> None:
-        """What was kept can be trained on, even if its turn comes as late as possible. Tried on a copy."""
+        """Checks on a copy that kept groups can be trained on, even if their turn comes as late as possible."""
         ledger = copy.deepcopy(self.ledger)
         for group in ledger.active.values():
             group.finished = True

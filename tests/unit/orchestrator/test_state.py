@@ -1,4 +1,4 @@
-"""What the orchestrator saves, and how it goes on from it, whatever it was doing."""
+"""The orchestrator saves its state and continues from it, whatever it was doing."""
 
 from __future__ import annotations
 

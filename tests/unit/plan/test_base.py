@@ -1,4 +1,4 @@
-"""What any run occupies: devices, shares of cores, and what is refused for lack of GPUs."""
+"""The plan of any run: devices, shares of cores, and refusals for lack of GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of a shard's memory, against what models really keep."""
+"""The plan of a shard's memory agrees with what models keep."""
 
 from __future__ import annotations
 

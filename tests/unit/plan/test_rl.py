@@ -1,4 +1,4 @@
-"""What `rl` adds to a plan: replicas, tokens, staleness, what is in flight, and the text."""
+"""The plan of `rl`: replicas, tokens, staleness, what is in flight, and the text."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ DEADLINE_S = 60
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has passed nothing yet and has no number."""
+    """Resets the state to that of a process that has passed no point and has no number."""
     monkeypatch.setattr(faults, "_passed", Counter())
     monkeypatch.setattr(faults, "_claimed", set())
     monkeypatch.setenv("TRIREME_FAULT_NUMBER", "")

@@ -26,7 +26,7 @@ from trireme.renderers.kinds.role_colon import RoleColonRenderer
 def expected(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool, **options: Any
 ) -> list[int]:
-    """What transformers makes of a conversation."""
+    """Returns the tokens that transformers makes of a conversation."""
     given = [{"reasoning_content" if key == "thinking" else key: value for key, value in m.items()} for m in messages]
     for message in given:
         calls = message.get("tool_calls", [])
@@ -317,7 +317,7 @@ def test_all_tokens_count() -> None:
 def test_a_supervised_example_begins_with_its_generation_prompt(
     name: str, template: str | None, conversation: str
 ) -> None:
-    """What is trained is what will be asked."""
+    """Training and sampling see the same tokens."""
     messages, tools = CONVERSATIONS[conversation]
     tokenizer = bpe(template)
     renderer = make_renderer(name, tokenizer)

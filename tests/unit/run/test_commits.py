@@ -25,7 +25,7 @@ from trireme.run.rundir import Start
 
 @dataclass
 class Written:
-    """What a room's `Pending` would be: `gate` holds it back, `error` is raised by it."""
+    """Stands for a room's `Pending`: `gate` holds it back, and it raises `error`."""
 
     path: Path
     gate: threading.Event

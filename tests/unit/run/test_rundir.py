@@ -178,7 +178,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the error that the system gives, since tests may run as root, which nothing stops."""
+    """The system's error is simulated, because tests may run as root, which may write everywhere."""
 
     def mkdir(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -190,7 +190,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_emptying_that_was_interrupted_can_be_done_again(tmp_path: Path) -> None:
-    """What makes it a run directory goes last."""
+    """The files that make it a run directory are deleted last."""
     with open_run(config(tmp_path)) as run:
         commit(run.store, 2)
         run.metrics.write_text("")
@@ -322,7 +322,7 @@ class TestResume:
 
     @pytest.mark.parametrize("make", [False, True])
     def test_no_such_directory_is_a_new_run(self, tmp_path: Path, make: bool) -> None:
-        """What a job that may be preempted before it began needs: the same command line every time."""
+        """A job that may be preempted before it begins needs the same command line every time."""
         if make:
             (tmp_path / "r").mkdir()
         with open_run(config(tmp_path, "r", "--resume")) as run:
@@ -366,7 +366,7 @@ class TestResume:
             assert json.loads((logs / "attempt_1" / "config.json").read_text())["trainer"]["learning_rate"] == "auto"
 
     def test_a_file_in_place_of_the_head(self, outputs: Path) -> None:
-        """What cannot be written is an input that cannot work, named as such."""
+        """A directory that cannot be written is refused as bad input."""
         (outputs / "r" / f"{HEAD}.new").mkdir()
         assert "Is a directory" in refusal(config(outputs, "r", "--resume"))
 
@@ -508,7 +508,7 @@ class TestCodeDiff:
 
 
 class TestTrace:
-    """What earlier attempts traced stays, whatever is superseded; another run has none of it."""
+    """The traces of earlier attempts stay, whatever is superseded; another run has none of them."""
 
     @pytest.fixture
     def traced(self, outputs: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Who is killed for being silent, and who is not. Processes and references are stand-ins."""
+"""Silent processes are killed, and others are not. Processes and references are stand-ins."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_they_get_their_time_once_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_cannot_be_reached_is_asked_again_until_ray_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a process on a lost node Ray says first that it is unavailable, and after some seconds that it died."""
+    """Ray first calls a process on a lost node unavailable, and after some seconds dead."""
     unreached, died = unavailable(), RoomFailed("died")
     processes = Processes(monkeypatch, "inference_0", RECEIVER)
     processes.stopped = {"inference_0"}
@@ -185,7 +185,7 @@ def test_a_successor_is_not_blamed_and_no_process_is_after_it_left(monkeypatch: 
 
 
 def unavailable() -> RoomFailed:
-    """What a call to a process on a lost node fails with, until Ray has given up the node."""
+    """Returns the error of a call to a process on a lost node, until Ray has given up the node."""
     failure = RoomFailed("unavailable")
     failure.__cause__ = ActorUnavailableError("no connection", b"0" * 16)
     return failure

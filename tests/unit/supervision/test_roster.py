@@ -28,7 +28,7 @@ def roster() -> Roster:
 
 
 def told(roster: Roster) -> list[Incident | None]:
-    """What a listener has heard so far, and will."""
+    """Collects what a listener hears."""
     heard: list[Incident | None] = []
     roster.listen(lambda _roster, incident: heard.append(incident))
     return heard

@@ -1,4 +1,4 @@
-"""What the supervisor tells the driver. Rooms and references are stand-ins; the thread is real."""
+"""The supervisor informs the driver. Rooms and references are stand-ins; the thread is real."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class World:
         self.supervisor.await_replicas(Path("logs"), lambda _names, _waited: None)
 
     def failure(self) -> TriremeError:
-        """What the driver's next look raises."""
+        """Returns what the driver's next look raises."""
         found: list[TriremeError] = []
 
         def raised() -> bool:

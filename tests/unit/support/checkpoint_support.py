@@ -75,7 +75,7 @@ def crash_at(change: int | None) -> Iterator[None]:
 
 
 def crashes(change: int, work: Callable[[], Any]) -> bool:
-    """Whether `work` crashed at that change, or ended before."""
+    """Returns True if `work` crashed at that change, and False if it ended before."""
     try:
         with crash_at(change):
             work()

@@ -215,7 +215,7 @@ class Run:
         self.batches: list[list[Minibatch]] = []
 
     async def train(self) -> None:
-        """What a driver does between two minibatches; no time passes."""
+        """Does what a driver does between two minibatches; no time passes."""
 
     async def step(self, step: int) -> None:
         self.batches.append([])

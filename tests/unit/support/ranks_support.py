@@ -14,7 +14,7 @@ DEADLINE_S = 180.0
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `work(rank, world_size, store, *args)` returns on each rank; `store` is where they find each other.
+    """Returns the results of `work(rank, world_size, store, *args)` on each rank, which find each other by `store`.
 
     `work` is a function of a module that can be imported. Raises RuntimeError with the traceback of a rank that fails.
     """

@@ -69,7 +69,7 @@ def reported(root: Path, *flags: str) -> Path:
 
 
 def said(page: Path) -> dict[str, Any]:
-    """What is embedded in the page."""
+    """Returns the data that is embedded in the page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
     assert found
     return json.loads(found[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -224,7 +224,7 @@ def browse(page: Path, profile: Path, *flags: str) -> subprocess.CompletedProces
 
 
 def complaints(ended: subprocess.CompletedProcess[str]) -> list[str]:
-    """What the page's script wrote to the console: nothing, unless it failed."""
+    """Returns what the page's script wrote to the console: nothing, unless it failed."""
     return [line for line in ended.stderr.splitlines() if ":CONSOLE" in line]
 
 

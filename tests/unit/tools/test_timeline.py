@@ -1,4 +1,4 @@
-"""What is read back from traces: which attempt, which steps, which rows, and never too many spans."""
+"""Reading traces back selects attempt, steps and rows, and never returns too many spans."""
 
 from __future__ import annotations
 

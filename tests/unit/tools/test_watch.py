@@ -162,7 +162,7 @@ def lines_of(table: Any) -> str:
 
 
 def supervised(run: Path) -> Roster:
-    """What STATUS says: a replica serves, another one is dead."""
+    """Writes a STATUS in which a replica serves and another one is dead."""
     roster = roster_of(PartHealth.HEALTHY, PartHealth.DEAD)
     roster.at_step(2)
     roster.set("inference_1", PartHealth.DEAD, "its engine [101] was killed")
@@ -263,7 +263,7 @@ def test_the_screen_shows_curves_rooms_and_rollouts(run: Path) -> None:
 
 
 def picture(app: Watch) -> str:
-    """What a screenshot of the screen shows as text, line by line."""
+    """Returns the text of a screenshot, line by line."""
     words = re.findall(r'<text class="[^"]*" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>', app.export_screenshot())
     lines: dict[float, list[tuple[float, str]]] = {}
     for x, y, text in words:
@@ -282,7 +282,7 @@ async def seen(pilot: Any, text: str) -> str:
 
 
 def test_screenshots_of_a_finished_run_show_what_matters(run: Path) -> None:
-    """As somebody sees it: what is there, but outside of the screen or behind something else, is not in them."""
+    """Returns the visible lines: what is outside of the screen or behind something else is not in them."""
     (run / "metrics.jsonl").write_text(rows(0, 10))
     write_records(run / ROLLOUTS, 2, [record(2), record(7, "worst")])
     shown: dict[str, str] = {}

@@ -20,7 +20,7 @@ RELEASED = {"perf/tokens": 4.0, "perf/rollouts": 2.0, "perf/inference_idle_s": 0
 
 
 class Asked(list[str]):
-    """What all rooms were asked, in order."""
+    """Records what all rooms were asked, in order."""
 
     def note(self, *words: object) -> None:
         self.append(" ".join(map(str, words)))

@@ -1,4 +1,4 @@
-"""What counts as a model's own arithmetic, and the peaks that it is compared with."""
+"""A model's own arithmetic is counted, and compared with the peaks of GPUs."""
 
 import json
 

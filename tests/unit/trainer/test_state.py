@@ -1,4 +1,4 @@
-"""What one shard alone saves and loads, what of it can fail, and the Hugging Face directory of published weights."""
+"""A single shard saves and loads its state and raises failures; published weights become a directory."""
 
 import io
 import random
