@@ -1,4 +1,7 @@
-"""The project's code in vLLM's engine process uses only what both model runners have; CUDA and CPUs have different ones. The installed source is read, not imported: the runners need what only their machines have."""
+"""The project's code in vLLM's engine process uses only what both model runners have; CUDA and CPUs use different ones.
+
+The installed source is read, not imported: the runners need what only their machines have.
+"""
 
 from __future__ import annotations
 
