@@ -34,7 +34,7 @@ FAMILIES = ("qwen3", "qwen3_moe")
 
 @dataclass(frozen=True)
 class Step:
-    """The results of one step on a rank: its part of logprobs and metrics, the whole gradient, the metrics of the update,
+    """The results of one step on a rank: its part of logprobs and metrics, the whole gradient, metrics of the update,
     and the weights that it published (rank 0)."""
 
     output: ShardOutput
