@@ -515,7 +515,7 @@ def test_a_game_is_refused_before_its_tasks_are_looked_for(written: Written) -> 
         module="class Game(vf.SingleAgentEnv):\n    pass",
         exported=("Questions", "Game"),
     )
-    with pytest.raises(BadInput, match=r"an Env of its own \(Game\), the one thing .* go on without tools"):
+    with pytest.raises(BadInput, match=r"an Env of its own \(Game\), the one thing .* continue without tools"):
         opened(name)
 
 
