@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +109,10 @@ def _outlived(found: Mapping[int, Sequence[Path]], attempt: int) -> list[Path]:
 
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file that has one on each line, also as an array; skips a line that a crash tore."""
+    """Yields the objects of a file that has one on each line, also as an array; skips a line that a crash tore. Yields
+    none if there is no file yet."""
+    if not file.exists():
+        return
     with file.open("rb") as lines:
         for line in lines:
             try:
@@ -147,13 +149,11 @@ def timeline(root: Path, wanted: tuple[int, int] | None, on_file: Callable[[Path
     found = traces(root)
     steps = {attempt: _steps(files) for attempt, files in found.items()}
     for attempt in reversed(found):
-        shown = _shown(steps[attempt], wanted)
+        newest = sorted(steps[attempt])[-NEWEST_STEPS:]
+        first, last = wanted or (min(newest, default=0), max(newest, default=0))
+        shown = {step: when for step, when in steps[attempt].items() if first <= step <= last}
         if shown or wanted is None:
-            later = [start for other in steps if other > attempt for start, _ in steps[other].values()]
-            until = min(later, default=NEVER)  # replicas continue to write
-            window = _window_of(steps[attempt], shown, until)
-            files = found[attempt], _outlived(found, attempt)
-            return _read(attempt, *files, window, steps[attempt], shown, on_file)
+            return _read(found, attempt, steps, shown, on_file)
     if wanted is None:
         return None
     ranges = [f"{min(known)}:{max(known)} (attempt {attempt})" for attempt, known in steps.items() if known]
@@ -172,48 +172,34 @@ def _steps(files: Sequence[Path]) -> dict[int, tuple[int, int]]:
     return {event["args"]["step"]: (event["ts"], event["ts"] + event["dur"]) for event in spans}
 
 
-def _shown(steps: Mapping[int, tuple[int, int]], wanted: tuple[int, int] | None) -> dict[int, tuple[int, int]]:
-    if wanted:
-        return {step: when for step, when in steps.items() if wanted[0] <= step <= wanted[1]}
-    return dict(sorted(steps.items())[-NEWEST_STEPS:])
-
-
-def _window_of(steps: Mapping[int, Window], shown: Mapping[int, Window], until: int) -> Window:
-    """Returns the time of the steps `shown`, with what precedes them if they are the first of all `steps`, and with
-    what follows up to `until` if they are the last."""
-    from_the_start = not shown or min(shown) == min(steps)
-    to_the_end = not shown or max(shown) == max(steps)
-    return (
-        0 if from_the_start else min(start for start, _ in shown.values()),
-        until if to_the_end else max(end for _, end in shown.values()),
-    )
-
-
 def _read(
+    found: Mapping[int, Sequence[Path]],
     attempt: int,
-    files: Sequence[Path],
-    older: Sequence[Path],
-    window: Window,
-    steps: Mapping[int, Window],
+    steps: Mapping[int, Mapping[int, Window]],
     shown: Mapping[int, Window],
     on_file: Callable[[Path], None],
 ) -> Timeline:
-    """Reads what happened in `window`; from the files of `older` attempts, since the first event of this one."""
-    processes = []
-    for file in files[:MOST_PROCESSES]:
-        on_file(file)
-        processes.append(_process(file, window))
-    begun = min((span.start for span in _spans(processes)), default=NEVER), window[1]
-    for file in older[: MOST_PROCESSES - len(processes)]:
-        on_file(file)
-        process = _process(file, begun)
-        processes += [process] if process.tracks else []
+    """Reads what happened during the steps `shown` of an attempt; also before them if they are its first ones, and
+    after them if they are its last. Replicas of an earlier attempt are read from this one's first event on."""
+    files, traced = found[attempt], steps[attempt]
+    later = [start for other in steps if other > attempt for start, _ in steps[other].values()]
+    from_the_start = not shown or min(shown) == min(traced)
+    to_the_end = not shown or max(shown) == max(traced)
+    window = (
+        0 if from_the_start else min(start for start, _ in shown.values()),
+        min(later, default=NEVER) if to_the_end else max(end for _, end in shown.values()),
+    )
+    processes = [_process(file, window, on_file) for file in files[:MOST_PROCESSES]]
+    begun = min((span.start for span in _spans(processes)), default=NEVER)
+    older = _outlived(found, attempt)[: MOST_PROCESSES - len(processes)]
+    outlived = [_process(file, (begun, window[1]), on_file) for file in older]
+    processes += [process for process in outlived if process.tracks]
     times = [t for span in _spans(processes) for t in (span.start, span.end) if t is not None]
     times += [t for when in shown.values() for t in when]
     start, end = max(window[0], min(times, default=0)), min(window[1], max(times, default=0))
     return Timeline(
         attempt=attempt,
-        traced=(min(steps), max(steps)) if steps else None,
+        traced=(min(traced), max(traced)) if traced else None,
         start=start,
         end=end,
         steps=shown,
@@ -227,8 +213,9 @@ def _spans(processes: Sequence[Process]) -> list[Span]:
     return [span for process in processes for track in process.tracks for row in track.rows for span in row]
 
 
-def _process(file: Path, window: Window) -> Process:
+def _process(file: Path, window: Window, on_file: Callable[[Path], None]) -> Process:
     """Reads what a process did in `window`."""
+    on_file(file)
     nested: dict[str, list[Span]] = defaultdict(list)
     overlapping: dict[str, list[Span]] = defaultdict(list)
     counters: dict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -260,41 +247,21 @@ def _process(file: Path, window: Window) -> Process:
                 full = True
     for unended in open_spans.values():
         keep(overlapping[unended["cat"]], unended, None)
-    tracks = [Track(name, _nested(spans)) for name, spans in nested.items() if spans]
-    tracks += [_packed(name, spans) for name, spans in overlapping.items() if spans]
+    tracks = [_packed(name, spans) for known in (nested, overlapping) for name, spans in known.items() if spans]
     return Process(file.stem, tracks, {name: _thinned(points) for name, points in counters.items()}, full)
 
 
-def _nested(spans: Sequence[Span]) -> list[list[Span]]:
-    """Puts spans into a row for each depth: those within others are below them."""
-    rows: list[list[Span]] = []
-    ends: list[int] = []
-    for span in sorted(spans, key=lambda span: (span.start, -_end(span))):
-        while ends and ends[-1] <= span.start:
-            ends.pop()
-        rows += [[]] if len(rows) == len(ends) else []
-        rows[len(ends)].append(span)
-        ends.append(_end(span))
-    return rows
-
-
 def _packed(name: str, spans: Sequence[Span]) -> Track:
-    """Puts each span into the first row that is free."""
+    """Puts each span into the first row that is free, so that spans within others are below them."""
     track = Track(name, [])
-    taken: list[tuple[int, int]] = []
-    free: list[int] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        while taken and taken[0][0] <= span.start:
-            heapq.heappush(free, heapq.heappop(taken)[1])
-        if not free and len(track.rows) == MOST_ROWS:
+    for span in sorted(spans, key=lambda span: (span.start, -_end(span))):
+        free = next((row for row in track.rows if _end(row[-1]) <= span.start), None)
+        if free is not None:
+            free.append(span)
+        elif len(track.rows) < MOST_ROWS:
+            track.rows.append([span])
+        else:
             track.left_out += 1
-            continue
-        if not free:
-            track.rows.append([])
-            free.append(len(track.rows) - 1)
-        row = heapq.heappop(free)
-        track.rows[row].append(span)
-        heapq.heappush(taken, (_end(span), row))
     return track
 
 
@@ -308,36 +275,29 @@ def _bound(processes: Sequence[Process], length: int) -> int:
     resolution, joined = 0, rows
     while sum(map(len, joined)) > MOST_SPANS:
         resolution = 2 * resolution or max(length // 10_000, 1)
-        joined = [list(_joined(row, resolution)) for row in rows]
+        joined = [_joined(row, resolution) for row in rows]
     for row, fewer in zip(rows, joined, strict=True):
         row[:] = fewer
     return resolution
 
 
-def _joined(row: Sequence[Span], resolution: int) -> Iterator[Span]:
-    """Yields the row with neighbours that are shorter than `resolution`, and begin within it, joined to one span, which
-    has the name that took most of the time."""
-    cell: list[Span] = []
+def _joined(row: Sequence[Span], resolution: int) -> list[Span]:
+    """Joins neighbours that are shorter than `resolution`, and begin within it, to one span, which has the name that
+    took most of the time."""
+    cells: list[list[Span]] = []
     for span in row:
-        short = _end(span) - span.start < resolution
-        if cell and not (short and span.start - cell[0].start < resolution):
-            yield _as_one(cell)
-            cell = []
-        if short:
-            cell.append(span)
+        if cells and _end(span) - span.start < resolution and span.start - cells[-1][0].start < resolution:
+            cells[-1].append(span)
         else:
-            yield span
-    if cell:
-        yield _as_one(cell)
+            cells.append([span])
+    return [_as_one(cell) if len(cell) > 1 else cell[0] for cell in cells]
 
 
 def _as_one(cell: Sequence[Span]) -> Span:
-    if len(cell) == 1:
-        return cell[0]
-    taken: dict[str, int] = defaultdict(int)
+    taken = Counter[str]()
     for span in cell:
         taken[span.name] += _end(span) - span.start
-    return Span(max(taken, key=lambda name: taken[name]), cell[0].start, cell[-1].end, {}, len(cell))
+    return Span(max(taken, key=taken.__getitem__), cell[0].start, cell[-1].end, {}, len(cell))
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
