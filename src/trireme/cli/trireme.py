@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from trireme.core.errors import EXIT_INTERRUPTED, EXIT_OK, TriremeError
 from trireme.core.extras import require
 from trireme.core.tokenizer import load_tokenizer
 from trireme.tools.export import DTYPES, export
-from trireme.tools.inspection import inspect, render, to_json
+from trireme.tools.inspection import inspect, render
 from trireme.tools.report import page
 from trireme.tools.scale import scale
 from trireme.tools.sweep import main as sweep
@@ -103,7 +104,7 @@ def _inspect(options: argparse.Namespace) -> None:
     with Console(stderr=True).status("reading commits") as status:
         report = inspect(root, lambda commit: status.update(f"reading {commit}"), options.quick)
     if options.json:
-        print(json.dumps(to_json(report), indent=1))
+        print(json.dumps(asdict(report), indent=1))
         return
     console = Console(highlight=False)
     if not console.is_terminal:

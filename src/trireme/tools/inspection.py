@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.tree import Tree
 
-from trireme.checkpoint.manifest import Manifest, step_of
+from trireme.checkpoint.manifest import CommitRef, Manifest, step_of
 from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.core.errors import CheckpointInvalid
 from trireme.run.rundir import resume_command
@@ -37,139 +36,130 @@ class CommitPart:
     holds: Mapping[str, Any]  # what a person may want to know of it, by name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InspectedCommit:
-    """A commit of a run."""
+    """A commit of a run. What its manifest says is None where that cannot be read."""
 
-    path: Path  # relative to the run
+    path: str  # relative to the run
     step: int
     branch: str | None  # the lineage that left it behind, in branches/; None on HEAD's
-    invalid: str | None  # why it does not verify; None if it does
-    manifest: Manifest | None  # None: it cannot be read
-    parts: Mapping[str, CommitPart]  # by room
+    verifies: bool
+    reason: str | None  # why it does not
+    lineage: str | None = None
+    attempt: int | None = None
+    shards: int | None = None
+    replicas: int | None = None
+    created: str | None = None
+    parent: CommitRef | None = None
+    identity: str | None = None
+    bytes: int | None = None
+    parts: Mapping[str, CommitPart]  # by room; none if it does not verify
 
 
 @dataclass(frozen=True)
 class Leftover:
     """Something in checkpoints/ that is not a commit. The next resume deletes it."""
 
-    path: Path  # relative to the run
+    path: str  # relative to the run
     bytes: int
     what: str
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """The contents of a run directory."""
+    """The contents of a run directory, as `trireme inspect --json` prints them."""
 
-    root: Path
+    run: str
     quick: bool  # the contents of files were not read: a resume may still refuse a commit that verifies
-    lineages: tuple[Head, ...]  # the current one last; empty when a HEAD cannot be read
+    head: Head | None
+    lineages: Sequence[Head]  # the current one last; empty when a HEAD cannot be read
     damage: str | None  # why it cannot be read
-    commits: tuple[InspectedCommit, ...]  # of each branch in order of step, HEAD's branch last
-    leftovers: tuple[Leftover, ...]
-    attempts: tuple[int, ...]
+    commits: Sequence[InspectedCommit]  # of each branch in order of step, HEAD's branch last
+    leftovers: Sequence[Leftover]
+    attempts: Sequence[int]
     newest: int | None  # the step that a resume takes
-    incidents: tuple[Incident, ...]  # oldest first
-
-    @property
-    def head(self) -> Head | None:
-        return self.lineages[-1] if self.lineages else None
-
-    @property
-    def resume(self) -> str | None:
-        """Returns the command that continues from the newest commit, or starts again where there is none."""
-        return resume_command(self.root) if (self.root / "config.json").exists() else None
+    incidents: Sequence[Incident]  # oldest first
+    resume: str | None  # the command that continues from the newest commit, or starts again where there is none
 
 
 def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) -> Inspection:
     """Reads the run directory `root`, every byte of its commits included unless `quick`; `on_commit` is told which is
     next."""
     store = CheckpointStore(root)
-    branches = sorted(root.glob("branches/*/checkpoints"))
-    places = [*(CheckpointStore(branch.parent) for branch in branches), store]
+    branches = [CheckpointStore(path.parent) for path in sorted(root.glob("branches/*/checkpoints"))]
     commits = []
-    for place in places:
+    for place in (*branches, store):
         for path in place.commits():
             on_commit(path.relative_to(root))
             commit = _commit(root, path, None if place is store else place.root.name, quick)
             if path.exists():  # the run may just have deleted it
                 commits.append(commit)
-    lineages, damage = _lineages(store)
-    whole = [commit.step for commit in commits if commit.branch is None and commit.invalid is None]
+    lineages: list[Head] = []
+    damage = None
+    try:
+        lineages += {head.lineage: head for head in store.lineages()}.values()  # one being left may be there twice
+    except CheckpointInvalid as error:
+        damage = str(error)
+    attempts = [path.name.removeprefix("attempt_") for path in root.glob("logs/attempt_*")]
     return Inspection(
-        root=root,
+        run=str(root),
         quick=quick,
+        head=lineages[-1] if lineages else None,
         lineages=lineages,
         damage=damage,
-        commits=tuple(commits),
-        leftovers=tuple(_leftover(root, path) for path in store.partial()),
-        attempts=tuple(sorted(_numbers(root.glob("logs/attempt_*"), r"attempt_(\d+)"))),
-        newest=max(whole, default=None),
-        incidents=tuple(read_incidents(root)),
+        commits=commits,
+        leftovers=[_leftover(root, path) for path in store.partial()],
+        attempts=sorted(int(attempt) for attempt in attempts if attempt.isdecimal()),
+        newest=max((commit.step for commit in commits if commit.branch is None and commit.verifies), default=None),
+        incidents=read_incidents(root),
+        resume=resume_command(root) if (root / "config.json").exists() else None,
     )
-
-
-def _lineages(store: CheckpointStore) -> tuple[tuple[Head, ...], str | None]:
-    try:
-        heads = store.lineages()
-    except CheckpointInvalid as error:
-        return (), str(error)
-    return tuple({head.lineage: head for head in heads}.values()), None  # one being left may be there twice
 
 
 def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> InspectedCommit:
     step = step_of(path.name)
     assert step is not None
+    manifest, parts, reason = None, dict[str, CommitPart](), None
     try:
         manifest = Manifest.verified(path, contents=not quick)
         parts = _parts(path, manifest)
     except (CheckpointInvalid, FileNotFoundError) as error:
-        return InspectedCommit(path.relative_to(root), step, branch, str(error), _readable_manifest(path), {})
-    return InspectedCommit(path.relative_to(root), step, branch, None, manifest, parts)
-
-
-def _readable_manifest(path: Path) -> Manifest | None:
-    try:
-        return Manifest.read(path)
-    except CheckpointInvalid:
-        return None
+        reason = str(error)
+        with suppress(CheckpointInvalid):
+            manifest = Manifest.read(path)
+    about: dict[str, Any] = {}
+    if manifest:
+        about = {name: getattr(manifest, name) for name in ("lineage", "attempt", "shards", "replicas", "created")}
+        about |= {"parent": manifest.parent, "identity": str(manifest.identity), "bytes": manifest.size}
+    place = str(path.relative_to(root))
+    return InspectedCommit(
+        path=place, step=step, branch=branch, verifies=reason is None, reason=reason, parts=parts, **about
+    )
 
 
 def _parts(path: Path, manifest: Manifest) -> dict[str, CommitPart]:
-    return {
-        "trainer": _part(manifest, "trainer", shards=manifest.shards),
-        **_part_of_data(path, manifest),
-        "inference": _part(manifest, "inference", replicas=manifest.replicas, **_weights(path / "inference")),
-    }
-
-
-def _weights(path: Path) -> dict[str, Any]:
-    """Returns what replicas load: the dtype of a whole model, the rank of adapters."""
-    if (path / ADAPTER).exists():
-        return {"adapter_rank": json.loads((path / ADAPTER).read_bytes())["r"]}
-    return {"dtype": json.loads((path / "config.json").read_bytes())["dtype"]}
-
-
-def _part_of_data(path: Path, manifest: Manifest) -> dict[str, CommitPart]:
-    """Returns the orchestrator's part of a run of `rl`, or the place in the data of `sft`."""
+    """Returns each room's part; of a run of `sft`, the place in the data instead of the orchestrator's."""
     if (path / "data").exists():
-        return {"data": _part(manifest, "data", **json.loads((path / "data" / "state.json").read_bytes()))}
-    groups = json.loads((path / "orchestrator" / "state.json").read_bytes())["ledger"]["groups"]
-    finished = sum(group["finished"] for group in groups)
-    holds = {"groups_finished": finished, "groups_in_flight": len(groups) - finished}
-    return {"orchestrator": _part(manifest, "orchestrator", **holds)}
-
-
-def _part(manifest: Manifest, room: str, **holds: Any) -> CommitPart:
-    sizes = [record.size for record in manifest.files if record.path.startswith(f"{room}/")]
-    return CommitPart(len(sizes), sum(sizes), holds)
+        fed = {"data": json.loads((path / "data" / "state.json").read_bytes())}
+    else:
+        groups = json.loads((path / "orchestrator" / "state.json").read_bytes())["ledger"]["groups"]
+        finished = sum(group["finished"] for group in groups)
+        fed = {"orchestrator": {"groups_finished": finished, "groups_in_flight": len(groups) - finished}}
+    model = path / "inference"
+    if (model / ADAPTER).exists():
+        weights = {"adapter_rank": json.loads((model / ADAPTER).read_bytes())["r"]}
+    else:
+        weights = {"dtype": json.loads((model / "config.json").read_bytes())["dtype"]}
+    holds = {"trainer": {"shards": manifest.shards}, **fed, "inference": {"replicas": manifest.replicas, **weights}}
+    sizes = {room: [file.size for file in manifest.files if file.path.startswith(f"{room}/")] for room in holds}
+    return {room: CommitPart(len(sizes[room]), sum(sizes[room]), told) for room, told in holds.items()}
 
 
 def _leftover(root: Path, path: Path) -> Leftover:
-    attempt = _numbers([path], r".*\.partial-(\d+)")
-    what = f"attempt {attempt[0]} is writing it, or ended while it did" if attempt else "its deletion has not ended"
-    return Leftover(path.relative_to(root), sum(_sizes(path)), what)
+    attempt = path.name.rpartition(".partial-")[2]
+    drafted = f"attempt {attempt} is writing it, or ended while it did"
+    what = drafted if attempt.isdecimal() else "its deletion has not ended"
+    return Leftover(str(path.relative_to(root)), sum(_sizes(path)), what)
 
 
 def _sizes(directory: Path) -> Iterator[int]:
@@ -179,52 +169,12 @@ def _sizes(directory: Path) -> Iterator[int]:
             yield file.lstat().st_size if file.is_file() else 0
 
 
-def _numbers(paths: Iterable[Path], pattern: str) -> list[int]:
-    """Returns the numbers in those names that `pattern` matches as a whole."""
-    return [int(match[1]) for path in paths if (match := re.fullmatch(pattern, path.name))]
-
-
-def to_json(report: Inspection) -> dict[str, Any]:
-    """Returns the inspection as JSON values."""
-    return {
-        "run": str(report.root),
-        "quick": report.quick,
-        "head": asdict(report.head) if report.head else None,
-        "lineages": [asdict(head) for head in report.lineages],
-        "damage": report.damage,
-        "commits": [_commit_to_json(commit) for commit in report.commits],
-        "leftovers": [asdict(leftover) | {"path": str(leftover.path)} for leftover in report.leftovers],
-        "attempts": list(report.attempts),
-        "newest": report.newest,
-        "incidents": [asdict(incident) for incident in report.incidents],
-        "resume": report.resume,
-    }
-
-
-def _commit_to_json(commit: InspectedCommit) -> dict[str, Any]:
-    manifest = commit.manifest
-    shown = ("lineage", "attempt", "shards", "replicas", "created")
-    return {
-        "path": str(commit.path),
-        "step": commit.step,
-        "branch": commit.branch,
-        "verifies": commit.invalid is None,
-        "reason": commit.invalid,
-        **{name: getattr(manifest, name, None) for name in shown},
-        "parent": asdict(manifest.parent) if manifest and manifest.parent else None,
-        "identity": str(manifest.identity) if manifest else None,
-        "bytes": manifest.size if manifest else None,
-        "parts": {room: asdict(part) for room, part in commit.parts.items()},
-    }
-
-
 def render(report: Inspection) -> Iterator[RenderableType]:
     """Yields what a person reads, part by part."""
-    head = report.head
-    yield f"run {report.root}"
+    yield f"run {report.run}"
     if report.damage:
         yield f"damaged: {report.damage}"
-    if head:
+    if head := report.head:
         logs = ", ".join(f"attempt_{attempt}" for attempt in report.attempts) or "none"
         yield f"HEAD: run id {head.run_id}, lineage {head.lineage}, attempt {head.attempt}; logs: {logs}"
         yield _lineage_tree(report.lineages)
@@ -233,8 +183,8 @@ def render(report: Inspection) -> Iterator[RenderableType]:
     if not report.commits:
         yield "no commits"
     for commit in report.commits:
-        if commit.invalid:
-            yield f"{commit.path} does not verify: {commit.invalid}"
+        if commit.reason:
+            yield f"{commit.path} does not verify: {commit.reason}"
     for leftover in report.leftovers:
         yield f"{leftover.path} is no commit ({decimal(leftover.bytes)}): {leftover.what}"
     yield from _incidents(report.incidents)
@@ -243,7 +193,7 @@ def render(report: Inspection) -> Iterator[RenderableType]:
         yield f"\ncontinue from {start}\n  {report.resume}"
 
 
-def _incidents(incidents: tuple[Incident, ...]) -> Iterator[str]:
+def _incidents(incidents: Sequence[Incident]) -> Iterator[str]:
     """Yields the newest incidents, oldest first."""
     if incidents:
         known = f"{len(incidents)} incidents" if len(incidents) > 1 else "1 incident"
@@ -254,7 +204,7 @@ def _incidents(incidents: tuple[Incident, ...]) -> Iterator[str]:
         yield f"  {when:%Y-%m-%d %H:%M:%S} UTC, {place}: {incident.part}: {incident.what}"
 
 
-def _lineage_tree(lineages: tuple[Head, ...]) -> Tree:
+def _lineage_tree(lineages: Sequence[Head]) -> Tree:
     """Draws which lineage descends from which, and from which step of it."""
     known = {head.lineage for head in lineages}
     tree = Tree("lineages")
@@ -284,22 +234,16 @@ def _table(branch: str | None, commits: list[InspectedCommit], quick: bool) -> T
         table.add_column(column, no_wrap=True)
     table.add_column("holds")
     for commit in commits:
-        manifest = commit.manifest
         about = ["?"] * 4
-        if manifest:
-            written = age(manifest.created, datetime.now(UTC))
-            about = [manifest.lineage, str(manifest.attempt), written, decimal(manifest.size)]
-        table.add_row(str(commit.step), *about, "NO" if commit.invalid else "yes", _holds(commit))
+        if commit.lineage and commit.created and commit.bytes is not None:
+            written = age(commit.created, datetime.now(UTC))
+            about = [commit.lineage, str(commit.attempt), written, decimal(commit.bytes)]
+        holds = [
+            ", ".join([f"{room} {decimal(part.bytes)}", *(f"{k.replace('_', ' ')} {v}" for k, v in part.holds.items())])
+            for room, part in commit.parts.items()
+        ]
+        table.add_row(str(commit.step), *about, "yes" if commit.verifies else "NO", "\n".join(holds))
     return table
-
-
-def _holds(commit: InspectedCommit) -> str:
-    """Returns a line for each room; none for a commit that does not verify."""
-    lines = []
-    for room, part in commit.parts.items():
-        counts = [f"{name.replace('_', ' ')} {value}" for name, value in part.holds.items()]
-        lines.append(", ".join([f"{room} {decimal(part.bytes)}", *counts]))
-    return "\n".join(lines)
 
 
 def age(created: str, now: datetime) -> str:

@@ -10,7 +10,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -22,36 +21,27 @@ from trireme.checkpoint.manifest import step_of
 from trireme.checkpoint.store import CheckpointStore
 from trireme.supervision.status import read_incidents
 from trireme.tools.inspection import age
-from trireme.tools.timeline import KINDS, KINDS_OF_TRACKS, Process, Span, Timeline, Track, json_lines, target_of
+from trireme.tools.timeline import KINDS, KINDS_OF_TRACKS, Process, Span, Timeline, json_lines, target_of
 
 CURVE_BUCKETS = 400
 MOST_CURVES = 8
 MOST_INCIDENTS = 100
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A chart of metrics."""
-
-    title: str
-    unit: str
-    names: Mapping[str, str]  # the legend's text by the pattern that names match
-
-
-PANELS = (
-    Panel("Reward", "", {"reward/total": "mean reward"}),
-    Panel("Loss", "nats per token", {"train_mean_nll": "training", "test/nll": "held out"}),
-    Panel("Evaluation", "", {"eval/*/avg@*": "", "eval/*/pass@*": ""}),
-    Panel(
+PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
+    ("Reward", "", {"reward/total": "mean reward"}),
+    ("Loss", "nats per token", {"train_mean_nll": "training", "test/nll": "held out"}),
+    ("Evaluation", "", {"eval/*/avg@*": "", "eval/*/pass@*": ""}),
+    (
         "Sampler and trainer apart (KL)",
         "nats per token",
         {"optim/kl_sample_train_v1": "mean q − p", "optim/kl_sample_train_v2": "½ mean (q − p)²"},
     ),
-    Panel("Entropy", "nats per token", {"optim/entropy": "entropy"}),
-    Panel("Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
-    Panel("Length of answers", "tokens per turn", {"env/all/ac_tokens_per_turn": "mean"}),
-    Panel("Speed", "tokens per second", {"perf/tokens_per_s": "trained on"}),
-    Panel(
+    ("Entropy", "nats per token", {"optim/entropy": "entropy"}),
+    ("Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
+    ("Length of answers", "tokens per turn", {"env/all/ac_tokens_per_turn": "mean"}),
+    ("Speed", "tokens per second", {"perf/tokens_per_s": "trained on"}),
+    (
         "Age of what was trained on",
         "steps",
         {
@@ -60,11 +50,9 @@ PANELS = (
             "off_policy/token_mean": "mean of tokens",
         },
     ),
-    Panel(
-        "Replicas that serve, and incidents so far", "", {"perf/replicas": "replicas", "perf/incidents": "incidents"}
-    ),
-    Panel("Idle", "share of the step", {"perf/trainer_idle_frac": "trainer", "perf/inference_idle_frac": "inference"}),
-    Panel(
+    ("Replicas that serve, and incidents so far", "", {"perf/replicas": "replicas", "perf/incidents": "incidents"}),
+    ("Idle", "share of the step", {"perf/trainer_idle_frac": "trainer", "perf/inference_idle_frac": "inference"}),
+    (
         "Where a step's time goes",
         "seconds",
         {
@@ -78,46 +66,36 @@ PANELS = (
         },
     ),
 )
+"""Charts of metrics: title, unit, and the legend's text by the pattern that names of metrics match."""
 
 
 def page(root: Path, timeline: Timeline | None, now: datetime) -> str:
     """Returns the HTML of a report on the run in `root`."""
-    rows = list(json_lines(root / "metrics.jsonl")) if (root / "metrics.jsonl").exists() else []
+    rows = list(json_lines(root / "metrics.jsonl"))
+    config = json.loads((root / "config.json").read_bytes()) if (root / "config.json").exists() else {}
+    trained = json_lines(root / "trained.jsonl")
+    ages = Counter(row["step"] - group["floor"] for row in trained for group in row.get("groups", ()))  # in steps
     data = {
         "run": root.name,
-        "facts": facts(root, rows, now),
+        "facts": [
+            ("where it stands", _standing(config, rows, now)),
+            *_described(config),
+            ("attempts", _attempts(root, rows)),
+            ("commits", _commits(root)),
+            ("directory", str(root)),
+        ],
         "incidents": incidents(root),
         "panels": panels(rows),
-        "ages": ages(root),
+        "ages": {"counts": sorted(ages.items()), "bound": config.get("orchestrator", {}).get("max_steps_off_policy")},
         "timeline": timeline and _timeline_to_json(timeline),
     }
     parts = files("trireme.tools").joinpath("page")
     text = parts.joinpath("report.html").read_text()
     for name in ("report.css", "report.js"):
         text = text.replace(f"{{{{{name}}}}}", parts.joinpath(name).read_text())
-    embedded = json.dumps(_finite(data), separators=(",", ":")).replace("<", "\\u003c")  # no end of the script element
+    finite = json.loads(json.dumps(data), parse_constant=lambda _: None)  # JSON has no NaN and no infinities
+    embedded = json.dumps(finite, separators=(",", ":")).replace("<", "\\u003c")  # no end of the script element
     return text.replace("{{data}}", embedded)
-
-
-def _finite(value: Any) -> Any:
-    """Replaces NaN and infinities, which JSON does not have, by null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def facts(root: Path, rows: Sequence[Mapping[str, Any]], now: datetime) -> list[tuple[str, str]]:
-    """Returns what the run is and how far it is, as (name, value)."""
-    config = json.loads((root / "config.json").read_bytes()) if (root / "config.json").exists() else {}
-    return [
-        ("where it stands", _standing(config, rows, now)),
-        *_described(config),
-        ("attempts", _attempts(root, rows)),
-        ("commits", _commits(root)),
-        ("directory", str(root)),
-    ]
 
 
 def _standing(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], now: datetime) -> str:
@@ -133,16 +111,23 @@ def _standing(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], now:
 
 
 def _described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the values of a configuration that distinguish runs."""
+    """Returns the values of a configuration that distinguish runs, as (name, value)."""
     if not config:
         return []
+    trainer = config["trainer"]
+    described = [("model", f"{config['model']['name']}, {config['model']['dtype']}")]
     if "data" in config:
-        return _described_sft(config)
-    model, trainer, orchestrator, inference = (
-        config[name] for name in ("model", "trainer", "orchestrator", "inference")
-    )
+        data = config["data"]
+        return [
+            *described,
+            ("data", f"{data['train']}, {data['train_on']}"),
+            ("batch", f"{data['batch_size']} examples"),
+            ("learning rate", f"{trainer['learning_rate']}, {trainer['schedule']}"),
+            ("shards", str(trainer["shards"])),
+        ]
+    orchestrator = config["orchestrator"]
     return [
-        ("model", f"{model['name']}, {model['dtype']}"),
+        *described,
         *(("environment", " ".join([e["id"], *(f"{k} = {v}" for k, v in e["args"].items())])) for e in config["env"]),
         (
             "batch",
@@ -150,19 +135,8 @@ def _described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"max_steps_off_policy = {orchestrator['max_steps_off_policy']}, {orchestrator['stale_policy']}",
         ),
         ("loss", f"{trainer['loss_fn'] or 'by staleness'}, learning rate {trainer['learning_rate']}"),
-        ("shards, replicas", f"{trainer['shards']}, {inference['replicas']}"),
+        ("shards, replicas", f"{trainer['shards']}, {config['inference']['replicas']}"),
         ("seed", str(config["seed"])),
-    ]
-
-
-def _described_sft(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    model, trainer, data = config["model"], config["trainer"], config["data"]
-    return [
-        ("model", f"{model['name']}, {model['dtype']}"),
-        ("data", f"{data['train']}, {data['train_on']}"),
-        ("batch", f"{data['batch_size']} examples"),
-        ("learning rate", f"{trainer['learning_rate']}, {trainer['schedule']}"),
-        ("shards", str(trainer["shards"])),
     ]
 
 
@@ -197,16 +171,16 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the charts for which there are metrics, with their curves: [[step, value], ...]."""
     names = dict.fromkeys(name for row in rows for name in row)
     found = []
-    for panel in PANELS:
+    for title, unit, legend in PANELS:
         series = {
             label or name.removeprefix("eval/"): thinned([(row["step"], row[name]) for row in rows if name in row])
-            for pattern, label in panel.names.items()
+            for pattern, label in legend.items()
             for name in names
             if fnmatchcase(name, pattern) and not name.endswith("/ci95")
         }
         curves = [{"name": name, "points": points} for name, points in series.items() if points][:MOST_CURVES]
         if curves:
-            found.append({"title": panel.title, "unit": panel.unit, "curves": curves})
+            found.append({"title": title, "unit": unit, "curves": curves})
     return found
 
 
@@ -226,20 +200,6 @@ def thinned(points: Sequence[tuple[float, float]], buckets: int = CURVE_BUCKETS)
         ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
         kept += sorted(ends)
     return kept
-
-
-def ages(root: Path) -> dict[str, Any]:
-    """Returns how many groups were trained on at which age (step - floor), and the largest allowed age."""
-    file, config = root / "trained.jsonl", root / "config.json"
-    counts = Counter(
-        row["step"] - group["floor"]
-        for row in (json_lines(file) if file.exists() else ())
-        for group in row.get("groups", ())
-    )
-    bound = (
-        json.loads(config.read_bytes()).get("orchestrator", {}).get("max_steps_off_policy") if config.exists() else None
-    )
-    return {"counts": sorted(counts.items()), "bound": bound}
 
 
 def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
@@ -264,19 +224,18 @@ def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
 def _process_to_json(process: Process, seconds: Callable[[int | None], float]) -> dict[str, Any]:
     return {
         "name": process.name,
-        "tracks": [_track_to_json(track, seconds) for track in process.tracks],
+        "tracks": [
+            {
+                "name": track.name,
+                "leftOut": track.left_out,
+                "rows": [[_span_to_json(span, track.name, seconds) for span in row] for row in track.rows],
+            }
+            for track in process.tracks
+        ],
         "counters": [
             {"name": name, "points": [(seconds(at), value) for at, value in points]}
             for name, points in process.counters.items()
         ],
-    }
-
-
-def _track_to_json(track: Track, seconds: Callable[[int | None], float]) -> dict[str, Any]:
-    return {
-        "name": track.name,
-        "leftOut": track.left_out,
-        "rows": [[_span_to_json(span, track.name, seconds) for span in row] for row in track.rows],
     }
 
 
