@@ -9,12 +9,54 @@ steps that ends there. Any other column by `--key`.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 from trireme.core.errors import BadInput
-from trireme.tools.plot import draw_runs, read_curve
+from trireme.tools.plot import COLORS, draw
+
+Curve = tuple[Sequence[int], Sequence[float]]
+"""Steps, and the value at each."""
+
+
+def read_curve(path: Path, key: str) -> Curve:
+    """Returns the column `key` of a metrics file; rows without it are skipped.
+
+    Raises ValueError where no row has it.
+    """
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = [row for row in rows if key in row]
+    if not found:
+        raise ValueError(f"{path}: none of its {len(rows)} rows has {key!r}")
+    return [row["step"] for row in found], [row[key] for row in found]
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Returns the mean of each value and the up to `window - 1` before it."""
+    return [mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+
+
+def draw_runs(curves: Mapping[str, Curve], *, title: str, label: str, window: int) -> bytes:
+    """Draws runs over their steps: each step thin, the mean of `window` steps thick. The axis of values holds 0 and 1.
+
+    `curves` are named by their run. Raises ValueError for more runs than there are colours.
+    """
+    if len(curves) > len(COLORS):
+        raise ValueError(f"{len(curves)} runs; at most {len(COLORS)} can be told apart in one plot")
+    shown = [value for _, values in curves.values() for value in values]
+
+    def add_lines(axes: Any) -> None:
+        for color, (name, (steps, values)) in zip(COLORS, curves.items(), strict=False):
+            axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.4)
+            axes.plot(steps, moving_mean(values, window), color=color, linewidth=2, label=name)
+        axes.set_xlim(left=0)
+        axes.set_ylim(min(0.0, *shown), max(1.0, *shown))
+
+    return draw(title, "step", label, add_lines)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from trireme.tools import plot as drawing
-from trireme.tools.plot import draw_knob, lines_of, moving_mean, places
+from trireme.tools.plot import draw_knob, lines_of, places
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "plot_reward.py"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -68,9 +68,9 @@ def test_several_runs_get_a_colour_and_a_name_each(plot, tmp_path):
     assert {"seed<0>", "seed<1>", "sort & co"} <= texts(svg)
 
 
-def test_more_runs_than_colours_are_refused():
+def test_more_runs_than_colours_are_refused(plot):
     with pytest.raises(ValueError, match="7 runs; at most 6"):
-        drawing.draw_runs({str(n): ([0], [0.0]) for n in range(7)}, title="t", label="l", window=1)
+        plot.draw_runs({str(n): ([0], [0.0]) for n in range(7)}, title="t", label="l", window=1)
 
 
 def test_the_svg_loads_nothing_and_suits_dark_pages(plot, tmp_path):
@@ -91,13 +91,13 @@ def test_the_same_metrics_give_the_same_file(plot, tmp_path):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_values_beyond_0_to_1_stay_inside_the_frame():
-    svg = ElementTree.fromstring(drawing.draw_runs({"run": ([0, 1], [-2.0, 3.0])}, title="t", label="l", window=1))
+def test_values_beyond_0_to_1_stay_inside_the_frame(plot):
+    svg = ElementTree.fromstring(plot.draw_runs({"run": ([0, 1], [-2.0, 3.0])}, title="t", label="l", window=1))
     assert {"−2", "3"} <= texts(svg)
 
 
-def test_a_mean_of_a_window_has_fewer_values_at_the_beginning():
-    assert moving_mean([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0]
+def test_a_mean_of_a_window_has_fewer_values_at_the_beginning(plot):
+    assert plot.moving_mean([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0]
 
 
 def test_a_file_without_the_column_is_named(plot, tmp_path, capsys):
