@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,10 +26,7 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
 
     Raises BadInput when the run cannot have them, RoomFailed when its driver ends or they do not serve in time.
     """
-    if not (root / "config.json").exists():
-        raise _no_driver(root, replicas).error()
-    config = json.loads((root / "config.json").read_bytes())
-    _check(root, config, replicas)
+    config = _checked(root, replicas)
     timeouts = config["timeouts"]
     deadline = _Deadline(root, timeouts["start_s"] + timeouts["update_s"], say)
     with request_scale(root, replicas) as answered:
@@ -51,8 +48,12 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
         say(standing(root, replicas))
 
 
-def _check(root: Path, config: Mapping[str, Any], replicas: int) -> None:
-    """Raises BadInput for a request that needs no answer of the driver."""
+def _checked(root: Path, replicas: int) -> dict[str, Any]:
+    """Returns the run's configuration. Raises BadInput for a request that needs no answer of the driver."""
+    idle = f"scale for {root}, which has no driver", "a live run"
+    if not (root / "config.json").exists():
+        raise Refusal(*idle, "start it first").error()
+    config: dict[str, Any] = json.loads((root / "config.json").read_bytes())
     if command_of(root) != "rl":
         raise Refusal(f"scale for {root}, a run of {command_of(root)}", "a run of rl", "it has no replicas").error()
     fewest = config["eval"]["replicas"] + 1
@@ -71,13 +72,8 @@ def _check(root: Path, config: Mapping[str, Any], replicas: int) -> None:
         ).error()
     driver = DriverProcess.read(root)
     if driver is None or driver.alive is False:
-        raise _no_driver(root, replicas).error()
-
-
-def _no_driver(root: Path, replicas: int) -> Refusal:
-    begun = (root / "config.json").exists()
-    go_on = f"{resume_command(root)} --inference.replicas {replicas}" if begun else "start it first"
-    return Refusal(f"scale for {root}, which has no driver", "a live run", go_on)
+        raise Refusal(*idle, f"{resume_command(root)} --inference.replicas {replicas}").error()
+    return config
 
 
 class _Deadline:
@@ -97,7 +93,9 @@ class _Deadline:
                 self._say(said)
             driver = DriverProcess.read(self._root)
             if driver is None or driver.alive is False:
-                raise RoomFailed(f"the driver of {self._root} ended{_last_words(self._root)}")
+                status = Status.read(self._root)
+                why = f": {status.ended.why}" if status and status.ended else ""
+                raise RoomFailed(f"the driver of {self._root} ended{why}")
             if time.monotonic() > self._end:
                 raise RoomFailed(
                     f"waited {self._timeout_s:.0f} s for the driver of {self._root} (process {driver.pid} on "
@@ -105,11 +103,6 @@ class _Deadline:
                 )
             time.sleep(POLL_S)
         return value
-
-
-def _last_words(root: Path) -> str:
-    status = Status.read(root)
-    return f": {status.ended.why}" if status and status.ended else ""
 
 
 def _replicas(root: Path) -> list[RunPart]:
@@ -129,9 +122,5 @@ def standing(root: Path, wanted: int) -> str:
         if part.health != PartHealth.HEALTHY
     ]
     serving = sum(part.serves for part in replicas)
-    line = (
-        f"{serving} replicas serve, {wanted} are wanted"
-        if serving > wanted
-        else f"{serving} of {wanted} replicas serve"
-    )
-    return "; ".join([line, ", ".join(others)] if others else [line])
+    more, fewer = f"{serving} replicas serve, {wanted} are wanted", f"{serving} of {wanted} replicas serve"
+    return (more if serving > wanted else fewer) + ("; " + ", ".join(others) if others else "")

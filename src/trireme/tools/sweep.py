@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import product
 from pathlib import Path
@@ -71,7 +72,7 @@ class Request:
     window: int
     jobs: int
     name: str | None
-    knob: str | None
+    knob: str
 
     def runs(self) -> dict[str, dict[str, str]]:
         """Returns every combination, text by key, by the name of its directory. The last key changes fastest."""
@@ -116,18 +117,16 @@ def read_request(kind: str, words: Sequence[str]) -> Request:
     for option, values in given.items():
         if len(values) > 1:
             raise Refusal(f"{option} {' and '.join(values)}", "one of them", "leave the others out").error()
-    one = {option: next(iter(values), None) for option, values in given.items()}
-    knob = one["--knob"]
-    if knob is not None and knob not in grid:
+    one = {option: values[0] for option, values in given.items() if values}
+    knob = one.get("--knob", next(iter(grid)))
+    if knob not in grid:
         raise Refusal(f"--knob {knob}", f"one of the grid's: {', '.join(grid)}", "correct it").error()
-    window, jobs = (_number(option, one[option] or "1") for option in ("--window", "--jobs"))
-    return Request(kind, tuple(base), grid, given["--metric"][0], window, jobs, one["--name"], knob)
-
-
-def _number(option: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise Refusal(f"{option} {text}", "a whole number of at least 1", "correct it").error()
-    return int(text)
+    numbers = {option: one.get(option, "1") for option in ("--window", "--jobs")}
+    for option, text in numbers.items():
+        if not text.isdigit() or int(text) < 1:
+            raise Refusal(f"{option} {text}", "a whole number of at least 1", "correct it").error()
+    window, jobs = map(int, numbers.values())
+    return Request(kind, tuple(base), grid, one["--metric"], window, jobs, one.get("--name"), knob)
 
 
 def _read_grid(text: str) -> tuple[str, tuple[str, ...]]:
@@ -174,11 +173,8 @@ class Result:
 
     @property
     def state(self) -> str:
-        if self.code is None:
-            return "not run"
-        if self.code == EXIT_OK:
-            return "done"
-        return f"exit code {self.code}" + (f": {self.error}" if self.error else "")
+        ended = {None: "not run", EXIT_OK: "done"}
+        return ended.get(self.code, f"exit code {self.code}" + (f": {self.error}" if self.error else ""))
 
 
 @dataclass
@@ -225,13 +221,11 @@ class Sweep:
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """Returns the rows of a run's metrics."""
-        file = self.root / name / "metrics.jsonl"
-        return list(json_lines(file)) if file.exists() else []
+        return list(json_lines(self.root / name / "metrics.jsonl"))
 
     def metric(self, name: str) -> float | None:
         """Returns the metric at the end of a run; None where no row has it."""
-        values = [row.get(self.request.metric) for row in self.rows(name)]
-        found = [value for value in values if isinstance(value, int | float)]
+        found = [v for row in self.rows(name) if isinstance(v := row.get(self.request.metric), int | float)]
         return mean(found[-self.request.window :]) if found else None
 
     def record(self, result: Result) -> None:
@@ -256,8 +250,7 @@ class Sweep:
         _write(self.root / "table.md", "\n".join([about, "", head, "|" + "---|" * len(lines[0]), *rows, ""]))
         known = [(result.values, metrics[result.name]) for result in self.results.values()]
         if points := [(values, metric) for values, metric in known if metric is not None]:
-            knob = self.request.knob or next(iter(self.request.grid))
-            _write(self.root / "plot.svg", draw_knob(points, knob=knob, metric=self.request.metric))
+            _write(self.root / "plot.svg", draw_knob(points, knob=self.request.knob, metric=self.request.metric))
 
     def _columns(self, result: Result, metric: float | None) -> dict[str, str]:
         rows = self.rows(result.name)
@@ -275,7 +268,13 @@ def _common(request: Request, points: Iterable[Mapping[str, str]]) -> tuple[Comm
     """Returns the configuration of the first run, and what all runs share. Raises BadInput for a point of the grid that
     cannot be read."""
     schema = SCHEMAS[request.kind]
-    paths = [_path_of(key, keys_of(schema)) for key in request.grid]
+    known, paths = keys_of(schema), []
+    for key in request.grid:
+        if (path := known.stored_path(tuple(key.split(".")))) is None:
+            near = known.nearest(tuple(key.split(".")))
+            meant = f"did you mean {'.'.join(near)}? " if near else ""
+            raise Refusal(f"--grid {key}=...", "a known key", f"{meant}{known.help}").error()
+        paths.append(path)
     configs = [load_as(schema, [*request.base, *_flags(texts)]).config for texts in points]
     config = configs[0]
     if config.resume.wanted or config.clean:
@@ -287,16 +286,6 @@ def _common(request: Request, points: Iterable[Mapping[str, str]]) -> tuple[Comm
             section = section[int(name) if isinstance(section, list) else name]
         section.pop(path[-1], None)
     return config, shared
-
-
-def _path_of(key: str, known: Any) -> tuple[str, ...]:
-    """Returns where a key's value is stored. Raises BadInput for an unknown key."""
-    path: tuple[str, ...] | None = known.stored_path(tuple(key.split(".")))
-    if path is None:
-        near = known.nearest(tuple(key.split(".")))
-        meant = f"did you mean {'.'.join(near)}? " if near else ""
-        raise Refusal(f"--grid {key}=...", "a known key", f"{meant}{known.help}").error()
-    return path
 
 
 def _write(file: Path, content: str | bytes) -> None:
@@ -312,7 +301,7 @@ def main(words: Sequence[str]) -> int:
     if words[0] not in MODULES:
         raise Refusal(f"trireme sweep {words[0]}", f"one of {', '.join(MODULES)}", USAGE).error()
     sweep = Sweep.open(read_request(words[0], words[1:]))
-    code = run_all(sweep, lambda text: print(text, flush=True))
+    code = run_all(sweep, partial(print, flush=True))
     sweep.tabulate()
     print((sweep.root / "table.md").read_text(), *(str(file) for file in sorted(sweep.root.glob("*.*"))), sep="\n")
     return code

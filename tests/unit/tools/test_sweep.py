@@ -52,7 +52,7 @@ def starts(tmp_path: Path) -> list[str]:
 
 
 def grid(texts: dict[str, tuple[str, ...]]) -> Request:
-    return Request("rl", (), texts, "m", 1, 1, None, None)
+    return Request("rl", (), texts, "m", 1, 1, None, next(iter(texts)))
 
 
 class TestRequest:
