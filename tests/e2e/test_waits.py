@@ -109,6 +109,6 @@ def test_ray_would_print_a_page_for_a_process_that_was_killed(tmp_path: Path, mo
 
 
 def test_services_of_ray_are_in_the_group_of_whoever_starts_them() -> None:
-    """When they are not, `trireme.process.ray_cluster._in_groups_of_their_own` is not needed any more."""
+    """When they are not, `trireme.process.ray_cluster._start_ray` needs no process groups any more."""
     services = [child for child in psutil.Process().children() if child.name() in ("gcs_server", "raylet")]
     assert [os.getpgid(service.pid) for service in services] == [os.getpgid(0)] * 2

@@ -67,14 +67,10 @@ def unpack(
     return {name: columns[name] for name in packed}
 
 
-def _bits(values: Array) -> npt.NDArray[np.int32]:
-    return values.view(np.int32)
-
-
 def _pack_column(
     column: Array, tokens: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], sampled: npt.NDArray[np.bool_] | None
 ) -> PackedColumn:
-    bits = _bits(column)
+    bits = column.view(np.int32)
     if column.dtype == tokens.dtype:
         differs = bits[:-1] != tokens[1:]
         differs[offsets[1:-1] - 1] = False  # the last value of a datum is stored: it has no next token
@@ -86,6 +82,6 @@ def _pack_column(
         return PackedColumn("runs", column[starts], starts)
     if sampled is not None:
         values = column[sampled]
-        if np.count_nonzero(_bits(values)) == np.count_nonzero(bits):  # all others are 0
+        if np.count_nonzero(values.view(np.int32)) == np.count_nonzero(bits):  # all others are 0
             return PackedColumn("sparse", values)
     return PackedColumn("plain", column)

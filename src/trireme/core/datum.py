@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TensorDtype = Literal["float32", "int64", "int32"]
-NUMPY_DTYPES: dict[TensorDtype, np.dtype[Any]] = {
-    "float32": np.dtype("f4"),
-    "int64": np.dtype("i8"),
-    "int32": np.dtype("i4"),
-}
 ColumnLike: TypeAlias = Union["TensorData", npt.ArrayLike, "Tensor"]
 
 LOSS_FN_INPUT_DTYPES: dict[str, TensorDtype] = {
@@ -47,9 +42,8 @@ class TensorData:
 
     def __init__(self, data: ColumnLike, dtype: TensorDtype | None = None, shape: Sequence[int] | None = None) -> None:
         array = _as_array(data)
-        wanted = NUMPY_DTYPES[dtype or ("float32" if array.dtype.kind == "f" else "int64")]
-        if array.dtype != wanted:
-            array = array.astype(wanted)
+        wanted = dtype or ("float32" if array.dtype.kind == "f" else "int64")
+        array = array.astype(wanted, copy=False)
         self.data: npt.NDArray[Any] = array if shape is None else array.reshape(shape)
 
     @classmethod
@@ -79,8 +73,7 @@ class TensorData:
         return torch.tensor(self.data)
 
     def tolist(self) -> list[Any]:
-        values: list[Any] = self.data.tolist()
-        return values
+        return list(self.data.tolist())
 
     def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray[Any]:
         return np.array(self.data, dtype=dtype, copy=copy)
@@ -128,7 +121,7 @@ class ModelInput:
     def __init__(self, tokens: ColumnLike = (), *, chunks: Iterable[EncodedTextChunk] = ()) -> None:
         whole = _as_array(tokens)
         if chunks:
-            whole = np.concatenate([whole, *(_as_array(_text(chunk).tokens) for chunk in chunks)])
+            whole = np.concatenate([whole, *map(_tokens_of, chunks)])
         object.__setattr__(self, "tokens", whole.astype(np.int32, copy=False))
 
     @classmethod
@@ -160,14 +153,14 @@ class ModelInput:
         return len(self.tokens)
 
 
-def _text(chunk: EncodedTextChunk) -> EncodedTextChunk:
+def _tokens_of(chunk: EncodedTextChunk) -> npt.NDArray[Any]:
     kind = getattr(chunk, "type", type(chunk).__name__)
     if kind != "encoded_text":
         raise ValueError(
             f"a ModelInput with a chunk of type {kind!r}; expected chunks of type 'encoded_text': images are not "
             "supported, trainer and samplers read tokens only"
         )
-    return chunk
+    return _as_array(chunk.tokens)
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -192,8 +185,7 @@ class Datum:
                 f"a datum with temperature {temperature:g}; expected the positive one that its tokens were sampled at: "
                 "the trainer divides logits by it, and a greedy choice (0) has no probability to train on"
             )
-        length = len(model_input.tokens)
-        columns = {name: _column(name, values, length) for name, values in loss_fn_inputs.items()}
+        columns = {name: _column(name, values, model_input.length) for name, values in loss_fn_inputs.items()}
         object.__setattr__(self, "model_input", model_input)
         object.__setattr__(self, "loss_fn_inputs", columns)
         object.__setattr__(self, "temperature", temperature)
@@ -203,11 +195,7 @@ def _column(name: str, values: ColumnLike, length: int) -> TensorData:
     if name not in LOSS_FN_INPUT_DTYPES:
         raise ValueError(f"unknown loss_fn_inputs column {name!r}; known: {', '.join(LOSS_FN_INPUT_DTYPES)}")
     dtype = LOSS_FN_INPUT_DTYPES[name]
-    if type(values) is np.ndarray and values.dtype == NUMPY_DTYPES[dtype]:  # most are, and they are many
-        column = object.__new__(TensorData)
-        column.data = values
-    else:
-        column = TensorData(values, dtype)
+    column = TensorData(values, dtype)
     if column.data.shape != (length,):
         raise ValueError(f"column {name!r} has shape {column.shape}, expected ({length},) like model_input")
     return column

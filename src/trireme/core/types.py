@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.batch_codec import PackedColumn, pack, unpack
+from trireme.core.batch_codec import pack, unpack
 from trireme.core.datum import Datum, ModelInput, TensorData
 from trireme.core.datum import EncodedTextChunk as EncodedTextChunk
 
@@ -165,10 +165,13 @@ class TokenBatch:
         """Returns `data` itself if it is a batch already, else a batch of it."""
         return data if isinstance(data, TokenBatch) else cls.from_datums(data)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         """Pickles in the compact form of `trireme.core.batch_codec`."""
-        packed = pack(self.tokens, self.offsets, self.columns)
-        return _arrived, (self.tokens, self.offsets, packed, self.temperatures)
+        return {**vars(self), "columns": pack(self.tokens, self.offsets, self.columns)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        columns = unpack(state["tokens"], state["offsets"], state["columns"])
+        vars(self).update(state, columns=columns)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -189,15 +192,6 @@ class TokenBatch:
 
 Data = TokenBatch | Sequence[Datum]
 """Data that the trainer's verbs accept."""
-
-
-def _arrived(
-    tokens: npt.NDArray[np.int32],
-    offsets: npt.NDArray[np.int64],
-    packed: Mapping[str, PackedColumn],
-    temperatures: npt.NDArray[np.float32],
-) -> TokenBatch:
-    return TokenBatch(tokens, offsets, unpack(tokens, offsets, packed), temperatures)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class ArmedFault:
     action: str
 
     @classmethod
+    @cache
     def parse(cls, item: str) -> ArmedFault:
         if not (found := _ITEM.fullmatch(item)):
             raise ValueError(f"TRIREME_FAULTS: {item!r} is not `name=action`, `name@passage=action` or with [number]")
@@ -78,11 +79,6 @@ class ArmedFault:
         return self.action
 
 
-@cache
-def _armed(spec: str) -> tuple[ArmedFault, ...]:
-    return tuple(ArmedFault.parse(item) for item in spec.split(",") if item)
-
-
 def number_process(number: int) -> None:
     """Gives this process, and its future children, the number that it has in its room."""
     os.environ[_NUMBER] = str(number)
@@ -93,8 +89,8 @@ def fault_point(name: str) -> str | None:
     spec = os.environ.get("TRIREME_FAULTS")
     if not spec:
         return None
-    numbers = (None, os.environ.get(_NUMBER))
-    armed = [each for each in _armed(spec) if each.name == name and each.number in numbers]
+    faults, numbers = map(ArmedFault.parse, filter(None, spec.split(","))), (None, os.environ.get(_NUMBER))
+    armed = [each for each in faults if each.name == name and each.number in numbers]
     _passed[name] += bool(armed)
     for each in armed:
         is_due = _passed[name] == each.passage or (each.on and _passed[name] > each.passage)

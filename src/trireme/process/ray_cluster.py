@@ -19,7 +19,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trireme.config import CommonConfig
-from trireme.core.errors import BadInput, RoomFailed
+from trireme.config.refusals import Refusal
+from trireme.core.errors import RoomFailed
 from trireme.plan.base import Plan, Resources
 from trireme.process import waits
 from trireme.process.environ import cluster_address
@@ -79,10 +80,11 @@ def _refuse_unless_reachable(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
     except OSError as error:
-        raise BadInput(
-            f"cluster.address = {address}: no Ray cluster answers there ({error}). "
-            "Start one with `ray start --head`, or leave the key out to start one on this machine."
-        ) from None
+        raise Refusal(
+            f"cluster.address = {address}, where no Ray cluster answers ({error})",
+            "the address of a running Ray cluster",
+            "start one with `ray start --head`, or leave the key out to start one on this machine",
+        ).error() from None
 
 
 @contextmanager
@@ -97,40 +99,30 @@ def _local_cluster(plan: Plan) -> Iterator[None]:
     finally:
         started = [p for root in _children() - before for p in (root, *_children(root))]
         ray.shutdown()
-        _end(started)
+        _, alive = psutil.wait_procs(started, timeout=SHUTDOWN_S)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=SHUTDOWN_S)
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _start_ray(cpus: int, directory: str) -> None:
     """Starts Ray. Raises RoomFailed if its services are not up within the 30 s that Ray gives them, however busy the
-    machine is (`ray._private.node.Node`)."""
+    machine is (`ray._private.node.Node`).
+
+    The services get process groups of their own, so that signals to the driver's group do not reach them. A SIGTERM
+    would end them before the driver could commit; the driver would hang for a minute without them, and Ray would end
+    it. (They still end with the driver: the kernel ensures that.)"""
+    popen = ray_services.ConsolePopen
+    ray_services.ConsolePopen = partial(popen, process_group=0)
+    quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
     try:
-        with _in_groups_of_their_own():
-            ray.init(
-                address="local",
-                num_cpus=cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                _temp_dir=directory,
-            )
+        ray.init(address="local", num_cpus=cpus, _temp_dir=directory, **quiet)
     except Exception as error:  # Ray's own have no narrower type
         raise RoomFailed(
             f"Ray did not start on this machine: {error} If that is busy (its load is {os.getloadavg()[0]:.0f}, on "
             f"{os.cpu_count()} cores), try again when it is not; `ray start --head --block` shows what is wrong"
         ) from error
-
-
-@contextmanager
-def _in_groups_of_their_own() -> Iterator[None]:
-    """Starts Ray's services in process groups of their own, so that signals to the driver's group do not reach them.
-
-    A SIGTERM would end them before the driver could commit; the driver would hang for a minute without them, and Ray
-    would end it. (They still end with the driver: the kernel ensures that.)"""
-    popen = ray_services.ConsolePopen
-    ray_services.ConsolePopen = partial(popen, process_group=0)
-    try:
-        yield
     finally:
         ray_services.ConsolePopen = popen
 
@@ -141,14 +133,6 @@ def _children(of: psutil.Process | None = None) -> set[psutil.Process]:
         return set(of.children(recursive=True) if of else psutil.Process().children())
     except psutil.NoSuchProcess:
         return set()
-
-
-def _end(processes: list[psutil.Process]) -> None:
-    """Waits until the cluster's processes have ended, and kills those that do not."""
-    _, alive = psutil.wait_procs(processes, timeout=SHUTDOWN_S)
-    for process in alive:
-        process.kill()
-    psutil.wait_procs(alive, timeout=SHUTDOWN_S)
 
 
 def reserve(
@@ -164,16 +148,12 @@ def reserve(
     `blocks`: sizes of groups, from the first actor on, that must be on one node each; other actors are placed one by
     one. Raises BadInput if no node is large enough for a block, and RoomFailed after `timeout_s` seconds."""
     blocks = [*blocks, *[1] * (len(resources) - sum(blocks))]
-    bundles = [_together(resources[end - size : end]) for size, end in zip(blocks, accumulate(blocks), strict=True)]
+    bundles = [_bundle(*resources[end - size : end]) for size, end in zip(blocks, accumulate(blocks), strict=True)]
     _refuse_unless_a_node_has([bundle for bundle, size in zip(bundles, blocks, strict=True) if size > 1])
     group = placement_group(bundles, strategy="PACK")
     ending.callback(remove_placement_group, group)
-    waits.get_all(
-        [group.ready()],
-        who=[f"Ray to place {len(resources)} actors ({bundles})"],
-        timeout_s=timeout_s,
-        on_tick=progress,
-    )
+    who = [f"Ray to place {len(resources)} actors ({bundles})"]
+    waits.get_all([group.ready()], who=who, timeout_s=timeout_s, on_tick=progress)
     places = [n for n, size in enumerate(blocks) for _ in range(size)]
     strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=n) for n in places]
     return group, [{**r, "scheduling_strategy": s} for r, s in zip(resources, strategies, strict=True)]
@@ -246,23 +226,19 @@ def _signal(pids: Sequence[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _together(options: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Makes one bundle for several actors: Ray never splits a bundle over nodes."""
-    bundles = [_bundle(each) for each in options]
-    return {name: sum(bundle[name] for bundle in bundles) for name in bundles[0]}
-
-
 def _refuse_unless_a_node_has(bundles: Sequence[Mapping[str, float]]) -> None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for bundle in bundles:
         if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes):
             most = {name: max(node.get(name, 0) for node in nodes) for name in bundle}
-            raise BadInput(
-                f"trainer.gpus_per_node asks for {dict(bundle)} on one node, of which no node has more than {most}; "
-                "expected a number of shards that one node can hold: lower --trainer.gpus-per-node, or leave it out"
-            )
+            raise Refusal(
+                f"trainer.gpus_per_node, which asks for {dict(bundle)} on one node, where no node has more than {most}",
+                "a number of shards that one node can hold",
+                "lower --trainer.gpus-per-node, or leave it out",
+            ).error()
 
 
-def _bundle(options: Mapping[str, float]) -> dict[str, float]:
-    named = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0)}
-    return {name: amount for name, amount in named.items() if amount}
+def _bundle(*actors: Mapping[str, float]) -> dict[str, float]:
+    """Makes one bundle for these actors: Ray never splits a bundle over nodes."""
+    amounts = {name: sum(actor.get(f"num_{name.lower()}s", 0) for actor in actors) for name in ("CPU", "GPU")}
+    return {name: amount for name, amount in amounts.items() if amount}

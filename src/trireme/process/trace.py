@@ -70,12 +70,12 @@ def stop() -> None:
 
 def span(name: str, track: str = "main", **args: Any) -> AbstractContextManager[Any]:
     """Records the time of the `with` block, on a track where spans follow or contain each other."""
-    return _Span(_writer, name, track, args) if _writer else _nothing
+    return _span(_writer, name, track, args) if _writer else _nothing
 
 
 def overlapping(name: str, track: str, **args: Any) -> AbstractContextManager[Any]:
     """Records the time of the `with` block, if it takes a millisecond, on a track where spans may overlap."""
-    return _Overlapping(_writer, name, track, args) if _writer else _nothing
+    return _overlapping(_writer, name, track, args) if _writer else _nothing
 
 
 @contextmanager
@@ -134,28 +134,26 @@ class Busy:
             _writer.counters[self._name] = self._under_way
 
 
-class _Span:
-    __slots__ = ("_args", "_name", "_started", "_track", "_writer")
-
-    def __init__(self, writer: TraceWriter, name: str, track: str, args: dict[str, Any]) -> None:
-        self._writer, self._name, self._track, self._args = writer, name, track, args
-
-    def __enter__(self) -> None:
-        self._started = _now()
-
-    def __exit__(self, *error: object) -> None:
-        self._writer.add_span(self._name, self._track, self._started, _now(), self._args)
+@contextmanager
+def _span(writer: TraceWriter, name: str, track: str, args: dict[str, Any]) -> Iterator[None]:
+    started = _now()
+    try:
+        yield
+    finally:
+        writer.add_span(name, track, started, _now(), args)
 
 
-class _Overlapping(_Span):
-    __slots__ = ()
-
-    def __exit__(self, *error: object) -> None:
+@contextmanager
+def _overlapping(writer: TraceWriter, name: str, track: str, args: dict[str, Any]) -> Iterator[None]:
+    started = _now()
+    try:
+        yield
+    finally:
         ended = _now()
-        if ended - self._started >= SHORTEST_NS:
-            same = {"cat": self._track, "id": next(_numbers)}
-            self._writer.add("b", self._name, self._track, self._started, args=self._args, **same)
-            self._writer.add("e", self._name, self._track, ended, **same)
+        if ended - started >= SHORTEST_NS:
+            same = {"cat": track, "id": next(_numbers)}
+            writer.add("b", name, track, started, args=args, **same)
+            writer.add("e", name, track, ended, **same)
 
 
 def _now() -> int:
@@ -186,9 +184,7 @@ class TraceWriter:
     def add_span(self, name: str, track: str, started: int, ended: int, args: dict[str, Any]) -> None:
         """Adds a complete span, from any thread. `started` and `ended`: ns of the monotonic clock."""
         duration = ended // 1000 - started // 1000
-        self._queue.append(
-            {"ph": "X", "name": name, "tid": track, "ts": self._us(started), "dur": duration, "args": args}
-        )
+        self.add("X", name, track, started, dur=duration, args=args)
 
     def close(self) -> None:
         """Writes the rest, if the disk takes it in CLOSE_S seconds."""

@@ -88,17 +88,14 @@ def ready(refs: Mapping[Any, str], timeout_s: float) -> dict[Any, Any]:
         return {}
     if not ray.wait(list(refs), num_returns=1, timeout=timeout_s)[0]:
         return {}
-    there, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-    return {ref: _outcome(ref, refs[ref]) for ref in there}
-
-
-def _outcome(ref: Any, who: str) -> Any:
-    try:
-        return ray.get(ref)
-    except RayError as error:
-        found = failure(error, who, None)
-        found.__cause__ = error
-        return found
+    outcomes = {}
+    for ref in ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]:
+        try:
+            outcomes[ref] = ray.get(ref)
+        except RayError as error:
+            outcomes[ref] = failure(error, refs[ref], None)
+            outcomes[ref].__cause__ = error
+    return outcomes
 
 
 def died(error: BaseException) -> bool:
