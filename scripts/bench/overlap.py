@@ -190,7 +190,7 @@ class Bench:
         from trireme.launch.run import train_and_commit
 
         train_and_commit(self.training, self.run, self.core, self.supervisor, None, Console(highlight=False))
-        return [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
+        return [json.loads(line) for line in (self.run.root / "metrics.jsonl").read_text().splitlines()]
 
 
 @contextmanager

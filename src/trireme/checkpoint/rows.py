@@ -10,8 +10,10 @@ from typing import Any
 
 from trireme.checkpoint.files import make_directory, replace_file
 
-ROW_FILES = ("metrics.jsonl", "trained.jsonl")
-"""Row files of a run; going back to the commit of step N removes their rows from N on."""
+METRICS, TRAINED = "metrics.jsonl", "trained.jsonl"
+ROW_FILES = (METRICS, TRAINED)
+"""Row files of a run: the metrics of each step, and what it trained on (so the order of the data). Going back to the
+commit of step N removes their rows from N on."""
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class TrainingRun(ABC):
         with ExitStack() as ending:
             trace.start(run.logs, "driver_0", self.config.trace.max_mb)
             ending.callback(trace.stop)
-            yield ending.enter_context(closing(Journal(run, self.step_line, sys.stdout, wandb)))
+            yield ending.enter_context(closing(Journal(run.root, self.step_line, sys.stdout, wandb)))
 
 
 def launch(training: TrainingRun, console: Console) -> Path | None:

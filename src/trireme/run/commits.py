@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from trireme.checkpoint.files import FileRecord, storage_errors
 from trireme.checkpoint.manifest import CommitRef, Manifest
+from trireme.checkpoint.rows import ROW_FILES
 from trireme.config import CommonConfig
 from trireme.core.errors import LimitReached, RoomFailed, StorageFailed, TriremeError, WeightsRefused
 from trireme.core.types import WeightIdentity
@@ -196,7 +197,7 @@ class Commits:
         try:
             with trace.span("commit", "commits", version=draft.version):
                 files = self._collect(draft)
-                for rows in self._run.row_files:  # on the disk before the commit that covers them
+                for rows in map(self._run.root.joinpath, ROW_FILES):  # on the disk before the commit that covers them
                     with storage_errors(rows), rows.open("rb") as file:
                         os.fsync(file.fileno())
                 store.publish(draft.path, self._manifest(draft, files))

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, TextIO
 
+from trireme.checkpoint.rows import METRICS, TRAINED
 from trireme.config import CommonConfig
 from trireme.process import trace
-from trireme.run.rollout_records import TABLE_COLUMNS, table_rows, write_records
-from trireme.run.rundir import RunDir
+from trireme.run.rollout_records import ROLLOUTS, TABLE_COLUMNS, table_rows, write_records
 from trireme.supervision.roster import Incident, Roster
 
 TOO_EASY = 0.8
@@ -65,14 +65,14 @@ class Clock:
 
 
 class Journal:
-    """Writes about each step: its row to metrics.jsonl, `out` and W&B, what it trained on to trained.jsonl, and the
-    records of some rollouts. Close it at the end, as `closing` does."""
+    """Writes about each step of the run in `root`: its row to metrics.jsonl, `out` and W&B, what it trained on to
+    trained.jsonl, and the records of some rollouts. Close it at the end, as `closing` does."""
 
     def __init__(
-        self, run: RunDir, line: Callable[[Mapping[str, Any]], str], out: TextIO, wandb: WandbSink | None
+        self, root: Path, line: Callable[[Mapping[str, Any]], str], out: TextIO, wandb: WandbSink | None
     ) -> None:
-        self._rollouts, self._line, self._out, self._wandb = run.rollouts, line, out, wandb
-        self._metrics, self._trained = (file.open("a", buffering=1) for file in (run.metrics, run.trained))
+        self._rollouts, self._line, self._out, self._wandb = root / ROLLOUTS, line, out, wandb
+        self._metrics, self._trained = ((root / name).open("a", buffering=1) for name in (METRICS, TRAINED))
 
     def write(self, row: Mapping[str, Any], trained: Mapping[str, Any], records: Sequence[str] = ()) -> None:
         """Writes the metrics in `row`, and in `trained` the `groups` or `examples` that the step trained on. Each line

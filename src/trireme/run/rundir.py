@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -19,15 +19,15 @@ from typing import IO, Any
 from trireme.checkpoint.files import replace_file
 from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.resume import check_fixed, choose, fork
-from trireme.checkpoint.rows import ROW_FILES
+from trireme.checkpoint.rows import METRICS
 from trireme.checkpoint.store import HEAD, CheckpointStore, Head, VerifiedCommit
 from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig
 from trireme.core.errors import CheckpointInvalid
-from trireme.run.rollout_records import ROLLOUTS
 
 LOCK = "driver.lock"
-MARKS = ("config.json", "metrics.jsonl")
+CONFIG = "config.json"
+MARKS = (CONFIG, METRICS)
 """A run directory holds at least one of these files."""
 BEFORE_MARKS = (LOCK, *(f"{mark}.new" for mark in MARKS))
 """Files of a start that was killed before it left a mark."""
@@ -40,13 +40,13 @@ def default_name(config: CommonConfig, suffix: str) -> str:
 
 def command_of(root: Path) -> str:
     """Returns the command of the run in `root`, by its config.json: only that of `sft` has a section `data`."""
-    return "sft" if "data" in json.loads((root / "config.json").read_bytes()) else "rl"
+    return "sft" if "data" in json.loads((root / CONFIG).read_bytes()) else "rl"
 
 
 def resume_command(root: Path) -> str:
     """Returns the command that resumes the run in `root`."""
     place = ["--run.output-dir", str(root.parent), "--run.name", root.name]
-    return shlex.join(["uv", "run", command_of(root), "@", str(root / "config.json"), *place, "--resume"])
+    return shlex.join(["uv", "run", command_of(root), "@", str(root / CONFIG), *place, "--resume"])
 
 
 @dataclass(frozen=True)
@@ -117,29 +117,6 @@ class RunDir:
         return CheckpointStore(self.root)
 
     @property
-    def config_json(self) -> Path:
-        return self.root / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def trained(self) -> Path:
-        """File that records which groups each step trained on, and so the order of the data."""
-        return self.root / "trained.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """Directory of rollout records."""
-        return self.root / ROLLOUTS
-
-    @property
-    def row_files(self) -> list[Path]:
-        """The files with a row for each step."""
-        return [self.root / name for name in ROW_FILES]
-
-    @property
     def logs(self) -> Path:
         """Directory of this attempt's log files."""
         return self.root / "logs" / f"attempt_{self.start.attempt}"
@@ -165,7 +142,7 @@ class RunDir:
         code_diff = self.root / "code.diff"
         _write_code_diff(code_diff)
         self.logs.mkdir(parents=True, exist_ok=True)
-        for file in (self.config_json, code_diff):
+        for file in (self.root / CONFIG, code_diff):
             if file.exists():
                 shutil.copyfile(file, self.logs / file.name)
 
@@ -205,11 +182,8 @@ def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
 def _latest_run(output_dir: Path, prefix: str) -> Path:
     """Returns the run directory with a default name that was started last. (Only here does the clock matter: nothing
     else orders different runs.)"""
-    found = [
-        file
-        for file in output_dir.glob(f"*/{MARKS[0]}")
-        if re.fullmatch(re.escape(prefix) + "[0-9a-f]{8}", file.parent.name)
-    ]
+    name = re.compile(re.escape(prefix) + "[0-9a-f]{8}")
+    found = [file for file in output_dir.glob(f"*/{CONFIG}") if name.fullmatch(file.parent.name)]
     if not found:
         raise Refusal(
             f"--resume without --run.name, and no run {prefix}<8 hex digits> in {output_dir}",
@@ -224,14 +198,17 @@ def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: V
     store = CheckpointStore(root)
     if source:
         return _fork(config, store, source)
-    if not config.resume.wanted:
+    notes: tuple[str, ...] = ()
+    if config.resume.wanted:
+        head, chosen = _begun(store), choose(store, config.resume.step)
+        if head:
+            return _go_on(config, store, head, fixed, chosen)
+        notes = (f"{root} holds nothing to resume: a new run",)
+    else:
         _clear(root, config.clean)
-        return _begin(config, store, ())
-    head = _begun(store)
-    chosen = choose(store, config.resume.step)
-    if head is None:
-        return _begin(config, store, (f"{root} holds nothing to resume: a new run",))
-    return _go_on(config, store, head, fixed, chosen)
+    head = Head.new()
+    _claim(config, store, head)
+    return Start(0, None, None, head.attempt, notes)
 
 
 def _go_on(
@@ -247,15 +224,11 @@ def _go_on(
     return Start(chosen.manifest.step, chosen.path, chosen.manifest, head.attempt, (*chosen.notes, *notes, going_on))
 
 
-def _begin(config: CommonConfig, store: CheckpointStore, notes: tuple[str, ...]) -> Start:
-    head = Head.new()
-    _claim(config, store, head)
-    return Start(0, None, None, head.attempt, notes)
-
-
 def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> None:
     """Writes config.json, then HEAD: a directory without HEAD holds an interrupted fork or no run (`_begun`)."""
-    replace_file(store.root / "config.json", _rerunnable(config).encode())
+    # Without `clean` and `resume`: to run it again must not delete anything.
+    resolved = config.model_dump(mode="json", exclude={"clean", "resume"})
+    replace_file(store.root / CONFIG, (json.dumps(resolved, indent=2) + "\n").encode())
     store.write_head(head)
 
 
@@ -264,7 +237,7 @@ def _begun(store: CheckpointStore) -> Head | None:
     something to resume (an interrupted fork has rows before it has a HEAD)."""
     try:
         head, what = store.head(), f"{store.root / HEAD} is missing"
-        if head or not (store.commits() or (store.root / "metrics.jsonl").exists()):
+        if head or not (store.commits() or (store.root / METRICS).exists()):
             return head
     except CheckpointInvalid as error:
         what = str(error)
@@ -357,18 +330,12 @@ def _locked(root: Path) -> IO[str]:
     return lock
 
 
-def _rerunnable(config: CommonConfig) -> str:
-    """Returns the resolved configuration as JSON, without `clean` and `resume`: running it again must not delete."""
-    return json.dumps(config.model_dump(mode="json", exclude={"clean", "resume"}), indent=2) + "\n"
-
-
 def _write_code_diff(file: Path) -> None:
     """Writes the last git commit and what differs from it. Writes no file outside a git checkout."""
     file.unlink(missing_ok=True)
-    git = shutil.which("git")
-    if git is None:
-        return
-    head = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    diff = subprocess.run([git, "diff", "HEAD"], capture_output=True)
-    if head.returncode == 0 and diff.returncode == 0:
-        file.write_bytes(f"commit {head.stdout.strip()}\n".encode() + diff.stdout)
+    with suppress(FileNotFoundError, subprocess.CalledProcessError):  # no git, or no checkout
+        head, diff = (
+            subprocess.run(["git", *command, "HEAD"], capture_output=True, check=True).stdout
+            for command in (["rev-parse"], ["diff"])
+        )
+        file.write_bytes(b"commit " + head + diff)

@@ -101,8 +101,8 @@ class HeartbeatMonitor:
             if not process.asked and process.next <= now:
                 process.asked, process.since = True, now if process.since is None else process.since
                 self.wait_for(process.ask(), name, partial(self._beat, name))
-        silent = {name: now - process.since for name, process in self._monitored.items() if process.since is not None}
-        silent = {name: seconds for name, seconds in silent.items() if seconds >= SUSPECT * self._heartbeat_s}
+        waiting = {name: now - process.since for name, process in self._monitored.items() if process.since is not None}
+        silent = {name: seconds for name, seconds in waiting.items() if seconds >= SUSPECT * self._heartbeat_s}
         for name, silent_s in silent.items():
             why = f"has answered nothing for {silent_s:.0f} s (timeouts.heartbeat_s = {self._heartbeat_s:g})"
             judged = name == RECEIVER or RECEIVER not in silent

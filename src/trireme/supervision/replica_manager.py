@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from trireme.core.errors import BadInput, RoomFailed, TriremeError
 from trireme.plan.base import count
 from trireme.process import waits
 from trireme.process.ray_cluster import PlacePool
-from trireme.supervision.heartbeats import HeartbeatMonitor
+from trireme.supervision.heartbeats import HeartbeatMonitor, Lost
 from trireme.supervision.roster import PartHealth, Roster
 
 SECOND_OPINION_S = 3.0
@@ -29,8 +29,6 @@ orchestrator may turn out to be the cause."""
 SPARES_EVERY_S = 10.0
 PREFIX = "inference_"
 REPORTS = "orchestrator_0 (of replicas)"
-
-Again = Callable[[str, TriremeError, bool], None]
 
 
 class ReplicaUser(Protocol):
@@ -85,7 +83,6 @@ class ReplicaState(Enum):
 
 
 SHOWN = {
-    ReplicaState.STARTING: PartHealth.STARTING,
     ReplicaState.READY: PartHealth.CATCHING_UP,
     ReplicaState.JOINING: PartHealth.CATCHING_UP,
     ReplicaState.SERVING: PartHealth.HEALTHY,
@@ -110,7 +107,7 @@ class ReplicaManager:
         replicas: ReplicaActors,
         roster: Roster,
         monitor: HeartbeatMonitor,
-        again: Again,
+        again: Lost,
         places: PlacePool,
     ) -> None:
         self._config, self._replicas, self._roster, self._monitor = config, replicas, roster, monitor
@@ -135,9 +132,9 @@ class ReplicaManager:
     def attach(self, user: ReplicaUser) -> None:
         """Passes each ready replica to `user` from now on."""
         self._user, self._reports = user, []
-        self._await_report()
+        self._await_report(user)
         for index in self._of(ReplicaState.READY):
-            self._join(index)
+            self._join(index, user)
 
     def detach(self) -> None:
         """Ends an attempt: aborts what it asked of the replicas."""
@@ -161,15 +158,11 @@ class ReplicaManager:
     def look(self) -> None:
         """Replaces replicas whose failure was reported long enough ago, unless Ray does not know yet if they live, and
         ends starts that take too long."""
-        now = time.monotonic()
-        due = [
-            (at, index, reason)
-            for at, index, reason in self._reports
-            if at <= now and not self._monitor.is_unreached(_part_name(index))
-        ]
-        self._reports = [report for report in self._reports if report not in due]
-        for _, index, reason in due:
-            if self._states.get(index) is ReplicaState.SERVING:
+        now, reports, self._reports = time.monotonic(), self._reports, []
+        for at, index, reason in reports:
+            if at > now or self._monitor.is_unreached(_part_name(index)):
+                self._reports.append((at, index, reason))
+            elif self.serves(index):
                 self._fail(index, reason)
         for index in self._of(ReplicaState.STARTING):
             self._look_at_start(index, now)
@@ -194,7 +187,7 @@ class ReplicaManager:
 
     def scale(self, wanted: int) -> tuple[bool, str]:
         """Changes the number of replicas to `wanted`, reserved ones included. Returns (accepted, what happens now)."""
-        staying = [index for index in self._states if self._states[index] is not ReplicaState.DRAINING]
+        staying = [index for index, state in self._states.items() if state is not ReplicaState.DRAINING]
         for _ in range(wanted - len(staying)):
             index = self._replicas.add(self._places.take())
             self._starts(index, self._replicas.ready_ref(index))
@@ -224,22 +217,20 @@ class ReplicaManager:
         self._monitor.add(_part_name(index), partial(self._replicas.heartbeat_ref, index))
         self._become(index, ReplicaState.READY)
         if self._user:
-            self._join(index)
+            self._join(index, self._user)
 
-    def _join(self, index: int) -> None:
-        assert self._user
+    def _join(self, index: int, user: ReplicaUser) -> None:
         self._become(index, ReplicaState.JOINING)
-        joined = self._user.join(index, self._replicas.client(index), reserved=self._replicas.is_reserved(index))
+        joined = user.join(index, self._replicas.client(index), reserved=self._replicas.is_reserved(index))
         self._monitor.wait_for(joined, _part_name(index), partial(self._joined, index))
 
     def _joined(self, index: int, outcome: Any) -> None:
         if self._states[index] is not ReplicaState.JOINING:
             return
+        self._become(index, ReplicaState.SERVING)
         if isinstance(outcome, TriremeError):
             self._reports.append((time.monotonic() + SECOND_OPINION_S, index, f"could not join: {outcome}"))
-            self._become(index, ReplicaState.SERVING)
             return
-        self._become(index, ReplicaState.SERVING)
         if index in self._successors:  # not when it joins the next attempt
             self._successors.remove(index)
             took = time.monotonic() - self._since[index]
@@ -252,7 +243,7 @@ class ReplicaManager:
             self._replicas.keep_spares()
 
     def _leave(self, index: int) -> None:
-        if self._user is None or self._states[index] is not ReplicaState.SERVING:
+        if self._user is None or not self.serves(index):
             self._take_away(index)
             return
         self._become(index, ReplicaState.DRAINING)
@@ -288,16 +279,15 @@ class ReplicaManager:
         self._roster.note(_part_name(index), str(failure))
         self.lost(index, failure, waits.died(failure))
 
-    def _await_report(self) -> None:
-        assert self._user
-        self._monitor.wait_for(self._user.next_failure(), REPORTS, partial(self._reported, self._user))
+    def _await_report(self, user: ReplicaUser) -> None:
+        self._monitor.wait_for(user.next_failure(), REPORTS, partial(self._reported, user))
 
     def _reported(self, user: ReplicaUser, outcome: Any) -> None:
         if user is not self._user or isinstance(outcome, TriremeError):
             return  # the attempt has ended, or the monitor will say why it does
         index, reason = outcome
         self._reports.append((time.monotonic() + SECOND_OPINION_S, index, reason))
-        self._await_report()
+        self._await_report(user)
 
     def _of(self, *states: ReplicaState) -> list[int]:
         return [index for index, state in sorted(self._states.items()) if state in states]

@@ -128,15 +128,9 @@ class Roster:
             before = self._parts.get(name) or RunPart(name, health, self._now())
             if health is PartHealth.SUSPECT and before.health is not PartHealth.SUSPECT:
                 self._unsuspected[name] = before.health
-            changed = RunPart(
-                name,
-                health,
-                before.since if before.health == health else self._now(),
-                _line(why),
-                before.pids if pids is None else pids,
-                before.node if node is None else node,
-                before.restarts + successor,
-            )
+            since = before.since if before.health == health else self._now()
+            place = (before.pids if pids is None else pids, before.node if node is None else node)
+            changed = RunPart(name, health, since, _line(why), *place, before.restarts + successor)
             if changed == self._parts.get(name):
                 return
             self._parts[name] = changed

@@ -18,17 +18,18 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import TypeAdapter
 
 from trireme.checkpoint.rows import read_rows
 from trireme.core.errors import EXIT_FAILED, EXIT_OK
 from trireme.run.rundir import LOCK
-from trireme.supervision.roster import Incident, PartHealth, Roster, RunPart
+from trireme.supervision.roster import Incident, Roster, RunPart
 
 STATUS, INCIDENTS, SCALE = "STATUS", "incidents.jsonl", "scale"
 SHORTEST_S = 0.5
@@ -69,17 +70,9 @@ class Status:
     @classmethod
     def read(cls, root: Path) -> Status | None:
         """Reads the last status of the run in `root`; None if there is none or a crash of the machine damaged it."""
-        try:
-            said = json.loads((root / STATUS).read_bytes())
-        except (FileNotFoundError, ValueError):
-            return None
-        parts = (
-            RunPart(**part | {"health": PartHealth(part["health"]), "pids": tuple(part["pids"])})
-            for part in said["parts"]
-        )
-        recent = (Incident(**incident) for incident in said["recent"])
-        ended = RunEnd(**said["ended"]) if said["ended"] else None
-        return cls(**said | {"parts": tuple(parts), "recent": tuple(recent), "ended": ended})
+        with suppress(FileNotFoundError, ValueError):
+            return TypeAdapter(cls).validate_json((root / STATUS).read_bytes())
+        return None
 
 
 def read_incidents(root: Path) -> list[Incident]:
@@ -104,7 +97,11 @@ class StatusWriter:
         self._thread = threading.Thread(target=self._follow, name="status", daemon=True)
 
     def __enter__(self) -> StatusWriter:
-        self._end_torn_line()
+        incidents = self._root / INCIDENTS
+        with self._warning():  # a driver that was killed may have left a line unfinished: the next is a new one
+            if incidents.exists() and not incidents.read_bytes().endswith(b"\n"):
+                with incidents.open("a") as lines:
+                    lines.write("\n")
         self._roster.listen(self._listen)
         self._write(None)
         self._thread.start()
@@ -146,14 +143,6 @@ class StatusWriter:
         with self._warning():
             _replace_json(self._root / STATUS, asdict(said))
 
-    def _end_torn_line(self) -> None:
-        """Ends the line that a killed driver left unfinished in incidents.jsonl, so that the next one is a new line."""
-        file = self._root / INCIDENTS
-        with self._warning():
-            if file.exists() and not file.read_bytes().endswith(b"\n"):
-                with file.open("a") as lines:
-                    lines.write("\n")
-
     @contextmanager
     def _warning(self) -> Iterator[None]:
         try:
@@ -191,15 +180,13 @@ class DriverProcess:
         if holder is None:
             return None
         pid, node = int(holder[1]), holder[2]
-        return cls(pid, node, _holds(pid, file) if node == os.uname().nodename else None)
-
-
-def _holds(pid: int, lock: Path) -> bool:
-    """Returns True if process `pid` has the lock file open. (Its number alone may be reused by another process.)"""
-    try:
-        return any(Path(opened.path) == lock for opened in psutil.Process(pid).open_files())
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return False
+        if node != os.uname().nodename:
+            return cls(pid, node, None)
+        try:  # the number alone may belong to another process by now
+            opened = psutil.Process(pid).open_files()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            opened = []
+        return cls(pid, node, any(Path(each.path) == file for each in opened))
 
 
 # --------------------------------------------------------------------------------------------------------------- scale
@@ -231,29 +218,26 @@ class ScaleRequests:
     def __init__(self, root: Path) -> None:
         self._place = root / SCALE
         driver = (root / LOCK).read_text()
-        for file in self._place.glob("*.json"):
-            if (request := _request(file)) and request.driver != driver:
+        for file, request in self._requests():
+            if request.driver != driver:
                 file.unlink(missing_ok=True)
         for file in self._place.glob("*.answer"):  # this driver has given none yet
             file.unlink(missing_ok=True)
 
     def poll(self) -> ScaleRequest | None:
         """Returns the oldest request that has no answer, or None, without waiting."""
-        found = [request for file in self._place.glob("*.json") if (request := _request(file))]
-        return min(found, key=lambda request: request.at, default=None)
+        return min((request for _, request in self._requests()), key=lambda request: request.at, default=None)
 
     def answer(self, request: ScaleRequest, accepted: bool, what: str) -> None:
         """Answers `request`. Raises OSError."""
         _replace_json(self._place / f"{request.id}.answer", asdict(ScaleAnswer(accepted, what)))
         (self._place / f"{request.id}.json").unlink(missing_ok=True)
 
-
-def _request(file: Path) -> ScaleRequest | None:
-    """Reads a request; None if the file is gone by now or was not written by `trireme scale`."""
-    try:
-        return ScaleRequest(**json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
+    def _requests(self) -> Iterator[tuple[Path, ScaleRequest]]:
+        """Yields the files that are requests, but not one that is gone by now or was not written by `trireme scale`."""
+        for file in self._place.glob("*.json"):
+            with suppress(OSError, ValueError, TypeError):
+                yield file, ScaleRequest(**json.loads(file.read_bytes()))
 
 
 @contextmanager

@@ -72,11 +72,10 @@ class Supervisor:
         self._restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
         engine_s = elastic.config.timeouts.update_s if elastic else math.inf
         self._monitor = HeartbeatMonitor(roster, config.timeouts.heartbeat_s, engine_s, self._lost)
-        self._manager = (
-            ReplicaManager(elastic.config, elastic.replicas, roster, self._monitor, self._again, elastic.places)
-            if elastic
-            else None
-        )
+        self._manager: ReplicaManager | None = None
+        if elastic:
+            replicas, places = elastic.replicas, elastic.places
+            self._manager = ReplicaManager(elastic.config, replicas, roster, self._monitor, self._again, places)
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="supervisor", daemon=True)
@@ -145,10 +144,9 @@ class Supervisor:
         if failure and waits.unreached(failure):
             self._await_verdict()
         with self._lock:
-            hangs = isinstance(failure, RoomFailed) and failure is not self._core_failure and not waits.died(failure)
-            if hangs:
-                self._monitor.write_stacks(self.roster.parts)
             may_go_on = isinstance(failure, RoomFailed)
+            if failure and may_go_on and failure is not self._core_failure and not waits.died(failure):  # it hangs
+                self._monitor.write_stacks(self.roster.parts)
             for name in self._monitor.names:
                 if ReplicaManager.index_of(name) is None or not may_go_on:
                     self._monitor.drop(name)
@@ -195,8 +193,10 @@ class Supervisor:
         with self._lock:
             for ref, outcome in there.items():
                 self._guarded(partial(self._monitor.arrived, ref, outcome))
-            for look in (self._monitor.look, *((self._manager.look, self._scale) if self._manager else ())):
-                self._guarded(look)
+            self._guarded(self._monitor.look)
+            if self._manager and self._elastic:
+                self._guarded(self._manager.look)
+                self._guarded(partial(self._scale, self._manager, self._elastic.requests))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Keeps an error after which nothing may be started again, for `check` to raise in the driver's own thread."""
@@ -215,9 +215,8 @@ class Supervisor:
     def _again(self, part: str, failure: TriremeError, died: bool) -> None:
         self._restarts.take(part, failure, died=died, step=self.roster.step, now=time.monotonic())
 
-    def _scale(self) -> None:
-        assert self._elastic
-        assert self._manager
-        if request := self._elastic.requests.poll():
+    @staticmethod
+    def _scale(manager: ReplicaManager, requests: ScaleRequests) -> None:
+        if request := requests.poll():
             with suppress(OSError):  # the disk is full: the request comes again, and finds as many replicas
-                self._elastic.requests.answer(request, *self._manager.scale(request.replicas))
+                requests.answer(request, *manager.scale(request.replicas))

@@ -60,9 +60,7 @@ def test_a_block_is_one_bundle() -> None:
 
 
 def test_a_block_that_no_living_node_can_hold_is_refused() -> None:
-    with pytest.raises(
-        BadInput, match=r"(?s)'GPU': 5\.0.* no node has more than .*'GPU': 4\.0.*--trainer\.gpus-per-node"
-    ):
+    with pytest.raises(BadInput, match=r"(?s)'GPU': 5\.0.* no node has more than .*4\.0.*--trainer\.gpus-per-node"):
         reserved([*[SHARD] * 5, ACTOR], [5])
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.checkpoint.manifest import CommitRef, Manifest
+from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.config import Config
 from trireme.core.errors import EXIT_SIGTERM, LimitReached, RoomFailed, StorageFailed, WeightsRefused
@@ -69,12 +70,14 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.store = CheckpointStore(self.root)
+        for name in ROW_FILES:
+            (self.root / name).touch()
         self.trainer.gate.set()
         self.orchestrator.gate.set()
 
     def commits(self) -> Commits:
         others = {"orchestrator": self.orchestrator}
-        run: Any = SimpleNamespace(root=self.root, store=self.store, start=self.start, lineage="aaaaaaaa", row_files=[])
+        run: Any = SimpleNamespace(root=self.root, store=self.store, start=self.start, lineage="aaaaaaaa")
         return Commits(self.config, run, {"loss": "ppo"}, self.trainer, others, self.said.append)
 
     @property

@@ -12,7 +12,6 @@ import pytest
 
 from trireme.config.load import load
 from trireme.run.metrics import Clock, Journal, WandbSink, evaluation_text, reduce_metrics, step_line
-from trireme.run.rundir import RunDir, Start
 from trireme.supervision.roster import Roster
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -42,8 +41,7 @@ def test_the_clock_counts_only_the_wait_for_items() -> None:
 
 
 def journal_of(root: Path, line: Callable[[Mapping[str, Any]], str] = str, out: io.StringIO | None = None) -> Journal:
-    start = Start(0, None, None, 1, ())
-    return Journal(RunDir(root, io.StringIO(), start), line, out or io.StringIO(), None)
+    return Journal(root, line, out or io.StringIO(), None)
 
 
 def test_rows_are_whole_lines(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from checkpoint_support import (
 )
 
 from trireme.checkpoint.manifest import MANIFEST, CommitRef
+from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import HEAD, CheckpointStore
 from trireme.config import Config
 from trireme.config.load import load
@@ -65,7 +66,6 @@ def test_named(tmp_path: Path) -> None:
         assert run.logs == run.root / "logs" / "attempt_1"
         assert run.logs.is_dir()
         assert (run.start.step, run.start.commit, run.start.attempt, run.start.notes) == (0, None, 1, ())
-        assert run.row_files == [run.metrics, run.trained]
         assert re.fullmatch("[0-9a-f]{8} [0-9a-f]{8}", f"{run.run_id} {run.lineage}")
         assert run.checkout() == []
 
@@ -85,11 +85,11 @@ def test_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
 def test_config_json_runs_again(tmp_path: Path) -> None:
     given = config(tmp_path, "r", "--clean", "--trainer.learning-rate", "2e-4", "--env.args.length", "5")
     with open_run(given) as run:
-        again = load(["@", str(run.config_json)], {}).config
+        again = load(["@", str(run.root / "config.json")], {}).config
     assert again.model_dump(exclude={"clean"}) == given.model_dump(exclude={"clean"})
     assert not again.clean  # running it again must not empty anything
     with open_run(config(tmp_path, "r", "--resume")) as run:
-        again = load(["@", str(run.config_json)], {}).config
+        again = load(["@", str(run.root / "config.json")], {}).config
     assert not again.resume.wanted  # nor go on from where it once went on
 
 
@@ -118,7 +118,7 @@ def test_a_start_that_was_killed_at_once_leaves_nothing_in_the_way(tmp_path: Pat
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / left).write_text("half")
     with open_run(config(tmp_path)) as run:
-        load(["@", str(run.config_json)], {})
+        load(["@", str(run.root / "config.json")], {})
 
 
 def test_somebody_elses_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -141,8 +141,8 @@ def test_clean_empties_a_run_directory(tmp_path: Path, mark: str) -> None:
     with open_run(config(tmp_path, "r", "--clean")) as run:
         assert not (root / "logs" / "old.txt").exists()
         assert not (root / "link").is_symlink()
-        assert not run.metrics.exists()
-        assert run.config_json.read_text() != "old"
+        assert not (run.root / "metrics.jsonl").exists()
+        assert (run.root / "config.json").read_text() != "old"
         assert run.start.attempt == 1
     assert (outside / "old.txt").exists()
 
@@ -150,9 +150,9 @@ def test_clean_empties_a_run_directory(tmp_path: Path, mark: str) -> None:
 @pytest.mark.parametrize("flags", [[], ["--clean"]])
 def test_a_living_driver_keeps_its_directory(tmp_path: Path, flags: list[str]) -> None:
     with open_run(config(tmp_path)) as run:
-        run.metrics.write_text("row")
+        (run.root / "metrics.jsonl").write_text("row")
         text = refusal(config(tmp_path, "r", *flags))
-        assert run.metrics.read_text() == "row"
+        assert (run.root / "metrics.jsonl").read_text() == "row"
     assert f"pid {os.getpid()}" in text
     assert "another --run.name" in text
 
@@ -193,7 +193,7 @@ def test_emptying_that_was_interrupted_can_be_done_again(tmp_path: Path) -> None
     """The files that make it a run directory are deleted last."""
     with open_run(config(tmp_path)) as run:
         commit(run.store, 2)
-        run.metrics.write_text("")
+        (run.root / "metrics.jsonl").write_text("")
     for change in range(1, 100):
         if not crashes(change, lambda: open_run(config(tmp_path, "r", "--clean")).lock.close()):
             break
@@ -218,7 +218,7 @@ def outputs(tmp_path: Path) -> Path:
         run.checkout()
         for step in (2, 4):
             commit(run.store, step)
-        for file in run.row_files:
+        for file in map(run.root.joinpath, ROW_FILES):
             append_rows(file, [{"step": step, "attempt": 1} for step in range(5)])
     return tmp_path
 
@@ -255,8 +255,8 @@ class TestResume:
             assert run.run_id == run_id
             assert run.lineage != lineage
             assert steps(run.store) == [2]
-            assert read_json_lines(run.metrics) == read_json_lines(run.trained)
-            assert [row["step"] for row in read_json_lines(run.metrics)] == [0, 1]
+            assert read_json_lines(run.root / "metrics.jsonl") == read_json_lines(run.root / "trained.jsonl")
+            assert [row["step"] for row in read_json_lines(run.root / "metrics.jsonl")] == [0, 1]
         with open_run(config(outputs, "r", "--resume")) as run:
             assert (run.start.step, run.start.attempt) == (2, 3)
 
@@ -312,12 +312,12 @@ class TestResume:
 
     def test_killed_before_the_first_commit(self, tmp_path: Path) -> None:
         with open_run(config(tmp_path)) as run:
-            append_rows(run.metrics, [{"step": 0}])
+            append_rows(run.root / "metrics.jsonl", [{"step": 0}])
         with open_run(config(tmp_path, "r", "--resume")) as run:
             assert (run.start.step, run.start.commit, run.start.attempt) == (0, None, 2)
             assert "no commit yet" in run.start.notes[0]
             run.checkout()
-            assert read_json_lines(run.metrics) == []
+            assert read_json_lines(run.root / "metrics.jsonl") == []
             assert len(list(run.root.glob("branches/*/metrics.jsonl"))) == 1
 
     @pytest.mark.parametrize("make", [False, True])
@@ -360,7 +360,7 @@ class TestResume:
 
     def test_inputs_are_recorded_for_each_attempt(self, outputs: Path) -> None:
         with open_run(config(outputs, "r", "--resume", "--trainer.learning-rate", "2e-4")) as run:
-            now, logs = run.config_json.read_text(), run.root / "logs"
+            now, logs = (run.root / "config.json").read_text(), run.root / "logs"
             assert json.loads(now)["trainer"]["learning_rate"] == 2e-4
             assert (logs / "attempt_2" / "config.json").read_text() == now
             assert json.loads((logs / "attempt_1" / "config.json").read_text())["trainer"]["learning_rate"] == "auto"
@@ -377,7 +377,7 @@ class TestResumeWithoutAName:
         for time in (2_000_000_000, 1_000_000_000):
             with open_run(config(tmp_path, None)) as run:
                 roots.append(run.root)
-            os.utime(run.config_json, (time, time))
+            os.utime(run.root / "config.json", (time, time))
         for other in ("envs-tiny-0123456789", "sort-tiny-01234567", "envs-tiny-mine", "other"):
             open_run(config(tmp_path, other)).lock.close()
         with open_run(config(tmp_path, None, "--resume")) as run:
@@ -406,7 +406,7 @@ class TestFork:
             assert head is not None
             assert head.base == CommitRef(json.loads((outputs / "r" / HEAD).read_text())["lineage"], 4)
             run.checkout()
-            assert [row["step"] for row in read_json_lines(run.metrics)] == [0, 1, 2, 3]
+            assert [row["step"] for row in read_json_lines(run.root / "metrics.jsonl")] == [0, 1, 2, 3]
             commit(run.store, 6, attempt=2)
             run.store.prune(1, None)
         assert snapshot(outputs / "r") == before
@@ -471,7 +471,7 @@ class TestFork:
         with open_run(config(outputs, "fork", "--resume")) as run:
             assert run.start.step == 4
             run.checkout()
-            assert [row["step"] for row in read_json_lines(run.trained)] == [0, 1, 2, 3]
+            assert [row["step"] for row in read_json_lines(run.root / "trained.jsonl")] == [0, 1, 2, 3]
         assert snapshot(outputs / "r") == before
 
 
