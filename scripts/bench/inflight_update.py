@@ -210,10 +210,10 @@ class Bench:
         return published
 
     async def reload(self, published: PublishedWeights) -> float:
-        from inference.weight_files import WeightFiles, in_memory_files
+        from inference.actor import in_memory_files
 
         with in_memory_files([bucket.data for bucket in published.source]) as paths:
-            files = pickle.dumps(WeightFiles(published.manifest, paths))
+            files = pickle.dumps((published.manifest, paths))
             return float(await self.replica._in_engine("bare_reload", (files,)))
 
 

@@ -7,8 +7,9 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,6 @@ import ray
 
 from inference.engine import end_of_sequence_ids, import_engine, start_engine
 from inference.sampling import HEALTH_TICK_S, SamplingEngine, Value, as_failure
-from inference.weight_files import WeightFiles, in_memory_files
 from trireme.config import Config
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import RoomFailed, WeightsRefused
@@ -181,22 +181,20 @@ class ReplicaActor(SamplingEngine):
         async with self.updating:  # one that a dead orchestrator began may still run
             self._raise_if_broken()
             try:
-                return await self._update(published.manifest, buckets, step, started)
+                fault_point("inference.update")
+                with trace.span("update", "update", version=published.identity.version):
+                    await self._receive(published.manifest, buckets, step)
+                    async with self.pausing:
+                        if self._drains:
+                            await self._drained(published.identity, started)
+                        return await self._take(published.manifest, step, started)
             except Exception as error:
-                self.broken = as_failure(f"{self.name}, taking version {published.identity.version}", error)
+                if isinstance(error, WeightsRefused):
+                    self.broken = WeightsRefused(f"{self.name}: {error}")
+                else:
+                    self.broken = as_failure(f"{self.name}, taking version {published.identity.version}", error)
                 self._give_up_all()
                 raise self.broken from error
-
-    async def _update(
-        self, manifest: WeightsManifest, buckets: Sequence[npt.NDArray[np.uint8]], step: Step, started: float
-    ) -> UpdateReport:
-        fault_point("inference.update")
-        with trace.span("update", "update", version=manifest.identity.version):
-            await self._receive(manifest, buckets, step)
-            async with self.pausing:
-                if self._drains:
-                    await self._drained(manifest.identity, started)
-                return await self._take(manifest, step, started)
 
     async def adopt(self, identity: WeightIdentity) -> None:
         """Labels the weights that the engine loaded from disk as `identity`, in place of a first update. Raises
@@ -211,14 +209,14 @@ class ReplicaActor(SamplingEngine):
         adapters of other weights than this replica has loaded."""
         if manifest.adapter and manifest.adapter.base != self.base:
             raise WeightsRefused(
-                f"{self.name}: version {manifest.identity.version} is an {manifest.adapter}, but the files of "
+                f"version {manifest.identity.version} is an {manifest.adapter}, but the files of "
                 f"{self.config.model.name} here have digest {self.base}: every node needs the same ones"
             )
         with in_memory_files(buckets) as paths:
-            files = pickle.dumps(WeightFiles(manifest, paths))
+            files = pickle.dumps((manifest, paths))
             reason = await step("receive", self._in_engine("receive_weights", args=(files,)))
         if reason:
-            raise WeightsRefused(f"{self.name}: {reason}")
+            raise WeightsRefused(reason)
 
     async def _drained(self, identity: WeightIdentity, started: float) -> None:
         """Waits until no request is in flight; new ones wait in `_entering`."""
@@ -290,10 +288,7 @@ class ReplicaActor(SamplingEngine):
         tables = (await canary.get()).prompt_logprobs[1:]
         pairs = zip(manifest.canary.tokens[1:].tolist(), tables, strict=True)
         logprobs = np.asarray([table[token].logprob for token, table in pairs], dtype=np.float32)
-        try:
-            return check_canary(manifest, logprobs)
-        except WeightsRefused as refused:
-            raise WeightsRefused(f"{self.name}: {refused}") from None
+        return check_canary(manifest, logprobs)
 
     async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> Any:
         """Calls a method of vLLM's worker in the engine process; returns the answer of its first rank."""
@@ -302,6 +297,21 @@ class ReplicaActor(SamplingEngine):
     async def _step(self, name: str, awaitable: Awaitable[Value], *, deadline: float) -> Value:
         with trace.span(name, "update"):
             return await self._guarded(f"update step {name!r}", awaitable, max(deadline - time.monotonic(), 0.0))
+
+
+@contextmanager
+def in_memory_files(buckets: Sequence[npt.NDArray[np.uint8]]) -> Iterator[tuple[str, ...]]:
+    """Yields paths of nameless files with the bytes of `buckets`, for other processes of this user.
+
+    So the engine process needs neither Ray nor a name in /dev/shm, and no file is left behind when either process dies.
+    The copy is made while the engine still samples: it costs memory for the moment, not a longer pause.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(os.fdopen(os.memfd_create("weights"), "wb")) for _ in buckets]
+        for file, bucket in zip(files, buckets, strict=True):
+            file.write(bucket.data)
+            file.flush()
+        yield tuple(f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files)
 
 
 async def _gone(pid: int) -> bool:

@@ -117,15 +117,9 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = request.params
+    same = {**vars(params), "stop": list(params.stop_strings)}  # vLLM uses the same names
     return SamplingParams(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        seed=params.seed,
-        stop=list(params.stop_strings),
+        **same,
         include_stop_str_in_output=True,
         stop_token_ids=sorted({*params.stop_token_ids, *end_ids}),
         logprobs=0,

@@ -71,30 +71,21 @@ def prepare_start(on_cpu: bool) -> None:
     # it a second import of vLLM. With a GPU vLLM's choice stays: CUDA does not survive a fork.
     context: BaseContext = _ForkContext() if on_cpu else _SpawnContext()
     utils.get_mp_context = lambda: context
-    if on_cpu:
-        os.environ.setdefault(*KEPT_KERNELS)  # read when the first kernel is made
-        _compute_and_inspect_here()
-        _stay_on_the_only_node()
-
-
-def _compute_and_inspect_here() -> None:
-    """Spares the helpers that vLLM would start: a compiler, and a process that imports all of vLLM again."""
+    if not on_cpu:
+        return
     import torch
     from vllm.model_executor.models import registry
-
-    # Models run eagerly here, yet the function that ranks sampled tokens would be compiled at the first request that
-    # wants logprobs.
-    torch.compiler.set_stance("force_eager")
-    # vLLM looks at a model's class in a process of its own so as not to initialise CUDA in this one.
-    registry._run_in_subprocess = lambda inspect: inspect()
-
-
-def _stay_on_the_only_node() -> None:
-    """Spares an engine a wait on machines with one memory node. vLLM moves the process's pages to the node that it
-    chooses (migrate_pages(2)). For that the kernel first runs a thread on each core that orders its lists of pages: on
-    a busy core this took 3 s and more, in which the engine stood still."""
-    import torch
     from vllm.utils.cpu_resource_utils import get_memory_affinity
 
+    os.environ.setdefault(*KEPT_KERNELS)  # read when the first kernel is made
+    # Spares a compiler: models run eagerly here, yet the function that ranks sampled tokens would be compiled at the
+    # first request that wants logprobs.
+    torch.compiler.set_stance("force_eager")
+    # Spares a process that imports all of vLLM again: vLLM looks at a model's class there so as not to initialise CUDA
+    # in this one.
+    registry._run_in_subprocess = lambda inspect: inspect()
+    # Spares an engine a wait on machines with one memory node. vLLM moves the process's pages to the node that it
+    # chooses (migrate_pages(2)). For that the kernel first runs a thread on each core that orders its lists of pages:
+    # on a busy core this took 3 s and more, in which the engine stood still.
     if len(get_memory_affinity()) == 1:
         torch.ops._C.init_cpu_memory_env = lambda _nodes: None  # type: ignore[attr-defined]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -17,7 +17,7 @@ from inference.handover import Outcome, Progress
 from inference.router import Router
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
-from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.errors import RoomFailed
 from trireme.core.sampler import ReplicaStats, Sampler
 from trireme.core.types import SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
@@ -32,6 +32,7 @@ STOP_S = 10.0
 SPARE_S = 1.0
 """Time for a spare to show that it is alive: the thread that asks also looks after the other replicas."""
 
+Value = TypeVar("Value")
 log = logging.getLogger(__name__)
 
 
@@ -60,26 +61,22 @@ class RayReplica:
                 yield answer
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
-        found: Mapping[str, Progress] = await self._get(self.handle.progress.remote(known), "asked for its progress")
-        return found
+        return await self._get(self.handle.progress.remote(known), "asked for its progress")
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
-        reference = self.handle.load_weights.remote(published)
         doing = f"taking version {published.identity.version}"
-        report: UpdateReport = await self._get(reference, doing, self.update_s + GRACE_S)
-        return report
+        return await self._get(self.handle.load_weights.remote(published), doing, self.update_s + GRACE_S)
 
     async def adopt(self, identity: WeightIdentity) -> None:
         await self._get(self.handle.adopt.remote(identity), "naming its weights")
 
     async def stats(self) -> ReplicaStats:
-        found: ReplicaStats = await self._get(self.handle.stats.remote(), "asked for its load")
-        return found
+        return await self._get(self.handle.stats.remote(), "asked for its load")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._get(self.handle.abort.remote(list(request_ids)), "aborting")
 
-    async def _get(self, awaitable: Any, doing: str, timeout_s: float | None = None) -> Any:
+    async def _get(self, awaitable: Awaitable[Value], doing: str, timeout_s: float | None = None) -> Value:
         limit = self.update_s if timeout_s is None else timeout_s
         return await get_async(awaitable, who=f"{self.name}, {doing}", timeout_s=limit, log=self.log)
 
@@ -204,7 +201,7 @@ class InferenceHandle:
         """Drops spares that have died or could not import. Asks the others again: an answer says nothing of later."""
         for node, spare in list(self._spares.items()):
             outcome = ready({spare.prepared: SPARES}, timeout_s=0.0)
-            failure = next((value for value in outcome.values() if isinstance(value, TriremeError)), None)
+            failure = outcome.get(spare.prepared)  # the answer is None
             if failure:
                 log.warning("%s on node %s failed: %s", SPARES, node, failure)
                 ray.kill(self._spares.pop(node).handle)

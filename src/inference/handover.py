@@ -54,16 +54,6 @@ class Progress:
         logprobs = [table[token].logprob for table, token in zip(tables, tokens, strict=False)]
         return cls(start, np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), spans)
 
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-    def before(self, end: int) -> Progress:
-        """Returns the tokens with numbers below `end`."""
-        count = max(end - self.start, 0)
-        spans = tuple(replace(span, end=min(span.end, end)) for span in self.spans if span.start < end)
-        return Progress(self.start, self.tokens[:count], self.logprobs[:count], spans)
-
 
 Outcome = SampledSequence | Progress | TriremeError
 """How a request ends on a replica: its answer; what it has, when it is given up there; why it cannot be sampled
@@ -77,11 +67,11 @@ class Handover:
 
     def __init__(self, request: SampleRequest) -> None:
         self._request = request
-        self._parts: list[Progress] = []
+        self._kept = NOTHING
         self._base = 0
 
     def __len__(self) -> int:
-        return self._parts[-1].end if self._parts else 0
+        return len(self._kept.tokens)
 
     @property
     def known(self) -> int:
@@ -96,7 +86,7 @@ class Handover:
         params = self._request.params
         return replace(
             self._request,
-            prompt=(*self._request.prompt, *self._tokens.tolist()),
+            prompt=(*self._request.prompt, *self._kept.tokens.tolist()),
             params=replace(
                 params,
                 max_tokens=None if params.max_tokens is None else params.max_tokens - kept,
@@ -106,55 +96,43 @@ class Handover:
 
     def add(self, progress: Progress) -> None:
         """Keeps the replica's progress: replaces known tokens, ignores what would leave a gap."""
-        part = _shifted(progress, self._base)
-        if part.start > len(self) or not len(part.tokens):
-            return
-        self._cut(part.start)
-        self._parts.append(part)
+        if self._base + progress.start <= len(self) and len(progress.tokens):
+            self._kept = self._followed_by(progress)
 
     def forget_last_replica(self) -> None:
         """Drops what the replica reported that works on the request now: it is not to be trusted."""
-        self._cut(self._base)
+        self._kept = self._followed_by(NOTHING)
 
     def forget_all(self) -> None:
-        self._cut(0)
+        self._kept = NOTHING
 
     def complete(self, rest: SampledSequence) -> SampledSequence:
         """Returns the whole answer: what was kept at `next_request`, and `rest`, which the replica answered."""
-        self._cut(self._base)
-        if not self._parts:
+        if not self._base:
             return rest
-        parts = [*self._parts, _shifted(Progress(0, rest.tokens, rest.logprobs, rest.spans), self._base)]
-        spans: list[VersionSpan] = []
-        for span in (span for part in parts for span in part.spans):
-            if spans and (spans[-1].identity, spans[-1].mixed) == (span.identity, span.mixed):
-                spans[-1] = replace(spans[-1], end=span.end)
-            else:
-                spans.append(span)
+        whole = self._followed_by(Progress(0, rest.tokens, rest.logprobs, rest.spans))
         given = len(self._request.prompt)
         return replace(
             rest,
-            tokens=np.concatenate([part.tokens for part in parts]),
-            logprobs=np.concatenate([part.logprobs for part in parts]),
-            spans=tuple(spans),
+            tokens=whole.tokens,
+            logprobs=whole.logprobs,
+            spans=whole.spans,
             prompt_logprobs=rest.prompt_logprobs and rest.prompt_logprobs[:given],
             topk_prompt_logprobs=rest.topk_prompt_logprobs and rest.topk_prompt_logprobs[:given],
         )
 
-    @property
-    def _tokens(self) -> npt.NDArray[np.int32]:
-        return np.concatenate([part.tokens for part in self._parts])
-
-    def _cut(self, end: int) -> None:
-        while self._parts and self._parts[-1].end > end:
-            last = self._parts.pop().before(end)
-            if len(last.tokens):
-                self._parts.append(last)
-
-
-def _shifted(progress: Progress, by: int) -> Progress:
-    spans = tuple(replace(span, start=span.start + by, end=span.end + by) for span in progress.spans)
-    return replace(progress, start=progress.start + by, spans=spans)
+    def _followed_by(self, progress: Progress) -> Progress:
+        """Returns the tokens that are kept before the first one of `progress`, and those of `progress`."""
+        start = self._base + progress.start
+        spans = [replace(span, end=min(span.end, start)) for span in self._kept.spans if span.start < start]
+        for span in progress.spans:
+            end = self._base + span.end
+            if spans and (spans[-1].identity, spans[-1].mixed) == (span.identity, span.mixed):
+                spans[-1] = replace(spans[-1], end=end)
+            else:
+                spans.append(replace(span, start=self._base + span.start, end=end))
+        tokens = np.concatenate([self._kept.tokens[:start], progress.tokens])
+        return Progress(0, tokens, np.concatenate([self._kept.logprobs[:start], progress.logprobs]), tuple(spans))
 
 
 def seed_after(seed: int, kept: int) -> int:

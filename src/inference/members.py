@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -178,24 +179,18 @@ class Members:
     async def wait_for_serving(self) -> list[Member]:
         """Returns the members that take requests; waits for one to join when there is none. Raises, with all failures,
         when none joins: WeightsRefused if all members refused weights, else RoomFailed."""
-        deadline = asyncio.get_running_loop().time() + self._patience_s
-        while not self.any_serves:
-            left = deadline - asyncio.get_running_loop().time()
-            if left <= 0:
-                raise self._none_left()
-            self._joined.clear()
-            try:
-                await asyncio.wait_for(self._joined.wait(), left)
-            except TimeoutError:
-                continue
-        return self.serving
-
-    def _none_left(self) -> TriremeError:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._patience_s):
+                while not self.any_serves:
+                    self._joined.clear()
+                    await self._joined.wait()
+        if serving := self.serving:
+            return serving
         refused = self._failures and all(isinstance(failure, WeightsRefused) for failure in self._failures.values())
         kind = WeightsRefused if refused else RoomFailed
         waited = f", and none joined within {self._patience_s:g} s" if self._patience_s else ""
         reasons = "; ".join(str(self._failures[index]) for index in sorted(self._failures))
-        return kind(f"no inference replica is left{waited}: {reasons or 'none has ever joined'}")
+        raise kind(f"no inference replica is left{waited}: {reasons or 'none has ever joined'}")
 
     async def call(self, member: Member, work: Awaitable[Value]) -> Value:
         """Returns the answer of `member`. Raises why it is gone as soon as that is known, even if it never answers."""

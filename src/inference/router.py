@@ -208,12 +208,10 @@ class Router:
             results = await asyncio.gather(
                 *(self._update_one(member, weights, turns) for member in self._members.live), return_exceptions=True
             )
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if failures and (self._fixed or all(isinstance(failure, WeightsRefused) for failure in results)):
-            raise failures[0]
-        for failure in failures:
-            if not isinstance(failure, TriremeError):
-                raise failure
+        must_raise = self._fixed or all(isinstance(result, WeightsRefused) for result in results)
+        for result in results:
+            if isinstance(result, BaseException) and (must_raise or not isinstance(result, TriremeError)):
+                raise result
         reports = [result for result in results if isinstance(result, UpdateReport)]
         return reports or [member.report for member in await self._members.wait_for_serving() if member.report]
 

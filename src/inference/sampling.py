@@ -51,8 +51,7 @@ class InFlight:
 
     task: asyncio.Task[SampledSequence | Progress]
     """It brings the answer."""
-    entry: EngineRequest | TriremeError
-    """How it entered the engine, or why it could not."""
+    entry: EngineRequest
 
 
 class SamplingEngine:
@@ -97,42 +96,40 @@ class SamplingEngine:
         """
         fault_point("inference.sample")
         era = self._era
-        finished: asyncio.Queue[tuple[int, asyncio.Task[SampledSequence | Progress]]] = asyncio.Queue()
+        finished: asyncio.Queue[tuple[int, InFlight]] = asyncio.Queue()
         async with self._entering():
             entered = [await self._enter(request) for request in requests]
+        refused: list[tuple[int, Outcome]] = []
         for index, (request, entry) in enumerate(zip(requests, entered, strict=True)):
+            if isinstance(entry, TriremeError):
+                refused.append((index, NOTHING if entry is self.broken else entry))
+                continue
             task = asyncio.create_task(self._answer(request, entry))
             self.running[request.request_id] = InFlight(task, entry)
             task.add_done_callback(partial(self._finished, finished, index, request.request_id))
         if self._era != era:  # all were given up while these entered
             await self.abort([request.request_id for request in requests])
-        left = len(requests)
+        if refused:
+            yield refused
+        left = len(requests) - len(refused)
         while left:
             together = [await finished.get()]
             while not finished.empty():
                 together.append(finished.get_nowait())
             left -= len(together)
-            yield [(index, await self._outcome(task, entered[index])) for index, task in together]
+            yield [(index, await self._outcome(ended)) for index, ended in together]
         self._raise_if_broken()
 
-    def _finished(self, finished: asyncio.Queue[Any], index: int, request_id: str, task: asyncio.Task[Any]) -> None:
-        del self.running[request_id]
-        finished.put_nowait((index, task))
+    def _finished(self, finished: asyncio.Queue[Any], index: int, request_id: str, _: asyncio.Task[Any]) -> None:
+        finished.put_nowait((index, self.running.pop(request_id)))
 
-    async def _outcome(
-        self, task: asyncio.Task[SampledSequence | Progress], entry: EngineRequest | TriremeError
-    ) -> Outcome:
+    async def _outcome(self, ended: InFlight) -> Outcome:
         """Returns the result of a finished task, or its error as one that a person can read."""
-        if task.cancelled():  # before it began, or twice
-            await self._leave(entry)
+        if ended.task.cancelled():  # before it began, or twice
+            await self.engine.abort(ended.entry.collector.request_id, internal=True)
             return NOTHING
-        error = task.exception()
-        return as_failure("sampling", error) if error else task.result()
-
-    async def _leave(self, entry: EngineRequest | TriremeError) -> None:
-        """Takes a request out of the engine, if it is there."""
-        if isinstance(entry, EngineRequest):
-            await self.engine.abort(entry.collector.request_id, internal=True)
+        error = ended.task.exception()
+        return as_failure("sampling", error) if error else ended.task.result()
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, Progress]:
         """Returns {request id: what it has made beyond the number of tokens that is known}, for requests in flight that
@@ -143,10 +140,8 @@ class SamplingEngine:
         }
         return {name: progress for name, progress in made.items() if len(progress.tokens)}
 
-    def _made(self, entry: EngineRequest | TriremeError, start: int = 0) -> Progress:
+    def _made(self, entry: EngineRequest, start: int = 0) -> Progress:
         """Returns what an unfinished request has from token number `start` on, as far as its weights are proved."""
-        if isinstance(entry, TriremeError):
-            return NOTHING
         state = self.engine.output_processor.request_states.get(entry.collector.request_id)
         if state is None:
             return NOTHING
@@ -181,35 +176,25 @@ class SamplingEngine:
                 raise RoomFailed(f"{self.name} was asked to sample before any weights were published to it")
             return EngineRequest(self.identity, await self._submit(request, salt=str(self.identity)))
         except Exception as error:
-            return self._can_not_sample(request, error)
+            return self._failure() or as_failure(f"{self.name} could not sample request {request.request_id}", error)
 
-    async def _answer(self, request: SampleRequest, entry: EngineRequest | TriremeError) -> SampledSequence | Progress:
+    async def _answer(self, request: SampleRequest, entry: EngineRequest) -> SampledSequence | Progress:
         """Returns the whole answer; or what there is of it when it is aborted or this replica broke."""
-        if isinstance(entry, TriremeError):
-            if entry is self.broken:
-                return NOTHING
-            raise entry
         try:
             with self.sampling:
                 output = await entry.collector.get()
             await self.proved.wait()  # at most until the end of the update, which cancels this if it fails
         except asyncio.CancelledError:
             made = self._made(entry)
-            await self._leave(entry)
+            await self.engine.abort(entry.collector.request_id, internal=True)
             return made
         except Exception as error:
             if self._failure():
                 return self._made(entry)
-            raise self._can_not_sample(request, error) from error
+            raise as_failure(f"{self.name} could not sample request {request.request_id}", error) from error
         answer = sampled_sequence(request, output, entry.identity if self._keeps_kv else None)
         action = fault_point("inference.answer")
         return await wrong_answer(answer, action) if action else answer
-
-    def _can_not_sample(self, request: SampleRequest, error: Exception) -> TriremeError:
-        """Tells whether this replica as a whole failed, or `request` alone."""
-        if failure := self._failure():
-            return failure
-        return as_failure(f"{self.name} could not sample request {request.request_id}", error)
 
     async def _submit(self, request: SampleRequest, salt: str) -> RequestOutputCollector:
         if request.params.stop_strings:
@@ -304,7 +289,6 @@ async def wrong_answer(answer: SampledSequence, action: str) -> SampledSequence:
         case "nan":
             return replace(answer, logprobs=answer.logprobs * np.float32(np.nan))
         case "stranger":  # weights that were never published
-            identities = [WeightIdentity(7, span.identity.version, "0" * 32) for span in answer.spans]
-            spans = (replace(span, identity=each) for span, each in zip(answer.spans, identities, strict=True))
+            spans = [replace(span, identity=replace(span.identity, attempt=7)) for span in answer.spans]
             return replace(answer, spans=tuple(spans))
     raise ValueError(f"fault point inference.answer: unknown action {action!r}; expected late, garbage, nan, stranger")

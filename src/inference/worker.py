@@ -23,7 +23,6 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.platforms import current_platform
 
 from inference.adapter import take_adapter
-from inference.weight_files import WeightFiles
 from trireme.core.errors import WeightsRefused
 from trireme.core.weights import WeightsManifest, check_received
 from trireme.process.faults import fault_point
@@ -41,18 +40,12 @@ def load_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tens
     initialize_layerwise_reload(model)
     model.load_weights(tensors)  # type: ignore[operator]
     finalize_layerwise_reload(model, model_config)
-    if fault_point("inference.repack") != "skip":
-        repack_weights(model)
-
-
-def repack_weights(model: torch.nn.Module) -> None:
-    """Packs again what layerwise reloading leaves as packed at the first load: logprobs would be wrong by nats, without
-    an error.
-
-    *The output matrix.* With tied embeddings it has no weight of its own in a checkpoint, so reloading skips it.
-    *Stacked experts, on CPUs.* vLLM packs them when it makes the kernel, at the first load. Later it copies the plain
-    weights into the packed tensors, and the kernel takes them for packed.
-    """
+    if fault_point("inference.repack") == "skip":
+        return
+    # Layerwise reloading leaves some weights as packed at the first load: logprobs would be wrong by nats, without an
+    # error. *The output matrix.* With tied embeddings it has no weight of its own in a checkpoint, so reloading skips
+    # it. *Stacked experts, on CPUs.* vLLM packs them when it makes the kernel, at the first load. Later it copies the
+    # plain weights into the packed tensors, and the kernel takes them for packed.
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
@@ -68,12 +61,14 @@ class WorkerExtension:
     received: tuple[WeightsManifest, list[npt.NDArray[np.uint8]]] | None = None
 
     def receive_weights(self, pickled_files: bytes) -> str | None:
-        """Checks what arrived against its digest; returns the reason to refuse it, or None.
+        """Checks what arrived against its digest; returns the reason to refuse it, or None. `pickled_files`: a manifest
+        and the paths of `inference.actor.in_memory_files`.
 
         The checked bytes stay mapped and are in memory by then: the pause in which they are loaded fetches nothing.
         """
-        files: WeightFiles = pickle.loads(pickled_files)
-        manifest, buckets = files.manifest, files.open()
+        manifest, paths = pickle.loads(pickled_files)
+        # Pages are shared with the files until written to, and writes stay private.
+        buckets: list[npt.NDArray[np.uint8]] = [np.memmap(path, dtype=np.uint8, mode="c") for path in paths]
         if fault_point("inference.received") == "corrupt":
             entry = manifest.entries[len(manifest.entries) // 2]
             buckets[entry.bucket][entry.offset] ^= 1

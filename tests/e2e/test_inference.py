@@ -486,12 +486,12 @@ def test_a_weight_corrupted_after_receipt_is_refused_by_the_canary(rooms: dict[s
 
 
 def test_tied_output_heads_still_need_packing_again(rooms: dict[str, Room]) -> None:
-    """Fails when vLLM does it itself: then the output head's part of `repack_weights` can go."""
+    """Fails when vLLM does it itself: then the output head's part of `inference.worker.load_weights` can go."""
     refused_update(rooms["tied"], "inference replica 0: canary of version")
 
 
 def test_stacked_experts_still_need_packing_again(rooms: dict[str, Room]) -> None:
-    """Fails when vLLM does it itself: then the experts' part of `repack_weights` can go."""
+    """Fails when vLLM does it itself: then the experts' part of `inference.worker.load_weights` can go."""
     refused_update(rooms["experts"], "inference replica 0: canary of version")
 
 

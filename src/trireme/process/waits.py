@@ -11,13 +11,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from trireme.core.errors import RoomFailed, TriremeError
 
+Value = TypeVar("Value")
 TICK_S = 1.0
 COLOURS = re.compile(r"\x1b\[\d+m")
 
@@ -130,7 +131,7 @@ class Pending:
         return [item for part in parts for item in part]
 
 
-async def get_async(awaitable: Awaitable[Any], *, who: str, timeout_s: float, log: Path | None = None) -> Any:
+async def get_async(awaitable: Awaitable[Value], *, who: str, timeout_s: float, log: Path | None = None) -> Value:
     """Waits for one reference inside an event loop. Raises what `get_all` raises."""
     try:
         return await asyncio.wait_for(awaitable, timeout_s)
