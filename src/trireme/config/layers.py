@@ -1,11 +1,10 @@
 """Merges the layers of a configuration: defaults < files left to right < environment < command line.
 
-Each layer is a source of pydantic-settings (`Layer`); `Settings` gives their order, and pydantic-settings merges them
-and validates the result. Ours is what it cannot do:
+pydantic validates the result. pydantic-settings, which also merges layers, cannot do what is needed here:
 
 - Each refusal names the value's place, all come in one error, and a refused unknown key is told the one that was meant.
-  Sources pass on values without places and stop at the first that cannot be read; `TomlConfigSettingsSource` ignores a
-  missing file. So each value becomes a `GivenValue` first: path, value, place.
+  Sources of pydantic-settings pass on values without places and stop at the first that cannot be read;
+  `TomlConfigSettingsSource` ignores a missing file. So each value becomes a `GivenValue`: path, value, place.
 - Each layer's values are checked, those of files strictly. pydantic-settings validates once and all alike.
 - `EnvSettingsSource` sees unknown variables only below a known field, leaves `TRIREME__ENV__ARGS__N=5` a string, and
   silently drops it when the variable `TRIREME__ENV__ARGS` comes after it. Here such entries are JSON or TOML.
@@ -16,26 +15,22 @@ and validates the result. Ours is what it cannot do:
   empty table, or a third layer's table in the place of the value, the first layer's entries would come back.
 - Of some sections there may be several (`[[env]]`). A list replaces what earlier layers say of them; a later layer may
   name an entry by its number (`--env.1.weight 2`), and a single table is entry 0. pydantic-settings would replace the
-  whole list by that one entry. So a layer holds entries by number, and the schema puts them in a row.
+  whole list by that one entry. So entries are stored by number, and the schema puts them in a row.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any, Generic, TypeVar, get_origin
+from typing import Any, get_origin
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from trireme.config.keys import Keys, Path
 from trireme.config.refusals import Refusal
-from trireme.config.schema import CommonConfig
 
-C = TypeVar("C", bound=CommonConfig)
 PREFIX = "TRIREME__"
 
 
@@ -58,65 +53,44 @@ class GivenValue:
         return f"{'.'.join(self.spelling)} = {shown} ({self.place})"
 
 
-class Settings(BaseSettings, Generic[C]):
-    """Merges layers into a configuration, which stays a plain model that reads nothing when it is built."""
+class MergedLayers:
+    """Checks the values of layers, which are added from first to last, and merges them into one tree."""
 
-    model_config = SettingsConfigDict(extra="ignore")  # the layers come as keywords
-    config: C
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        given = init_settings()
-        first_to_last: list[Layer] = [*given["files"], given["environment"], given["flags"]]
-        for layer, later in combinations(first_to_last, 2):
-            for path in later.lists:
-                _take_out(layer.tree, path)
-            _drop_replaced(layer.tree, later.tree)
-        return tuple(reversed(first_to_last))
-
-
-class Layer(InitSettingsSource):
-    """The values of one layer as a tree."""
-
-    def __init__(self, given: Iterable[GivenValue], known: Keys) -> None:
+    def __init__(self, known: Keys) -> None:
         self._known = known
+        self.tree: dict[str, Any] = {}
         self.refusals: list[Refusal] = []
         self.named: set[Path] = set()
-        """Every path that the layer names, also those whose value is wrong."""
-        self.lists: set[Path] = set()
-        """The lists of which it has all entries."""
+        """Every path that a layer names, also those whose value is wrong."""
         self.unnumbered: list[GivenValue] = []
         """Strings for an entry of a list without its number."""
-        self.tree: dict[str, Any] = {}
-        super().__init__(Settings, {"config": self.tree})
-        for path, value in self._checked(given).items():
-            _put(self.tree, path, value, known)
 
-    def _checked(self, layer: Iterable[GivenValue]) -> dict[Path, Any]:
+    def add(self, layer: Sequence[GivenValue]) -> None:
+        """Puts a layer over those before it."""
+        known = self._known
+        lists = {given.spelling for given in layer if given.value == [] and given.spelling in known.lists}
+        self.named = {path for path in self.named if known.list_of(path) not in lists}
+        for path in lists:
+            self._put(path, {})
+        for path, value in self._checked(given for given in layer if given.spelling not in lists or given.value != []):
+            self._put(path, value)
+
+    def _checked(self, layer: Iterable[GivenValue]) -> Iterable[tuple[Path, Any]]:
+        known = self._known
         spelled: dict[Path, GivenValue] = {}
         values: dict[Path, Any] = {}
         for given in layer:
-            if given.spelling in self._known.lists and given.value == []:
-                self.lists.add(given.spelling)
-                continue
-            path = self._known.stored_path(given.spelling)
+            path = known.stored_path(given.spelling)
             if path is None:
-                self.refusals.append(unknown_key(given, self._known))
+                self.refusals.append(unknown_key(given, known))
                 continue
             self.named.add(path)
-            if given.text and self._known.list_of(path) and not self._known.split_number(given.spelling)[1]:
+            if given.text and known.list_of(path) and not known.split_number(given.spelling)[1]:
                 self.unnumbered.append(given)
             try:
-                value = _convert(path, given, self._known)
+                value = _convert(path, given, known)
             except ValidationError:
-                expected = f"`{'.'.join(path)}` takes: {self._known.expected(path)}"
+                expected = f"`{'.'.join(path)}` takes: {known.expected(path)}"
                 self.refusals.append(Refusal(given.said, expected, f"correct it in: {given.place}"))
                 continue
             before = spelled.get(path)
@@ -124,37 +98,20 @@ class Layer(InitSettingsSource):
                 expected = f"one value: both are spellings of `{'.'.join(path)}`"
                 self.refusals.append(Refusal(f"{before.said} and {given.said}", expected, "leave one of them out"))
             spelled[path], values[path] = given, value
-        return values
+        return values.items()
 
-
-def _put(tree: dict[str, Any], path: Path, value: Any, known: Keys) -> None:
-    """Stores a value; entries of a free-form table are stored one by one, so that they add to those that are there."""
-    if isinstance(value, dict) and (value or known.of(path)):
-        for name, part in value.items():
-            _put(tree, (*path, name), part, known)
-        return
-    for name in path[:-1]:
-        if not isinstance(tree.get(name), dict):
-            tree[name] = {}
-        tree = tree[name]
-    tree[path[-1]] = value
-
-
-def _take_out(tree: dict[str, Any], path: Path) -> None:
-    """Removes the value or table at `path`, if there is one."""
-    for name in path[:-1]:
-        tree = tree.get(name, {})
-    tree.pop(path[-1], None)
-
-
-def _drop_replaced(tree: dict[str, Any], later: dict[str, Any]) -> None:
-    """Takes the tables out of `tree` in whose place `later` puts a value or an empty table."""
-    for name in tree.keys() & later.keys():
-        if isinstance(tree[name], dict):
-            if isinstance(later[name], dict) and later[name]:
-                _drop_replaced(tree[name], later[name])
-            else:
-                del tree[name]
+    def _put(self, path: Path, value: Any) -> None:
+        """Stores a value; entries of a free-form table one by one, so that they add to those that are there."""
+        if isinstance(value, dict) and (value or self._known.of(path)):
+            for name, part in value.items():
+                self._put((*path, name), part)
+            return
+        tree = self.tree
+        for name in path[:-1]:
+            if not isinstance(tree.get(name), dict):
+                tree[name] = {}
+            tree = tree[name]
+        tree[path[-1]] = value
 
 
 def unknown_key(given: GivenValue, known: Keys) -> Refusal:

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path as File
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 from trireme.config.keys import Key, Keys, Path, keys_of
-from trireme.config.layers import PREFIX, C, GivenValue, Layer, Settings, read_literal, unknown_key
+from trireme.config.layers import PREFIX, GivenValue, MergedLayers, read_literal, unknown_key
 from trireme.config.refusals import Refusal, refuse
-from trireme.config.schema import Config
+from trireme.config.schema import CommonConfig, Config
 
+C = TypeVar("C", bound=CommonConfig)
 BOOLEANS = ("true", "false")
 
 
@@ -75,18 +76,14 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
     if "--version" in argv:
         print(f"trireme {version('trireme')}")
         raise SystemExit(0)
-    line = CommandLine.of(argv, known)
-    files = [Layer(_read_file(root, file, line.refusals, known), known) for root, file in line.files]
-    environment = Layer(_read_environment(os.environ if environ is None else environ, known), known)
-    flags = Layer(line.flags, known)
-    layers = [*files, environment, flags]
-    named: set[Path] = set()
-    for layer in layers:
-        named = {path for path in named if known.list_of(path) not in layer.lists} | layer.named
-    missing = [refusal for key in known.options.values() for refusal in _missing(key, named, known)]
-    unnumbered = [refusal for layer in layers for refusal in _unnumbered(layer, named, known)]
-    refuse([*line.refusals, *(r for layer in layers for r in layer.refusals), *missing, *unnumbered])
-    return Loaded(Settings[schema](files=files, environment=environment, flags=flags).config, line.dry_run)  # type: ignore[valid-type]
+    line, layers = CommandLine.of(argv, known), MergedLayers(known)
+    for root, file in line.files:
+        layers.add(_read_file(root, file, line.refusals, known))
+    layers.add(_read_environment(os.environ if environ is None else environ, known))
+    layers.add(line.flags)
+    missing = [refusal for key in known.options.values() for refusal in _missing(key, layers.named, known)]
+    refuse([*line.refusals, *layers.refusals, *missing, *_unnumbered(layers, known)])
+    return Loaded(schema.model_validate(layers.tree), line.dry_run)
 
 
 def _missing(key: Key, named: set[Path], known: Keys) -> Iterator[Refusal]:
@@ -112,17 +109,15 @@ def _entries(table: Path | None, named: set[Path]) -> list[Path]:
     return [(*table, str(n)) for n in range(max(numbers, default=-1) + 1)]
 
 
-def _unnumbered(layer: Layer, named: set[Path], known: Keys) -> Iterator[Refusal]:
+def _unnumbered(layers: MergedLayers, known: Keys) -> Iterator[Refusal]:
     """Refuses strings of flags and variables that do not say which of several entries they are for."""
-    for given in layer.unnumbered:
+    for given in layers.unnumbered:
         table = known.list_of(given.spelling)
-        if table and len(_entries(table, named)) > 1:
+        if table and len(_entries(table, layers.named)) > 1:
             name = ".".join(table)
-            yield Refusal(
-                given.said,
-                f"the number of an entry, because there are several in `{name}`",
-                f"write `{name}.0.{'.'.join(given.spelling[len(table) :])}` for the first one",
-            )
+            expected = f"the number of an entry, because there are several in `{name}`"
+            do = f"write `{name}.0.{'.'.join(given.spelling[len(table) :])}` for the first one"
+            yield Refusal(given.said, expected, do)
 
 
 def _take_file(line: CommandLine, root: Path, word: str, words: list[str]) -> None:
@@ -130,9 +125,8 @@ def _take_file(line: CommandLine, root: Path, word: str, words: list[str]) -> No
     if name:
         line.files.append((root, File(name)))
     else:
-        line.refusals.append(
-            Refusal("`@` without a file", "`@ FILE.toml`", "name the file behind the `@`, or leave it out")
-        )
+        do = "name the file behind the `@`, or leave it out"
+        line.refusals.append(Refusal("`@` without a file", "`@ FILE.toml`", do))
 
 
 def _take_flag(line: CommandLine, word: str, words: list[str], known: Keys) -> None:
@@ -160,32 +154,25 @@ def _take_value(key: Key | None, words: list[str]) -> str | None:
 
 def _without_value(path: Path, name: str, known: Keys) -> Refusal:
     key = known.of(path)
+    expected, do = key.expected if key else "a value", f"write `--{name} VALUE`"
     if known.split_number(path)[0] in known.sections:
-        return Refusal(
-            f"`--{name}` without a value",
-            "a file for that section, or one of its keys",
-            f"write `--{name} @ FILE.toml` or `--{name}.KEY VALUE`; {known.help}",
-        )
-    if key is None and not known.is_free_form(path):
+        expected = "a file for that section, or one of its keys"
+        do = f"write `--{name} @ FILE.toml` or `--{name}.KEY VALUE`; {known.help}"
+    elif key is None and not known.is_free_form(path):
         return unknown_key(GivenValue(path, "", f"flag --{name}", text=True), known)
-    expected = key.expected if key else "a value"
-    return Refusal(f"`--{name}` without a value", expected, f"write `--{name} VALUE`")
+    return Refusal(f"`--{name}` without a value", expected, do)
 
 
 def _read_file(root: Path, file: File, refusals: list[Refusal], known: Keys) -> list[GivenValue]:
+    kind, read = ("JSON", json.loads) if file.suffix == ".json" else ("TOML", tomllib.loads)
     if not file.is_file():
         here = File.cwd() if not file.is_absolute() else file.parent
-        refusals.append(
-            Refusal(
-                f"`@ {file}`", f"a TOML or JSON file; there is none of that name, seen from {here}", "correct the path"
-            )
-        )
+        expected = f"a TOML or JSON file; there is none of that name, seen from {here}"
+        refusals.append(Refusal(f"`@ {file}`", expected, "correct the path"))
         return []
     try:
-        text = file.read_text(encoding="utf-8")
-        tables = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+        tables = read(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        kind = "JSON" if file.suffix == ".json" else "TOML"
         refusals.append(Refusal(f"file {file}: {error}", f"a file in {kind} syntax", "correct the file at that place"))
         return []
     if not isinstance(tables, dict):
@@ -195,14 +182,12 @@ def _read_file(root: Path, file: File, refusals: list[Refusal], known: Keys) -> 
 
 
 def _read_environment(environ: Mapping[str, str], known: Keys) -> list[GivenValue]:
-    return [
-        given
-        for name, value in sorted(environ.items())
-        if name.startswith(PREFIX)
-        for given in _from_text(
-            tuple(name[len(PREFIX) :].lower().split("__")), value, f"environment variable {name}", known
-        )
-    ]
+    layer: list[GivenValue] = []
+    for name, value in sorted(environ.items()):
+        if name.startswith(PREFIX):
+            path = tuple(name.removeprefix(PREFIX).lower().split("__"))
+            layer += _from_text(path, value, f"environment variable {name}", known)
+    return layer
 
 
 def _from_text(path: Path, text: str, place: str, known: Keys) -> list[GivenValue]:
