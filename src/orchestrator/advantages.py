@@ -30,7 +30,7 @@ def compute_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> npt.N
     `mean`: r_i - mean(r). `std`: that divided by the group's (population) deviation, as in GRPO (arXiv:2402.03300).
     `leave_one_out`: r_i minus the mean of the others (RLOO, arXiv:2402.14740); needs at least two rollouts.
     """
-    rewards = np.asarray(rewards_G, dtype=np.float64)
+    rewards = np.array(rewards_G, dtype=np.float64)
     rewards -= rewards[0]  # the mean of equal rewards may be rounded to another number; that of zeros is zero
     centred = rewards - rewards.mean()
     if kind == "std":

@@ -5,9 +5,9 @@ heartbeats  Each process is asked for a heartbeat once a second. One that is sil
 replicas    Requests of a lost replica continue on others. A successor takes its place, takes the newest weights and
             serves, while the run continues (`replica_manager.py`).
 the core    Trainer and orchestrator (for `sft` the trainer alone). If one is lost, `check` raises the reason in the
-            driver's own thread. That ends the attempt, and both are built again from the newest commit (`attempts.py`);
-            replicas stay. The same happens when a replica is lost in deterministic mode, where the whole step must be
-            sampled again.
+            driver's own thread. That ends the attempt, and both are built again from the newest commit
+            (`trireme.launch.run.attempts`); replicas stay. The same happens when a replica is lost in deterministic
+            mode, where the whole step must be sampled again.
 budget      Limits how often a part is started again (`restarts.py`); then `check` raises the error that ends the run.
 scale       `trireme scale` asks for more or fewer replicas (`status.py`).
 """

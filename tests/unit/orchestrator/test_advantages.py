@@ -78,6 +78,12 @@ def test_other_advantages() -> None:
     np.testing.assert_allclose(compute_advantages([1e8, 1e8 + 1], "std"), [-1, 1], rtol=1e-5)
 
 
+def test_the_rewards_stay_as_they_are() -> None:
+    rewards_G: Any = np.array([1.0, 2.0])
+    compute_advantages(rewards_G, "mean")
+    assert rewards_G.tolist() == [1.0, 2.0]
+
+
 REWARDS = st.floats(-1e9, 1e9, allow_subnormal=False)
 KINDS = st.sampled_from(get_args(AdvantageKind))
 
