@@ -22,12 +22,11 @@ from transformers import AttentionInterface
 from trireme.core.errors import BadInput
 
 PACKED = "packed"
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns True if the variable-length kernel supports this device and dtype."""
-    return device.type == "cuda" and dtype in KERNEL_DTYPES
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def packed_attention(
@@ -50,41 +49,34 @@ def packed_attention(
         what = ", ".join(unknown) or ("a mask" if attention_mask is not None else "dropout")
         raise BadInput(f"{type(module).__name__} uses {what}, which packed rows lack: set --trainer.packing rows")
     batch, _, length, _ = query.shape
-    if cu_seq_lens_q is None or max_length_q is None:
-        cu_seq_lens_q = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-        max_length_q = length
-    kernel = varlen_attn if has_kernel(query.device, query.dtype) else masked_attention
-    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [B L, heads, dim]
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    grouped = query.shape[1] != key.shape[1]
     starts, longest = cu_seq_lens_q, max_length_q
-    out = kernel(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, enable_gqa=grouped)
-    assert isinstance(out, Tensor), "no other output was requested"
+    if starts is None or longest is None:
+        starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+        longest = length
+    options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [B L, heads, dim]
+    if has_kernel(query.device, query.dtype):
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window, **options)
+        assert isinstance(out, Tensor), "no other output was requested"
+    else:
+        out = masked_attention(q, k, v, starts, sliding_window, **options)
     return out.view(batch, length, *out.shape[1:]), None
 
 
 def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    _key_starts: Tensor,
-    _longest: int,
-    _longest_key: int,
-    *,
-    scale: float | None,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, sliding_window: int | None, **options: Any
 ) -> Tensor:
-    """Does the work of `varlen_attn` for the calls above by a mask of [T, T]; returns [T, heads, dim]."""
+    """Does the work of `varlen_attn` by a mask of [T, T]; returns [T, heads, dim]. `options` are those of PyTorch's
+    `scaled_dot_product_attention`."""
     place = torch.arange(len(query), device=query.device)
     sequence = torch.searchsorted(starts[1:].to(place.dtype), place, right=True)
     back = place[:, None] - place
     mask = (sequence[:, None] == sequence) & (back >= 0)
-    if window_size[0] >= 0:
-        mask &= back <= window_size[0]
+    if sliding_window is not None:
+        mask &= back < sliding_window
     q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))  # [1, heads, T, dim]
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
     return out[0].transpose(0, 1)
 
 

@@ -83,13 +83,13 @@ def compute_cost(lengths: npt.NDArray[np.int64], attention_length: int) -> npt.N
     return lengths * (attention_length + lengths)
 
 
-def _cut(datums: Sequence[int], lengths_D: Sequence[int], micro_batch_tokens: int) -> list[MicroBatch]:
+def _cut(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_tokens: int) -> list[MicroBatch]:
     """Cuts datums, longest first, into rectangles within the budget at the lowest cost: tokens with padding, and
     MICRO_BATCH_COST for each rectangle. A datum longer than the budget is alone.
 
     `least[i]` is the cost of the first i datums; their last rectangle begins at `begin[i]`.
     """
-    lengths = np.array([lengths_D[d] for d in datums], np.int64)
+    lengths = lengths_D[datums]
     least, begin = np.zeros(len(datums) + 1, np.int64), np.zeros(len(datums) + 1, np.int64)
     first = 0  # where the last rectangle may begin
     for i in range(1, len(datums) + 1):
@@ -106,11 +106,11 @@ def _cut(datums: Sequence[int], lengths_D: Sequence[int], micro_batch_tokens: in
     return micro_batches[::-1]
 
 
-def _pack(datums: Sequence[int], lengths_D: Sequence[int], micro_batch_tokens: int) -> list[MicroBatch]:
+def _pack(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_tokens: int) -> list[MicroBatch]:
     """Puts datums, longest first, each into the first row that has room for it (first-fit decreasing, Johnson 1973); a
     datum longer than the budget is alone."""
     rows: list[list[int]] = []
-    room: list[int] = []
+    room: list[np.int64] = []
     for d in datums:
         fitting = next((row for row, left in enumerate(room) if left >= lengths_D[d]), None)
         if fitting is None:
@@ -136,7 +136,6 @@ def plan(
     `lengths` int64 [D], D >= 1; `attention_length` as in `compute_cost`. A `micro_batch_size` bounds the number of
     datums instead of their tokens. Deterministic.
     """
-    lengths_D = [int(n) for n in lengths]
     datums_R = balance(compute_cost(lengths, attention_length), num_ranks)
     if micro_batch_size:
         firsts = range(0, len(lengths), micro_batch_size)
@@ -144,7 +143,7 @@ def plan(
         micro_R = [[MicroBatch(tuple(part)) for part in parts if part] for parts in cut_R]
     else:
         cut = _pack if packed else _cut
-        micro_R = [cut(datums, lengths_D, micro_batch_tokens) for datums in datums_R]
+        micro_R = [cut(datums, lengths, micro_batch_tokens) for datums in datums_R]
     most = max(len(micro_M) for micro_M in micro_R)
     filler = MicroBatch((int(np.argmin(lengths)),), filler=True)
     return [micro_M + [filler] * (most - len(micro_M)) for micro_M in micro_R]
@@ -172,15 +171,15 @@ class Packed:
     """The places of the tokens of some datums when they follow each other in one row.
 
     For each token, int64 [T]: `index` into the batch's tokens, `positions` within the datum, and `datum`, which of the
-    datums it belongs to. `starts` int32 [datums + 1], into the packed tokens. `rows`: these datums as rows, in the
-    packed tokens.
+    datums it belongs to. `starts` int32 [datums + 1], into the packed tokens; `longest` datum's tokens. `rows`:
+    these datums as rows, in the packed tokens.
     """
 
     def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int]) -> None:
         chosen = np.asarray(datums, np.int64)
         lengths = offsets[chosen + 1] - offsets[chosen]
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        self.starts = starts.astype(np.int32)
+        self.starts, self.longest = starts.astype(np.int32), int(lengths.max())
         self.positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
         self.index = np.repeat(offsets[chosen], lengths) + self.positions
         self.datum = np.repeat(np.arange(len(chosen)), lengths)

@@ -19,12 +19,12 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from trireme.checkpoint.files import FileRecord, storage_errors, write_bytes
+from trireme.core.base_digest import INDEX
 from trireme.core.weights import TensorEntry
 
 FILE_BYTES = 4 * 2**30
 """Size at which the next file of tensors begins."""
 
-INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -42,8 +42,7 @@ def companion_files(
         parts[1].dtype = dtype
     with storage_errors(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as directory:
         for part in parts:
-            if part is not None:
-                part.save_pretrained(directory)
+            part.save_pretrained(directory)
         files = sorted(file for file in Path(directory).rglob("*") if file.is_file())
         return {str(file.relative_to(directory)): file.read_bytes() for file in files}
 

@@ -55,8 +55,7 @@ class TrainerHandle:
     ) -> None:
         self._actors_R = actors_R
         self._ready_R = ready_R
-        self._timeout_s = config.timeouts.step_s
-        self._load_timeout_s = config.timeouts.checkpoint_s
+        self._timeouts = config.timeouts
         where = "" if log_dir is None else f" (log {log_dir}/trainer_{{rank}}.log)"
         self._names_R = [f"trainer shard {rank}" + where.format(rank=rank) for rank in range(len(actors_R))]
         self._suspects: list[tuple[int, ...]] = []  # of each forward_backward since the last update
@@ -158,7 +157,7 @@ class TrainerHandle:
     def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> None:
         """Loads what any number of shards saved at `path` (`save_state`). `identities` are those of the versions that
         were published then and may still be trained on. Raises CheckpointInvalid."""
-        self._call("load_state", path, tuple(identities), timeout_s=self._load_timeout_s)
+        self._call("load_state", path, tuple(identities), timeout_s=self._timeouts.checkpoint_s)
 
     def save_weights(self, path: Path, published: PublishedWeights) -> Pending:
         """Begins to write `published` as a Hugging Face directory, on the node of shard 0; otherwise like
@@ -177,7 +176,7 @@ class TrainerHandle:
     def _call(self, verb: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         refs_R = [actor.call.remote(verb, *args) for actor in self._actors_R]
         try:
-            return waits.get_all(refs_R, who=self._names_R, timeout_s=timeout_s or self._timeout_s)
+            return waits.get_all(refs_R, who=self._names_R, timeout_s=timeout_s or self._timeouts.step_s)
         except RoomFailed as error:
             raise self._inquest(verb, error, refs_R) from error.__cause__
 
@@ -188,21 +187,20 @@ class TrainerHandle:
             return RoomFailed(f"{verb}: {error}\n{''.join(self._whereabouts())}")
         if isinstance(error.__cause__, RayActorError):
             return error
-        others = (failure for _, failure in self._ask(refs_R) if isinstance(failure, RoomFailed))
+        others = (failure for failure in self._ask(refs_R) if isinstance(failure, RoomFailed))
         return next((other for other in others if isinstance(other.__cause__, RayActorError)), error)
 
     def _whereabouts(self) -> Iterator[str]:
-        for rank, stack in self._ask([actor.stack.remote() for actor in self._actors_R]):
-            if isinstance(stack, RoomFailed):
-                yield f"trainer shard {rank} does not answer at all: its process is stopped, or stuck outside Python\n"
-            else:
-                yield f"trainer shard {rank} is at:\n{stack}"
+        for rank, stack in enumerate(self._ask([actor.stack.remote() for actor in self._actors_R])):
+            silent = "does not answer at all: its process is stopped, or stuck outside Python\n"
+            where = silent if isinstance(stack, RoomFailed) else f"is at:\n{stack}"
+            yield f"trainer shard {rank} {where}"
 
-    def _ask(self, refs_R: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """Yields each rank with its answer, or the RoomFailed in its place; all within INQUEST_S."""
+    def _ask(self, refs_R: Sequence[Any]) -> Iterator[Any]:
+        """Yields each rank's answer, or the RoomFailed in its place; all within INQUEST_S."""
         deadline = time.monotonic() + INQUEST_S
-        for rank, ref in enumerate(refs_R):
+        for ref, name in zip(refs_R, self._names_R, strict=True):
             try:
-                yield rank, waits.get(ref, who=self._names_R[rank], timeout_s=max(deadline - time.monotonic(), 0.1))
+                yield waits.get(ref, who=name, timeout_s=max(deadline - time.monotonic(), 0.1))
             except RoomFailed as error:
-                yield rank, error
+                yield error

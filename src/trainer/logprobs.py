@@ -29,16 +29,14 @@ def add_token_logprobs(model: PreTrainedModel) -> None:
 
     Raises BadInput for a model whose logits are not simply hidden states times a matrix.
     """
-    head = model.get_output_embeddings()
+    head, name = model.get_output_embeddings(), type(model).__name__
     if head is None or getattr(head, "bias", None) is not None:
-        raise BadInput(
-            f"{type(model).__name__} has no output matrix, or one with a bias: its logprobs are not supported"
-        )
+        raise BadInput(f"{name} has no output matrix, or one with a bias: its logprobs are not supported")
     config = model.config.get_text_config()
     options = ("logit_scale", "final_logit_softcapping", "logits_scaling")
-    scaled = [name for name in options if getattr(config, name, None) not in (None, 1, 1.0)]
+    scaled = [option for option in options if getattr(config, option, None) not in (None, 1, 1.0)]
     if scaled:
-        raise BadInput(f"{type(model).__name__} changes its logits ({', '.join(scaled)}): not supported yet")
+        raise BadInput(f"{name} changes its logits ({', '.join(scaled)}): not supported yet")
     setattr(model, METHOD, MethodType(_forward, model))
     register_fsdp_forward_method(model, METHOD)
 
@@ -61,23 +59,14 @@ def _head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_logprobs(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    targets: Tensor,
-    temperatures: Tensor,
-    positions: Tensor | None = None,
-    starts: Tensor | None = None,
+    model: PreTrainedModel, tokens: Tensor, targets: Tensor, temperatures: Tensor, **sequences: Any
 ) -> Tensor:
     """Returns the log-probability of each target under logits / temperature: float32 [B, L].
 
     `tokens`, `targets` int64 [B, L], padded on the right: a causal model needs no mask for that. `temperatures` float32
-    [B, L]. Packed rows (`trainer.attention.PACKED`) have B = 1, `positions` int64 [1, L], from 0 in
-    each sequence, and `starts` int32 on the CPU: sequence i has the tokens starts[i] : starts[i + 1].
+    [B, L]. Packed rows have B = 1, and for `sequences` the arguments that `trainer.attention` names, and `position_ids`
+    int64 [1, L], from 0 in each sequence.
     """
-    sequences: dict[str, Any] = {}
-    if starts is not None:
-        longest = int(starts.diff().max())
-        sequences = {"position_ids": positions, "cu_seq_lens_q": starts.to(tokens.device), "max_length_q": longest}
     logprobs: Tensor = getattr(model, METHOD)(tokens, targets, temperatures, **sequences)
     return logprobs.view(tokens.shape)
 

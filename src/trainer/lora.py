@@ -101,11 +101,7 @@ def adapter_units(
 
 def adapter_files(lora: LoraConfig, adapter: Adapter, base: str) -> dict[str, bytes]:
     """Returns the files beside an adapter's tensors, by name: peft's configuration, and the base it was trained on."""
-    config = {
-        **peft_config(lora).to_dict(),
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "target_modules": sorted(lora.target_modules),
-    }
+    config = peft_config(lora).to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
+    config["target_modules"] = sorted(lora.target_modules)
     files = {"adapter_config.json": config, "base.json": {"name": base, "digest": adapter.base}}
     return {name: (json.dumps(values, indent=2, sort_keys=True) + "\n").encode() for name, values in files.items()}

@@ -36,6 +36,7 @@ Importing this module does not import torch: the driver and the configuration im
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from trireme.config.losses import find_loss, import_function, loss_refusals
+from trireme.config.losses import find_loss, loss_refusals
 from trireme.config.refusals import refuse
 from trireme.core.types import Datum, TokenBatch
 
@@ -146,7 +147,7 @@ def resolve_loss(name: str, config: Mapping[str, float]) -> tuple[LossFn, dict[s
     refuse(list(loss_refusals(name, config)))
     loss = find_loss(name)
     defaults = {key: p.default for key, p in loss.parameters.items() if p.default is not None}
-    return import_function(loss.function), {**defaults, **config}
+    return pkgutil.resolve_name(loss.function), {**defaults, **config}
 
 
 def surrogate(

@@ -1,4 +1,4 @@
-"""The device mesh: the processes that train together, and the part of each. Only this module counts ranks.
+"""The device mesh: the processes that train together, the device and the part of each. Only this module counts ranks.
 
 `CommonTrainer.mesh` gives the size of each dimension, outermost first:
 
@@ -11,6 +11,7 @@ mesh, so it needs no process groups.
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -20,9 +21,31 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trireme.config import CommonConfig
+from trireme.config.installed import INSTALL_GPU
+from trireme.config.refusals import Refusal
 
 REPLICATE, SHARD = "replicate", "shard"
 DATA_PARALLEL = (REPLICATE, SHARD)
+
+
+def find_device(config: CommonConfig) -> torch.device:
+    """Returns the device of `cluster.device`, for which the plan has chosen cpu or gpu if it was auto.
+
+    Raises BadInput when it is a GPU and PyTorch can use none in this process.
+    """
+    device = config.cluster.device
+    assert device != "auto", "see trireme.plan.base.Plan.with_device"
+    if device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise Refusal(
+            f"cluster.device = gpu, but PyTorch {torch.__version__} finds no GPU that it can use in a trainer shard "
+            f"(CUDA_VISIBLE_DEVICES is {'not set' if visible is None else repr(visible)})",
+            "PyTorch's CUDA build, an NVIDIA driver that is recent enough for it, and a GPU for each shard",
+            f"run `{INSTALL_GPU}` and look at `nvidia-smi` on each node, or compute on CPUs with --cluster.device cpu",
+        ).error()
+    return torch.device("cuda")
 
 
 class Mesh:
@@ -31,13 +54,9 @@ class Mesh:
     def __init__(self, config: CommonConfig, rank: int, store: dist.Store, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, config.trainer.processes, device
         self.is_first = rank == 0  # reads models, publishes weights and has the results of collectives
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=rank,
-            world_size=self.size,
-            timeout=timedelta(seconds=max(config.timeouts.start_s, config.timeouts.step_s)),
-        )
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=max(config.timeouts.start_s, config.timeouts.step_s))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=self.size, timeout=timeout)
         sizes = {name: n for name, n in config.trainer.mesh.items() if n > 1 or name == SHARD}
         mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         dp = tuple(name for name in DATA_PARALLEL if name in sizes)

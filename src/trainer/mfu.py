@@ -31,7 +31,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 def train_flops(facts: ModelFacts, lengths: npt.NDArray[np.int64], *, frozen: bool = False) -> float:
     """Counts the operations of forward and backward pass over sequences of these lengths, int64 [D]."""
-    tokens, each = lengths.astype(np.float64), 4 if frozen else 6
-    return float(
-        each * facts.multiplied_parameters * tokens.sum() + 6 * facts.attention_width * np.square(tokens).sum()
-    )
+    tokens = lengths.astype(np.float64)
+    products = (4 if frozen else 6) * facts.multiplied_parameters * tokens.sum()
+    return float(products + 6 * facts.attention_width * np.square(tokens).sum())

@@ -65,10 +65,9 @@ class Sharding:
         whole layer (the root, with embeddings and head, counts as one).
         """
         source = load_source(weights) if self._mesh.is_first else None
+        config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(name), dtype=self._master, attn_implementation=self._attention
-            )
+            model = AutoModelForCausalLM.from_config(config, dtype=self._master, attn_implementation=self._attention)
         model.eval()  # no dropout: p must be the distribution that was sampled from
         if lora:
             add_adapters(model, lora, self.dtype, self._master)
@@ -83,8 +82,11 @@ class Sharding:
         for unit in [*lists[0], model]:
             self._fill(unit, names[unit], tensors)
             self._shard(unit)
-        for layer in lists[0]:
-            self._wrap(layer)
+        for layer in lists[0]:  # FSDP's hooks, which gather the layer's parameters, stay outside of both
+            if self._compiled:
+                layer.forward = torch.compile(layer.forward)
+            if self._kept_tokens is not None:
+                layer.forward = partial(self.again_if_large, layer.forward, self._kept_tokens)
         if source is not None:
             model.generation_config = source.generation_config
         add_token_logprobs(model)
@@ -114,14 +116,6 @@ class Sharding:
             # Sum, do not average. Without the second line the factor 1 becomes a reduction that gloo does not have.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-
-    def _wrap(self, layer: nn.Module) -> None:
-        """Compiles a layer, and lets it be computed again in the backward pass. FSDP's hooks, which gather the layer's
-        parameters, stay outside of both."""
-        if self._compiled:
-            layer.forward = torch.compile(layer.forward)
-        if self._kept_tokens is not None:
-            layer.forward = partial(self.again_if_large, layer.forward, self._kept_tokens)
 
     @staticmethod
     def again_if_large(forward: Callable[..., Any], kept_tokens: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

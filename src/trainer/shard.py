@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from transformers import PreTrainedModel, set_seed
 
 from trainer.batch_checks import PublishedVersions, check_batch, is_finite, nonfinite_datums
 from trainer.batching import MicroBatch, Packed, Rows, ShardOutput, plan
-from trainer.device import find_device
 from trainer.export import companion_files, write_weights
 from trainer.logprobs import token_logprobs
 from trainer.lora import adapter_files, adapter_mode, adapter_units
 from trainer.losses import Metrics, monitors, resolve_loss
-from trainer.mesh import Mesh
+from trainer.mesh import Mesh, find_device
 from trainer.mfu import peak_flops, train_flops
 from trainer.model import Sharding, gathered_units
 from trainer.publish import compute_canary
@@ -66,6 +66,8 @@ class Shard:
         self._peak_flops = peak_flops(self._device, self._sharding.dtype)
         lora, name = config.trainer.lora, config.model.name
         self._model = self._sharding.shard_model(name, name, lora if lora.on else None, config.lora_seed)
+        limit: int = self._model.config.get_text_config().max_position_embeddings
+        self._max_seq_len = min(limit, config.max_seq_len or limit)
         self._adapter = self._name_adapter() if lora.on else None
         self._reference = self._load_reference()
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
@@ -75,7 +77,6 @@ class Shard:
         self._refreshed = self._refreshed_tensors()
         base = self._adapter.base if self._adapter else None
         self._checkpointer = Checkpointer(config, self._mesh, parameters, self._optimizer, self._refreshed, base)
-        self._companions: dict[str, bytes] = {}
         self._sender = sender
         self._attempt = attempt
         self._published = PublishedVersions(config.max_steps_off_policy)
@@ -135,10 +136,8 @@ class Shard:
                     metrics.append({"loss:sum": float(loss.detach()), **watched, **loss_metrics})
         output = _collected(batch, logprobs, reduce_metrics(metrics))
         flops = train_flops(self._facts, batch.lengths[list(output.datums)], frozen=self._config.trainer.lora.on)
-        output = replace(output, peak_s=flops / self._peak_flops / self._mesh.size)
-        if all_finite:
-            return output
-        return replace(output, suspects=nonfinite_datums(batch, output, function, loss_config))
+        suspects = () if all_finite else nonfinite_datums(batch, output, function, loss_config)
+        return replace(output, suspects=suspects, peak_s=flops / self._peak_flops / self._mesh.size)
 
     @torch.no_grad()
     def forward(self, batch: TokenBatch, which: Which = "policy") -> ShardOutput:
@@ -199,7 +198,9 @@ class Shard:
         gradients = [p.grad.to_local() for p in self._parameters if p.grad is not None]
         if not gradients:
             raise TriremeError("optim_step without a gradient: call forward_backward first")
-        grad_norm = self._global_norm(gradients) / normalizer
+        # float64, so that the norm does not depend on the number of shards. Copies of a shard hold the same gradient.
+        squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]).square().sum()
+        grad_norm = math.sqrt(self._mesh.sum_over_shards(squares)) / normalizer
         if not math.isfinite(grad_norm):
             self._optimizer.zero_grad()
             raise NonFiniteGradient(
@@ -257,19 +258,16 @@ class Shard:
         which do not change."""
         self._checkpointer.wait_until_saved()
         fault_point("trainer.save_weights")
-        if not self._companions:
-            config = self._config
-            if self._adapter:
-                self._companions = companion_files(config.tokenizer_name)
-                self._companions |= adapter_files(config.trainer.lora, self._adapter, config.model.name)
-            else:
-                self._companions = companion_files(config.tokenizer_name, self._model, self._sharding.dtype)
         return write_weights(path, entries, buckets, self._companions, adapter=self._adapter is not None)
 
-    @property
-    def _max_seq_len(self) -> int:
-        limit: int = self._model.config.get_text_config().max_position_embeddings
-        return min(limit, self._config.max_seq_len or limit)
+    @cached_property
+    def _companions(self) -> dict[str, bytes]:
+        """The files beside published tensors."""
+        config = self._config
+        if not self._adapter:
+            return companion_files(config.tokenizer_name, self._model, self._sharding.dtype)
+        adapter = adapter_files(config.trainer.lora, self._adapter, config.model.name)
+        return {**companion_files(config.tokenizer_name), **adapter}
 
     def _micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
         """Returns this rank's part of the plan."""
@@ -299,20 +297,12 @@ class Shard:
         columns = batch.tokens, batch.columns["target_tokens"]
         tokens, targets = (self._to_device(column[packed.index])[None].long() for column in columns)
         temperature, positions = self._to_device(temperatures[packed.datum]), self._to_device(packed.positions)
-        starts = torch.from_numpy(packed.starts)
-        p = token_logprobs(model, tokens, targets, temperature[None], positions[None], starts)
+        places = {"cu_seq_lens_q": self._to_device(packed.starts), "max_length_q": packed.longest}
+        p = token_logprobs(model, tokens, targets, temperature[None], position_ids=positions[None], **places)
         return p[0][self._to_device(packed.rows.index)]
 
     def _to_device(self, values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
-
-    def _global_norm(self, gradients: list[Tensor]) -> float:
-        """Returns the Euclidean norm over all shards, in float64 so that it does not depend on their number.
-
-        Copies of a shard hold the same gradient.
-        """
-        squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]).square().sum()
-        return math.sqrt(self._mesh.sum_over_shards(squares))
 
 
 def _collected(

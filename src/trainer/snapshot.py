@@ -77,21 +77,18 @@ class Staging:
             self._add(REFERENCE + kind, [[reference[name] for name in names]])
 
     def _add(self, name: str, stacks: Sequence[Sequence[Tensor]]) -> None:
+        """Makes the buffer of `stacks`, each of as many tensors, sharded alike: a [stacks, tensors, ...] DTensor."""
         live = [[cast(DTensor, tensor).to_local().detach() for tensor in stack] for stack in stacks]
-        first = live[0][0]
+        first, sharded = live[0][0], cast(DTensor, stacks[0][0])
         local = torch.empty((len(live), len(live[0]), *first.shape), dtype=first.dtype, pin_memory=first.is_cuda)
-        self.buffers[name] = _stacked(local, stacks[0][0])
+        placements = [Shard(p.dim + 2) if isinstance(p, Shard) else p for p in sharded.placements]
+        whole = torch.empty((*local.shape[:2], *sharded.shape), device="meta")
+        mesh = DeviceMesh("cpu", sharded.device_mesh.mesh, _init_backend=False)  # only says which rank has which part
+        self.buffers[name] = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
         host = [part for stack in local.unbind() for part in stack.unbind()]
         self.tensors += map(StagedTensor, host, [tensor for stack in live for tensor in stack])
-
-
-def _stacked(local: Tensor, parameter: Tensor) -> Tensor:
-    """Wraps `local`, [a, b, ...] parts of tensors sharded like `parameter`, as this rank's part of their stack."""
-    assert isinstance(parameter, DTensor)
-    placements = [Shard(p.dim + 2) if isinstance(p, Shard) else p for p in parameter.placements]
-    whole = torch.empty((*local.shape[:2], *parameter.shape), device="meta")
-    mesh = DeviceMesh("cpu", parameter.device_mesh.mesh, _init_backend=False)  # only says which rank has which part
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 class StateSnapshot:

@@ -37,14 +37,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from trainer.mesh import Mesh
 from trainer.snapshot import MOMENTS, REFERENCE, Staging, StateSnapshot
-from trireme.checkpoint.files import (
-    Copy,
-    FileRecord,
-    HashingWriter,
-    fsync_directory,
-    make_directory,
-    storage_errors,
-)
+from trireme.checkpoint.files import Copy, FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
 from trireme.config import CommonConfig
 from trireme.core.errors import CheckpointInvalid, StorageFailed
 from trireme.process.environ import yield_to_others
@@ -76,16 +69,14 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 def set_random_state(state: Mapping[str, Tensor]) -> None:
     """Sets the generators that `state` (from `random_state`) names; the others stay as they are."""
-    if "torch" in state:
+    if "torch" in state:  # and so the others, which every process has
         torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-    if "numpy" in state:
         *words, position, has_gauss, gauss = state["numpy"].tolist()
         np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), int(position), int(has_gauss), gauss))
-    if "python" in state:
         *words, gauss = state["python"].tolist()
         random.setstate((3, tuple(int(word) for word in words), None if np.isnan(gauss) else gauss))
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 class RecordingFileSystem(FileSystem):
@@ -96,16 +87,14 @@ class RecordingFileSystem(FileSystem):
     """
 
     def __init__(self, begin: Callable[[], None], thread: ThreadPoolExecutor, copy: Copy) -> None:
-        self._begin: Callable[[], None] | None = begin
-        self._thread, self._copy = thread, copy
+        self._begin, self._thread, self._copy = begin, thread, copy
         self._written: dict[Path, HashingWriter] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         assert mode == "wb", f"only for writing, got mode {mode}"
-        begin, self._begin = self._begin, None
-        if begin:
-            begin()
+        if not self._written:
+            self._begin()
         with storage_errors(path):
             with HashingWriter(path, self._thread, self._copy, large=True) as stream:
                 yield stream
@@ -163,7 +152,7 @@ class Checkpointer:
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
         state = {**self._staging.buffers, **self._small_state()}
-        snapshot = self._snapshot = self._new_snapshot()
+        snapshot = self._snapshot = StateSnapshot(self._staging.tensors, self._stream)
         if self._newest is None or self._newest.done():
             snapshot.host_is_free()
         thread = ThreadPoolExecutor(1, "save")
@@ -193,18 +182,14 @@ class Checkpointer:
         saved = set(reader.read_metadata().state_dict_metadata)
         expected = {*self._staging.buffers, "steps", *(["base"] if self._base else [])}
         _refuse_other_tensors(path, saved, expected)
-        current = self._new_snapshot()
+        current = StateSnapshot(self._staging.tensors, self._stream)
         current.host_is_free()
         current.keep()  # so that what was not saved is copied back unchanged
         small = {name: tensor for name, tensor in self._small_state().items() if name in saved}
         state = {**{name: buffer for name, buffer in self._staging.buffers.items() if name in saved}, **small}
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
         try:
-            dcp.load(
-                state,
-                storage_reader=reader,
-                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
-                process_group=self._group,
-            )
+            dcp.load(state, storage_reader=reader, planner=planner, process_group=self._group)
         except dcp.CheckpointException as error:
             raise CheckpointInvalid(f"cannot load the trainer's state from {path}: {_cause(error)}") from None
         if self._base and (found := bytes(small["base"].tolist()).hex()) != self._base:
@@ -217,9 +202,6 @@ class Checkpointer:
     @cached_property
     def _staging(self) -> Staging:
         return Staging(self._parameters, self._optimizer, self._reference)
-
-    def _new_snapshot(self) -> StateSnapshot:
-        return StateSnapshot(self._staging.tensors, self._stream)
 
     def _small_state(self) -> dict[str, Tensor]:
         """Copies the small parts of the state."""
@@ -252,13 +234,9 @@ class Checkpointer:
             # Not `sync_files`: DCP would force every file of the machine onto its disks; the streams sync their own.
             writer = dcp.FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0, overwrite=False)
             writer.fs = files = RecordingFileSystem(begin, thread, snapshot.copy)
+            planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
             try:
-                dcp.save(
-                    state,
-                    storage_writer=writer,
-                    planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
-                    process_group=self._group,
-                )
+                dcp.save(state, storage_writer=writer, planner=planner, process_group=self._group)
             except dcp.CheckpointException as error:
                 raise _cause(error) from None
             finally:
@@ -269,12 +247,9 @@ class Checkpointer:
 def _cause(error: dcp.CheckpointException) -> Exception:
     """Returns the error of the rank where it occurred; a failure of storage before others. (`except Exception` does not
     catch DCP's own exception.)"""
-    causes = [(rank, cause) for rank, (cause, _) in error.failures.items()]
-    for _, cause in causes:
-        if isinstance(cause, StorageFailed):
-            return cause
-    rank, cause = causes[0]
-    return RuntimeError(f"shard {rank}: {type(cause).__name__}: {cause}")
+    rank, (first, _) = next(iter(error.failures.items()))
+    storage = (cause for cause, _ in error.failures.values() if isinstance(cause, StorageFailed))
+    return next(storage, RuntimeError(f"shard {rank}: {type(first).__name__}: {first}"))
 
 
 def _refuse_other_tensors(path: Path, saved: set[str], expected: set[str]) -> None:

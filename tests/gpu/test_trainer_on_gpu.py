@@ -89,8 +89,8 @@ def test_the_kernel_computes_what_a_mask_does(window: int | None) -> None:
         max_length_q=longest,
     )  # fmt: skip
     exact = masked_attention(
-        *(states.float().transpose(1, 2)[0] for states in (query, key, value)), starts, starts, longest, longest,
-        scale=0.125, window_size=(-1 if window is None else window - 1, 0), enable_gqa=True,
+        *(states.float().transpose(1, 2)[0] for states in (query, key, value)), starts, window,
+        scale=0.125, enable_gqa=True,
     )  # fmt: skip
     assert float((out[0].float() - exact).abs().max()) < 0.03
     upstream = torch.randn_like(exact)

@@ -7,10 +7,9 @@ path, `package.module:function`; it reads the columns of rollouts, and its param
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from trireme.config.refusals import Refusal
 
@@ -28,13 +27,12 @@ class Parameter(NamedTuple):
     """Smallest value that is allowed."""
 
 
-@dataclass(frozen=True)
-class Loss:
+class Loss(NamedTuple):
     """One loss, as configuration and trainer know it."""
 
     function: str
     """Import path, `module:function`."""
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    parameters: Mapping[str, Parameter]
     columns: tuple[str, ...] = ROLLOUT_COLUMNS
     """Columns that a batch must have."""
 
@@ -61,7 +59,7 @@ else:
 
 def find_loss(name: str) -> Loss:
     """Returns the built-in loss `name`, or the user's own loss with this import path."""
-    return LOSSES.get(name) or Loss(name)
+    return LOSSES.get(name) or Loss(name, {})
 
 
 def loss_refusals(name: str, given: Mapping[str, float]) -> Iterator[Refusal]:
@@ -107,21 +105,16 @@ def _range_refusals(known: Mapping[str, Parameter], values: Mapping[str, float])
             )
 
 
-def import_function(path: str) -> Callable[..., Any]:
-    """Imports the function `package.module:function`. Raises ImportError, AttributeError, TypeError or
-    ValueError."""
-    function = pkgutil.resolve_name(path)
-    if not callable(function):
-        raise TypeError(f"{path} is a {type(function).__name__}, not a function")
-    return function
-
-
 def _import_refusals(path: str) -> Iterator[Refusal]:
     try:
-        import_function(path)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        yield Refusal(
-            f"the loss {path} ({error})",
-            "package.module:function that this Python can import",
-            "correct --trainer.loss-fn, or add the directory of the package to PYTHONPATH",
-        )
+        function = pkgutil.resolve_name(path)
+        if callable(function):
+            return
+        problem = f"{path} is a {type(function).__name__}, not a function"
+    except (ImportError, AttributeError, ValueError) as error:
+        problem = str(error)
+    yield Refusal(
+        f"the loss {path} ({problem})",
+        "package.module:function that this Python can import",
+        "correct --trainer.loss-fn, or add the directory of the package to PYTHONPATH",
+    )

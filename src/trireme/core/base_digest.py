@@ -43,25 +43,22 @@ def base_digest(name: str) -> str:
 def weight_files(name: str) -> list[Path]:
     """Returns the files of a model's weights. Raises BadInput when there are none in the safetensors format."""
     index = _find(name, INDEX)
-    if index is None:
-        single = _find(name, SINGLE)
-        if single is None:
-            raise Refusal(
-                f"model.name = {name}, which has neither {SINGLE} nor {INDEX}",
-                "a model whose weights are in the safetensors format: adapters name their base by its digest",
-                "save it again with save_pretrained, or train all its weights (leave --trainer.lora.rank out)",
-            ).error()
-        return [single]
-    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    found = [(file, _find(name, file)) for file in names]
-    missing = [file for file, path in found if path is None]
+    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values())) if index else [SINGLE]
+    found = {file: _find(name, file) for file in names}
+    missing = [file for file, path in found.items() if path is None]
+    if missing and index is None:
+        raise Refusal(
+            f"model.name = {name}, which has neither {SINGLE} nor {INDEX}",
+            "a model whose weights are in the safetensors format: adapters name their base by its digest",
+            "save it again with save_pretrained, or train all its weights (leave --trainer.lora.rank out)",
+        ).error()
     if missing:
         raise Refusal(
             f"model.name = {name}, which lacks {', '.join(missing)}",
             f"all files that its {INDEX} names",
             "fetch the model again",
         ).error()
-    return [path for _, path in found if path is not None]
+    return [path for path in found.values() if path is not None]
 
 
 def _find(name: str, file: str) -> Path | None:

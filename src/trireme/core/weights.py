@@ -126,16 +126,14 @@ class UpdateReport:
 
 def check_received(manifest: WeightsManifest, buckets: Sequence[npt.NDArray[np.uint8]]) -> None:
     """Raises WeightsRefused unless the bytes in `buckets` are those that the manifest's identity names."""
-    identity = manifest.identity
-    if weights_digest(manifest.entries, manifest.adapter) != identity.digest:
-        raise WeightsRefused(
-            f"the table of tensors of version {identity.version} does not have digest {identity.digest}"
-        )
+    version, digest = manifest.identity.version, manifest.identity.digest
+    if weights_digest(manifest.entries, manifest.adapter) != digest:
+        raise WeightsRefused(f"the table of tensors of version {version} does not have digest {digest}")
     for entry in manifest.entries:
         received = hash_bytes(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes])
         if received != entry.hash:
             raise WeightsRefused(
-                f"tensor {entry.name} of version {identity.version} arrived with hash {received}, "
+                f"tensor {entry.name} of version {version} arrived with hash {received}, "
                 f"published as {entry.hash}: it was corrupted on the way"
             )
 

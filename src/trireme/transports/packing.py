@@ -50,7 +50,7 @@ class Packer:
         self, put: Callable[[npt.NDArray[np.uint8]], Any], rank: int = 0, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         self._put, self._rank, self._bucket_bytes = put, rank, bucket_bytes
-        self._buffer = np.zeros(0, dtype=np.uint8)
+        self._buffer = np.zeros(bucket_bytes, dtype=np.uint8)
 
     def send(self, units: Iterable[Sequence[tuple[str, Tensor]]]) -> tuple[tuple[TensorEntry, ...], Any]:
         entries: list[TensorEntry] = []
@@ -67,7 +67,8 @@ class Packer:
                 if used and used + size > self._bucket_bytes:
                     references.append(self._put(self._buffer[:used]))
                     used = 0
-                self._reserve(used, size)
+                if size > len(self._buffer):
+                    self._buffer = np.zeros(size, dtype=np.uint8)
                 for name, tensor in group:
                     entries.append(self._copy(name, tensor, len(references), used))
                     used += _padded(tensor.nbytes)
@@ -75,13 +76,6 @@ class Packer:
             return (), None
         references.append(self._put(self._buffer[:used]))
         return tuple(entries), tuple(references)
-
-    def _reserve(self, used: int, size: int) -> None:
-        """Makes room for `size` more bytes behind the `used` ones, which stay."""
-        if used + size > len(self._buffer):
-            larger = np.zeros(max(used + size, min(2 * len(self._buffer), self._bucket_bytes)), dtype=np.uint8)
-            larger[:used] = self._buffer[:used]
-            self._buffer = larger
 
     def _copy(self, name: str, tensor: Tensor, bucket: int, offset: int) -> TensorEntry:
         place = self._buffer[offset : offset + tensor.nbytes]

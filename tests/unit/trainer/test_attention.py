@@ -64,7 +64,7 @@ def test_what_the_kernel_of_gpus_is_given(monkeypatch):
         assert (starts.dtype, longest, longest_key) == (torch.int32, max(LENGTHS), max(LENGTHS))
         assert (query.shape, key.shape) == ((sum(LENGTHS), HEADS, DIM), (sum(LENGTHS), KEY_HEADS, DIM))
         calls.append(options)
-        return masked_attention(query, key, value, starts, key_starts, longest, longest_key, **options)
+        return masked_attention(query, key, value, starts, None, scale=0.3, enable_gqa=True)
 
     monkeypatch.setattr(attention, "has_kernel", lambda device, dtype: True)
     monkeypatch.setattr(attention, "varlen_attn", kernel)
