@@ -136,7 +136,10 @@ class ReplicaActor(SamplingEngine):
     async def heartbeat(self) -> Heartbeat:
         """Answers immediately. Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken."""
         self._raise_if_broken()
-        return Heartbeat((os.getpid(), self._engine_pid), ray.get_runtime_context().get_node_id(), self.behind_s)
+        # Nothing is expected of the engine while it stands still for an update, which has a deadline of its own.
+        works = (self._has_requests or self.halting) and not self.standing
+        behind_s = self.engine_stats.silent_s if works else 0.0
+        return Heartbeat((os.getpid(), self._engine_pid), ray.get_runtime_context().get_node_id(), behind_s)
 
     @property
     def _engine_pid(self) -> int:

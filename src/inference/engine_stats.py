@@ -60,11 +60,5 @@ class EngineStats(PrometheusStatLogger):
         running = min(self.running, unfinished)
         return ReplicaStats(running, unfinished - running, self.kv_used, self.preemptions)
 
-    def log(self) -> None:
-        pass
-
     def log_engine_initialized(self) -> None:
-        pass
-
-    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
         pass

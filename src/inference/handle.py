@@ -185,7 +185,15 @@ class InferenceHandle:
         if not self.config.inference.spare:
             return
         self._end_idle_spares()
-        self._drop_dead_spares()
+        for node, spare in list(self._spares.items()):
+            outcome = ready({spare.prepared: SPARES}, timeout_s=0.0)
+            failure = outcome.get(spare.prepared)  # the answer is None
+            if failure:  # it died or could not import
+                log.warning("%s on node %s failed: %s", SPARES, node, failure)
+                ray.kill(self._spares.pop(node).handle)
+                self._dead_spares += 1
+            elif outcome:  # it is asked again: an answer says nothing of later
+                self._spares[node] = Spare(spare.handle, spare.handle.prepare.remote())
         nodes = self._nodes() if self._dead_spares <= self.config.cluster.max_restarts else {}
         for node in nodes.keys() - self._spares.keys():
             place = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": on_node(node)}
@@ -196,18 +204,6 @@ class InferenceHandle:
         """Ends spares on nodes without replicas: a node without actors may leave the cluster."""
         for node in self._spares.keys() - self._nodes().keys():
             ray.kill(self._spares.pop(node).handle)
-
-    def _drop_dead_spares(self) -> None:
-        """Drops spares that have died or could not import. Asks the others again: an answer says nothing of later."""
-        for node, spare in list(self._spares.items()):
-            outcome = ready({spare.prepared: SPARES}, timeout_s=0.0)
-            failure = outcome.get(spare.prepared)  # the answer is None
-            if failure:
-                log.warning("%s on node %s failed: %s", SPARES, node, failure)
-                ray.kill(self._spares.pop(node).handle)
-                self._dead_spares += 1
-            elif outcome:
-                self._spares[node] = Spare(spare.handle, spare.handle.prepare.remote())
 
     def _nodes(self) -> dict[str, int]:
         """Returns {node: a replica on it}, for nodes with replicas that have started."""

@@ -33,12 +33,10 @@ class ReplicaClient(Protocol):
     def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
         """Yields (index into `requests`, how it ended), each once. Requests that the replica gives up because it breaks
         end as Progress, before that is raised."""
-        ...
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
         """Returns {request id: what it has made beyond the number of tokens that is known}, for requests in flight that
         have made something."""
-        ...
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport: ...
 
@@ -48,7 +46,6 @@ class ReplicaClient(Protocol):
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests in flight; they end as Progress."""
-        ...
 
 
 class HandoverNeeded(Exception):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import uuid
 from collections import OrderedDict, defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from inference.handover import Handover, Outcome, Progress
@@ -58,15 +60,15 @@ class Router:
         that are not finite, several times in a row, has failed.
         """
         self._members = Members(replicas, patience_s)
-        self._fixed, self._max_updating, self._one_version = fixed, max_updating, one_version
+        self._fixed, self._one_version = fixed, one_version
         self._vocab_size = vocab_size
         self._routes: OrderedDict[str, Member] = OrderedDict()
         self._queued: defaultdict[Member, list[RoutedRequest]] = defaultdict(list)
         self._tasks: set[asyncio.Task[None]] = set()
         self._name, self._numbers = uuid.uuid4().hex[:6], itertools.count()
         self._changing = asyncio.Lock()  # the weights, and the members that get them
-        self._newest: PublishedWeights | None = None
-        self._loaded: WeightIdentity | None = None
+        self._turns = asyncio.Semaphore(max_updating or sys.maxsize)
+        self._bring_newest: Callable[[Member], Awaitable[Any]] | None = None
         self._joining: Member | None = None
 
     def acknowledged(self) -> dict[int, int]:
@@ -203,11 +205,8 @@ class Router:
         deterministic mode, its failure is raised. When none is left, waits for one that joins with these weights.
         Raises RoomFailed, or WeightsRefused when every replica refuses them."""
         async with self._changing:
-            self._newest = weights
-            turns = asyncio.Semaphore(self._max_updating or len(self._members.live) or 1)
-            results = await asyncio.gather(
-                *(self._update_one(member, weights, turns) for member in self._members.live), return_exceptions=True
-            )
+            self._bring_newest = partial(self._update_one, weights)
+            results = await asyncio.gather(*map(self._bring_newest, self._members.live), return_exceptions=True)
         must_raise = self._fixed or all(isinstance(result, WeightsRefused) for result in results)
         for result in results:
             if isinstance(result, BaseException) and (must_raise or not isinstance(result, TriremeError)):
@@ -215,13 +214,13 @@ class Router:
         reports = [result for result in results if isinstance(result, UpdateReport)]
         return reports or [member.report for member in await self._members.wait_for_serving() if member.report]
 
-    async def _update_one(self, member: Member, weights: PublishedWeights, turns: asyncio.Semaphore) -> UpdateReport:
+    async def _update_one(self, weights: PublishedWeights, member: Member) -> UpdateReport:
         async def load_and_check() -> UpdateReport:
             report = await member.client.load_weights(weights)
             member.check_given("reports that it has", [report.identity], [weights.identity])
             return report
 
-        async with turns:
+        async with self._turns:
             if member.gone:  # while it waited
                 raise member.gone
             member.updating = True
@@ -236,10 +235,10 @@ class Router:
     async def adopt(self, identity: WeightIdentity) -> None:
         """Labels the weights that the replicas loaded from disk as `identity`, in place of a first update. Raises
         RoomFailed."""
-        self._loaded = identity
-        await asyncio.gather(*(self._adopt_one(member, identity) for member in self._members.live))
+        self._bring_newest = partial(self._adopt_one, identity)
+        await asyncio.gather(*map(self._bring_newest, self._members.live))
 
-    async def _adopt_one(self, member: Member, identity: WeightIdentity) -> None:
+    async def _adopt_one(self, identity: WeightIdentity, member: Member) -> None:
         await self._members.call(member, member.client.adopt(identity))
         member.given.append(identity)
         member.acknowledged = identity.version
@@ -251,10 +250,8 @@ class Router:
             self.leave(index, f"{client.name} has a successor")
             joiner = self._joining = Member(index, client)
             try:
-                if self._newest:
-                    await self._update_one(joiner, self._newest, asyncio.Semaphore())
-                elif self._loaded:
-                    await self._adopt_one(joiner, self._loaded)
+                if self._bring_newest:
+                    await self._bring_newest(joiner)
             finally:
                 self._joining = None
             self._members.add(joiner)

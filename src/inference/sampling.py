@@ -77,13 +77,6 @@ class SamplingEngine:
         self._drains = config.inference.on_update == "drain"
 
     @property
-    def behind_s(self) -> float:
-        """Seconds for which the engine, which has work, has not answered. Nothing is expected of it while it stands
-        still for an update, which has a deadline of its own."""
-        works = self._has_requests or self.halting
-        return self.engine_stats.silent_s if works and not self.standing else 0.0
-
-    @property
     def _has_requests(self) -> bool:
         return bool(self.engine.output_processor.request_states)
 

@@ -39,6 +39,8 @@ from trireme.process.waits import get, get_all
 
 VOCAB = 64
 MAX_MODEL_LEN = 1024
+START_S = 900.0
+"""Limit for several replicas that start side by side: 13 CPU seconds each, on a machine that may be busy."""
 FAMILIES: dict[str, Any] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -176,7 +178,7 @@ def start_rooms(
     rooms = {}
     for name, group in groups.items():
         references, who = group.ready_refs()
-        (health,) = get_all(references, who=who, timeout_s=300, log=directory / "logs" / name)
+        (health,) = get_all(references, who=who, timeout_s=START_S, log=directory / "logs" / name)
         rooms[name] = Room(*kinds[name], group, group.router_factory()(), health.engine_pid)
     return rooms
 
@@ -192,7 +194,7 @@ def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
     replicas = {i: actor.remote(config, i, directory / "logs" / "pair") for i, config in enumerate(configs.values())}
     group = InferenceHandle(configs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
     references, who = group.ready_refs()
-    pids = [health.engine_pid for health in get_all(references, who=who, timeout_s=300)]
+    pids = [health.engine_pid for health in get_all(references, who=who, timeout_s=START_S)]
     clients = {i: RayReplica(handle, f"replica {i}", None, 120, 60) for i, handle in replicas.items()}
     members = {"keep_kv": [0], "drain": [1], "both": [0, 1]}
     routers = {name: Router({i: clients[i] for i in chosen}, max_updating=1) for name, chosen in members.items()}

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from inference_support import (
+    START_S,
     VOCAB,
     Room,
     asked_of,
@@ -559,7 +560,7 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         assert told[1:-1] in ([], [(newest, True)]), "on the keys and values of the version before"
 
     async def is_drained() -> list[Any]:
-        get(group.replace(0), who="the successor", timeout_s=300)
+        get(group.replace(0), who="the successor", timeout_s=START_S)
         await router.join(0, group.client(0))
         assert router.acknowledged() == {0: newest, 1: newest}
         running = begin(room, [request(f"drained {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])

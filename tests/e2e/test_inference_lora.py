@@ -15,6 +15,7 @@ import pytest
 import ray
 import torch
 from inference_support import (
+    START_S,
     VOCAB,
     Room,
     asked_of,
@@ -109,7 +110,7 @@ def rooms(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     for name, group in groups.items():
         family, tied, _, lora = KINDS[name]
         references, who = group.ready_refs()
-        (ready,) = get_all(references, who=who, timeout_s=300, log=directory / "logs" / name)
+        (ready,) = get_all(references, who=who, timeout_s=START_S, log=directory / "logs" / name)
         options_of = LoraConfig.model_validate(lora)
         router = group.router_factory()()
         started[name] = AdapterRoom(
