@@ -47,21 +47,16 @@ class FileRecord:
     checksum: str  # xxh3-128, 32 hex digits
 
 
-def _free_space(path: Path) -> str:
-    """Describes the free space of the file system of `path`, which need not exist."""
-    there = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
-    return f"{shutil.disk_usage(there).free / 2**20:,.1f} MiB free"
-
-
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
     """Turns an OSError of the block into StorageFailed, which names `path` and the free space there."""
     try:
         yield
     except OSError as error:
+        there = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
+        free = f"{shutil.disk_usage(there).free / 2**20:,.1f} MiB free"
         raise StorageFailed(
-            f"cannot write {path}: {error.strerror or error} ({_free_space(path)}); "
-            "make room there, or correct its permissions"
+            f"cannot write {path}: {error.strerror or error} ({free}); make room there, or correct its permissions"
         ) from error
 
 
@@ -185,20 +180,14 @@ class HashingWriter:
         self._held = 0
         self._direct = self._direct and _set_direct(self.fileno(), len(rest) == BLOCK_BYTES)
         while len(rest):
-            rest = rest[self._write_some(rest) :]
-
-    def _write_some(self, data: memoryview) -> int:
-        """Returns the number of bytes written: 0 if O_DIRECT is refused only now, also for its alignment after a short
-        write."""
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            if self._direct and error.errno == errno.EINVAL:
-                self._direct = False
+            try:
+                rest = rest[self._file.write(rest) :]
+            except OSError as error:
+                if not self._direct or error.errno != errno.EINVAL:
+                    self._failure = error
+                    raise
+                self._direct = False  # O_DIRECT is refused only now, also for its alignment after a short write
                 _set_direct(self.fileno(), False)
-                return 0
-            self._failure = error
-            raise
 
     def record(self, path: str) -> FileRecord:
         """Returns the record of the bytes written so far, under the name `path` (relative to the commit)."""

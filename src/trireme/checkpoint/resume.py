@@ -108,7 +108,9 @@ def fork(source: VerifiedCommit, store: CheckpointStore, attempt: int) -> tuple[
     for leftover in store.partial():
         shutil.rmtree(leftover)
     step = source.manifest.step
-    _copy_rows(source.path.parents[1], store.root, step)
+    for name in ROW_FILES:  # of the steps that led to the commit
+        rows, _ = read_rows(source.path.parents[1] / name)
+        write_rows(store.root / name, [row for row in rows if row.step < step])
     commit, how = store.commit(step), "the same as"
     if not commit.exists():
         draft = store.draft(step, attempt)
@@ -116,13 +118,6 @@ def fork(source: VerifiedCommit, store: CheckpointStore, attempt: int) -> tuple[
         store.publish(draft, source.manifest, contents=True)
         how = "made of hard links to" if all(linked) else "a copy of"
     return VerifiedCommit(commit, Manifest.verified(commit)), f"{commit} is {how} {source.path}"
-
-
-def _copy_rows(source: Path, target: Path, step: int) -> None:
-    """Copies the rows of steps before `step`, which led to the commit."""
-    for name in ROW_FILES:
-        rows, _ = read_rows(source / name)
-        write_rows(target / name, [row for row in rows if row.step < step])
 
 
 def _link_or_copy(source: Path, target: Path) -> bool:

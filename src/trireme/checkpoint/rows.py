@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,11 @@ class StepRow:
 
 
 def _row(line: bytes) -> StepRow | None:
-    try:
+    with suppress(ValueError, TypeError, KeyError):
         values = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(values, dict) or not isinstance(values.get("step"), int):
-        return None
-    return StepRow(line.rstrip(b"\n") + b"\n", values)
+        if isinstance(values["step"], int):
+            return StepRow(line.rstrip(b"\n") + b"\n", values)
+    return None
 
 
 def read_rows(file: Path) -> tuple[list[StepRow], int]:

@@ -213,7 +213,9 @@ class CheckpointStore:
         file KEEP, and the newest that verifies (it reads the contents of that one first). Does not count damaged
         commits, and leaves them to `checkout`. Returns the names of the deleted. Raises StorageFailed."""
         whole = [commit for commit in self.commits() if _has_all_files(commit)]
-        old = [commit for commit in whole[:-keep_last] if not self._kept(commit, keep_every)]
+        old = [commit for commit in whole[:-keep_last] if not (commit / KEEP).exists()]
+        if keep_every:
+            old = [commit for commit in old if _step(commit) % keep_every]
         newest = self.newest()[0] if old else None
         doomed = [commit for commit in old if newest is not None and commit != newest.path]
         for commit in doomed:
@@ -224,9 +226,6 @@ class CheckpointStore:
                 shutil.rmtree(away)
         return [commit.name for commit in doomed]
 
-    def _kept(self, commit: Path, keep_every: int | None) -> bool:
-        return (keep_every is not None and _step(commit) % keep_every == 0) or (commit / KEEP).exists()
-
     def checkout(self, step: int) -> list[str]:
         """Makes `step` the end of HEAD's branch. Call it before this attempt opens its row files.
 
@@ -235,8 +234,7 @@ class CheckpointStore:
         starts a new lineage. That is last, so another call, also with another step, can complete an interrupted one.
         Returns what it did, for people. Raises StorageFailed, and CheckpointInvalid without a HEAD.
         """
-        head = self.head()
-        if head is None:
+        if not (head := self.head()):
             raise CheckpointInvalid(f"{self.root / HEAD} is missing")
         with storage_errors(self.root):
             for leftover in self.partial():
@@ -249,12 +247,10 @@ class CheckpointStore:
             self.record_commits()
             if branch.exists():
                 head.write(branch / HEAD)
-                self.write_head(replace(head, lineage=secrets.token_hex(4), base=self._base(step)))
+                commit = self.commit(step)
+                base = CommitRef(Manifest.read(commit).lineage, step) if commit.exists() else None
+                self.write_head(replace(head, lineage=secrets.token_hex(4), base=base))
         return done
-
-    def _base(self, step: int) -> CommitRef | None:
-        commit = self.commit(step)
-        return CommitRef(Manifest.read(commit).lineage, step) if commit.exists() else None
 
     def _park(self, step: int, branch: Path) -> list[str]:
         done = []

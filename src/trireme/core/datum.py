@@ -133,7 +133,7 @@ class ModelInput:
         return cls()
 
     def to_ints(self) -> list[int]:
-        return [int(t) for t in self.tokens]
+        return list(self.tokens.tolist())
 
     def append(self, chunk: EncodedTextChunk) -> ModelInput:
         """Returns a new input with the chunk at its end."""
@@ -154,8 +154,7 @@ class ModelInput:
 
 
 def _tokens_of(chunk: EncodedTextChunk) -> npt.NDArray[Any]:
-    kind = getattr(chunk, "type", type(chunk).__name__)
-    if kind != "encoded_text":
+    if (kind := getattr(chunk, "type", type(chunk).__name__)) != "encoded_text":
         raise ValueError(
             f"a ModelInput with a chunk of type {kind!r}; expected chunks of type 'encoded_text': images are not "
             "supported, trainer and samplers read tokens only"

@@ -108,7 +108,7 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
             say(training.plan.render())
             with (
                 supervised(training, run, console) as (supervisor, where),
-                wandb_run(config, run.run_id, run.root, supervisor.roster) as wandb,
+                wandb_run(config, run.head.run_id, run.root, supervisor.roster) as wandb,
             ):
 
                 def work(run: RunDir) -> None:

@@ -30,9 +30,8 @@ def prepare_ray_environment(address: str | None, threads: int, deterministic: bo
     prints that at every start). Other clusters ask for a token by default, but a driver only sends it if told to.
     """
     if address is not None:
-        has_token = "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file()
-        if "RAY_AUTH_MODE" not in os.environ and has_token:
-            os.environ["RAY_AUTH_MODE"] = "token"
+        if "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file():
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         return
     if deterministic or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -54,9 +53,8 @@ def redirect_output(log_dir: Path | None, name: str) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     write_stacks_on_signal()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
-    )
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=line, stream=sys.stderr, force=True)
 
 
 def write_stacks_on_signal() -> None:

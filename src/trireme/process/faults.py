@@ -19,6 +19,7 @@ import re
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -57,12 +58,10 @@ class ArmedFault:
         once = os.environ.get("TRIREME_FAULT_ONCE")
         if not once or self.item in _claimed:
             return True
-        try:
-            os.close(os.open(Path(once) / self.item, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        _claimed.add(self.item)
-        return True
+        with suppress(FileExistsError):
+            (Path(once) / self.item).touch(exist_ok=False)
+            _claimed.add(self.item)
+        return self.item in _claimed
 
     def act(self) -> str:
         if self.action == "raise":

@@ -61,13 +61,9 @@ def ray_cluster(config: CommonConfig, plan: Plan) -> Iterator[Resources]:
     ray.init(address=address, log_to_driver=False, configure_logging=False)
     try:
         total = ray.cluster_resources()
-        yield Resources(
-            nodes=sum(1 for node in ray.nodes() if node["Alive"]),
-            cpus=int(total.get("CPU", 0)),
-            gpus=int(total.get("GPU", 0)),
-            memory_bytes=int(total.get("memory", 0)),
-            source="the Ray cluster",
-        )
+        cpus, gpus, memory = (int(total.get(name, 0)) for name in ("CPU", "GPU", "memory"))
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        yield Resources(nodes=nodes, cpus=cpus, gpus=gpus, memory_bytes=memory, source="the Ray cluster")
     finally:
         ray.shutdown()
 

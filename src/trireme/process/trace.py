@@ -25,8 +25,9 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
@@ -70,12 +71,12 @@ def stop() -> None:
 
 def span(name: str, track: str = "main", **args: Any) -> AbstractContextManager[Any]:
     """Records the time of the `with` block, on a track where spans follow or contain each other."""
-    return _span(_writer, name, track, args) if _writer else _nothing
+    return _timed(partial(_writer.add_span, name, track, args)) if _writer else _nothing
 
 
 def overlapping(name: str, track: str, **args: Any) -> AbstractContextManager[Any]:
     """Records the time of the `with` block, if it takes a millisecond, on a track where spans may overlap."""
-    return _overlapping(_writer, name, track, args) if _writer else _nothing
+    return _timed(partial(_writer.add_overlapping, name, track, args)) if _writer else _nothing
 
 
 @contextmanager
@@ -97,7 +98,7 @@ class Busy:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._under_way = 0
+        self._working = 0
         self._since: int | None = None
         self._paused = False
         self._args: dict[str, Any] = {}
@@ -109,7 +110,7 @@ class Busy:
 
     def __exit__(self, *error: object) -> None:
         self._count(-1)
-        if not self._under_way:
+        if not self._working:
             self._end()
 
     def pause(self) -> None:
@@ -119,41 +120,28 @@ class Busy:
 
     def resume(self, **args: Any) -> None:
         """Begins a new span if there is work. `args` are recorded with the spans from now on."""
-        if self._paused and self._under_way:
+        if self._paused and self._working:
             self._since = _now()
         self._paused, self._args = False, args
 
     def _end(self) -> None:
         if _writer and self._since is not None:
-            _writer.add_span(self._name, self._name, self._since, _now(), self._args)
+            _writer.add_span(self._name, self._name, self._args, self._since, _now())
         self._since = None
 
     def _count(self, change: int) -> None:
-        self._under_way += change
+        self._working += change
         if _writer:
-            _writer.counters[self._name] = self._under_way
+            _writer.counters[self._name] = self._working
 
 
 @contextmanager
-def _span(writer: TraceWriter, name: str, track: str, args: dict[str, Any]) -> Iterator[None]:
+def _timed(record: Callable[[int, int], None]) -> Iterator[None]:
     started = _now()
     try:
         yield
     finally:
-        writer.add_span(name, track, started, _now(), args)
-
-
-@contextmanager
-def _overlapping(writer: TraceWriter, name: str, track: str, args: dict[str, Any]) -> Iterator[None]:
-    started = _now()
-    try:
-        yield
-    finally:
-        ended = _now()
-        if ended - started >= SHORTEST_NS:
-            same = {"cat": track, "id": next(_numbers)}
-            writer.add("b", name, track, started, args=args, **same)
-            writer.add("e", name, track, ended, **same)
+        record(started, _now())
 
 
 def _now() -> int:
@@ -181,10 +169,16 @@ class TraceWriter:
         """Adds an event, named by its track, from any thread. `at`: ns of the monotonic clock."""
         self._queue.append({"ph": phase, "name": name, "tid": track, "ts": self._us(at), **more})
 
-    def add_span(self, name: str, track: str, started: int, ended: int, args: dict[str, Any]) -> None:
+    def add_span(self, name: str, track: str, args: dict[str, Any], started: int, ended: int) -> None:
         """Adds a complete span, from any thread. `started` and `ended`: ns of the monotonic clock."""
-        duration = ended // 1000 - started // 1000
-        self.add("X", name, track, started, dur=duration, args=args)
+        self.add("X", name, track, started, dur=ended // 1000 - started // 1000, args=args)
+
+    def add_overlapping(self, name: str, track: str, args: dict[str, Any], started: int, ended: int) -> None:
+        """Adds a span that may overlap others of its track, unless it is too short."""
+        if ended - started >= SHORTEST_NS:
+            same = {"cat": track, "id": next(_numbers)}
+            self.add("b", name, track, started, args=args, **same)
+            self.add("e", name, track, ended, **same)
 
     def close(self) -> None:
         """Writes the rest, if the disk takes it in CLOSE_S seconds."""
@@ -202,7 +196,7 @@ class TraceWriter:
                     last = self._closing.wait(WRITE_EVERY_S)
                     last = not self._append(file, self._news()) or last
         except OSError as error:
-            _log.warning("the trace %s ends here, the run goes on: %s", self._path, error)
+            _log.warning("the trace %s ends here, the run continues: %s", self._path, error)
         finally:
             self._queue = deque(maxlen=0)  # which takes nothing
 

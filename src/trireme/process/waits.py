@@ -62,10 +62,8 @@ def get_all(
     """Returns the values of `refs`; `who` names their owners. Raises as soon as one fails, and does not wait for others
     (which may hang in a collective), or after `timeout_s` seconds. Calls `on_tick` about once a second with the names
     still waited for and the seconds waited."""
-    started = time.monotonic()
-    owner = dict(zip(refs, who, strict=True))
-    values: dict[Any, Any] = {}
-    pending = list(refs)
+    started, pending = time.monotonic(), list(refs)
+    owner, values = dict(zip(refs, who, strict=True)), {}
     while pending:
         waited = time.monotonic() - started
         if waited > timeout_s:

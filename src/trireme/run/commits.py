@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from trireme.checkpoint.files import FileRecord, storage_errors
@@ -91,9 +90,8 @@ class Commits:
         self._config, self._run, self._fixed, self._say = config, run, fixed, say
         self._trainer, self._others = trainer, others
         manifest = run.start.manifest
-        self._parent = CommitRef(manifest.lineage, manifest.step) if manifest else None
+        self._parent = CommitRef(manifest.lineage, manifest.step) if manifest else None  # the newest commit
         self._identities = list(manifest.identities) if manifest else []
-        self._newest = manifest.step if manifest else None
         self._boundary: tuple[int, PublishedWeights | None] | None = None
         self._draft: CommitDraft | None = None  # until the row of its step is written
         self._sealing: Future[None] | None = None
@@ -102,9 +100,7 @@ class Commits:
     def __enter__(self) -> Commits:
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Takes the last commit. After training to the end it may not be missed. After a signal or a limit it is that
         of the boundary that the run is at, if any. A run that failed still gets a commit in flight whose parts arrive
         within END_S. Raises StorageFailed, RoomFailed."""
@@ -113,7 +109,7 @@ class Commits:
                 self._settle(may_miss=0)
             elif isinstance(error, Stopped | LimitReached) and not isinstance(error, StoppedWithoutCommit):
                 self._settle()
-                if self._boundary and self._boundary[0] != self._newest:
+                if self._boundary and (self._parent is None or self._boundary[0] != self._parent.step):
                     self._save()
                     self.seal()
                 self._settle(may_miss=0)
@@ -130,15 +126,10 @@ class Commits:
         weights than the commit was made of.
         """
         manifest = self._run.start.manifest
-        if (
-            weights
-            and manifest
-            and version == manifest.step
-            and weights.identity.digest != manifest.identities[-1].digest
-        ):
+        if weights and manifest and version == manifest.step and weights.identity.digest != manifest.identity.digest:
             raise WeightsRefused(
                 f"the trainer loaded step {version} and published weights with digest {weights.identity.digest}; "
-                f"the commit was made of {manifest.identities[-1].digest}"
+                f"the commit was made of {manifest.identity.digest}"
             )
         self._boundary = (version, weights)
         if weights:
@@ -193,10 +184,14 @@ class Commits:
 
     def _publish(self, draft: CommitDraft) -> None:
         """Waits for all parts, and makes them a commit."""
-        store, options = self._run.store, self._config.checkpoint
+        store, options, limit_s = self._run.store, self._config.checkpoint, self._config.timeouts.checkpoint_s
         try:
             with trace.span("commit", "commits", version=draft.version):
-                files = self._collect(draft)
+                fault_point("commit.parts")
+                files: list[FileRecord] = []
+                for room, part in draft.parts.items():
+                    files += part.wait(limit_s)
+                    fault_point(f"commit.{room}")
                 for rows in map(self._run.root.joinpath, ROW_FILES):  # on the disk before the commit that covers them
                     with storage_errors(rows), rows.open("rb") as file:
                         os.fsync(file.fileno())
@@ -204,25 +199,17 @@ class Commits:
         except StorageFailed:
             for part in draft.parts.values():  # the space is given back once all have stopped writing
                 with suppress(TriremeError):
-                    part.wait(self._config.timeouts.checkpoint_s)
+                    part.wait(limit_s)
             store.discard(draft.path)
             raise
-        self._parent, self._newest = CommitRef(self._run.lineage, draft.version), draft.version
+        self._parent = CommitRef(self._run.head.lineage, draft.version)
         store.prune(options.keep_last, options.keep_every)
-
-    def _collect(self, draft: CommitDraft) -> list[FileRecord]:
-        fault_point("commit.parts")
-        files: list[FileRecord] = []
-        for room, part in draft.parts.items():
-            files += part.wait(self._config.timeouts.checkpoint_s)
-            fault_point(f"commit.{room}")
-        return files
 
     def _manifest(self, draft: CommitDraft, files: list[FileRecord]) -> Manifest:
         resolved = self._config.model_dump(mode="json", exclude={"clean", "resume"})  # these concern only one start
         return Manifest(
             step=draft.version,
-            lineage=self._run.lineage,
+            lineage=self._run.head.lineage,
             parent=self._parent,
             attempt=self._run.start.attempt,
             identities=draft.identities,
@@ -262,11 +249,9 @@ def _in_background(work: Callable[[], None], name: str) -> Future[None]:
 
     def run() -> None:
         try:
-            work()
+            future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
-        else:
-            future.set_result(None)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

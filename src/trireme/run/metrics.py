@@ -31,11 +31,10 @@ def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
     Raises KeyError for a name without a known reduction.
     """
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {
-        name: float(_REDUCTIONS[name.rpartition(":")[2]]([part[name] for part in parts if name in part]))
-        for name in names
-    }
+    values: dict[str, list[float]] = {}
+    for name, value in (item for part in parts for item in part.items()):
+        values.setdefault(name, []).append(value)
+    return {name: float(_REDUCTIONS[name.rpartition(":")[2]](found)) for name, found in values.items()}
 
 
 class Clock:
@@ -140,13 +139,10 @@ class WandbSink:
     def __init__(self, config: CommonConfig, run_id: str, run_name: str, directory: Path) -> None:
         import wandb
 
-        options = config.wandb
+        self._wandb, options = wandb, config.wandb
         self._run = wandb.init(
-            project=options.project,
+            **options.model_dump(include={"project", "entity", "tags", "mode"}),
             name=options.name or run_name,
-            entity=options.entity,
-            tags=options.tags,
-            mode=options.mode,
             id=run_id,
             resume="allow",
             dir=str(directory),
@@ -159,11 +155,9 @@ class WandbSink:
 
     def write_rollouts(self, step: int, records: Sequence[str]) -> None:
         """Writes a table with a row for each rollout."""
-        import wandb
-
         if records:
             rows = table_rows([json.loads(line) for line in records])
-            self._run.log({"step": step, "rollouts": wandb.Table(columns=TABLE_COLUMNS, data=rows)}, commit=False)
+            self._run.log({"step": step, "rollouts": self._wandb.Table(columns=TABLE_COLUMNS, data=rows)}, commit=False)
 
     def alert(self, _roster: Roster, incident: Incident | None) -> None:
         """Sends an alert for each incident, as a listener of the roster. (W&B drops equal titles within a minute.)"""
@@ -173,10 +167,8 @@ class WandbSink:
 
     def close(self) -> None:
         """Ends the run and W&B's own process; else W&B reports that this was killed with the cluster."""
-        import wandb
-
         self._run.finish()
-        wandb.teardown()
+        self._wandb.teardown()
 
 
 @contextmanager

@@ -34,30 +34,19 @@ def read_records(file: Path) -> list[Mapping[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+TABLE_COLUMNS = ["step", "why", "problem", "prompt", "conversation", "reward", "stop_reason", "versions"]
+
+
 def table_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """Makes a row for each rollout, with the columns TABLE_COLUMNS."""
     return [
-        [
-            group["step"],
-            group["why"],
-            group["problem"],
-            rollout["turns"][0].get("observation_text", ""),
-            "".join(text for turn in rollout["turns"] for text in _texts(turn))[len(_first(rollout)) :],
-            reward,
-            rollout["stop_reason"],
-            " ".join(str(version) for turn in rollout["turns"] for version, _ in turn["versions"]),
-        ]
+        _table_row(group, rollout["turns"], reward, rollout["stop_reason"])
         for group in groups
         for rollout, reward in zip(group["rollouts"], group["rewards"], strict=True)
     ]
 
 
-TABLE_COLUMNS = ["step", "why", "problem", "prompt", "conversation", "reward", "stop_reason", "versions"]
-
-
-def _first(rollout: Mapping[str, Any]) -> str:
-    return str(rollout["turns"][0].get("observation_text", ""))
-
-
-def _texts(turn: Mapping[str, Any]) -> tuple[str, str]:
-    return turn.get("observation_text", ""), turn.get("action_text", "")
+def _table_row(group: Mapping[str, Any], turns: Sequence[Mapping[str, Any]], reward: float, end: str) -> list[Any]:
+    prompt, *texts = [turn.get(text, "") for turn in turns for text in ("observation_text", "action_text")]
+    versions = " ".join(str(version) for turn in turns for version, _ in turn["versions"])
+    return [group["step"], group["why"], group["problem"], prompt, "".join(texts), reward, end, versions]

@@ -23,7 +23,7 @@ from trireme.checkpoint.rows import METRICS
 from trireme.checkpoint.store import HEAD, CheckpointStore, Head, VerifiedCommit
 from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig
-from trireme.core.errors import CheckpointInvalid
+from trireme.core.errors import BadInput, CheckpointInvalid
 
 LOCK = "driver.lock"
 CONFIG = "config.json"
@@ -122,17 +122,8 @@ class RunDir:
         return self.root / "logs" / f"attempt_{self.start.attempt}"
 
     @property
-    def run_id(self) -> str:
-        """8 hex digits, the same in all attempts."""
-        return self._head.run_id
-
-    @property
-    def lineage(self) -> str:
-        """The current lineage: 8 hex digits, new after going back to an earlier commit."""
-        return self._head.lineage
-
-    @property
-    def _head(self) -> Head:
+    def head(self) -> Head:
+        """The run, lineage and attempt; the lineage is new after going back to an earlier commit."""
         head = self.store.head()
         assert head is not None  # `open` wrote it
         return head
@@ -187,7 +178,7 @@ def _latest_run(output_dir: Path, prefix: str) -> Path:
     if not found:
         raise Refusal(
             f"--resume without --run.name, and no run {prefix}<8 hex digits> in {output_dir}",
-            "a run of this environment and model to go on with",
+            "a run of this environment and model to continue",
             "say which with --run.name and --run.output-dir, or start a new one without --resume",
         ).error()
     return max(found, key=lambda file: file.stat().st_mtime_ns).parent
@@ -220,8 +211,8 @@ def _go_on(
     _claim(config, store, head)
     if chosen is None:
         return Start(0, None, None, head.attempt, (f"{store.root} holds no commit yet: it starts again at step 0",))
-    going_on = f"going on from {chosen.path}, attempt {head.attempt}"
-    return Start(chosen.manifest.step, chosen.path, chosen.manifest, head.attempt, (*chosen.notes, *notes, going_on))
+    notes = (*chosen.notes, *notes, f"going on from {chosen.path}, attempt {head.attempt}")
+    return Start(chosen.manifest.step, chosen.path, chosen.manifest, head.attempt, notes)
 
 
 def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> None:
@@ -253,7 +244,7 @@ def _fork(config: CommonConfig, store: CheckpointStore, source: VerifiedCommit) 
     step, attempt = source.manifest.step, source.manifest.attempt + 1
     others = [commit for commit in store.commits() if commit != store.commit(step)]
     if others or (store.root / HEAD).exists():
-        raise _in_use(store.root, _contents(store.root), "go on with it by --resume, without --resume.dir").error()
+        raise _in_use(store.root, "continue it by --resume, without --resume.dir")
     forked, note = fork(source, store, attempt)
     _claim(config, store, Head.new(attempt, CommitRef(forked.manifest.lineage, step)))
     return Start(step, forked.path, forked.manifest, attempt, (*source.notes, note))
@@ -262,7 +253,7 @@ def _fork(config: CommonConfig, store: CheckpointStore, source: VerifiedCommit) 
 def _clear(root: Path, clean: bool) -> None:
     contents = _contents(root)
     if contents and not clean:
-        raise _in_use(root, contents, "go on with it by --resume, or empty it with --clean").error()
+        raise _in_use(root, "continue it by --resume, or empty it with --clean")
     for entry in sorted(contents, key=lambda entry: entry.name in MARKS):  # marks last: it can be done again
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -287,12 +278,10 @@ def _contents(root: Path) -> list[Path]:
     return [entry for entry in root.iterdir() if entry.name not in BEFORE_MARKS]
 
 
-def _in_use(root: Path, contents: list[Path], other_way: str) -> Refusal:
-    return Refusal(
-        f"the run directory {root}, which is in use ({len(contents)} entries)",
-        "a new or an empty directory",
-        f"choose another --run.name (without one a new name is made), or {other_way}",
-    )
+def _in_use(root: Path, other_way: str) -> BadInput:
+    given = f"the run directory {root}, which is in use ({len(_contents(root))} entries)"
+    do = f"choose another --run.name (without one a new name is made), or {other_way}"
+    return Refusal(given, "a new or an empty directory", do).error()
 
 
 def _refuse_foreign(root: Path, clean: bool) -> None:
@@ -301,7 +290,7 @@ def _refuse_foreign(root: Path, clean: bool) -> None:
     if not contents or any((root / mark).exists() for mark in MARKS):
         return
     if not clean:
-        raise _in_use(root, contents, "another --run.output-dir").error()
+        raise _in_use(root, "another --run.output-dir")
     raise Refusal(
         f"--clean for {root}, which holds neither {' nor '.join(MARKS)}",
         "a run directory: nothing else is ever emptied",

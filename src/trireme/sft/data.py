@@ -83,11 +83,8 @@ class Examples:
         """Splits off `number` examples that the seed chooses. Returns the rest and these, both in their order. Raises
         BadInput if nothing would be left."""
         if number >= len(self):
-            raise Refusal(
-                f"data.test_examples = {number} of {len(self)} examples",
-                "some that are trained on",
-                "lower --data.test-examples",
-            ).error()
+            given = f"data.test_examples = {number} of {len(self)} examples"
+            raise Refusal(given, "some that are trained on", "lower --data.test-examples").error()
         mixed = _permutation(len(self), f"held out:{seed}")
         return self.part(np.sort(mixed[number:]).tolist()), self.part(np.sort(mixed[:number]).tolist())
 

@@ -84,7 +84,7 @@ def read_examples(
     Raises BadInput, which lists the first refusals of all files, and for files without an example.
     """
     examples: list[Example] = []
-    problems: list[Refusal] = []
+    refusals: list[Refusal] = []
     shortened: Counter[str] = Counter()
     for file in files:
         for place, make in _sources(file, rules):
@@ -92,15 +92,15 @@ def read_examples(
                 example = _checked(*make(), place, rules, shortened)
             except BadExample as wrong:
                 given, expected, do = wrong.args
-                problems.append(Refusal(f"{place}: {given}", expected, do))
-                if len(problems) == MOST_PROBLEMS:
-                    refuse(problems)
+                refusals.append(Refusal(f"{place}: {given}", expected, do))
+                if len(refusals) == MOST_PROBLEMS:
+                    refuse(refusals)
                 continue
             if example is not None:
                 examples.append(example)
                 if len(examples) % SAY_EVERY == 0:
                     say(f"{len(examples):,} examples read, at {place}")
-    refuse(problems)
+    refuse(refusals)
     if not examples:
         names = ", ".join(map(str, files))
         raise Refusal(f"{names}: no example in it", "at least one", "give another file, or fill it").error()
@@ -136,10 +136,8 @@ def _from_line(line: bytes, rules: ExampleRules) -> tuple[Tokens, Weights]:
             return _from_messages(messages, values.get("tools", []), rules)
         case {"tokens": tokens}:
             return _from_tokens(tokens, values.get("weights"))
-    raise BadExample(
-        f"a {type(values).__name__}" + (f" with {', '.join(values) or 'nothing'}" if isinstance(values, dict) else ""),
-        'an object with "messages" or "tokens"',
-    )
+    names = f" with {', '.join(values) or 'nothing'}" if isinstance(values, dict) else ""
+    raise BadExample(f"a {type(values).__name__}{names}", 'an object with "messages" or "tokens"')
 
 
 def _from_messages(messages: Any, tools: Any, rules: ExampleRules) -> tuple[Tokens, Weights]:
@@ -149,35 +147,26 @@ def _from_messages(messages: Any, tools: Any, rules: ExampleRules) -> tuple[Toke
     try:
         return rules.renderer().supervised_example(messages, rules.train_on, tools)
     except (ValueError, KeyError, TypeError) as error:
-        raise BadExample(
-            f"{type(error).__name__}: {error}",
-            f"a conversation that the renderer can write, with something to train on (data.train_on = "
-            f"{rules.train_on})",
-            "correct it, leave it out, or choose another --data.train-on",
-        ) from None
+        expected = f"what the renderer can write, with something to train on (data.train_on = {rules.train_on})"
+        do = "correct it, leave it out, or choose another --data.train-on"
+        raise BadExample(f"{type(error).__name__}: {error}", expected, do) from None
 
 
 def check_messages(messages: Any) -> None:
     """Raises BadExample unless these are messages of a conversation."""
     if not isinstance(messages, list) or not messages:
         raise BadExample(f"messages = {_short(messages)}", "a list of messages, at least one")
+    known = Message.__annotations__
     for number, message in enumerate(messages, 1):
-        _check_message(number, message)
-
-
-def _check_message(number: int, message: Any) -> None:
-    if not isinstance(message, dict):
-        raise BadExample(f"message {number} is {_short(message)}", 'an object with "role" and "content"')
-    known = list(Message.__annotations__)
-    unknown = [name for name in message if name not in known]
-    if unknown:
-        raise BadExample(f"message {number} with {', '.join(map(repr, unknown))}", f"only {', '.join(known)}")
-    if message.get("role") not in ROLES:
-        raise BadExample(f"message {number} with role {message.get('role')!r}", f"one of {', '.join(ROLES)}")
-    if not isinstance(message.get("content"), str):
-        raise BadExample(
-            f"message {number} with content {_short(message.get('content'))}", "a text, which may be empty"
-        )
+        place = f"message {number}"
+        if not isinstance(message, dict):
+            raise BadExample(f"{place} is {_short(message)}", 'an object with "role" and "content"')
+        if unknown := [name for name in message if name not in known]:
+            raise BadExample(f"{place} with {', '.join(map(repr, unknown))}", f"only {', '.join(known)}")
+        if message.get("role") not in ROLES:
+            raise BadExample(f"{place} with role {message.get('role')!r}", f"one of {', '.join(ROLES)}")
+        if not isinstance(content := message.get("content"), str):
+            raise BadExample(f"{place} with content {_short(content)}", "a text, which may be empty")
 
 
 def _from_tokens(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
@@ -246,18 +235,10 @@ def _checked(
             )
         shortened["truncated"] += 1
         tokens, weights = tokens[: rules.max_seq_len], weights[: rules.max_seq_len]
-    _check_values(tokens, weights, rules)
-    return Example(tokens, weights, place)
-
-
-def _check_values(tokens: Tokens, weights: Weights, rules: ExampleRules) -> None:
     strange = tokens[(tokens < 0) | (tokens >= rules.vocab_size)]
     if len(strange):
-        raise BadExample(
-            f"token id {strange[0]}",
-            f"ids of the model's vocabulary, below {rules.vocab_size}",
-            "make the tokens with the model's tokenizer",
-        )
+        expected = f"ids of the model's vocabulary, below {rules.vocab_size}"
+        raise BadExample(f"token id {strange[0]}", expected, "make the tokens with the model's tokenizer")
     if not np.all(np.isfinite(weights)) or weights.min(initial=0.0) < 0:
         raise BadExample("a weight that is negative, or no number", "weights of 0 or more")
     if not np.any(weights[1:] > 0):
@@ -267,6 +248,7 @@ def _check_values(tokens: Tokens, weights: Weights, rules: ExampleRules) -> None
             "at least one token with a weight, after the first (nothing predicts that one)",
             "leave it out" + (", raise --model.max-seq-len, or set --data.too-long drop" if cut else ""),
         )
+    return Example(tokens, weights, place)
 
 
 def _short(value: Any) -> str:

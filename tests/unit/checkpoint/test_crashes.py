@@ -113,7 +113,7 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: self.state and all(len(self.state) != commit.step for commit in self.branch))
     @rule(crash=crash_points, keep_every=st.sampled_from([None, 3]))
     def commit(self, crash: int | None, keep_every: int | None) -> None:
-        commit = Commit(len(self.state), self.run.lineage, list(self.state))
+        commit = Commit(len(self.state), self.run.head.lineage, list(self.state))
         try:
             with crash_at(crash):
                 self.save(commit)
@@ -213,7 +213,7 @@ class Runs(RuleBasedStateMachine):
         assert len(set(lineages)) == len(lineages)
         assert len({head.run_id for head in heads}) == 1
         assert all(head.base is None or head.base.lineage in lineages for head in heads)
-        assert not self.run.store.branch(self.run.lineage).exists()
+        assert not self.run.store.branch(self.run.head.lineage).exists()
 
 
 TestRuns = Runs.TestCase

@@ -173,7 +173,7 @@ def test_a_full_file_says_so_and_takes_no_more(
     file = tmp_path_factory.mktemp("run") / "trainer_0.json"
     writer = trace.TraceWriter(file, limit)
     for number in range(spans):
-        writer.add_span("forward_backward", "main", number, number + 1, {"number": number})
+        writer.add_span("forward_backward", "main", {"number": number}, number, number + 1)
     writer.close()
     assert file.stat().st_size <= limit
     written = named(file, "forward_backward")
@@ -250,6 +250,6 @@ def test_a_trace_that_cannot_be_written_ends_alone(tmp_path: Path, caplog: pytes
                 time.sleep(1.5 * trace.WRITE_EVERY_S)
         trace.stop()
     (warning,) = caplog.messages
-    assert "the run goes on" in warning
+    assert "the run continues" in warning
     assert str(tmp_path / FILE) in warning
     assert f"[Errno {errno.ENOSPC}]" in warning

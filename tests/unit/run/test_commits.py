@@ -77,7 +77,8 @@ class Bench:
 
     def commits(self) -> Commits:
         others = {"orchestrator": self.orchestrator}
-        run: Any = SimpleNamespace(root=self.root, store=self.store, start=self.start, lineage="aaaaaaaa")
+        head = SimpleNamespace(lineage="aaaaaaaa")
+        run: Any = SimpleNamespace(root=self.root, store=self.store, start=self.start, head=head)
         return Commits(self.config, run, {"loss": "ppo"}, self.trainer, others, self.said.append)
 
     @property

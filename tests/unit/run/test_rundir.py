@@ -66,7 +66,7 @@ def test_named(tmp_path: Path) -> None:
         assert run.logs == run.root / "logs" / "attempt_1"
         assert run.logs.is_dir()
         assert (run.start.step, run.start.commit, run.start.attempt, run.start.notes) == (0, None, 1, ())
-        assert re.fullmatch("[0-9a-f]{8} [0-9a-f]{8}", f"{run.run_id} {run.lineage}")
+        assert re.fullmatch("[0-9a-f]{8} [0-9a-f]{8}", f"{run.head.run_id} {run.head.lineage}")
         assert run.checkout() == []
 
 
@@ -240,20 +240,20 @@ class TestResume:
         root = outputs / "r"
         before = snapshot(root)
         with open_run(config(outputs, "r", "--resume.step", "2")) as run:
-            lineage = run.lineage
+            lineage = run.head.lineage
         after = snapshot(root)
         changed = {name for name in before if before[name] != after[name]}
         assert changed <= {HEAD, "driver.lock", "config.json"}
         assert all(name.startswith("logs/attempt_2/") for name in set(after) - set(before))
         with open_run(config(outputs, "r", "--resume")) as run:
-            assert (run.start.step, run.start.attempt, run.lineage) == (4, 3, lineage)
+            assert (run.start.step, run.start.attempt, run.head.lineage) == (4, 3, lineage)
 
     def test_the_checkout_parks_what_came_after(self, outputs: Path) -> None:
         with open_run(config(outputs, "r", "--resume.step", "2")) as run:
-            run_id, lineage = run.run_id, run.lineage
+            run_id, lineage = run.head.run_id, run.head.lineage
             run.checkout()
-            assert run.run_id == run_id
-            assert run.lineage != lineage
+            assert run.head.run_id == run_id
+            assert run.head.lineage != lineage
             assert steps(run.store) == [2]
             assert read_json_lines(run.root / "metrics.jsonl") == read_json_lines(run.root / "trained.jsonl")
             assert [row["step"] for row in read_json_lines(run.root / "metrics.jsonl")] == [0, 1]
@@ -415,8 +415,8 @@ class TestFork:
 
     def test_it_is_a_run_of_its_own(self, outputs: Path) -> None:
         with open_run(self.fork(outputs)) as forked, open_run(config(outputs, "r", "--resume")) as run:
-            assert forked.run_id != run.run_id
-            assert forked.lineage != run.lineage
+            assert forked.head.run_id != run.head.run_id
+            assert forked.head.lineage != run.head.lineage
 
     def test_of_a_step_without_a_name(self, outputs: Path) -> None:
         given = config(outputs, None, "--resume.dir", str(outputs / "r"), "--resume.step", "2")
