@@ -249,7 +249,8 @@ def _in_background(work: Callable[[], None], name: str) -> Future[None]:
 
     def run() -> None:
         try:
-            future.set_result(work())
+            work()
+            future.set_result(None)
         except BaseException as error:
             future.set_exception(error)
 
