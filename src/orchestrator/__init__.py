@@ -4,7 +4,7 @@
 problems); `rollout` (one episode), `group_runner` (one group); `ledger` (which group is trained on when); `advantages`
 (trajectories to training data); `lockstep` (pace in deterministic mode); `admission` (how many rollouts are in flight);
 `limits` (when a run stops by itself); `evaluation`, `metrics`, `recorder`; `pipeline` (the loops that join them, with
-`background` and `replicas`); `state` (as files); `actor` and `handle` (the Ray actor, the driver's side). Nothing here
+`replicas`); `state` (as files); `actor` and `handle` (the Ray actor, the driver's side). Nothing here
 imports torch.
 """
 

@@ -135,6 +135,11 @@ class ScoredGroup:
     """All tokens were sampled at this temperature."""
 
     @property
+    def turns(self) -> list[Transition]:
+        """Returns all turns of its trajectories, one trajectory after the other."""
+        return [turn for trajectory in self.trajectories_G for turn in trajectory.transitions]
+
+    @property
     def versions(self) -> tuple[int, int]:
         """Returns the oldest and the newest version that sampled one of its tokens."""
         versions = set().union(*(trajectory.versions for trajectory in self.trajectories_G))
@@ -149,30 +154,21 @@ def build_minibatch(
     `overlong_filter`: answers cut by length do not count in the loss, as they do not show how good they would have
     been. `last`: the minibatch ends its substep.
     """
-    data_PD = [
-        [
-            datum
-            for trajectory, advantage in zip(
-                scored.trajectories_G, compute_advantages(scored.rewards_G, kind).tolist(), strict=True
-            )
-            for datum in datum_turns(
-                trajectory,
-                advantage,
-                scored.temperature,
-                counts=not overlong_filter or trajectory.stop_reason == "stop",
-            )
-        ]
-        for scored in scored_P
-    ]
-    batch = lay_out([datum for data_D in data_PD for datum in data_D])
-    floors = np.repeat([s.group.floor for s in scored_P], [len(data_D) for data_D in data_PD]).astype(np.int32)
-    turns = [turn for s in scored_P for trajectory in s.trajectories_G for turn in trajectory.transitions]
+    data_D: list[DatumTurns] = []
+    groups_D: list[Group] = []
+    for scored in scored_P:
+        advantages_G = compute_advantages(scored.rewards_G, kind).tolist()
+        for trajectory, advantage in zip(scored.trajectories_G, advantages_G, strict=True):
+            counts = not overlong_filter or trajectory.stop_reason == "stop"
+            data_D += datum_turns(trajectory, advantage, scored.temperature, counts)
+        groups_D += [scored.group] * (len(data_D) - len(groups_D))
+    batch = lay_out(data_D)
+    floors = np.asarray([group.floor for group in groups_D], np.int32)
+    identities = sorted({identity for s in scored_P for turn in s.turns for identity in turn.identities})
     return Minibatch(
         batch=batch,
-        provenance=Provenance(
-            step, floors, tuple(sorted({identity for turn in turns for identity in turn.identities}))
-        ),
-        problems_D=tuple(s.group.problem for s, data_D in zip(scored_P, data_PD, strict=True) for _ in data_D),
+        provenance=Provenance(step, floors, tuple(identities)),
+        problems_D=tuple(group.problem for group in groups_D),
         last=last,
         num_groups=len(scored_P),
         num_loss_tokens=int(np.count_nonzero(batch.columns["mask"])),

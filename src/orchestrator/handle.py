@@ -80,7 +80,7 @@ class OrchestratorHandle:
         Returns the metrics. Raises RoomFailed when it takes longer than `timeouts.step_s`."""
         return self._wait(self._actor.evaluate.remote(identity), "an evaluation", self._config.timeouts.step_s)
 
-    def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] | None = None) -> Iterator[Minibatch]:
+    def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] = lambda: None) -> Iterator[Minibatch]:
         """Yields the minibatches of a substep as their groups finish: one unless streaming. While there is none,
         `on_tick` is called about once a second; when it raises, the step is given up: ask for no further minibatch."""
         last = False
@@ -140,12 +140,6 @@ class OrchestratorHandle:
             waits.get(self._actor.stop.remote(), who="orchestrator (its end)", timeout_s=STOP_S, log=self._log)
         ray.kill(self._actor)
 
-    def _wait(self, ref: Any, what: str, timeout_s: float, on_tick: Callable[[], None] | None = None) -> Any:
-        def tick(_names: list[str], _waited_s: float) -> None:
-            if on_tick:
-                on_tick()
-
-        (value,) = waits.get_all(
-            [ref], who=[f"orchestrator ({what})"], timeout_s=timeout_s + ANSWER_S, log=self._log, on_tick=tick
-        )
-        return value
+    def _wait(self, ref: Any, what: str, timeout_s: float, on_tick: Callable[[], None] = lambda: None) -> Any:
+        who, limit_s = [f"orchestrator ({what})"], timeout_s + ANSWER_S
+        return waits.get_all([ref], who=who, timeout_s=limit_s, log=self._log, on_tick=lambda *_: on_tick())[0]

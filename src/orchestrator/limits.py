@@ -1,10 +1,12 @@
-"""Stops a run by itself: after too many failed rollouts, or many groups in a row that cannot be trained on."""
+"""What ends a run by itself: the error of a background task, too many failed rollouts, or many groups in a row that
+cannot be trained on."""
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from orchestrator.ledger import Tally
@@ -70,3 +72,43 @@ class RunLimits:
         self._failed = sum(self._failures)
         self._unusable_in_a_row = state["unusable_in_a_row"]
         self.first_failure = state["first_failure"]
+
+
+class BackgroundTasks:
+    """Starts tasks and keeps the first error of any; `failed` is called after each error."""
+
+    def __init__(self, failed: Callable[[], None]) -> None:
+        self._failed = failed
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Starts a task."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._error = self._error or error
+            self._failed()
+
+    @property
+    def limit_reached(self) -> bool:
+        """True if the first error is that of a limit of the run."""
+        return isinstance(self._error, LimitReached)
+
+    def raise_error(self, but_limits: bool = False) -> None:
+        """Raises the first error. `but_limits`: not a limit of the run, which the next minibatch raises, so that the
+        step in hand is finished and the run can be committed where it stops."""
+        if self._error and not (but_limits and self.limit_reached):
+            raise self._error
+
+    async def stop(self) -> None:
+        """Cancels all tasks and waits for them."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -108,15 +108,14 @@ class StepMeter:
 
     def take(self, step: int, counts: dict[str, int], idle_s: float) -> dict[str, float]:
         """Returns the row of `step` and begins the next; `counts` are the ledger's now."""
-        rollouts = [trajectory for scored in self.trained for trajectory in scored.trajectories_G]
         rewarded = sorted(self.trained + self.filtered, key=lambda scored: scored.group.index)
         row = {
             **env_metrics(rewarded),
             **self._off_policy(step, counts),
             **{f"ledger/{name}": float(value) for name, value in counts.items()},
             **{f"rollout_errors/{name}": float(count) for name, count in sorted(self.errors.items())},
-            "perf/rollouts": float(len(rollouts)),
-            "perf/tokens": float(sum(trajectory.num_action_tokens for trajectory in rollouts)),
+            "perf/rollouts": float(sum(len(scored.trajectories_G) for scored in self.trained)),
+            "perf/tokens": float(sum(t.num_action_tokens for scored in self.trained for t in scored.trajectories_G)),
             "perf/inference_idle_s": idle_s,
             "perf/event_loop_lag": self.lag_s,
             **self.updates.pop(step),
@@ -127,17 +126,14 @@ class StepMeter:
 
     def _off_policy(self, step: int, counts: Mapping[str, int]) -> dict[str, float]:
         ages = [step - scored.group.floor for scored in self.trained]
-        rollouts = [trajectory for scored in self.trained for trajectory in scored.trajectories_G]
-        versions, mixed = (
-            np.concatenate([getattr(turn, name) for trajectory in rollouts for turn in trajectory.transitions])
-            for name in ("versions", "mixed")
-        )
+        turns = [turn for scored in self.trained for turn in scored.turns]
+        spanned = max(len(trajectory.versions) for scored in self.trained for trajectory in scored.trajectories_G)
         return {
             "off_policy/mean": float(np.mean(ages)),
             "off_policy/max": float(max(ages)),
-            "off_policy/token_mean": float(step - np.mean(versions)),
-            "off_policy/versions_spanned": float(max(len(trajectory.versions) for trajectory in rollouts)),
-            "off_policy/mixed_frac": float(np.mean(mixed)),
+            "off_policy/token_mean": float(step - np.mean(np.concatenate([turn.versions for turn in turns]))),
+            "off_policy/versions_spanned": float(spanned),
+            "off_policy/mixed_frac": float(np.mean(np.concatenate([turn.mixed for turn in turns]))),
             "off_policy/in_flight": float(counts["running"]),
             "off_policy/in_queue": float(counts["finished"]),
             **{f"off_policy/{name}": float(counts[name] - self.counts[name]) for name in ENDINGS},
@@ -162,8 +158,8 @@ def env_metrics(scored_P: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def _means(scored_P: Sequence[ScoredGroup]) -> dict[str, float]:
-    trajectories = [t for scored in scored_P for t in scored.trajectories_G]
-    turns = [turn for trajectory in trajectories for turn in trajectory.transitions]
+    rewards = [reward for scored in scored_P for reward in scored.rewards_G]
+    turns = [turn for scored in scored_P for turn in scored.turns]
     kinds = Counter(_kind(scored.rewards_G) for scored in scored_P)
     reported: dict[str, list[float]] = defaultdict(list)
     for metrics in (*(turn.metrics for turn in turns), *(m for scored in scored_P for m in scored.metrics_G)):
@@ -171,8 +167,8 @@ def _means(scored_P: Sequence[ScoredGroup]) -> dict[str, float]:
             reported[name].append(float(value))
     return {
         **{name: float(np.mean(values)) for name, values in reported.items()},
-        "reward/total": float(np.mean([r for scored in scored_P for r in scored.rewards_G])),
-        "turns_per_episode": len(turns) / len(trajectories),
+        "reward/total": float(np.mean(rewards)),
+        "turns_per_episode": len(turns) / len(rewards),
         "ac_tokens_per_turn": sum(len(turn.action) for turn in turns) / len(turns),
         "ob_tokens_per_turn": sum(len(turn.observation) for turn in turns) / len(turns),
         "length_cut": sum(turn.stop_reason == "length" for turn in turns) / len(turns),

@@ -42,13 +42,12 @@ from functools import partial
 
 from orchestrator.admission import Backpressure, Permit
 from orchestrator.advantages import ScoredGroup, build_minibatch, is_constant
-from orchestrator.background import BackgroundTasks
 from orchestrator.cursor import Mix
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
 from orchestrator.group_runner import GroupOutcome, GroupRunner, TaskOwner
 from orchestrator.ledger import Group, Ledger
-from orchestrator.limits import RunLimits
+from orchestrator.limits import BackgroundTasks, RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import IdleClock, StepMeter, StepSummary
 from orchestrator.recorder import Decode, Recorder

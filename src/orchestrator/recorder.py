@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -44,21 +44,15 @@ class Recorder:
         """Returns the records of a step that trained on these groups; empty when the step is not recorded."""
         if not self._options.every or step % self._options.every:
             return []
-        return [
-            json.dumps(self._record(step, why, scored), default=str) for why, scored in self._picked(step, trained_P)
-        ]
+        picked = self._picked(step, trained_P)
+        return [json.dumps(self._record(step, why, scored), default=str) for why, scored in picked]
 
-    def _picked(self, step: int, trained_P: Sequence[ScoredGroup]) -> Iterator[tuple[str, ScoredGroup]]:
+    def _picked(self, step: int, trained_P: Sequence[ScoredGroup]) -> list[tuple[str, ScoredGroup]]:
         """Picks the same groups whenever it is called with the same ones, so that a repeated step is recorded alike."""
-        ordered = sorted(trained_P, key=lambda scored: float(np.mean(scored.rewards_G)))
-        *others, best = ordered
-        yield "best", best
-        if others:
-            worst, *rest = others
-            yield "worst", worst
-            chance = random.Random(f"{self._seed}/{step}")
-            for scored in chance.sample(rest, min(self._options.sample, len(rest))):
-                yield "sample", scored
+        *others, best = sorted(trained_P, key=lambda scored: float(np.mean(scored.rewards_G)))
+        worst, rest = others[:1], others[1:]
+        sample = random.Random(f"{self._seed}/{step}").sample(rest, min(self._options.sample, len(rest)))
+        return [("best", best), *(("worst", scored) for scored in worst), *(("sample", scored) for scored in sample)]
 
     def _record(self, step: int, why: str, scored: ScoredGroup) -> dict[str, Any]:
         return {
@@ -82,15 +76,12 @@ class Recorder:
     def _turn(self, turn: Transition, before: Transition | None) -> dict[str, Any]:
         continues = before is not None and turn.extends(before)
         known = len(before.observation) + len(before.action) if before is not None and continues else 0
-        observation, action = turn.observation[known:].tolist(), turn.action.tolist()
-        texts = (
-            {"observation_text": self._decode(observation), "action_text": self._decode(action)} if self._decode else {}
-        )
+        shown = {"observation": turn.observation[known:].tolist(), "action": turn.action.tolist()}
+        decode = self._decode
         return {
             "continues": continues,
-            "observation": observation,
-            "action": action,
-            **texts,
+            **shown,
+            **({f"{name}_text": decode(tokens) for name, tokens in shown.items()} if decode else {}),
             "logprobs": _rounded(turn.logprobs),
             "versions": [[version, len(list(tokens))] for version, tokens in groupby(turn.versions.tolist())],
             "reward": round(float(turn.reward), DIGITS),

@@ -29,6 +29,8 @@ from trireme.core.types import WeightIdentity
 STATE, ARRAYS = "state.json", "groups.safetensors"
 OBSERVED = {"observation": np.int32}
 SAMPLED = {"action": np.int32, "logprobs": np.float32, "versions": np.int32, "mixed": np.bool_}
+GROUPS = ("finished", "filtered")
+"""The fields that hold groups, in the order in which their turns are written."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +56,8 @@ class OrchestratorState:
 
     def write(self, directory: Path) -> list[FileRecord]:
         """Writes both files; they are on the disk when it returns. Raises StorageFailed."""
-        groups = {"finished": self.finished, "filtered": self.filtered}
-        state = {
-            "cursor": self.cursor,
-            "ledger": self.ledger,
-            "limits": self.limits,
-            **{name: [_group_to_json(scored) for scored in part] for name, part in groups.items()},
-            "errors": self.errors,
-            "counts": self.counts,
-            "evaluation": self.evaluation,
-        }
-        turns = [
-            turn
-            for part in groups.values()
-            for scored in part
-            for trajectory in scored.trajectories_G
-            for turn in trajectory.transitions
-        ]
+        state = vars(self) | {name: [_group_to_json(scored) for scored in getattr(self, name)] for name in GROUPS}
+        turns = [turn for scored in (*self.finished, *self.filtered) for turn in scored.turns]
         return [
             write_bytes(directory, STATE, json.dumps(state).encode()),
             write_bytes(directory, ARRAYS, save(_columns(turns))),
@@ -81,10 +68,9 @@ class OrchestratorState:
         """Reads what `write` wrote; its contents must be verified. Raises OSError for a missing file."""
         state = json.loads((directory / STATE).read_text())
         turns = _turns(load_file(directory / ARRAYS))
-        parts = {
-            name: tuple(_group_from_json(values, turns) for values in state[name]) for name in ("finished", "filtered")
-        }
-        return cls(**(state | parts))
+        return cls(
+            **(state | {name: tuple(_group_from_json(values, turns) for values in state[name]) for name in GROUPS})
+        )
 
 
 def _columns(turns: Sequence[Transition]) -> dict[str, npt.NDArray[Any]]:
@@ -121,7 +107,7 @@ def _group_to_json(scored: ScoredGroup) -> dict[str, Any]:
 
 def _turn_to_json(turn: Transition) -> dict[str, Any]:
     return {
-        "identities": [str(identity) for identity in turn.identities],
+        "identities": list(map(str, turn.identities)),
         "stop_reason": turn.stop_reason,
         "reward": turn.reward,
         "metrics": _floats(turn.metrics),

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import importlib
 import os
 import pickle
 import resource
@@ -77,7 +76,7 @@ class Workers:
     async def run(self, function: Callable[..., T], *args: Any, timeout_s: float) -> T:
         """Returns `function(*args)`. Raises what it raises, WorkerTimeout, and WorkerDied."""
         name = f"{function.__module__}.{function.__qualname__}"
-        request = pickle.dumps((function.__module__, function.__qualname__, args))
+        request = pickle.dumps((function, *args))
         async with self._free:
             worker = self._idle.pop() if self._idle else await Worker.start()
             self._all.add(worker)
@@ -190,21 +189,11 @@ def main(connection_fd: int, parent: int) -> None:
         if os.getppid() != parent:  # it ended before that
             sys.exit()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    connection = socket.socket(fileno=connection_fd)
-    with connection, connection.makefile("rwb") as stream:
+    with socket.socket(fileno=connection_fd) as connection, connection.makefile("rwb") as stream:
         while header := stream.read(HEADER.size):
-            found, call = _caught(_load, stream.read(HEADER.unpack(header)[0]))
+            found, call = _caught(pickle.loads, stream.read(HEADER.unpack(header)[0]))  # imports the function
             _send(stream, b"")
             _send(stream, _pickled(*(_caught(*call) if found else (found, call))))
-
-
-def _load(request: bytes) -> tuple[Any, ...]:
-    """Returns the function of a call, and its arguments."""
-    module, qualified_name, args = pickle.loads(request)
-    found: Any = importlib.import_module(module)
-    for name in qualified_name.split("."):
-        found = getattr(found, name)
-    return found, *args
 
 
 def _caught(function: Callable[..., Any], *args: Any) -> tuple[bool, Any]:

@@ -46,30 +46,21 @@ class UrlAnswerer:
     async def answer(self, messages: list[Message]) -> str:
         """Returns its next message, at most a few words. Raises AnswererDown."""
         body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": MAX_TOKENS, "seed": 0}
-        for pause_s in (*self.pauses_s, None):
-            failure = await self._try(body)
-            if not isinstance(failure, Exception):
-                return failure
-            if pause_s is None:
-                break
-            await asyncio.sleep(pause_s)
-        raise AnswererDown(f"the answerer at {self.url}: {failure} ({len(self.pauses_s) + 1} tries); is it up?")
-
-    async def _try(self, body: dict[str, Any]) -> str | Exception:
-        """Returns its answer, or the error of this try. Raises AnswererDown where another try would not help."""
         import httpx
 
-        try:
-            reply = await self._client.post("/chat/completions", json=body)
-        except httpx.TransportError as error:
-            return error
-        if reply.status_code == BUSY or reply.status_code >= 500:
-            return AnswererDown(f"status {reply.status_code}")
-        if reply.is_error:
-            raise AnswererDown(
-                f"the answerer at {self.url} refuses with status {reply.status_code}: {reply.text[:300]}"
-            )
-        return str(reply.json()["choices"][0]["message"]["content"] or "")
+        for pause_s in (*self.pauses_s, None):
+            try:
+                reply = await self._client.post("/chat/completions", json=body)
+                if not reply.is_error:
+                    return str(reply.json()["choices"][0]["message"]["content"] or "")
+                failure = f"status {reply.status_code}"
+                if reply.status_code != BUSY and reply.status_code < 500:
+                    raise AnswererDown(f"the answerer at {self.url} refuses with {failure}: {reply.text[:300]}")
+            except httpx.TransportError as error:
+                failure = str(error)
+            if pause_s is not None:
+                await asyncio.sleep(pause_s)
+        raise AnswererDown(f"the answerer at {self.url}: {failure} ({len(self.pauses_s) + 1} tries); is it up?")
 
     @cached_property
     def _client(self) -> httpx.AsyncClient:

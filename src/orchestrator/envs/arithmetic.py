@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from random import Random
 
-from orchestrator.env import EnvContext
 from orchestrator.envs.expressions import calculate, show
 from orchestrator.envs.text import Question, QuestionDataset
 
 OPERATIONS = "+-*"
 
 
+@dataclass(kw_only=True)
 class ArithmeticDataset(QuestionDataset):
     """`num_batches` batches of `batch_size` problems of two numbers from 0 to `largest` and one of `operations`.
 
@@ -19,26 +20,21 @@ class ArithmeticDataset(QuestionDataset):
 
     name = "arithmetic"
 
-    def __init__(
-        self,
-        context: EnvContext,
-        *,
-        largest: int = 99,
-        operations: str = "+-",
-        batch_size: int = 16,
-        num_batches: int = 1000,
-    ) -> None:
-        super().__init__(context, batch_size, num_batches)
-        if largest < 10 or not operations or set(operations) - set(OPERATIONS):
+    largest: int = 99
+    operations: str = "+-"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.largest < 10 or not self.operations or set(self.operations) - set(OPERATIONS):
             raise ValueError(
-                f"largest = {largest}, operations = {operations!r}; expected 10 or more, and some of {OPERATIONS}"
+                f"largest = {self.largest}, operations = {self.operations!r}; expected 10 or more, and some of "
+                f"{OPERATIONS}"
             )
-        self._largest, self._operations = largest, operations
 
     def question(self, index: int) -> Question:
         text = self.draw(index, self._problem)
         return Question(text, show(calculate(text.removesuffix("="))))
 
     def _problem(self, rng: Random) -> str:
-        a, sign, b = rng.randint(0, self._largest), rng.choice(self._operations), rng.randint(0, self._largest)
+        a, sign, b = rng.randint(0, self.largest), rng.choice(self.operations), rng.randint(0, self.largest)
         return f"{a}{sign}{b}="

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from orchestrator.env import EnvContext, EnvGroupBuilder
+from orchestrator.env import EnvGroupBuilder
 from orchestrator.envs.expressions import MAX_DEPTH, MAX_LENGTH, CalculationError, calculate, show
 from orchestrator.envs.text import GeneratedDataset
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
@@ -111,6 +111,7 @@ def _call(call: ToolCall) -> str:
         return f"error: {error}"
 
 
+@dataclass(kw_only=True)
 class CalculatorDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` expressions of `operations` operations on numbers up to `largest`.
 
@@ -119,36 +120,23 @@ class CalculatorDataset(GeneratedDataset):
 
     name = "calculator"
 
-    def __init__(
-        self,
-        context: EnvContext,
-        *,
-        operations: int = 2,
-        largest: int = 99,
-        max_turns: int = 4,
-        batch_size: int = 16,
-        num_batches: int = 1000,
-    ) -> None:
-        super().__init__(
-            context,
-            operations=operations,
-            largest=largest,
-            max_turns=max_turns,
-            batch_size=batch_size,
-            num_batches=num_batches,
-        )
-        longest = (operations + 1) * len(str(largest)) + operations * len(" + ()")
-        if longest > MAX_LENGTH or operations >= MAX_DEPTH:
+    operations: int = 2
+    largest: int = 99
+    max_turns: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        longest = (self.operations + 1) * len(str(self.largest)) + self.operations * len(" + ()")
+        if longest > MAX_LENGTH or self.operations >= MAX_DEPTH:
             raise ValueError(
-                f"operations = {operations} on numbers up to {largest} make expressions of up to {longest} characters; "
-                f"the calculator takes {MAX_LENGTH}, and less than {MAX_DEPTH} operations within each other"
+                f"operations = {self.operations} on numbers up to {self.largest} make expressions of up to {longest} "
+                f"characters; the calculator takes {MAX_LENGTH}, and less than {MAX_DEPTH} operations within each other"
             )
-        self._max_turns, self._shape = max_turns, (operations, largest)
 
     def expression(self, index: int) -> str:
         """Returns the expression of problem `index`."""
-        return self.draw(index, lambda rng: _expression(rng, *self._shape))
+        return self.draw(index, lambda rng: _expression(rng, self.operations, self.largest))
 
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
-        made = [partial(CalculatorEnv, self.expression(number), self._max_turns) for number in numbers]
-        return [MessageEnvGroup(make, self._context.renderer, self._context.group_size) for make in made]
+        made = [partial(CalculatorEnv, self.expression(number), self.max_turns) for number in numbers]
+        return [MessageEnvGroup(make, self.context.renderer, self.context.group_size) for make in made]

@@ -24,15 +24,13 @@ MAX_BITS = 4096
 DIGITS = 12
 """Significant digits of a result that is not whole."""
 
-TOKEN = re.compile(r"\s*(\d+\.?\d*|\.\d+|\*\*|//|[-+*/%^()])\s*", re.ASCII)
-Operation = Callable[[Fraction, Fraction], Fraction]
-SUMS: dict[str, Operation] = {"+": operator.add, "-": operator.sub}
-PRODUCTS: dict[str, Operation] = {
-    "*": operator.mul,
-    "/": operator.truediv,
-    "//": lambda a, b: Fraction(a // b),
-    "%": operator.mod,
-}
+TOKEN = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+|\*\*|//|[-+*/%^()])|(\S))", re.ASCII)
+"""Matches a part of an expression, or a character that belongs to none."""
+LEVELS: tuple[dict[str, Callable[[Fraction, Fraction], Fraction]], ...] = (
+    {"+": operator.add, "-": operator.sub},
+    {"*": operator.mul, "/": operator.truediv, "//": lambda a, b: Fraction(a // b), "%": operator.mod},
+)
+"""The operations of a sum, and those of a product, which bind closer."""
 
 
 class CalculationError(ValueError):
@@ -43,9 +41,15 @@ def calculate(expression: str) -> Fraction:
     """Returns the value of an expression. Raises CalculationError for other texts, and beyond the limits."""
     if len(expression) > MAX_LENGTH:
         raise CalculationError(f"the expression has {len(expression)} characters, at most {MAX_LENGTH} are allowed")
-    reader = _Reader(_tokens(expression))
-    value = reader.sum()
-    if reader.next is not None:
+    found = TOKEN.findall(expression)
+    if strange := [other for _, other in found if other]:
+        raise CalculationError(f"unexpected {strange[0]!r}")
+    reader = _Reader([token for token, _ in found])
+    try:
+        value = reader.chain()
+    except ZeroDivisionError:
+        raise CalculationError("division by zero") from None
+    if reader.next:
         raise CalculationError(f"unexpected {reader.next!r}")
     return value
 
@@ -62,69 +66,52 @@ def show(value: Fraction) -> str:
         return str(Decimal(value.numerator) / Decimal(value.denominator))
 
 
-def _tokens(expression: str) -> list[str]:
-    found, end = [], 0
-    while end < len(expression):
-        match = TOKEN.match(expression, end)
-        if match is None:
-            raise CalculationError(f"unexpected {expression[end]!r}")
-        found.append(match[1])
-        end = match.end()
-    return found
-
-
 class _Reader:
-    """Reads one expression from left to right; one method for each line of the grammar."""
+    """Reads one expression from left to right."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self._tokens = tokens[::-1]
+        self._tokens = ["", *reversed(tokens)]
         self._depth = 0
 
     @property
-    def next(self) -> str | None:
-        return self._tokens[-1] if self._tokens else None
+    def next(self) -> str:
+        """Returns the next token; empty at the end."""
+        return self._tokens[-1]
 
-    def sum(self) -> Fraction:
-        value = self._product()
-        while self.next in SUMS:
-            value = _apply(SUMS[self._tokens.pop()], value, self._product())
-        return value
-
-    def _product(self) -> Fraction:
-        value = self._signed()
-        while self.next in PRODUCTS:
-            value = _apply(PRODUCTS[self._tokens.pop()], value, self._signed())
+    def chain(self, level: int = 0) -> Fraction:
+        """Reads a sum, or with level 1 a product."""
+        if level == len(LEVELS):
+            return self._signed()
+        value = self.chain(level + 1)
+        while operation := LEVELS[level].get(self.next):
+            self._tokens.pop()
+            value = _limited(operation(value, self.chain(level + 1)))
         return value
 
     def _signed(self) -> Fraction:
-        """Reads a sign and what follows; counts the depth, as all nesting passes here."""
+        """Reads a sign or a power; counts the depth, as all nesting passes here."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise CalculationError(f"brackets, signs and powers nest deeper than {MAX_DEPTH}")
         if self.next in ("-", "+"):
             value = -self._signed() if self._tokens.pop() == "-" else self._signed()
         else:
-            value = self._power()
+            value = self._atom()
+            if self.next in ("**", "^"):
+                self._tokens.pop()
+                value = _raise_to(value, self._signed())
         self._depth -= 1
         return value
 
-    def _power(self) -> Fraction:
-        base = self._atom()
-        if self.next not in ("**", "^"):
-            return base
-        self._tokens.pop()
-        return _raise_to(base, self._signed())
-
     def _atom(self) -> Fraction:
-        if not self._tokens:
-            raise CalculationError("the expression ends too early")
         token = self._tokens.pop()
         if token == "(":
-            value = self.sum()
-            if self.next != ")":
+            value = self.chain()
+            if self._tokens.pop() != ")":
                 raise CalculationError("a bracket is not closed")
-            self._tokens.pop()
             return value
+        if not token:
+            raise CalculationError("the expression ends too early")
         if not token[-1].isdigit() and not token[0].isdigit():
             raise CalculationError(f"unexpected {token!r}")
         return Fraction(token)
@@ -134,17 +121,9 @@ def _bits(value: Fraction) -> int:
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
-def _apply(operation: Operation, a: Fraction, b: Fraction) -> Fraction:
-    if operation not in (operator.add, operator.sub, operator.mul) and not b:
-        raise CalculationError("division by zero")
-    return _limited(operation(a, b))
-
-
 def _raise_to(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
         raise CalculationError("an exponent must be a whole number")
-    if not base and exponent < 0:
-        raise CalculationError("division by zero")
     if abs(exponent) * (_bits(base) - 1) > MAX_BITS:  # it has at least as many bits, and at most twice as many
         raise CalculationError("the result is too large")
     return _limited(base**exponent.numerator)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from orchestrator.env import Env, EnvContext, EnvGroup, EnvGroupBuilder, StepResult, StopCondition
+from orchestrator.env import Env, EnvGroup, EnvGroupBuilder, StepResult, StopCondition
 from orchestrator.envs.text import Answer, GeneratedDataset, end_of_sequence
 
 DIGITS = "0123456789"
@@ -58,6 +58,7 @@ class GuessEnv(Env):
         return StepResult(0.0, episode_done=False, next_observation=observation, logs={"guess": answer.text})
 
 
+@dataclass(kw_only=True)
 class GuessDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` games of at most `max_turns` guesses. There are only ten secrets:
     evaluations draw from the same ones as training.
@@ -67,17 +68,16 @@ class GuessDataset(GeneratedDataset):
 
     name = "guess"
 
-    def __init__(
-        self, context: EnvContext, *, max_turns: int = 4, batch_size: int = 16, num_batches: int = 1000
-    ) -> None:
-        super().__init__(context, max_turns=max_turns, batch_size=batch_size, num_batches=num_batches)
-        end_of_sequence(context.tokenizer)
-        prompt, *hints = (
-            context.tokenizer.encode(text, add_special_tokens=False) for text in (PROMPT, GREATER, LESS, UNREADABLE)
-        )
-        self._options = (max_turns, prompt, dict(zip((GREATER, LESS, UNREADABLE), hints, strict=True)))
+    max_turns: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tokenizer = self.context.tokenizer
+        end_of_sequence(tokenizer)
+        prompt, *hints = (tokenizer.encode(t, add_special_tokens=False) for t in (PROMPT, GREATER, LESS, UNREADABLE))
+        self._tokens = (prompt, dict(zip((GREATER, LESS, UNREADABLE), hints, strict=True)))
 
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
         secrets = [self.rng(number).choice(DIGITS) for number in numbers]
-        games = [partial(GuessEnv, self._context.tokenizer, secret, *self._options) for secret in secrets]
-        return [EnvGroup(game, self._context.group_size) for game in games]
+        games = [partial(GuessEnv, self.context.tokenizer, s, self.max_turns, *self._tokens) for s in secrets]
+        return [EnvGroup(game, self.context.group_size) for game in games]

@@ -137,7 +137,10 @@ def read_questions(file: Path, question: str, answer: str) -> Iterator[tuple[str
     """Yields question and final answer of each row. Raises ValueError that names file and row."""
     if not file.is_file():
         raise ValueError(f"there is no file {file.absolute()}")
-    rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
+    rows = _json_rows(file)
+    if file.suffix == ".parquet":
+        parquet = require("pyarrow.parquet", extra="parquet", what_for=f"the parquet file {file}")
+        rows = parquet.read_table(file).to_pylist()
     for number, row in enumerate(rows, 1):
         values = [row.get(name) for name in (question, answer)] if isinstance(row, Mapping) else [None]
         texts = [str(value) for value in values if isinstance(value, str | int | float)]
@@ -151,15 +154,8 @@ def read_questions(file: Path, question: str, answer: str) -> Iterator[tuple[str
 def _json_rows(file: Path) -> Iterator[Any]:
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
             try:
-                yield json.loads(line)
+                if line.strip():
+                    yield json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{file}, line {number} is no JSON: {error}") from None
-
-
-def _parquet_rows(file: Path) -> list[Any]:
-    parquet = require("pyarrow.parquet", extra="parquet", what_for=f"the parquet file {file}")
-    rows: list[Any] = parquet.read_table(file).to_pylist()
-    return rows

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from orchestrator.env import EnvContext
+from dataclasses import dataclass
+
 from orchestrator.envs.text import Question, QuestionDataset, by_position
 
 PROMPT = "Sort: {}\n"
 
 
+@dataclass(kw_only=True)
 class SortDataset(QuestionDataset):
     """`num_batches` batches of `batch_size` problems of `min_digits` to `max_digits` digits; lengths and digits are
     uniform. The reward is half the share of right positions, and half for an exact answer.
@@ -18,19 +20,15 @@ class SortDataset(QuestionDataset):
     name = "sort"
     grade = staticmethod(by_position)
 
-    def __init__(
-        self,
-        context: EnvContext,
-        *,
-        min_digits: int = 3,
-        max_digits: int = 8,
-        batch_size: int = 16,
-        num_batches: int = 1000,
-    ) -> None:
-        super().__init__(context, batch_size, num_batches)
-        if not 1 <= min_digits <= max_digits:
-            raise ValueError(f"min_digits = {min_digits}, max_digits = {max_digits}; expected 1 <= min <= max")
-        self._lengths = (min_digits, max_digits)
+    min_digits: int = 3
+    max_digits: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_digits > self.max_digits:
+            raise ValueError(
+                f"min_digits = {self.min_digits}, max_digits = {self.max_digits}; expected 1 <= min <= max"
+            )
 
     def question(self, index: int) -> Question:
         digits = self.digits(index)
@@ -38,4 +36,5 @@ class SortDataset(QuestionDataset):
 
     def digits(self, index: int) -> str:
         """Returns the digits of problem `index`."""
-        return self.draw(index, lambda rng: "".join(rng.choices("0123456789", k=rng.randint(*self._lengths))))
+        lengths = (self.min_digits, self.max_digits)
+        return self.draw(index, lambda rng: "".join(rng.choices("0123456789", k=rng.randint(*lengths))))

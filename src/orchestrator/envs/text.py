@@ -10,10 +10,10 @@ import random
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from operator import eq
-from typing import Any
+from typing import Any, ClassVar
 
 from orchestrator.env import Env, EnvContext, EnvGroup, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 
@@ -26,41 +26,46 @@ def is_held_out(text: str) -> bool:
     return zlib.crc32(text.encode()) % HELD_OUT_EVERY == 0
 
 
+@dataclass
 class GeneratedDataset(RLDataset):
-    """`num_batches` batches of `batch_size` problems, each made from its number. `name` is a part of the random seed.
+    """`num_batches` batches of `batch_size` problems, each made from its number. A subclass is a dataclass too: its
+    fields are the arguments of the environment.
 
-    Raises ValueError if one of `sizes`, which include those two, is below 1.
+    Raises ValueError if a whole number among the arguments is below 1.
     """
 
-    name: str
+    name: ClassVar[str]
+    """A part of the random seed."""
+    context: EnvContext
+    batch_size: int = 16
+    num_batches: int = 1000
 
-    def __init__(self, context: EnvContext, **sizes: int) -> None:
+    def __post_init__(self) -> None:
+        sizes = {field.name: getattr(self, field.name) for field in fields(self) if type(field.default) is int}
         if min(sizes.values()) < 1:
             given = ", ".join(f"{name} = {value}" for name, value in sizes.items())
             raise ValueError(f"{given}; expected at least 1 of each")
-        self._context = context
-        self._batch_size, self._num_batches = sizes["batch_size"], sizes["num_batches"]
 
     @abstractmethod
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
         """Returns the problems with these numbers, each a pure function of the seed, the split and the arguments."""
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        return self.builders(range(index * self._batch_size, (index + 1) * self._batch_size))
+        return self.builders(range(index * self.batch_size, (index + 1) * self.batch_size))
 
     def __len__(self) -> int:
-        return self._num_batches
+        return self.num_batches
 
     def rng(self, index: int) -> random.Random:
         """Returns the random generator of problem `index`."""
-        return random.Random(f"{self.name}:{self._context.seed}:{self._context.split}:{index}")
+        return random.Random(f"{self.name}:{self.context.seed}:{self.context.split}:{index}")
 
     def draw(self, index: int, make: Callable[[random.Random], str]) -> str:
         """Returns the text of problem `index`: the first one made that belongs to the context's split."""
         rng = self.rng(index)
         while True:
             text = make(rng)
-            if is_held_out(text) == (self._context.split == "eval"):
+            if is_held_out(text) == (self.context.split == "eval"):
                 return text
 
 
@@ -155,22 +160,23 @@ class QuestionEnv(Env):
         )
 
 
+@dataclass
 class QuestionDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` questions. Raises ValueError for sizes below 1, and for a tokenizer without
     an end of sequence."""
 
-    grade: Grader = staticmethod(exactly)
+    grade: ClassVar[Grader] = staticmethod(exactly)
 
-    def __init__(self, context: EnvContext, batch_size: int, num_batches: int) -> None:
-        super().__init__(context, batch_size=batch_size, num_batches=num_batches)
-        end_of_sequence(context.tokenizer)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        end_of_sequence(self.context.tokenizer)
 
     @abstractmethod
     def question(self, index: int) -> Question:
         """Returns problem `index`, a pure function of the seed, the split and the arguments."""
 
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
-        tokenizer, size = self._context.tokenizer, self._context.group_size
+        tokenizer, size = self.context.tokenizer, self.context.group_size
         questions = [self.question(number) for number in numbers]
         prompts = tokenizer([q.prompt for q in questions])["input_ids"]  # one by one takes twice as long
         return [

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from orchestrator.env import EnvContext, EnvGroupBuilder
+from orchestrator.env import EnvGroupBuilder
 from orchestrator.envs.answerers import Answerer, StartAnswerer, UrlAnswerer
 from orchestrator.envs.text import GeneratedDataset, is_held_out
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
@@ -78,6 +78,7 @@ class TwentyQuestionsEnv(MessageEnv):
         return yes_or_no(await self.answerer.answer(messages))
 
 
+@dataclass(kw_only=True)
 class TwentyQuestionsDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` games. An eighth of the words is for evaluations only.
 
@@ -88,38 +89,28 @@ class TwentyQuestionsDataset(GeneratedDataset):
 
     name = "twenty"
 
-    def __init__(
-        self,
-        context: EnvContext,
-        *,
-        answerer: str = START,
-        answerer_model: str | None = None,
-        answerer_key_variable: str | None = None,
-        max_questions: int = 20,
-        batch_size: int = 16,
-        num_batches: int = 1000,
-    ) -> None:
-        super().__init__(context, max_questions=max_questions, batch_size=batch_size, num_batches=num_batches)
-        key = os.environ.get(answerer_key_variable, "none") if answerer_key_variable else "none"
-        self._make = partial(
-            TwentyQuestionsEnv,
-            max_questions=max_questions,
-            answerer=make_answerer(answerer, answerer_model, key, context.model),
-        )
-        self._words = [word for word in WORDS.split() if is_held_out(word) == (context.split == "eval")]
+    answerer: str = START
+    answerer_model: str | None = None
+    answerer_key_variable: str | None = None
+    max_questions: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._answerer = self._make_answerer()
+        self._words = [word for word in WORDS.split() if is_held_out(word) == (self.context.split == "eval")]
 
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
-        games = [partial(self._make, self.rng(number).choice(self._words)) for number in numbers]
-        return [MessageEnvGroup(game, self._context.renderer, self._context.group_size) for game in games]
+        secrets = [self.rng(number).choice(self._words) for number in numbers]
+        games = [partial(TwentyQuestionsEnv, secret, self.max_questions, self._answerer) for secret in secrets]
+        return [MessageEnvGroup(game, self.context.renderer, self.context.group_size) for game in games]
 
-
-def make_answerer(answerer: str, model: str | None, key: str, start: str | None) -> Answerer:
-    """Makes the answerer. Raises ValueError if it is neither `start` nor a URL, and for a URL without a model."""
-    if answerer == START and start is not None:
-        return StartAnswerer(start)
-    if answerer.startswith(("http://", "https://")) and model:
-        return UrlAnswerer(answerer.rstrip("/"), model, key)
-    raise ValueError(
-        f"answerer = {answerer!r}, answerer_model = {model!r}; expected 'start', or the URL of a server "
-        "(http://host:8000/v1) and the name of the model that it is asked for"
-    )
+    def _make_answerer(self) -> Answerer:
+        if self.answerer == START and self.context.model is not None:
+            return StartAnswerer(self.context.model)
+        if self.answerer.startswith(("http://", "https://")) and self.answerer_model:
+            key = os.environ.get(self.answerer_key_variable or "", "none")
+            return UrlAnswerer(self.answerer.rstrip("/"), self.answerer_model, key)
+        raise ValueError(
+            f"answerer = {self.answerer!r}, answerer_model = {self.answerer_model!r}; expected 'start', or the URL of "
+            "a server (http://host:8000/v1) and the name of the model that it is asked for"
+        )
