@@ -165,7 +165,7 @@ class QuestionDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` questions. Raises ValueError for sizes below 1, and for a tokenizer without
     an end of sequence."""
 
-    grade: ClassVar[Grader] = staticmethod(exactly)
+    grade = staticmethod(exactly)
 
     def __post_init__(self) -> None:
         super().__post_init__()
