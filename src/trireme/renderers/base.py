@@ -9,7 +9,7 @@ messages (`history.py`), it is cut out of their tokens.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from trireme.core.stop_strings import first_of
 from trireme.renderers.history import HistoryRule, without_thinking
 from trireme.renderers.qwen_tags import THINK, THINK_END, parse_text
-from trireme.renderers.types import Message, ToolSpec, TrainOn
+from trireme.renderers.types import Message, Renderer, ToolSpec, TrainOn
 
 MARK = "\ue000message\ue001"
 """Stands in place of a message's text. Private characters, which no text holds and no template strips."""
@@ -45,7 +45,7 @@ PROBE: Sequence[Message] = (
 """A conversation in which formats differ: tools, thinking before and after the last question, an answer without any."""
 
 
-class TextRenderer(ABC):
+class TextRenderer(Renderer):
     """A renderer that writes a conversation as text. A subclass takes a `transformers` tokenizer, the rule for thinking
     in the history and `enable_thinking`, and is its module's `RENDERER` (`kinds`)."""
 
@@ -99,7 +99,10 @@ class TextRenderer(ABC):
         return prompt
 
     def _cut_turns(self, messages: Sequence[Message]) -> list[int]:
-        return self._rule.cut_turns(messages, empty_too=bool(self.no_thinking))
+        """Returns the places of the sampled messages whose thinking the next prompt leaves out, or the empty block
+        before them."""
+        seen = messages[: self._rule.boundary(messages)]
+        return [i for i, m in enumerate(seen) if "tokens" in m and (self.no_thinking or "thinking" in m)]
 
     def _sampled_tokens(self, message: Message, cut: bool) -> list[int]:
         if not cut or "thinking" not in message:
@@ -111,9 +114,6 @@ class TextRenderer(ABC):
         tokens = self.encode(after)
         ends_itself = own and own[-1] in self._stop and tokens[:1] == own[-1:]
         return own + (tokens[1:] if ends_itself else tokens)
-
-    def closed(self, tokens: Sequence[int]) -> list[int]:
-        return list(tokens)
 
     def _around(
         self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec], generate: bool
@@ -138,7 +138,8 @@ class TextRenderer(ABC):
             tokens = np.asarray(self.encode(full), np.int32)
             return tokens, np.ones(len(tokens), np.float32)
         trained = trained_messages(messages, train_on)
-        cut = self._cut_turns(messages[: _last_of(messages, "assistant")])
+        last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
+        cut = self._cut_turns(messages[:last])
         tokens_T: list[int] = []
         weights_T: list[float] = []
         done = 0
@@ -184,14 +185,11 @@ class TextRenderer(ABC):
         return message, ended and whole
 
     def ended(self, tokens: Sequence[int]) -> bool:
-        return self._ended_by_token(tokens) or (bool(self.stop_strings) and self._read(tokens)[1])
-
-    def _ended_by_token(self, tokens: Sequence[int]) -> bool:
-        return bool(len(tokens)) and tokens[-1] in self._stop
+        return super().ended(tokens) or (bool(self.stop_strings) and self._read(tokens)[1])
 
     def _read(self, tokens: Sequence[int]) -> tuple[str, bool]:
         """Returns the text of a message up to what ended it, and True if anything did."""
-        by_token = self._ended_by_token(tokens)
+        by_token = super().ended(tokens)
         text = str(self._tokenizer.decode(tokens[:-1] if by_token else tokens))
         place = first_of(self.stop_strings, text)
         return text[:place], by_token or place is not None
@@ -213,7 +211,3 @@ def trained_messages(messages: Sequence[Message], train_on: TrainOn) -> list[int
             f"train_on = {train_on} trains on"
         )
     return places[-1:] if train_on == "last_assistant_message" else places
-
-
-def _last_of(messages: Sequence[Message], role: str) -> int:
-    return max((i for i, m in enumerate(messages) if m["role"] == role), default=len(messages))

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from trireme.core.extras import require
 from trireme.renderers.base import PROBE, PROBE_TOOL, trained_messages
 from trireme.renderers.history import HistoryRule
 from trireme.renderers.qwen_tags import read_json, tool_schema
-from trireme.renderers.types import Message, ToolCall, ToolSpec, TrainOn
+from trireme.renderers.types import Message, Renderer, ToolCall, ToolSpec, TrainOn
 
 PACKAGE = "renderers"
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -32,7 +32,7 @@ PLAIN = 4
 """Messages at the beginning of the probe that use no tool."""
 
 
-class PackageRenderer:
+class PackageRenderer(Renderer):
     """The package's renderer `name`, such as llama-3, for a `transformers` tokenizer.
 
     Raises BadInput where the package is missing, for a format that it does not have, for a tokenizer that lacks one of
@@ -55,15 +55,6 @@ class PackageRenderer:
 
     def stop_tokens(self) -> tuple[int, ...]:
         return self._stop
-
-    def stop_condition(self) -> tuple[int | str, ...]:
-        return self._stop
-
-    def ended(self, tokens: Sequence[int]) -> bool:
-        return bool(len(tokens)) and tokens[-1] in self._stop
-
-    def closed(self, tokens: Sequence[int]) -> list[int]:
-        return list(tokens)
 
     # ---- prompts and examples
 
@@ -124,15 +115,16 @@ class PackageRenderer:
         The cut is at a special token. Where none leaves the text of `shown`, all tokens stay.
         """
         cuts = sorted(n + after for n, token in enumerate(own) if token in self._special for after in (0, 1))
-        cut = max((n for n in cuts if self._text(own[n:]) == self._text(shown)), default=0) if self._strips else 0
+        words = self._decoded(shown).split()
+        cut = max((n for n in cuts if self._decoded(own[n:]).split() == words), default=0) if self._strips else 0
         kept = own[cut:]
         while cut and kept and not self._tokenizer.decode(kept[:1]).strip():
             kept = kept[1:]
         return kept if self.ended(kept) or not self.ended(shown) else [*kept, shown[-1]]
 
-    def _text(self, tokens: list[int]) -> str:
-        """Returns the text of a message without white space and what ends it."""
-        return "".join(str(self._tokenizer.decode(tokens[:-1] if self.ended(tokens) else tokens)).split())
+    def _decoded(self, tokens: list[int]) -> str:
+        """Returns the text of a message without what ends it."""
+        return str(self._tokenizer.decode(tokens[:-1] if self.ended(tokens) else tokens))
 
     # ---- answers
 
@@ -144,7 +136,7 @@ class PackageRenderer:
         if parsed.reasoning_content is not None:
             message["thinking"] = parsed.reasoning_content
         if len(calls) < len(parsed.tool_calls):
-            message["content"] = str(self._tokenizer.decode(tokens[:-1] if self.ended(tokens) else tokens))
+            message["content"] = self._decoded(tokens)
             return message, False
         if calls:
             message["tool_calls"] = calls
@@ -172,31 +164,25 @@ def suitable(tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None = N
 
 def _writes_template(renderer: PackageRenderer, tokenizer: Any, enable_thinking: bool | None) -> bool:
     """Returns True if the renderer's tokens of the probe are those of the chat template, wherever that has any."""
+    options = {} if enable_thinking is None else dict.fromkeys(THINKING_SWITCHES, enable_thinking)
     compared = 0
-    for n, generate in ((n, generate) for n in range(2, len(PROBE) + 1) for generate in (False, True)):
-        tools = [PROBE_TOOL] if n > PLAIN else []
-        text = _template_text(tokenizer, PROBE[:n], tools, generate, enable_thinking)
+    for n, generate in product(range(2, len(PROBE) + 1), (False, True)):
+        tools, text = [PROBE_TOOL] if n > PLAIN else [], None
+        with suppress(Exception):  # templates raise at will
+            text = tokenizer.apply_chat_template(
+                _for_package(PROBE[:n]),
+                tools=_schemas(tools),
+                add_generation_prompt=generate,
+                tokenize=False,
+                **options,
+            )
         if text is None and n > PLAIN:
             continue  # the template has no tools
         own = renderer._render(PROBE[:n], tools, generate)[0]
-        if text is None or own != tokenizer.encode(text, add_special_tokens=False):
+        if text is None or own != tokenizer.encode(str(text), add_special_tokens=False):
             return False
         compared += 1
     return compared > 0
-
-
-def _template_text(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool, enable_thinking: bool | None
-) -> str | None:
-    """Returns the text that the chat template makes of messages; None where it raises, which templates do at will."""
-    options = {} if enable_thinking is None else dict.fromkeys(THINKING_SWITCHES, enable_thinking)
-    with suppress(Exception):
-        return str(
-            tokenizer.apply_chat_template(
-                _for_package(messages), tools=_schemas(tools), add_generation_prompt=generate, tokenize=False, **options
-            )
-        )
-    return None
 
 
 def _open(tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None, name: str) -> Any:

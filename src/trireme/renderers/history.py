@@ -46,12 +46,6 @@ class HistoryRule:
         compacted = len(turns) // self.compact_every * self.compact_every
         return turns[compacted - 1] + 1 if compacted else 0
 
-    def cut_turns(self, messages: Sequence[Message], *, empty_too: bool) -> list[int]:
-        """Returns the places of the sampled messages whose thinking that prompt leaves out. `empty_too`: also of those
-        without any, which an empty block precedes."""
-        boundary = self.boundary(messages)
-        return [i for i, m in enumerate(messages[:boundary]) if "tokens" in m and (empty_too or "thinking" in m)]
-
 
 def without_thinking(tokenizer: Any, tokens: Sequence[int], end_token: int | None, opened_by_prompt: bool) -> list[int]:
     """Returns sampled tokens from the end of their thinking on; the closing tag stays where the prompt opened it.
@@ -60,7 +54,11 @@ def without_thinking(tokenizer: Any, tokens: Sequence[int], end_token: int | Non
     The cut is between tokens: if one of them holds the end of the thinking and the beginning of the answer, all stay,
     since splitting it would tokenise sampled text again. Thinking that never ends leaves nothing.
     """
-    end = _end_of_thinking(tokenizer, tokens, end_token)
+    if end_token in tokens:
+        end = tokens.index(end_token) + 1  # so many tokens lead up to the closing tag, with it
+    else:
+        begun = range(len(tokens))
+        end = bisect_left(begun, True, key=lambda n: THINK_END in tokenizer.decode(tokens[: n + 1])) + 1
     if end > len(tokens):
         return []
     near = range(max(end - len(THINK_END), 0), end)  # the tag begins here: each of its tokens has some of its letters
@@ -72,10 +70,3 @@ def without_thinking(tokenizer: Any, tokens: Sequence[int], end_token: int | Non
     while end < len(tokens) and not tokenizer.decode([tokens[end]]).strip("\n"):
         end += 1
     return list(tokens[end:])
-
-
-def _end_of_thinking(tokenizer: Any, tokens: Sequence[int], end_token: int | None) -> int:
-    """Returns the number of tokens up to and including the closing tag; more than there are if it is missing."""
-    if end_token in tokens:
-        return tokens.index(end_token) + 1
-    return bisect_left(range(len(tokens)), True, key=lambda n: THINK_END in tokenizer.decode(tokens[: n + 1])) + 1

@@ -6,12 +6,14 @@ import importlib
 import logging
 import pkgutil
 import re
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 from trireme.core.errors import BadInput
 from trireme.renderers import external, kinds
-from trireme.renderers.base import PROBE, PROBE_TOOL, TextRenderer
+from trireme.renderers.base import PROBE, PROBE_TOOL
 from trireme.renderers.history import HistoryRule
 from trireme.renderers.types import Renderer
 
@@ -39,8 +41,7 @@ def make_renderer(
     rule = HistoryRule(strip_thinking_from_history, compact_every)
     if name == "auto":
         return _suitable(tokenizer, rule, enable_thinking)
-    made: Renderer = _class_of(name)(tokenizer, rule, enable_thinking)
-    return made
+    return _class_of(name)(tokenizer, rule, enable_thinking)
 
 
 def unknown_renderer(name: str) -> str | None:
@@ -55,27 +56,27 @@ def _built_in() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(kinds.__path__))
 
 
-def _class_of(name: str) -> Any:
+def _class_of(name: str) -> Callable[..., Renderer]:
     module, _, member = name.partition(":")
     if module == external.PACKAGE:
         return partial(external.PackageRenderer, name=member) if member else external.suitable
     if not member:
-        return importlib.import_module(f"{kinds.__name__}.{name}").RENDERER
+        module, member = f"{kinds.__name__}.{name}", "RENDERER"
     try:
-        return getattr(importlib.import_module(module), member)
+        made: Callable[..., Renderer] = getattr(importlib.import_module(module), member)
     except (ImportError, AttributeError) as error:
         raise BadInput(f"renderer.name = {name!r}, which cannot be imported: {error}; expected a class") from None
+    return made
 
 
 def _suitable(tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None) -> Renderer:
     """Returns the renderer that `auto` stands for, and logs which it is where the choice is not obvious."""
     fallback = "role_colon" if tokenizer.chat_template is None else "chat_template"
-    template: TextRenderer = _class_of(fallback)(tokenizer, rule, enable_thinking)
+    template = _class_of(fallback)(tokenizer, rule, enable_thinking)
     if tokenizer.chat_template is not None:
         for name in _built_in():
             if name not in ("chat_template", "role_colon") and _writes_alike(name, tokenizer, enable_thinking):
-                own: Renderer = _class_of(name)(tokenizer, rule, enable_thinking)
-                return own
+                return _class_of(name)(tokenizer, rule, enable_thinking)
     try:
         made = external.suitable(tokenizer, rule, enable_thinking)
     except BadInput as error:
@@ -89,13 +90,11 @@ def _suitable(tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None) -
 def _writes_alike(name: str, tokenizer: Any, enable_thinking: bool | None) -> bool:
     """Returns True if the renderer `name` writes the probe as the chat template does."""
     try:
-        template, other = (
+        both: list[Any] = [
             _class_of(each)(tokenizer, HistoryRule(), enable_thinking) for each in ("chat_template", name)
-        )
+        ]
     except BadInput:
         return False
-    return all(
-        template.text(PROBE[:n], [PROBE_TOOL], generate) == other.text(PROBE[:n], [PROBE_TOOL], generate)
-        for n in range(2, len(PROBE) + 1)
-        for generate in (False, True)
-    )
+    cases = product(range(2, len(PROBE) + 1), (False, True))
+    texts = ({each.text(PROBE[:n], [PROBE_TOOL], generate) for each in both} for n, generate in cases)
+    return all(len(written) == 1 for written in texts)

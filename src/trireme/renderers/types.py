@@ -47,7 +47,7 @@ class Message(TypedDict, total=False):
 
 
 class Renderer(Protocol):
-    """Converts between messages and the tokens of one model."""
+    """Converts between messages and the tokens of one model. The bodies here suit a message that ends with a token."""
 
     def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Returns the prompt for the assistant's next message."""
@@ -70,15 +70,15 @@ class Renderer(Protocol):
     def stop_condition(self) -> tuple[int | str, ...]:
         """Returns all that ends the assistant's message: the stop tokens, and strings that end it wherever they
         appear."""
-        ...
+        return self.stop_tokens()
 
     def ended(self, tokens: Sequence[int]) -> bool:
         """Returns True if a stop token or string ended the message sampled as `tokens`, False if it was cut off."""
-        ...
+        return len(tokens) > 0 and tokens[-1] in self.stop_tokens()
 
     def closed(self, tokens: Sequence[int]) -> list[int]:
         """Returns a sampled message as the renderer itself would end it: by a token, where a string ended it."""
-        ...
+        return list(tokens)
 
     def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:
         """Returns the assistant's message that was sampled as `tokens`, with what ended it, and True if it is whole.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
@@ -20,9 +20,6 @@ from trireme.checkpoint.store import CheckpointStore
 from trireme.config.refusals import Refusal
 from trireme.core.errors import CheckpointInvalid
 from trireme.tools.merge import ADAPTER, merged_files
-
-if TYPE_CHECKING:
-    import torch
 
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """As safetensors writes them, and as torch does."""
@@ -55,18 +52,25 @@ def export(
     commit = chosen_commit(CheckpointStore(root), step)
     try:
         records = {r.path.removeprefix(PART): r for r in Manifest.read(commit).files if r.path.startswith(PART)}
-        _refuse_whole(commit, records, merge)
+        if merge and ADAPTER not in records:
+            raise Refusal(
+                f"--merge for {commit}, which holds a whole model",
+                "a commit of a run that trained LoRA adapters",
+                "leave --merge out",
+            ).error()
         read = {name: partial(_read, commit, record, on_file) for name, record in records.items()}
         kind = "merged" if merge else "adapter" if ADAPTER in records else None
         label = dtype if dtype or kind else json.loads(read[CONFIG]())["dtype"]
         name = "-".join(part for part in (commit.name, label, kind) if part)
         out = (out or root / "exports" / name).expanduser().absolute()
-        _refuse_used(out)
-        files = (
-            merged_files(read, on_file, exact=dtype is not None)
-            if merge
-            else ((name, get()) for name, get in read.items())
-        )
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise Refusal(
+                f"--out {out}, which exists and is not an empty directory",
+                "a new or an empty directory: nothing is overwritten",
+                "choose another --out, or remove it",
+            ).error()
+        plain = ((name, get()) for name, get in read.items())
+        files = merged_files(read, on_file, exact=dtype is not None) if merge else plain
         return ExportedModel(commit, out, *_write_beside(out, files, dtype))
     except CheckpointInvalid as error:
         raise Refusal(
@@ -97,24 +101,6 @@ def chosen_commit(store: CheckpointStore, step: int | None) -> Path:
             "let the run reach its first commit, or choose another run",
         ).error()
     return newest.path
-
-
-def _refuse_whole(commit: Path, records: Mapping[str, FileRecord], merge: bool) -> None:
-    if merge and ADAPTER not in records:
-        raise Refusal(
-            f"--merge for {commit}, which holds a whole model",
-            "a commit of a run that trained LoRA adapters",
-            "leave --merge out",
-        ).error()
-
-
-def _refuse_used(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise Refusal(
-            f"--out {out}, which exists and is not an empty directory",
-            "a new or an empty directory: nothing is overwritten",
-            "choose another --out, or remove it",
-        ).error()
 
 
 def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | None) -> tuple[int, str]:
@@ -190,14 +176,10 @@ def cast_tensors(data: bytes, dtype: str) -> tuple[bytes, int]:
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             tensors[name] = tensor.to(wanted)
-            _refuse_overflow(name, tensor, tensors[name])
+            if not tensors[name].isfinite().all() and tensor.isfinite().all():
+                raise Refusal(
+                    f"tensor {name}, with numbers up to {tensor.abs().max():.3g}, in {wanted}",
+                    "a dtype that can hold them",
+                    "choose --dtype bfloat16 or float32",
+                ).error()
     return save(tensors, metadata={"format": "pt"}), sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _refuse_overflow(name: str, before: torch.Tensor, after: torch.Tensor) -> None:
-    if not after.isfinite().all() and before.isfinite().all():
-        raise Refusal(
-            f"tensor {name}, with numbers up to {before.abs().max():.3g}, in {after.dtype}",
-            "a dtype that can hold them",
-            "choose --dtype bfloat16 or float32",
-        ).error()

@@ -52,12 +52,9 @@ class Qwen3Renderer(TextRenderer):
 
 def _opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
     """Writes the system's message, which also lists the tools."""
-    system = messages[0]["content"] if messages[0]["role"] == "system" else None
-    if tools:
-        about = describe_tools(tools)
-        said = about if system is None else system + "\n\n" + about
-        return f"{START}system\n{said}{END}\n"
-    return "" if system is None else f"{START}system\n{system}{END}\n"
+    said = [messages[0]["content"]] if messages[0]["role"] == "system" else []
+    said += [describe_tools(tools)] if tools else []
+    return f"{START}system\n" + "\n\n".join(said) + f"{END}\n" if said else ""
 
 
 def _assistant(message: Message, shows_thinking: bool, answers_last: bool) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
+from rich.console import RenderableType
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
@@ -87,19 +88,19 @@ class Watch(App[None]):
         driver, status, now = self.follower.driver(), Status.read(self.follower.root), datetime.now(UTC)
         line = drawing.headline(self.follower.config, self.follower.rows, driver)
         trouble = drawing.troubles(status, now.timestamp()) if drawing.goes_on(driver) else ""
-        self.query_one("#headline", Static).update(Text(f"{self.follower.root.name}  {line}  {trouble}"))
-        self._show_health(status, driver, now)
+        incidents = drawing.incidents_text(read_incidents(self.follower.root), now)
+        self._show("#headline", Text(f"{self.follower.root.name}  {line}  {trouble}"))
+        self._show("#standing", Text(drawing.standing(status, driver)))
+        self._show("#parts", drawing.parts_table(status, driver, now))
+        self._show("#incidents_text", incidents)
         if changed:
             self._refresh_curves()
-            self.query_one("#rooms", Static).update(drawing.rooms_table(self.follower.rows))
+            self._show("#rooms", drawing.rooms_table(self.follower.rows))
         await self._refresh_logs()
         self._refresh_groups()
 
-    def _show_health(self, status: Status | None, driver: str, now: datetime) -> None:
-        self.query_one("#standing", Static).update(Text(drawing.standing(status, driver)))
-        self.query_one("#parts", Static).update(drawing.parts_table(status, driver, now))
-        text = drawing.incidents_text(read_incidents(self.follower.root), now)
-        self.query_one("#incidents_text", Static).update(text)
+    def _show(self, place: str, shown: RenderableType) -> None:
+        self.query_one(place, Static).update(shown)
 
     def _refresh_curves(self) -> None:
         names = self.query_one("#curve_names", OptionList)
@@ -157,8 +158,7 @@ class Watch(App[None]):
 
     def _show_group(self) -> None:
         if self._group:
-            text = drawing.group_text(self._group, self._token_text(), self._per_token)
-            self.query_one("#group_text", Static).update(text)
+            self._show("#group_text", drawing.group_text(self._group, self._token_text(), self._per_token))
 
     def _token_text(self) -> drawing.TokenText | None:
         if self._open_tokenizer is None:

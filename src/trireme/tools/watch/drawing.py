@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from trireme.supervision.roster import Incident, PartHealth, RunPart
+from trireme.supervision.roster import Incident, PartHealth
 from trireme.supervision.status import Status
 from trireme.tools.inspection import age
 from trireme.tools.timeline import target_of
@@ -56,14 +56,8 @@ ROOMS = {
 }
 """The metrics of the newest row that tell how each room is doing."""
 
-HEALTH_STYLES = {
-    PartHealth.HEALTHY: "green",
-    PartHealth.STARTING: "cyan",
-    PartHealth.CATCHING_UP: "cyan",
-    PartHealth.DRAINING: "cyan",
-    PartHealth.SUSPECT: "yellow",
-    PartHealth.DEAD: "bold red",
-}
+HEALTH_STYLES = {PartHealth.HEALTHY: "green", PartHealth.SUSPECT: "yellow", PartHealth.DEAD: "bold red"}
+"""The colour of a part; one that changes its state is cyan."""
 SILENT_S = 30.0
 """A driver that works writes STATUS more often than this."""
 
@@ -112,18 +106,10 @@ def parts_table(status: Status | None, driver: str, now: datetime) -> Table:
         table.add_column(column, no_wrap=True)
     table.add_column("because")
     for part in status.parts if status else ():
-        table.add_row(*_part_cells(part, now))
+        health, pids = Text(part.health, style=HEALTH_STYLES.get(part.health, "cyan")), " ".join(map(str, part.pids))
+        since, successors = _age(part.since, now), str(part.restarts or "")
+        table.add_row(part.name, health, since, successors, pids, part.node[:8], Text(part.why))
     return table
-
-
-def _part_cells(part: RunPart, now: datetime) -> Iterator[Text | str]:
-    yield part.name
-    yield Text(part.health, style=HEALTH_STYLES[part.health])
-    yield _age(part.since, now)
-    yield str(part.restarts or "")
-    yield " ".join(map(str, part.pids))
-    yield part.node[:8]
-    yield Text(part.why)
 
 
 def incidents_text(incidents: Sequence[Incident], now: datetime) -> Text:
@@ -194,7 +180,12 @@ def group_text(group: Mapping[str, Any], token_text: TokenText | None, per_token
 def _turn_text(turn: Mapping[str, Any], token_text: TokenText | None, per_token: bool) -> Text:
     text = Text(turn.get("observation_text", str(turn["observation"])), style="dim")
     if per_token:
-        return text.append("\n").append_text(_token_lines(turn, token_text))
+        text.append("\n")
+        versions = [version for version, count in turn["versions"] for _ in range(count)]
+        for token, logprob, version in zip(turn["action"], turn["logprobs"], versions, strict=True):
+            shown = repr(token_text(token)) if token_text else ""
+            text.append(f"{token:>8} {shown:<16} {logprob:>9.4f}  version {version}\n", style=_colour(logprob))
+        return text
     if token_text is None:
         text.append(turn.get("action_text", str(turn["action"])), style="cyan")
     else:
@@ -203,21 +194,7 @@ def _turn_text(turn: Mapping[str, Any], token_text: TokenText | None, per_token:
     spans = ", ".join(f"{count} of version {version}" for version, count in turn["versions"])
     text.append(f"\n  [{spans} tokens; reward {turn['reward']:g}", style="dim italic")
     told = {**turn["metrics"], **turn["logs"]}
-    text.append("".join(f"; {name} {value}" for name, value in told.items()) + "]\n", style="dim italic")
-    return text
-
-
-def _token_lines(turn: Mapping[str, Any], token_text: TokenText | None) -> Text:
-    text = Text()
-    for token, logprob, version in zip(turn["action"], turn["logprobs"], _versions(turn), strict=True):
-        shown = repr(token_text(token)) if token_text else ""
-        text.append(f"{token:>8} {shown:<16} {logprob:>9.4f}  version {version}\n", style=_colour(logprob))
-    return text
-
-
-def _versions(turn: Mapping[str, Any]) -> Iterator[int]:
-    for version, count in turn["versions"]:
-        yield from [version] * count
+    return text.append("".join(f"; {name} {value}" for name, value in told.items()) + "]\n", style="dim italic")
 
 
 def _colour(logprob: float) -> str:
