@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trireme.config.refusals import Refusal
 from trireme.core.base_digest import INDEX, base_digest, weight_files
 from trireme.core.errors import CheckpointInvalid
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -34,6 +31,7 @@ def merged_files(
     base = _base_of(json.loads(read[BASE]()))
     about = json.loads(read[ADAPTER]())
     adapter = {name.removeprefix("base_model.model."): t for name, t in load(read[ADAPTER_WEIGHTS]()).items()}
+    scale = about["lora_alpha"] / about["r"]
     yield from ((name, get()) for name, get in read.items() if name not in (ADAPTER, ADAPTER_WEIGHTS, BASE))
     files = weight_files(base)
     beside = files[0].parent
@@ -41,9 +39,12 @@ def merged_files(
     for file in files:
         on_file(str(file))
         weights = load(file.read_bytes())
-        for name in weights:
-            merged = _merged(weights[name], name, adapter, about["lora_alpha"] / about["r"])
-            weights[name] = merged if exact else merged.to(weights[name].dtype)
+        for name, weight in weights.items():
+            layer = name.removesuffix(".weight")
+            a, b = (adapter.pop(f"{layer}.lora_{which}.weight", None) for which in "AB")
+            if a is not None and b is not None:
+                merged = weight.float() + scale * (b.float() @ a.float())
+                weights[name] = merged if exact else merged.to(weight.dtype)
         yield file.name, save(weights, metadata={"format": "pt"})
     if adapter:
         raise CheckpointInvalid(f"{ADAPTER_WEIGHTS} has tensors for layers that {base} has not: {sorted(adapter)[:2]}")
@@ -63,12 +64,3 @@ def _base_of(about: Mapping[str, Any]) -> str:
         f"the weights that it was trained on, with digest {expected}",
         "bring them back there, or export the adapter without --merge",
     ).error()
-
-
-def _merged(weight: Tensor, name: str, adapter: dict[str, Tensor], scale: float) -> Tensor:
-    """Adds its layer's adapter to a weight, if it has one, and removes that from `adapter`."""
-    layer = name.removesuffix(".weight")
-    a, b = (adapter.pop(f"{layer}.lora_{which}.weight", None) for which in "AB")
-    if a is None or b is None:
-        return weight
-    return weight.float() + scale * (b.float() @ a.float())

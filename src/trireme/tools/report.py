@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -73,6 +74,7 @@ def page(root: Path, timeline: Timeline | None, now: datetime) -> str:
     """Returns the HTML of a report on the run in `root`."""
     rows = list(json_lines(root / "metrics.jsonl"))
     config = json.loads((root / "config.json").read_bytes()) if (root / "config.json").exists() else {}
+    commits = [str(step_of(path.name)) for path in CheckpointStore(root).commits()]
     trained = json_lines(root / "trained.jsonl")
     ages = Counter(row["step"] - group["floor"] for row in trained for group in row.get("groups", ()))  # in steps
     data = {
@@ -81,7 +83,7 @@ def page(root: Path, timeline: Timeline | None, now: datetime) -> str:
             ("where it stands", _standing(config, rows, now)),
             *_described(config),
             ("attempts", _attempts(root, rows)),
-            ("commits", _commits(root)),
+            ("commits", f"of step {', '.join(commits)}" if commits else "none"),  # `trireme inspect` verifies them
             ("directory", str(root)),
         ],
         "incidents": incidents(root),
@@ -150,12 +152,6 @@ def _attempts(root: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(parts + [f"superseded: branches/{name}" for name in superseded]) or "none has finished a step"
 
 
-def _commits(root: Path) -> str:
-    """Returns the steps of the commits, which are not verified: `trireme inspect` does that."""
-    steps = [step_of(path.name) for path in CheckpointStore(root).commits()]
-    return f"of step {', '.join(map(str, steps))}" if steps else "none"
-
-
 def incidents(root: Path) -> dict[str, Any]:
     """Returns the newest incidents, newest first, as [[time, attempt, step, part, what], ...], and the number of older
     ones."""
@@ -194,12 +190,8 @@ def thinned(points: Sequence[tuple[float, float]], buckets: int = CURVE_BUCKETS)
     size = -(-len(finite) // buckets)
     if size <= 2:
         return finite
-    kept = []
-    for i in range(0, len(finite), size):
-        part = finite[i : i + size]
-        ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-        kept += sorted(ends)
-    return kept
+    parts = [finite[i : i + size] for i in range(0, len(finite), size)]
+    return [end for part in parts for end in sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))})]
 
 
 def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:

@@ -228,16 +228,20 @@ class Sweep:
         found = [v for row in self.rows(name) if isinstance(v := row.get(self.request.metric), int | float)]
         return mean(found[-self.request.window :]) if found else None
 
-    def record(self, result: Result) -> None:
-        """Stores how a run ended, and writes table and plot of all results so far."""
-        self.results[result.name] = result
-        _write(self.root / "results.json", json.dumps([asdict(each) for each in self.results.values()], indent=1))
-        self.tabulate()
-
     def tabulate(self) -> None:
-        """Writes table and plot."""
+        """Writes table and plot of all results so far."""
         metrics = {name: self.metric(name) for name in self.results}
-        lines = [self._columns(result, metrics[result.name]) for result in self.results.values()]
+        lines = [
+            {
+                **{key: knob_text(result.values[key]) for key in self.request.grid},
+                self.request.metric: "" if (metric := metrics[name]) is None else f"{metric:.6g}",
+                "steps": str(next((row["version"] for row in reversed(self.rows(name))), 0)),
+                "seconds": f"{result.seconds:.0f}",
+                "state": result.state,
+                "run": name,
+            }
+            for name, result in self.results.items()
+        ]
         text = io.StringIO()
         writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
         writer.writeheader()
@@ -248,20 +252,8 @@ class Sweep:
         head, *rows = ("| " + " | ".join(cells) + " |" for cells in table)
         about = f"`{self.request.metric}` at the end of each run{window}."
         _write(self.root / "table.md", "\n".join([about, "", head, "|" + "---|" * len(lines[0]), *rows, ""]))
-        known = [(result.values, metrics[result.name]) for result in self.results.values()]
-        if points := [(values, metric) for values, metric in known if metric is not None]:
+        if points := [(self.results[name].values, found) for name, found in metrics.items() if found is not None]:
             _write(self.root / "plot.svg", draw_knob(points, knob=self.request.knob, metric=self.request.metric))
-
-    def _columns(self, result: Result, metric: float | None) -> dict[str, str]:
-        rows = self.rows(result.name)
-        return {
-            **{key: knob_text(result.values[key]) for key in self.request.grid},
-            self.request.metric: "" if metric is None else f"{metric:.6g}",
-            "steps": str(rows[-1]["version"] if rows else 0),
-            "seconds": f"{result.seconds:.0f}",
-            "state": result.state,
-            "run": result.name,
-        }
 
 
 def _common(request: Request, points: Iterable[Mapping[str, str]]) -> tuple[CommonConfig, dict[str, Any]]:
@@ -366,9 +358,11 @@ def _start(sweep: Sweep, name: str, flags: Sequence[str]) -> subprocess.Popen[by
 
 
 def _record_end(sweep: Sweep, name: str, code: int, seconds: float, say: Callable[[str], None]) -> None:
+    """Stores and says how a run ended, and draws all results so far."""
     error = "" if code == EXIT_OK else last_error(sweep.log(name).read_text(errors="replace"))
-    result = replace(sweep.results[name], code=code, seconds=seconds, error=error)
-    sweep.record(result)
+    sweep.results[name] = result = replace(sweep.results[name], code=code, seconds=seconds, error=error)
+    _write(sweep.root / "results.json", json.dumps([asdict(each) for each in sweep.results.values()], indent=1))
+    sweep.tabulate()
     metric, wanted = sweep.metric(name), sweep.request.metric
     found = "" if metric is None else f", {wanted} {metric:.4g}"
     if metric is None and (names := {column for row in sweep.rows(name) for column in row}):

@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -303,4 +304,4 @@ def _as_one(cell: Sequence[Span]) -> Span:
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Returns at most MOST_POINTS points: of neighbours, the highest."""
     size = -(-len(points) // MOST_POINTS)
-    return [max(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size or 1)]
+    return [max(points[i : i + size], key=itemgetter(1)) for i in range(0, len(points), size or 1)]

@@ -100,7 +100,11 @@ def follow(follower: Follower, say: Callable[[str], None]) -> None:
         if steps > len(follower.rows):
             steps = 0
             say("the run has gone back to a commit")
-        lines = [(row.get("time/unix", 0.0), _step_line(follower, row)) for row in follower.rows[steps:]]
+        lines = []
+        for row in follower.rows[steps:]:
+            told = "  ".join(f"{name} {row[name]:.4g}" for name in drawing.FIRST_CURVES if name in row)
+            line = f"step {row['step'] + 1}/{target_of(follower.config, row)}  {told}"
+            lines.append((row.get("time/unix", 0.0), line))
         lines += [(incident.at, f"! {drawing.incident_line(incident)}") for incident in happened[incidents:]]
         for _, line in sorted(lines, key=lambda line: line[0]):
             say(line)
@@ -111,8 +115,3 @@ def follow(follower: Follower, say: Callable[[str], None]) -> None:
                 say(drawing.standing(status, driver))
             return
         time.sleep(REFRESH_S)
-
-
-def _step_line(follower: Follower, row: Mapping[str, Any]) -> str:
-    told = [f"{name} {row[name]:.4g}" for name in drawing.FIRST_CURVES if name in row]
-    return f"step {row['step'] + 1}/{target_of(follower.config, row)}  {'  '.join(told)}"
