@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import zip_longest
 from typing import Any
 
 from rich.table import Table
@@ -28,33 +29,14 @@ FIRST_CURVES = (
 """The first curves; the others follow in order of name."""
 
 ROOMS = {
-    "trainer": (
-        "time/forward_backward",
-        "time/optim",
-        "time/publish",
-        "perf/trainer_idle_frac",
-        "optim/grad_norm",
-        "optim/kl_sample_train_v2",
-    ),
-    "orchestrator": (
-        "time/wait_for_batch",
-        "off_policy/in_flight",
-        "off_policy/in_queue",
-        "off_policy/mean",
-        "perf/max_concurrent",
-        "perf/event_loop_lag",
-    ),
-    "inference": (
-        "perf/tokens_per_s",
-        "perf/rollouts_per_s",
-        "perf/inference_idle_frac",
-        "perf/replicas",
-        "time/update",
-        "time/update_pause",
-        "weights/reprefill_tokens",
-    ),
+    "trainer": "time/forward_backward time/optim time/publish perf/trainer_idle_frac optim/grad_norm "
+    "optim/kl_sample_train_v2",
+    "orchestrator": "time/wait_for_batch off_policy/in_flight off_policy/in_queue off_policy/mean perf/max_concurrent "
+    "perf/event_loop_lag",
+    "inference": "perf/tokens_per_s perf/rollouts_per_s perf/inference_idle_frac perf/replicas time/update "
+    "time/update_pause weights/reprefill_tokens",
 }
-"""The metrics of the newest row that tell how each room is doing."""
+"""The metrics of the newest row that tell how each room is doing, separated by spaces."""
 
 HEALTH_STYLES = {PartHealth.HEALTHY: "green", PartHealth.SUSPECT: "yellow", PartHealth.DEAD: "bold red"}
 """The colour of a part; one that changes its state is cyan."""
@@ -150,9 +132,10 @@ def rooms_table(rows: Sequence[Row]) -> Table:
         table.add_column(room)
     if rows:
         newest = rows[-1]
-        columns = [[f"{name} {newest[name]:.4g}" for name in names if name in newest] for names in ROOMS.values()]
-        for i in range(max(map(len, columns))):
-            table.add_row(*(column[i] if i < len(column) else "" for column in columns))
+        rooms = [names.split() for names in ROOMS.values()]
+        columns = [[f"{name} {newest[name]:.4g}" for name in names if name in newest] for names in rooms]
+        for cells in zip_longest(*columns, fillvalue=""):
+            table.add_row(*cells)
     return table
 
 
