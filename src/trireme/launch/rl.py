@@ -38,9 +38,12 @@ class RlRun(TrainingRun):
         super().__init__(config, facts, plan, fixed_parts(config, facts))
         engine_args(config, on_cpu=not plan.on_gpus)
 
+    def enter(self, run: RunDir) -> None:
+        """Keeps the reference's weights from being pruned, before the start of Ray takes its time. Raises BadInput."""
+        keep_reference(self.config)
+
     def start_lasting(self, run: RunDir, ending: ExitStack) -> ElasticReplicas:
         """Starts the replicas, which take longest."""
-        keep_reference(self.config)
         config, places = self.plan.with_device(self.config), PlacePool(self.plan.added_replica_options, ending)
         self.inference = InferenceHandle.start(config, self.places["inference"], run.logs)
         ending.callback(self.inference.stop)

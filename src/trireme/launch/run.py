@@ -59,7 +59,7 @@ class TrainingRun(ABC):
         self.config, self.facts, self.plan, self.fixed = config, facts, plan, fixed
 
     def enter(self, run: RunDir) -> None:  # noqa: B027  most commands need nothing here
-        """Takes over from `run` what the configuration depends on."""
+        """Prepares the run before Ray starts, and takes over from `run` what the configuration depends on."""
 
     def start_lasting(self, run: RunDir, ending: ExitStack) -> ElasticReplicas | None:
         """Starts the actors that outlive attempts, if there are any. `ending` gets their stops."""
