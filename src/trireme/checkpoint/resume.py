@@ -92,9 +92,9 @@ def check_fixed(chosen: VerifiedCommit, fixed: Mapping[str, Any], force: bool) -
     changed = differences(committed, fixed)
     if changed and not force:
         raise Refusal(
-            f"to go on from {chosen.path} with other values of what a run is made of:\n    " + "\n    ".join(changed),
+            f"to resume from {chosen.path} with other values of what a run is made of:\n    " + "\n    ".join(changed),
             "the same model, tokenizer, loss and data order as in the commit",
-            "give the values of the commit, start a new run, or go on all the same with --resume.force",
+            "give the values of the commit, start a new run, or resume in spite of this with --resume.force",
         ).error()
     return (*notes, *(f"changed, and forced: {line}" for line in changed))
 

@@ -211,7 +211,7 @@ def _go_on(
     _claim(config, store, head)
     if chosen is None:
         return Start(0, None, None, head.attempt, (f"{store.root} holds no commit yet: it starts again at step 0",))
-    notes = (*chosen.notes, *notes, f"going on from {chosen.path}, attempt {head.attempt}")
+    notes = (*chosen.notes, *notes, f"resumed from {chosen.path}, attempt {head.attempt}")
     return Start(chosen.manifest.step, chosen.path, chosen.manifest, head.attempt, notes)
 
 

@@ -35,7 +35,7 @@ class Restarts:
         if not died:
             said = (NUMBERS.sub("#", str(failure))[:COMPARED], step)
             if self._last.get(part) == said:
-                failure.add_note(f"{part} was started again after the same error, and raised it again at once.")
+                failure.add_note(f"{part} was started again after the same error, and raised it again.")
                 raise failure
             self._last[part] = said
         taken = self._taken[part]

@@ -162,7 +162,7 @@ class Roster:
 
     def note_return(self, part: str, took_s: float) -> None:
         """Records that `part` was built again, and that an attempt begins."""
-        self.note(part, f"built again in {took_s:.1f} s: attempt {self.attempt} goes on from step {self.step}")
+        self.note(part, f"built again in {took_s:.1f} s: attempt {self.attempt} continues from step {self.step}")
 
     def at_step(self, step: int) -> None:
         """Records that the run has completed `step` steps."""

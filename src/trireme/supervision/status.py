@@ -149,7 +149,7 @@ class StatusWriter:
             yield
         except OSError as error:
             if not self._warned:
-                log.warning("the status of the run cannot be written (%s); it goes on without", error)
+                log.warning("the status of the run cannot be written (%s); the run continues without it", error)
             self._warned = True
 
 

@@ -180,7 +180,7 @@ def test_reasons_are_lines_of_a_bearable_length(roster: Roster) -> None:
 def test_a_return_says_where_it_goes_on(roster: Roster) -> None:
     roster.attempt, roster.step = 3, 12
     roster.note_return("trainer", 4.56)
-    assert roster.incidents[0].what == "built again in 4.6 s: attempt 3 goes on from step 12"
+    assert roster.incidents[0].what == "built again in 4.6 s: attempt 3 continues from step 12"
 
 
 def test_several_threads_lose_nothing(roster: Roster) -> None:
