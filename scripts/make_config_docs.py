@@ -45,7 +45,7 @@ def code(text: str) -> str:
 
 def row(key: Key) -> str:
     section = ".".join(key.path[:-1])
-    aliases = [code(f"{section}.{alias}") for alias in key.aliases]
+    aliases = [code(f"{section}.{alias}") for alias in key.names[1:]]
     aliases += [code(f"--{key.short_flag}")] if key.short_flag else []
     also = f" Alias: {', '.join(aliases)}." if aliases else ""
     default = key.default if key.field.is_required() else code(key.default)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.env import EnvContext, load_dataset
-from orchestrator.metrics import StepSummary
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from orchestrator.state import OrchestratorState
@@ -21,7 +20,7 @@ from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
 from trireme.core.sampler import Heartbeat, Sampler
 from trireme.core.tokenizer import load_tokenizer
-from trireme.core.types import Minibatch, WeightIdentity
+from trireme.core.types import Minibatch, StepSummary, WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import trace
 from trireme.process.environ import redirect_output

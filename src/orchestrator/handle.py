@@ -10,12 +10,11 @@ from typing import Any
 import ray
 
 from orchestrator.actor import OrchestratorActor
-from orchestrator.metrics import StepSummary
 from orchestrator.replicas import update_deadline_s
 from trireme.config import Config
 from trireme.core.errors import TriremeError
 from trireme.core.sampler import Sampler
-from trireme.core.types import Minibatch, WeightIdentity
+from trireme.core.types import Minibatch, StepSummary, WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import waits
 from trireme.process.ray_cluster import seeing_own_gpus

@@ -31,7 +31,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -42,17 +41,6 @@ GOOD_REWARD = 0.5
 """A group of equal rewards counts as all good from here on, below as all bad."""
 STOP_REASONS = ("stop", "length", "max_seq_len")
 ENDINGS = ("requeued", "dropped", "filtered", "failed", "expired_running", "expired_finished")
-
-
-@dataclass(frozen=True)
-class StepSummary:
-    """The result of a step that has been trained on."""
-
-    metrics: dict[str, float]
-    trained: list[dict[str, Any]]
-    """Problem, index, requeues and floor of each group, in the order in which they were taken."""
-    records: list[str]
-    """Records of some of the groups (`orchestrator.recorder`)."""
 
 
 class IdleClock:

@@ -49,7 +49,7 @@ from orchestrator.group_runner import GroupOutcome, GroupRunner, TaskOwner
 from orchestrator.ledger import Group, Ledger
 from orchestrator.limits import BackgroundTasks, RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
-from orchestrator.metrics import IdleClock, StepMeter, StepSummary
+from orchestrator.metrics import IdleClock, StepMeter
 from orchestrator.recorder import Decode, Recorder
 from orchestrator.replicas import Replicas
 from orchestrator.rollout import PromptTooLong, RolloutLimits
@@ -57,7 +57,7 @@ from orchestrator.state import OrchestratorState
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Sampler
-from trireme.core.types import Minibatch, SampledSequence, SampleRequest, WeightIdentity
+from trireme.core.types import Minibatch, SampledSequence, SampleRequest, StepSummary, WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import trace
 from trireme.process.faults import fault_point

@@ -115,34 +115,29 @@ def open_trainer(config: Config, logs: Path) -> Iterator[TrainerHandle]:
 
 @contextmanager
 def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[tuple[TrainerHandle, Any]]:
+    """Starts the shards, and the replicas if there are any, side by side."""
     plan = Plan(config, ModelFacts.of(config, required=True), Resources.of_this_machine(), rooms)
     prepare_cluster(config, plan)
-    from trireme.process.ray_cluster import ray_cluster
+    from inference.handle import InferenceHandle
+    from trainer.handle import TrainerHandle
+    from trireme.launch.run import await_ready
+    from trireme.process.ray_cluster import ray_cluster, reserve
 
     keep_reference(config)
     with ExitStack() as ending:
         plan = replace(plan, resources=ending.enter_context(ray_cluster(config, plan)))
         plan.check_resources()
-        yield _start(plan.with_device(config), plan, logs, ending)
-
-
-def _start(config: Config, plan: Plan, logs: Path, ending: ExitStack) -> tuple[TrainerHandle, Any]:
-    """Starts the shards, and the replicas if there are any, side by side. `ending` gets their stops."""
-    from inference.handle import InferenceHandle
-    from trainer.handle import TrainerHandle
-    from trireme.launch.run import await_ready
-    from trireme.process.ray_cluster import reserve
-
-    progress, limit = StartProgress(Console(highlight=False, soft_wrap=True)), config.timeouts.start_s
-    logs.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    _, options = reserve(plan.options, limit, progress, ending, plan.blocks)
-    of_room = plan.by_room(options)
-    inference = InferenceHandle.start(config, of_room["inference"], logs) if "inference" in of_room else None
-    if inference:
-        ending.callback(inference.stop)
-    trainer = TrainerHandle.start(config, of_room["trainer"], logs)
-    ending.callback(trainer.stop)
-    left_s = max(limit - (time.monotonic() - started), 1.0)
-    await_ready([trainer, inference] if inference else [trainer], left_s, logs, progress)
-    return trainer, inference
+        config = plan.with_device(config)
+        progress, limit = StartProgress(Console(highlight=False, soft_wrap=True)), config.timeouts.start_s
+        logs.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        _, options = reserve(plan.options, limit, progress, ending, plan.blocks)
+        of_room = plan.by_room(options)
+        inference = InferenceHandle.start(config, of_room["inference"], logs) if "inference" in of_room else None
+        if inference:
+            ending.callback(inference.stop)
+        trainer = TrainerHandle.start(config, of_room["trainer"], logs)
+        ending.callback(trainer.stop)
+        left_s = max(limit - (time.monotonic() - started), 1.0)
+        await_ready([trainer, inference] if inference else [trainer], left_s, logs, progress)
+        yield trainer, inference

@@ -35,14 +35,21 @@ from inference.handover import NOTHING, Progress
 from inference.handover import Outcome as SampleOutcome
 from inference.router import Router
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition
-from orchestrator.metrics import StepSummary
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trainer.batch_checks import PublishedVersions
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import ReplicaStats
-from trireme.core.types import Minibatch, SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
+from trireme.core.types import (
+    Minibatch,
+    SampledSequence,
+    SampleRequest,
+    StepSummary,
+    StopReason,
+    VersionSpan,
+    WeightIdentity,
+)
 from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
 
 LONGEST = 50

@@ -135,17 +135,12 @@ def _parser() -> argparse.ArgumentParser:
 def _config(subject: Subject, given: Sequence[str]) -> Config:
     files = ["@", str(subject.run / "config.json")] if subject.run else []
     own = {"model.name": subject.base or subject.model, **UNUSED, "eval.every": "1", "eval.replicas": "0"}
-    own |= _start_of(subject.run) if subject.run else {}
+    if subject.run:  # environments are told the model that the run started from
+        model = json.loads((subject.run / "config.json").read_text()).get("model", {})
+        own |= {"model.start": start} if (start := model.get("start") or model.get("name")) else {}
     config = load([*files, *given, *(part for key, value in own.items() for part in (f"--{key}", value))]).config
     trainer = config.trainer.model_copy(update={"lora": LoraConfig()})  # what is merged is a whole model
     return config.model_copy(update={"trainer": trainer})
-
-
-def _start_of(run: Path) -> dict[str, str]:
-    """Returns the flag that tells environments the model that the run started from."""
-    model = json.loads((run / "config.json").read_text()).get("model", {})
-    start = model.get("start") or model.get("name")
-    return {"model.start": start} if start else {}
 
 
 def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Console) -> Mapping[str, float]:

@@ -116,14 +116,8 @@ def _inspect(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     root = _run_directory(options.run)
     with Console(stderr=True).status("choosing a commit") as status:
-        written = export(
-            root,
-            options.step,
-            options.dtype,
-            options.out,
-            lambda file: status.update(f"reading {file}"),
-            merge=options.merge,
-        )
+        chosen = (options.step, options.dtype, options.out)
+        written = export(root, *chosen, lambda file: status.update(f"reading {file}"), merge=options.merge)
     print(f"{written.commit} is now {written.out}: {written.files} files, weights in {written.dtype}")
 
 

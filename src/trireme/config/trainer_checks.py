@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 from trireme.config.losses import LOSSES, ROLLOUT_COLUMNS, find_loss, loss_refusals
 from trireme.config.model_facts import ModelFacts
@@ -43,9 +42,8 @@ def _micro_batches(config: CommonConfig) -> Iterator[Refusal]:
 
 
 def _learning_rate(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
-    if config.trainer.learning_rate != "auto" or facts is None:
-        return
-    if not facts.model_type.lower().startswith(AUTO_LEARNING_RATE_FAMILIES):
+    known = facts is None or facts.model_type.lower().startswith(AUTO_LEARNING_RATE_FAMILIES)
+    if facts and not known and config.trainer.learning_rate == "auto":
         yield Refusal(
             f"trainer.learning_rate = auto for {facts.name} of type {facts.model_type}",
             "a number: the rule for auto is known for Qwen and Llama models only",
@@ -61,8 +59,8 @@ def _loss(config: Config) -> Iterator[Refusal]:
             "a loss for reinforcement learning: rollouts have advantages, and no weights",
             f"leave --trainer.loss-fn out, or choose {', '.join(others)} or {last}",
         )
-        return
-    yield from loss_refusals(config.loss_fn, config.trainer.loss_fn_config)
+    else:
+        yield from loss_refusals(config.loss_fn, config.trainer.loss_fn_config)
 
 
 def _kl(config: Config) -> Iterator[Refusal]:
@@ -99,26 +97,25 @@ def _lora(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
                 "set --trainer.lora.rank (16 or 32 is usual), or leave the other keys of trainer.lora out",
             )
         return
-    yield from _rank(lora.rank)
-    yield from _targets(lora)
-    yield from _reference(config)
-    if facts:
-        yield from _lora_for_model(lora, facts)
+    if lora.rank not in RANKS:
+        below, above = max(rank for rank in RANKS if rank < lora.rank), [rank for rank in RANKS if rank > lora.rank]
+        yield Refusal(
+            f"trainer.lora.rank = {lora.rank}",
+            f"a rank that vLLM takes: {', '.join(map(str, RANKS))}",
+            f"set --trainer.lora.rank to {f'{below} or {above[0]}' if above else below}",
+        )
+    yield from _targets(lora, facts)
+    reference = config.kl_reference
+    if reference and reference.update_every and not config.base_is_reference:
+        yield Refusal(
+            f"trainer.kl.reference.update_every = {reference.update_every} with trainer.lora.rank and another model as "
+            "the reference",
+            "the base as the reference, whose adapters then become the policy's: another model has none",
+            "leave trainer.kl.reference.base_model and load_checkpoint_path out, or update_every",
+        )
 
 
-def _rank(rank: int) -> Iterator[Refusal]:
-    if rank in RANKS:
-        return
-    around = [pair for pair in pairwise(RANKS) if pair[0] < rank < pair[1]]
-    nearest = " or ".join(map(str, around[0])) if around else str(RANKS[-1])
-    yield Refusal(
-        f"trainer.lora.rank = {rank}",
-        f"a rank that vLLM takes: {', '.join(map(str, RANKS))}",
-        f"set --trainer.lora.rank to {nearest}",
-    )
-
-
-def _targets(lora: LoraConfig) -> Iterator[Refusal]:
+def _targets(lora: LoraConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
     targets = lora.target_modules
     unknown = [name for name in targets if name not in LINEAR]
     if unknown:
@@ -133,28 +130,13 @@ def _targets(lora: LoraConfig) -> Iterator[Refusal]:
             f"at least one of {', '.join((*ATTENTION, *MLP))}",
             "set --trainer.lora.train-attn true, or --trainer.lora.train-mlp true",
         )
-
-
-def _reference(config: CommonConfig) -> Iterator[Refusal]:
-    reference = config.kl_reference
-    if reference and reference.update_every and not config.base_is_reference:
-        yield Refusal(
-            f"trainer.kl.reference.update_every = {reference.update_every} with trainer.lora.rank and another model as "
-            "the reference",
-            "the base as the reference, whose adapters then become the policy's: another model has none",
-            "leave trainer.kl.reference.base_model and load_checkpoint_path out, or update_every",
-        )
-
-
-def _lora_for_model(lora: LoraConfig, facts: ModelFacts) -> Iterator[Refusal]:
-    targets = lora.target_modules
-    if "lm_head" in targets and facts.tied_embeddings:
+    if facts and "lm_head" in targets and facts.tied_embeddings:
         yield Refusal(
             f"an adapter for lm_head of {facts.name}, whose output matrix is that of its embeddings",
             "an output matrix of its own: merged into a shared one, the adapter would change the inputs too",
             "leave --trainer.lora.train-unembed out (and lm_head out of --trainer.lora.targets)",
         )
-    if facts.num_chosen and set(targets) & set(MLP):
+    if facts and facts.num_chosen and set(targets) & set(MLP):
         yield Refusal(
             f"adapters for the MLPs of {facts.name}, a mixture of experts",
             "MLPs that are single matrices: experts are stacked, and get no adapters",

@@ -251,3 +251,14 @@ class OptimStepResponse:
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """`lr`, and `grad_norm` of the normalised gradient before clipping."""
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """The result of a step that has been trained on."""
+
+    metrics: dict[str, float]
+    trained: list[dict[str, Any]]
+    """Problem, index, requeues and floor of each group, in the order in which they were taken."""
+    records: list[str]
+    """Records of some of the groups (`orchestrator.recorder`)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class RlRun(TrainingRun):
     """A run of `rl`."""
 
     core = "trainer and orchestrator"
+    guard = Guard
     config: Config
 
     def __init__(self, config: Config, facts: ModelFacts, plan: Plan) -> None:
@@ -62,9 +63,6 @@ class RlRun(TrainingRun):
         )
         ending.callback(orchestrator.stop)
         return Core(trainer, {"orchestrator": orchestrator}, (trainer, orchestrator), orchestrator)
-
-    def guard(self, say: Callable[[str], None]) -> Guard:
-        return Guard(self.config, say)
 
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
         train(self.config, Rooms(core.trainer, core.others["orchestrator"]), attempt, journal)

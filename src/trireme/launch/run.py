@@ -54,6 +54,8 @@ class TrainingRun(ABC):
     """Names the rooms that are built anew together."""
     places: Mapping[str, list[dict[str, Any]]]
     """Ray's options of each actor in its place, by room: once they are reserved."""
+    guard: type[RefusedSteps] = RefusedSteps
+    """Makes the guard of an attempt."""
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, plan: Plan, fixed: Mapping[str, Any]) -> None:
         self.config, self.facts, self.plan, self.fixed = config, facts, plan, fixed
@@ -68,9 +70,6 @@ class TrainingRun(ABC):
     @abstractmethod
     def start(self, run: RunDir, ending: ExitStack) -> Core:
         """Starts the rooms of an attempt side by side, and returns before they are ready. `ending` gets their stops."""
-
-    @abstractmethod
-    def guard(self, say: Callable[[str], None]) -> RefusedSteps: ...
 
     @abstractmethod
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
@@ -226,7 +225,7 @@ def train_and_commit(
             start=run.start.step,
             learning_rate=learning_rate_schedule(config, facts.model_type, facts.hidden_size),
             commits=commits,
-            guard=training.guard(say),
+            guard=training.guard(config, say),
             stop=stop,
             roster=supervisor.roster,
             check_rooms=supervisor.check,

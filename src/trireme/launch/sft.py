@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,7 +15,6 @@ from trireme.plan.base import Plan
 from trireme.run.metrics import Journal
 from trireme.run.rundir import RunDir
 from trireme.sft.data import SftData
-from trireme.train.guards import RefusedSteps
 from trireme.train.sft_loop import step_line, train
 from trireme.train.steps import Attempt
 
@@ -42,9 +41,6 @@ class SftRun(TrainingRun):
         ending.callback(trainer.stop)
         self._data.load_state(None)  # an attempt without a commit begins with the first example
         return Core(trainer, {"data": self._data}, [trainer])
-
-    def guard(self, say: Callable[[str], None]) -> RefusedSteps:
-        return RefusedSteps(self.config, say)
 
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
         train(self.config, core.trainer, self._data, attempt, journal)

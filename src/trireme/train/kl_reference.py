@@ -69,8 +69,7 @@ def _check(key: str, name: str, config: Config, facts: ModelFacts) -> None:
             "choose a reference of the same family",
         ).error()
     other = sorted(name for name, _ in _computed(found) ^ _computed(facts))
-    if other and config.trainer.kl.reference.update_every:
-        every = config.trainer.kl.reference.update_every
+    if other and (every := config.trainer.kl.reference.update_every):
         raise Refusal(
             f"trainer.kl.reference.update_every = {every} with {key} = {name}, whose config.json differs"
             f" from that of {facts.name} in {', '.join(dict.fromkeys(other))}",

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 
 from trireme.config import Config
+from trireme.core.types import StepSummary
 from trireme.core.weights import PublishedWeights
 from trireme.run.metrics import Journal
 from trireme.train.kl_penalty import KlPenalty
-from trireme.train.steps import Attempt, Rooms, StepRecord, StepRelease
+from trireme.train.steps import Attempt, Rooms, StepRecord
 
 
 def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> None:
@@ -46,7 +47,7 @@ def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> N
 
 def train_step(
     config: Config, rooms: Rooms, penalty: KlPenalty, attempt: Attempt, record: StepRecord
-) -> tuple[PublishedWeights, StepRelease]:
+) -> tuple[PublishedWeights, StepSummary]:
     """Trains on one batch, and gives the new weights to the replicas, which sample the next batches meanwhile."""
     trainer, orchestrator, step, clock = rooms.trainer, rooms.orchestrator, record.step, record.clock
     adam = attempt.adam_params(step)

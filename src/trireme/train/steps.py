@@ -15,6 +15,7 @@ from trireme.core.types import (
     Minibatch,
     OptimStepResponse,
     Provenance,
+    StepSummary,
     TokenBatch,
     Which,
 )
@@ -44,20 +45,6 @@ class Trainer(StatefulTrainer, Protocol):
     def update_reference(self) -> None: ...
 
 
-class StepRelease(Protocol):
-    """The answer to `release`: metrics of a step, the groups that it trained on, and records of some of them
-    (`orchestrator.metrics`)."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-
-    @property
-    def trained(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def records(self) -> Sequence[str]: ...
-
-
 class Orchestrator(Protocol):
     """The verbs of the orchestrator (`orchestrator.handle`)."""
 
@@ -67,7 +54,7 @@ class Orchestrator(Protocol):
         self, weights: PublishedWeights, hurry: Callable[[], bool], check: Callable[[], None]
     ) -> None: ...
 
-    def release(self, step: int) -> StepRelease: ...
+    def release(self, step: int) -> StepSummary: ...
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,19 @@ import numpy as np
 
 from orchestrator.advantages import datum_turns, lay_out
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition, Trajectory
-from orchestrator.metrics import StepSummary
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trireme.config import Config
 from trireme.core.sampler import ReplicaStats
-from trireme.core.types import Datum, Minibatch, SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.core.types import (
+    Datum,
+    Minibatch,
+    SampledSequence,
+    SampleRequest,
+    StepSummary,
+    VersionSpan,
+    WeightIdentity,
+)
 from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
 
 Reward = Callable[["Problem", int], Awaitable[float]]
