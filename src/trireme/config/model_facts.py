@@ -218,8 +218,6 @@ def _hub_reachable(endpoint: str) -> bool:
         return False
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, urllib.error.HTTPError)  # it answered
     return True

@@ -31,17 +31,17 @@ class DataPart(Part):
         train, size, data = self.config.data.train, self.config.data.batch_size, self.data
         if data is None:
             return [("data", f"{train}: unknown, as the model is"), ("steps", f"{size} examples each")]
-        rows = [("data", f"{train}: {_examples_text(data.train)}"), ("steps", self._steps_text(data))]
+        steps, epoch = self.config.max_steps, data.cursor.size
+        order = "a random order of its own each" if self.config.data.shuffle else "as they stand"
+        epochs = min(steps * size, data.cursor.end or steps * size) / epoch
+        rows = [
+            ("data", f"{train}: {_examples_text(data.train)}"),
+            ("steps", f"{steps} of {size} examples: {epochs:.4g} epochs, {order}"),
+        ]
         if data.test is not None:
             every = count(self.config.eval.every, "step")
             rows += [("evaluation", f"{_examples_text(data.test)}: first of all, every {every}, and at the end")]
         return rows
-
-    def _steps_text(self, data: SftData) -> str:
-        steps, size, each = self.config.max_steps, data.cursor.size, self.config.data.batch_size
-        order = "a random order of its own each" if self.config.data.shuffle else "as they stand"
-        epochs = min(steps * each, data.cursor.end or steps * each) / size
-        return f"{steps} of {each} examples: {epochs:.4g} epochs, {order}"
 
 
 def sft_plan(

@@ -68,16 +68,12 @@ def _check(key: str, name: str, config: Config, facts: ModelFacts) -> None:
             f"the {facts.vocab_size} tokens of {facts.name}: both look at the same tokens",
             "choose a reference of the same family",
         ).error()
-    other = sorted(name for name, _ in _computed(found) ^ _computed(facts))
+    computed = [{(key, repr(value)) for key, value in f.described.items()} for f in (found, facts)]
+    other = sorted({key for key, _ in computed[0] ^ computed[1]} - IRRELEVANT)
     if other and (every := config.trainer.kl.reference.update_every):
         raise Refusal(
             f"trainer.kl.reference.update_every = {every} with {key} = {name}, whose config.json differs"
-            f" from that of {facts.name} in {', '.join(dict.fromkeys(other))}",
+            f" from that of {facts.name} in {', '.join(other)}",
             "a reference of the model's own architecture: it will hold the model's weights",
             f"take {config.model.name}, or leave update_every out",
         ).error()
-
-
-def _computed(facts: ModelFacts) -> set[tuple[str, str]]:
-    """Returns the entries of a model's config.json that change what it computes."""
-    return {(name, repr(value)) for name, value in facts.described.items() if name not in IRRELEVANT}
