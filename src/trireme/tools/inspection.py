@@ -187,21 +187,16 @@ def render(report: Inspection) -> Iterator[RenderableType]:
             yield f"{commit.path} does not verify: {commit.reason}"
     for leftover in report.leftovers:
         yield f"{leftover.path} is no commit ({decimal(leftover.bytes)}): {leftover.what}"
-    yield from _incidents(report.incidents)
-    if report.resume:
-        start = "the beginning: there is no commit that verifies" if report.newest is None else f"step {report.newest}"
-        yield f"\ncontinue from {start}\n  {report.resume}"
-
-
-def _incidents(incidents: Sequence[Incident]) -> Iterator[str]:
-    """Yields the newest incidents, oldest first."""
-    if incidents:
+    if incidents := report.incidents:
         known = f"{len(incidents)} incidents" if len(incidents) > 1 else "1 incident"
         yield f"{known}, all in {INCIDENTS}" + (":" if len(incidents) <= MOST_INCIDENTS else "; the newest:")
-    for incident in incidents[-MOST_INCIDENTS:]:
+    for incident in incidents[-MOST_INCIDENTS:]:  # oldest first
         when = datetime.fromtimestamp(incident.at, UTC)
         place = f"attempt {incident.attempt}, step {incident.step}"
         yield f"  {when:%Y-%m-%d %H:%M:%S} UTC, {place}: {incident.part}: {incident.what}"
+    if report.resume:
+        start = "the beginning: there is no commit that verifies" if report.newest is None else f"step {report.newest}"
+        yield f"\ncontinue from {start}\n  {report.resume}"
 
 
 def _lineage_tree(lineages: Sequence[Head]) -> Tree:

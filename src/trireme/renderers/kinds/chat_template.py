@@ -43,23 +43,19 @@ class ChatTemplateRenderer(TextRenderer):
         self._writes_thinking = "reasoning_content" in template
         self._reads_calls = CALL in template
         super().__init__(tokenizer, (), rule)
-        self._stop = self._find_stop_tokens()
-        asked = self.text([ASKED], (), True)
-        self.thinking_is_open = asked.rstrip().endswith(THINK)
-        if enable_thinking is False:
-            self.no_thinking = "".join(NO_THINKING.findall(asked))
-
-    def _find_stop_tokens(self) -> tuple[int, ...]:
         after = self.encode(self.text([ASKED, ANSWERED], (), False).partition(MARK)[2])
-        special = set(self._tokenizer.get_added_vocab().values())
-        found = [*(token for token in after[:1] if token in special), self._tokenizer.eos_token_id]
-        stop = tuple(dict.fromkeys(token for token in found if token is not None))
-        if not stop:
+        special = set(tokenizer.get_added_vocab().values())
+        found = [*(token for token in after[:1] if token in special), tokenizer.eos_token_id]
+        self._stop = tuple(dict.fromkeys(token for token in found if token is not None))
+        if not self._stop:
             raise BadInput(
                 "renderer.name = chat_template with a tokenizer that has no end-of-sequence token, and a template that "
                 "puts no special token after the assistant's message; expected either: nothing else can end an answer"
             )
-        return stop
+        asked = self.text([ASKED], (), True)
+        self.thinking_is_open = asked.rstrip().endswith(THINK)
+        if enable_thinking is False:
+            self.no_thinking = "".join(NO_THINKING.findall(asked))
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
         boundary = 0 if self._writes_thinking else self.thinking_from(messages, generate)

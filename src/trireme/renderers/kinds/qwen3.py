@@ -60,19 +60,13 @@ def _opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
 def _assistant(message: Message, shows_thinking: bool, answers_last: bool) -> str:
     """Writes an assistant's message. `answers_last`: it ends the conversation after the last question, and then has a
     block even without thinking."""
-    thinking, content = _thinking_and_content(message)
+    content, thinking = message["content"], message.get("thinking", "")
+    if "thinking" not in message and THINK_END in content:  # separated as the template does
+        thinking = content.split(THINK_END)[0].rstrip("\n").split(THINK)[-1].lstrip("\n")
+        content = content.split(THINK_END)[-1].lstrip("\n")
     block = thinking_block(thinking) if shows_thinking and (thinking or answers_last) else ""
     body = content.lstrip("\n") if block else content
     return f"{START}assistant\n{block}{with_tool_calls(body, message.get('tool_calls', ()))}{END}\n"
-
-
-def _thinking_and_content(message: Message) -> tuple[str, str]:
-    """Separates thinking from content, also where the content holds it, as the template does."""
-    content = message["content"]
-    if "thinking" in message or THINK_END not in content:
-        return message.get("thinking", ""), content
-    thinking = content.split(THINK_END)[0].rstrip("\n").split(THINK)[-1].lstrip("\n")
-    return thinking, content.split(THINK_END)[-1].lstrip("\n")
 
 
 def _tool(messages: Sequence[Message], i: int) -> str:
