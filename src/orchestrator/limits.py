@@ -1,4 +1,4 @@
-"""What ends a run by itself: the error of a background task, too many failed rollouts, or many groups in a row that
+"""Limits that end a run by themselves: the error of a background task, too many failed rollouts, or many groups in a row that
 cannot be trained on."""
 
 from __future__ import annotations
