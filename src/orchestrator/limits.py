@@ -1,5 +1,5 @@
-"""Limits that end a run by themselves: the error of a background task, too many failed rollouts, or many groups in a row that
-cannot be trained on."""
+"""Limits that end a run by themselves: the error of a background task, too many failed rollouts, or many groups in
+a row that cannot be trained on."""
 
 from __future__ import annotations
 
