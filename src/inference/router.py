@@ -60,14 +60,13 @@ class Router:
         that are not finite, several times in a row, has failed.
         """
         self._members = Members(replicas, patience_s)
-        self._fixed, self._one_version = fixed, one_version
+        self._fixed, self._max_updating, self._one_version = fixed, max_updating, one_version
         self._vocab_size = vocab_size
         self._routes: OrderedDict[str, Member] = OrderedDict()
         self._queued: defaultdict[Member, list[RoutedRequest]] = defaultdict(list)
         self._tasks: set[asyncio.Task[None]] = set()
         self._name, self._numbers = uuid.uuid4().hex[:6], itertools.count()
         self._changing = asyncio.Lock()  # the weights, and the members that get them
-        self._turns = asyncio.Semaphore(max_updating or sys.maxsize)
         self._bring_newest: Callable[[Member], Awaitable[Any]] | None = None
         self._joining: Member | None = None
 
@@ -205,7 +204,8 @@ class Router:
         deterministic mode, its failure is raised. When none is left, waits for one that joins with these weights.
         Raises RoomFailed, or WeightsRefused when every replica refuses them."""
         async with self._changing:
-            self._bring_newest = partial(self._update_one, weights)
+            turns = asyncio.Semaphore(self._max_updating or sys.maxsize)
+            self._bring_newest = partial(self._update_one, weights, turns)
             results = await asyncio.gather(*map(self._bring_newest, self._members.live), return_exceptions=True)
         must_raise = self._fixed or all(isinstance(result, WeightsRefused) for result in results)
         for result in results:
@@ -214,13 +214,13 @@ class Router:
         reports = [result for result in results if isinstance(result, UpdateReport)]
         return reports or [member.report for member in await self._members.wait_for_serving() if member.report]
 
-    async def _update_one(self, weights: PublishedWeights, member: Member) -> UpdateReport:
+    async def _update_one(self, weights: PublishedWeights, turns: asyncio.Semaphore, member: Member) -> UpdateReport:
         async def load_and_check() -> UpdateReport:
             report = await member.client.load_weights(weights)
             member.check_given("reports that it has", [report.identity], [weights.identity])
             return report
 
-        async with self._turns:
+        async with turns:
             if member.gone:  # while it waited
                 raise member.gone
             member.updating = True
