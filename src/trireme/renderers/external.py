@@ -115,12 +115,16 @@ class PackageRenderer(Renderer):
         The cut is at a special token. Where none leaves the text of `shown`, all tokens stay.
         """
         cuts = sorted(n + after for n, token in enumerate(own) if token in self._special for after in (0, 1))
-        words = self._decoded(shown).split()
-        cut = max((n for n in cuts if self._decoded(own[n:]).split() == words), default=0) if self._strips else 0
+        text = self._text(shown)
+        cut = max((n for n in cuts if self._text(own[n:]) == text), default=0) if self._strips else 0
         kept = own[cut:]
         while cut and kept and not self._tokenizer.decode(kept[:1]).strip():
             kept = kept[1:]
         return kept if self.ended(kept) or not self.ended(shown) else [*kept, shown[-1]]
+
+    def _text(self, tokens: list[int]) -> str:
+        """Returns the text of a message without white space, which formats write differently within tool calls."""
+        return "".join(self._decoded(tokens).split())
 
     def _decoded(self, tokens: list[int]) -> str:
         """Returns the text of a message without what ends it."""
