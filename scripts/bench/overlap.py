@@ -212,7 +212,7 @@ def started(config: Config) -> Iterator[Bench]:
     training, console = RlRun(config, facts, plan), Console(highlight=False)
     with (
         RunDir.open(config, training.fixed) as run,
-        ray_cluster(config, plan),
+        ray_cluster(config, plan.resources),
         supervised(training, run, console) as (supervisor, where),
         attempt(training, run, supervisor, where, console) as core,
     ):

@@ -45,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trireme.config.losses import find_loss, loss_refusals
-from trireme.config.refusals import refuse
+from trireme.core.refusals import refuse
 from trireme.core.types import Datum, TokenBatch
 
 if TYPE_CHECKING:

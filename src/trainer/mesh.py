@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trireme.config import CommonConfig
 from trireme.config.installed import INSTALL_GPU
-from trireme.config.refusals import Refusal
+from trireme.core.refusals import Refusal
 
 REPLICATE, SHARD = "replicate", "shard"
 DATA_PARALLEL = (REPLICATE, SHARD)

@@ -41,9 +41,10 @@ from trireme.core.types import (
     TensorData,
 )
 from trireme.launch.common import StartProgress, prepare_cluster
-from trireme.plan.base import PartKind, Plan, Resources
+from trireme.plan.base import PartKind, Plan
 from trireme.plan.rl import LOOP_ROOMS
 from trireme.plan.trainer import TrainerPart
+from trireme.process.environ import Resources
 from trireme.train.kl_reference import keep_reference, resolve_reference
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[t
 
     keep_reference(config)
     with ExitStack() as ending:
-        plan = replace(plan, resources=ending.enter_context(ray_cluster(config, plan)))
+        plan = replace(plan, resources=ending.enter_context(ray_cluster(config, plan.resources)))
         plan.check_resources()
         config = plan.with_device(config)
         progress, limit = StartProgress(Console(highlight=False, soft_wrap=True)), config.timeouts.start_s

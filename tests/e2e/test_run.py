@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from run_support import KILLED_GONE_S, ROOT, TINY, Ended, assert_bound_and_conservation, at_step, run_rl
 
+from trireme.checkpoint.rows import ROLLOUTS, recorded_steps
 from trireme.core.errors import EXIT_FAILED, EXIT_OK
-from trireme.run.rollout_records import ROLLOUTS, TABLE_COLUMNS, read_records, recorded_steps
+from trireme.run.rollout_records import TABLE_COLUMNS, read_records
 from trireme.tools.timeline import Span, timeline
 
 LONG = [*TINY, "--trainer.shards", "1", "--max-steps", "200"]

@@ -11,9 +11,10 @@ import pytest
 from trireme.api import loop_config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
-from trireme.plan.base import Plan, Resources
+from trireme.plan.base import Plan
 from trireme.plan.rl import LOOP_ROOMS
 from trireme.plan.trainer import TrainerPart
+from trireme.process.environ import Resources
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["--model.name", str(ROOT / "assets" / "sort-base"), "--model.max-seq-len", "160"]

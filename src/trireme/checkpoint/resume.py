@@ -14,9 +14,9 @@ from trireme.checkpoint.files import make_directory
 from trireme.checkpoint.manifest import Manifest, step_of
 from trireme.checkpoint.rows import ROW_FILES, read_rows, write_rows
 from trireme.checkpoint.store import CheckpointStore, VerifiedCommit
-from trireme.config.refusals import Refusal
 from trireme.config.resume_compat import REFERENCE_WEIGHTS
 from trireme.core.errors import CheckpointInvalid
+from trireme.core.refusals import Refusal
 
 ABSENT = "(absent)"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 from trireme.checkpoint.files import make_directory, replace_file
 
 METRICS, TRAINED = "metrics.jsonl", "trained.jsonl"
+ROLLOUTS = "rollouts"
+"""Directory with a file of rollouts for each step that records some."""
 ROW_FILES = (METRICS, TRAINED)
 """Row files of a run: the metrics of each step, and what it trained on (so the order of the data). Going back to the
 commit of step N removes their rows from N on."""
@@ -67,3 +70,9 @@ def move_rows(file: Path, leaves: Callable[[StepRow], bool], branch_file: Path) 
     if leaving or torn:
         write_rows(file, [row for row in rows if not leaves(row)])
     return len(leaving), torn
+
+
+def recorded_steps(directory: Path) -> dict[int, Path]:
+    """Returns {step: file} of a directory of recorded rollouts, in order of step."""
+    names = {file: re.fullmatch(r"step_(\d{6,})\.jsonl", file.name) for file in directory.glob("*.jsonl")}
+    return dict(sorted((int(match[1]), file) for file, match in names.items() if match))

@@ -22,10 +22,9 @@ from pathlib import Path
 
 from trireme.checkpoint.files import fsync_directory, make_directory, replace_file, storage_errors, write_bytes
 from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest, step_name, step_of
-from trireme.checkpoint.rows import ROW_FILES, StepRow, move_rows, read_rows, write_rows
+from trireme.checkpoint.rows import ROLLOUTS, ROW_FILES, StepRow, move_rows, read_rows, recorded_steps, write_rows
 from trireme.core.errors import CheckpointInvalid
 from trireme.process.faults import fault_point
-from trireme.run.rollout_records import ROLLOUTS, recorded_steps
 
 HEAD = "HEAD"
 KEEP = "KEEP"

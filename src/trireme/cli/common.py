@@ -11,8 +11,8 @@ from typing import NoReturn
 from rich.console import Console
 
 from trireme.config import CommonConfig
-from trireme.config.refusals import Refusal
 from trireme.core.errors import EXIT_OK, TriremeError
+from trireme.core.refusals import Refusal
 from trireme.plan.base import Plan
 from trireme.process import signals
 from trireme.run.rundir import resume_command

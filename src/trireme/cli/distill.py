@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from trireme.checkpoint.files import replace_file, storage_errors
 from trireme.cli.common import Parser
 from trireme.config.installed import check_installed
-from trireme.config.refusals import Refusal
 from trireme.core.errors import EXIT_OK
+from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SamplingParams
 from trireme.renderers import Message, Renderer, make_renderer

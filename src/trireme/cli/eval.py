@@ -31,14 +31,15 @@ from trireme.config.checks import check
 from trireme.config.installed import check_installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
-from trireme.config.refusals import Refusal
 from trireme.config.schema import LoraConfig
 from trireme.core.errors import CheckpointInvalid
+from trireme.core.refusals import Refusal
 from trireme.core.types import WeightIdentity
 from trireme.launch.common import StartProgress, prepare_cluster
-from trireme.plan.base import Plan, Resources
+from trireme.plan.base import Plan
 from trireme.plan.rl import EVALUATION_ROOMS
 from trireme.process import signals
+from trireme.process.environ import Resources
 from trireme.tools.export import chosen_commit, export
 from trireme.tools.merge import BASE
 
@@ -150,7 +151,7 @@ def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Cons
     from trireme.process import ray_cluster as cluster
 
     started, logs = time.monotonic(), Path(tempfile.mkdtemp(prefix="trireme-eval-"))
-    with cluster.ray_cluster(config, plan) as resources:
+    with cluster.ray_cluster(config, plan.resources) as resources:
         signals.arm()
         plan = replace(plan, config=config, resources=resources)
         plan.check_resources()

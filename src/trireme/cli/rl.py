@@ -16,8 +16,9 @@ from trireme.config.installed import check_installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.launch.common import prepare_cluster
-from trireme.plan.base import Plan, Resources
+from trireme.plan.base import Plan
 from trireme.plan.rl import RL_ROOMS
+from trireme.process.environ import Resources
 from trireme.train.kl_reference import resolve_reference
 
 

@@ -15,8 +15,8 @@ from trireme.config.load import load_as
 from trireme.config.model_facts import ModelFacts
 from trireme.config.sft import SftConfig
 from trireme.launch.common import prepare_cluster
-from trireme.plan.base import Resources
 from trireme.plan.sft import sft_plan
+from trireme.process.environ import Resources
 from trireme.sft.data import SftData, with_absolute_files
 
 

@@ -17,9 +17,9 @@ from rich.filesize import decimal
 
 from trireme.cli.common import Parser, run_command
 from trireme.cli.distill import main as distill
-from trireme.config.refusals import Refusal
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_OK, TriremeError
 from trireme.core.extras import require
+from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import load_tokenizer
 from trireme.tools.export import DTYPES, export
 from trireme.tools.inspection import inspect, render

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from trireme.config.model_facts import ModelFacts
-from trireme.config.refusals import Refusal, refuse
 from trireme.config.schema import CommonConfig, Config
 from trireme.config.sft import SftConfig
 from trireme.config.trainer_checks import trainer_refusals
+from trireme.core.refusals import Refusal, refuse
 from trireme.renderers import unknown_renderer
 
 EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from trireme.config.refusals import Refusal
+from trireme.core.refusals import Refusal
 
 INSTALL_CPU = "uv sync"
 INSTALL_GPU = "uv sync --no-group cpu --group gpu"
@@ -20,6 +21,13 @@ def installed_vllm() -> str | None:
         except PackageNotFoundError:
             continue
     return None
+
+
+def package_versions() -> dict[str, str]:
+    """Returns the versions of the packages that a run depends on, without importing them."""
+    names = ("trireme", "torch", "ray", "transformers")
+    vllm = (installed_vllm() or "vllm not-installed").split(" ", 1)
+    return {"python": platform.python_version(), **{name: version(name) for name in names}, vllm[0]: vllm[1]}
 
 
 def check_installed() -> None:

@@ -29,7 +29,7 @@ from typing import Any, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from trireme.config.keys import Keys, Path
-from trireme.config.refusals import Refusal
+from trireme.core.refusals import Refusal
 
 PREFIX = "TRIREME__"
 

@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from trireme.config.keys import Key, Keys, Path, keys_of
 from trireme.config.layers import PREFIX, GivenValue, MergedLayers, read_literal, unknown_key
-from trireme.config.refusals import Refusal, refuse
 from trireme.config.schema import CommonConfig, Config
+from trireme.core.refusals import Refusal, refuse
 
 C = TypeVar("C", bound=CommonConfig)
 BOOLEANS = ("true", "false")

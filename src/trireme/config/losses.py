@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from trireme.config.refusals import Refusal
+from trireme.core.refusals import Refusal
 
 ROLLOUT_COLUMNS = ("target_tokens", "mask", "logprobs", "advantages")
 SUPERVISED_COLUMNS = ("target_tokens", "weights")

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trireme.config.refusals import Refusal
+from trireme.core.refusals import Refusal
+from trireme.core.tokenizer import looks_like_path
 
 if TYPE_CHECKING:
     from trireme.config.schema import CommonConfig
@@ -163,11 +164,6 @@ def count_parameters(config: Mapping[str, Any], *, active: bool = False) -> int:
 def _num_experts(config: Mapping[str, Any]) -> int:
     """Returns the number of experts in a layer; 0 without experts."""
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
-
-
-def looks_like_path(name: str) -> bool:
-    """Returns True if `name` is a place on this machine, which is never asked for on the hub."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
 def _read_local(name: str) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 
 import xxhash
 
-from trireme.config.model_facts import ModelFacts, looks_like_path
+from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig, Config
+from trireme.core.tokenizer import looks_like_path
 
 IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 """Entries of a model's config.json that say nothing about what it computes."""

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, PositiveInt
 
 from trireme.config.inference import InferenceConfig, SamplingConfig
-from trireme.config.model_facts import ModelFacts, looks_like_path
+from trireme.config.model_facts import ModelFacts
 from trireme.config.orchestrator import (
     SEVERAL,
     EnvConfig,
@@ -36,6 +36,7 @@ from trireme.config.run import (
 )
 from trireme.config.section import NonNegativeInt, Section
 from trireme.config.trainer import CommonTrainer, KlConfig, LoraConfig, OptimConfig, ReferenceConfig, TrainerConfig
+from trireme.core.tokenizer import looks_like_path
 from trireme.core.types import AdamParams
 
 __all__ = [
@@ -82,6 +83,10 @@ class CommonConfig(Section, ABC):
     @abstractmethod
     def label(self) -> str:
         """A word for what the run learns, which begins its default name."""
+
+    def default_name(self, suffix: str) -> str:
+        """Returns the name of a run that was given none."""
+        return f"{self.label}-{Path(self.model.name).name}-{suffix}"
 
     @property
     def max_steps_off_policy(self) -> int:

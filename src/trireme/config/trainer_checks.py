@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from trireme.config.losses import LOSSES, ROLLOUT_COLUMNS, find_loss, loss_refusals
 from trireme.config.model_facts import ModelFacts
-from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig, Config
 from trireme.config.trainer import ATTENTION, LINEAR, MLP, UNEMBED, LoraConfig
+from trireme.core.refusals import Refusal
 
 AUTO_LEARNING_RATE_FAMILIES = ("qwen", "llama")
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from trireme.config.model_facts import looks_like_path
-from trireme.config.refusals import Refusal
+from trireme.core.refusals import Refusal
+from trireme.core.tokenizer import looks_like_path
 from trireme.core.weights import TensorEntry, hash_bytes, weights_digest
 
 SINGLE = "model.safetensors"

@@ -1,4 +1,4 @@
-"""Opens the tokenizer of a model.
+"""Opens the tokenizer of a model, and tells names of models on the hub from directories.
 
 `AutoTokenizer` imports torch, which takes seconds. So a tokenizer in a file `tokenizer.json`, as nearly all are, is
 opened by the class that reads that file, and only others by `AutoTokenizer`.
@@ -7,6 +7,7 @@ opened by the class that reads that file, and only others by `AutoTokenizer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 Decode = Callable[[Sequence[int]], str]
@@ -24,3 +25,8 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(name)
+
+
+def looks_like_path(name: str) -> bool:
+    """Returns True if `name` is a place on this machine, which is never asked for on the hub."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()

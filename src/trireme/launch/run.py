@@ -100,7 +100,7 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
         if run.start.step >= config.max_steps:
             say(f"{run.root} is at step {run.start.step} of {config.max_steps}: nothing to do")
             return None
-        with ray_cluster(config, training.plan) as resources:
+        with ray_cluster(config, training.plan.resources) as resources:
             signals.arm()
             training.plan = replace(training.plan, config=config, resources=resources, run_dir=run.root)
             training.plan.check_resources()

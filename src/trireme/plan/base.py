@@ -4,13 +4,10 @@ which share the machines."""
 from __future__ import annotations
 
 import math
-import os
-import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -18,13 +15,12 @@ from typing import Any, ClassVar, TypeVar
 from rich.table import Table
 from rich.text import Text
 
-from trireme.config.installed import check_build, installed_vllm
+from trireme.config.installed import check_build, package_versions
 from trireme.config.model_facts import ModelFacts
-from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig
+from trireme.core.refusals import Refusal
 from trireme.plan.memory import GIB
-from trireme.process.environ import cluster_address
-from trireme.run.rundir import default_name
+from trireme.process.environ import Resources, cluster_address
 
 C = TypeVar("C", bound=CommonConfig)
 T = TypeVar("T")
@@ -35,34 +31,6 @@ ORDER = (
 """The rows of a plan, in the order in which they are printed."""
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
-
-
-@dataclass(frozen=True)
-class Resources:
-    """The machines of a run, over all nodes together."""
-
-    nodes: int
-    cpus: int
-    """Cores."""
-    gpus: int
-    memory_bytes: int
-    source: str
-    """Where it is, as part of a sentence ("this machine")."""
-
-    @classmethod
-    def of_this_machine(cls) -> Resources:
-        """Returns the cores and GPUs that this process may use, and the machine's memory."""
-        gpus = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            gpus = min(gpus, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(1, len(os.sched_getaffinity(0)), gpus, memory, "this machine")
-
-    def compute_on_gpus(self, config: CommonConfig) -> bool:
-        """Returns True if the models of a run compute on GPUs here."""
-        device = config.cluster.device
-        return device == "gpu" or (device == "auto" and self.gpus > 0 and not config.deterministic)
 
 
 @dataclass(frozen=True)
@@ -283,7 +251,7 @@ class Plan:
     def _common_rows(self) -> list[tuple[str, str]]:
         run, has = self.config.run, self.resources
         needs = f"needs {count(self.gpus_needed, 'GPU')}, " if self.on_gpus else ""
-        where = self.run_dir or f"{run.output_dir}/{run.name or default_name(self.config, '<8 hex>')}"
+        where = self.run_dir or f"{run.output_dir}/{run.name or self.config.default_name('<8 hex>')}"
         return [
             (
                 "resources",
@@ -321,13 +289,6 @@ class Plan:
             return "no part that dies is started again: the run fails then"
         often = f"at most {count(options.max_restarts, 'time')} in {options.restart_window_s:,g} s"
         return f"a part that dies is started again, {often}; a shard costs the steps since the newest commit"
-
-
-def package_versions() -> dict[str, str]:
-    """Returns the versions of the packages that a run depends on, without importing them."""
-    names = ("trireme", "torch", "ray", "transformers")
-    vllm = (installed_vllm() or "vllm not-installed").split(" ", 1)
-    return {"python": platform.python_version(), **{name: version(name) for name in names}, vllm[0]: vllm[1]}
 
 
 def count(number: int, what: str) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.sft import SftConfig
-from trireme.plan.base import Part, Plan, Resources, count
+from trireme.plan.base import Part, Plan, count
 from trireme.plan.trainer import TrainerPart
+from trireme.process.environ import Resources
 from trireme.sft.data import Examples, SftData
 
 

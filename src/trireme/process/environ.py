@@ -1,4 +1,5 @@
-"""Sets what the system gives a process: variables that Ray reads when it is imported, output files, CPU time."""
+"""Reads the resources of this machine, and sets what the system gives a process: variables that Ray reads when it is
+imported, output files, CPU time."""
 
 from __future__ import annotations
 
@@ -8,12 +9,41 @@ import os
 import secrets
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.config import CommonConfig
 
 NICE = 10
 """A nice value with which a thread gets a tenth of the CPU time that other threads on its core get."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The machines of a run, over all nodes together."""
+
+    nodes: int
+    cpus: int
+    """Cores."""
+    gpus: int
+    memory_bytes: int
+    source: str
+    """Where it is, as part of a sentence ("this machine")."""
+
+    @classmethod
+    def of_this_machine(cls) -> Resources:
+        """Returns the cores and GPUs that this process may use, and the machine's memory."""
+        gpus = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            gpus = min(gpus, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls(1, len(os.sched_getaffinity(0)), gpus, memory, "this machine")
+
+    def compute_on_gpus(self, config: CommonConfig) -> bool:
+        """Returns True if the models of a run compute on GPUs here."""
+        device = config.cluster.device
+        return device == "gpu" or (device == "auto" and self.gpus > 0 and not config.deterministic)
 
 
 def cluster_address(config: CommonConfig) -> str | None:

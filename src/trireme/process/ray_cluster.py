@@ -19,11 +19,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trireme.config import CommonConfig
-from trireme.config.refusals import Refusal
 from trireme.core.errors import RoomFailed
-from trireme.plan.base import Plan, Resources
+from trireme.core.refusals import Refusal
 from trireme.process import waits
-from trireme.process.environ import cluster_address
+from trireme.process.environ import Resources, cluster_address
 
 Progress = Callable[[list[str], float], None]
 SHUTDOWN_S = 15.0
@@ -49,13 +48,14 @@ def _without_obituaries() -> None:
 
 
 @contextmanager
-def ray_cluster(config: CommonConfig, plan: Plan) -> Iterator[Resources]:
-    """Connects to the cluster at `cluster_address`, or starts one here that leaves nothing behind. Yields resources."""
+def ray_cluster(config: CommonConfig, here: Resources) -> Iterator[Resources]:
+    """Connects to the cluster at `cluster_address`, or starts one on the resources of this machine, `here`, that leaves
+    nothing behind. Yields the resources of the cluster."""
     _without_obituaries()
     address = cluster_address(config)
     if address is None:
-        with _local_cluster(plan):
-            yield plan.resources
+        with _local_cluster(here.cpus):
+            yield here
         return
     _refuse_unless_reachable(address)
     ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -84,13 +84,13 @@ def _refuse_unless_reachable(address: str) -> None:
 
 
 @contextmanager
-def _local_cluster(plan: Plan) -> Iterator[None]:
+def _local_cluster(cpus: int) -> Iterator[None]:
     base = tempfile.gettempdir()
     directory = tempfile.mkdtemp(prefix="trireme-", dir=base if len(base) <= LONGEST_TEMP_DIR else "/tmp")
     before = _children()
     os.environ["TMPDIR"] = directory  # for what actors and engines leave when they are killed (vLLM's sockets)
     try:
-        _start_ray(plan.resources.cpus, directory)
+        _start_ray(cpus, directory)
         yield
     finally:
         started = [p for root in _children() - before for p in (root, *_children(root))]

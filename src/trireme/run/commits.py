@@ -26,10 +26,10 @@ from trireme.checkpoint.files import FileRecord, storage_errors
 from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.config import CommonConfig
+from trireme.config.installed import package_versions
 from trireme.core.errors import LimitReached, RoomFailed, StorageFailed, TriremeError, WeightsRefused
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import PublishedWeights
-from trireme.plan.base import package_versions
 from trireme.process import trace
 from trireme.process.faults import fault_point
 from trireme.process.signals import Stopped, StoppedWithoutCommit

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, TextIO
 
-from trireme.checkpoint.rows import METRICS, TRAINED
+from trireme.checkpoint.rows import METRICS, ROLLOUTS, TRAINED
 from trireme.config import CommonConfig
 from trireme.process import trace
-from trireme.run.rollout_records import ROLLOUTS, TABLE_COLUMNS, table_rows, write_records
+from trireme.run.rollout_records import TABLE_COLUMNS, table_rows, write_records
 from trireme.supervision.roster import Incident, Roster
 
 TOO_EASY = 0.8

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-ROLLOUTS = "rollouts"
-FILE = re.compile(r"step_(\d{6,})\.jsonl")
 
 
 def write_records(directory: Path, step: int, records: Sequence[str]) -> None:
@@ -21,12 +17,6 @@ def write_records(directory: Path, step: int, records: Sequence[str]) -> None:
     unfinished = file.with_suffix(".new")
     unfinished.write_text("".join(f"{line}\n" for line in records), encoding="utf-8")
     unfinished.rename(file)
-
-
-def recorded_steps(directory: Path) -> dict[int, Path]:
-    """Returns {step: file} of a directory of records, in order of step."""
-    names = {file: FILE.fullmatch(file.name) for file in directory.glob("*.jsonl")}
-    return dict(sorted((int(match[1]), file) for file, match in names.items() if match))
 
 
 def read_records(file: Path) -> list[Mapping[str, Any]]:

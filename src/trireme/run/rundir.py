@@ -21,21 +21,16 @@ from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.resume import check_fixed, choose, fork
 from trireme.checkpoint.rows import METRICS
 from trireme.checkpoint.store import HEAD, CheckpointStore, Head, VerifiedCommit
-from trireme.config.refusals import Refusal
 from trireme.config.schema import CommonConfig
 from trireme.core.errors import BadInput, CheckpointInvalid
+from trireme.core.refusals import Refusal
+from trireme.supervision.status import LOCK
 
-LOCK = "driver.lock"
 CONFIG = "config.json"
 MARKS = (CONFIG, METRICS)
 """A run directory holds at least one of these files."""
 BEFORE_MARKS = (LOCK, *(f"{mark}.new" for mark in MARKS))
 """Files of a start that was killed before it left a mark."""
-
-
-def default_name(config: CommonConfig, suffix: str) -> str:
-    """Returns the name of a run that was given none."""
-    return f"{config.label}-{Path(config.model.name).name}-{suffix}"
 
 
 def command_of(root: Path) -> str:
@@ -158,9 +153,9 @@ def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
     output_dir = Path(config.run.output_dir).expanduser().absolute()
     name = config.run.name
     if name is None and config.resume.wanted and config.resume.dir is None:
-        root = _latest_run(output_dir, default_name(config, ""))
+        root = _latest_run(output_dir, config.default_name(""))
         return root, (f"--resume without --run.name: the newest run is {root}",)
-    name = name or default_name(config, secrets.token_hex(4))
+    name = name or config.default_name(secrets.token_hex(4))
     if name == ".." or name != Path(name).name:
         raise Refusal(
             f"run.name = {name!r}",

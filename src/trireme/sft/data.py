@@ -16,8 +16,8 @@ import xxhash
 
 from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.config.model_facts import ModelFacts
-from trireme.config.refusals import Refusal
 from trireme.config.sft import SftConfig
+from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import TokenBatch
 from trireme.renderers import Renderer, make_renderer

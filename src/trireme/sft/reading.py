@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trireme.config.refusals import Refusal, refuse
+from trireme.core.refusals import Refusal, refuse
 from trireme.renderers.types import Message, Renderer, TrainOn
 
 Tokens = npt.NDArray[np.int32]

@@ -28,10 +28,11 @@ from pydantic import TypeAdapter
 
 from trireme.checkpoint.rows import read_rows
 from trireme.core.errors import EXIT_FAILED, EXIT_OK
-from trireme.run.rundir import LOCK
 from trireme.supervision.roster import Incident, Roster, RunPart
 
 STATUS, INCIDENTS, SCALE = "STATUS", "incidents.jsonl", "scale"
+LOCK = "driver.lock"
+"""File that the driver of a run holds locked; its text names the process."""
 SHORTEST_S = 0.5
 """Shortest time between two versions of STATUS."""
 LONGEST_S = 10.0

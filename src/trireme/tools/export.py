@@ -17,8 +17,8 @@ import xxhash
 from trireme.checkpoint.files import FileRecord, storage_errors
 from trireme.checkpoint.manifest import Manifest, step_of
 from trireme.checkpoint.store import CheckpointStore
-from trireme.config.refusals import Refusal
 from trireme.core.errors import CheckpointInvalid
+from trireme.core.refusals import Refusal
 from trireme.tools.merge import ADAPTER, merged_files
 
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trireme.config.refusals import Refusal
 from trireme.core.base_digest import INDEX, base_digest, weight_files
 from trireme.core.errors import CheckpointInvalid
+from trireme.core.refusals import Refusal
 
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trireme.config.refusals import Refusal
 from trireme.core.errors import RoomFailed
+from trireme.core.refusals import Refusal
 from trireme.run.rundir import command_of, resume_command
 from trireme.supervision.roster import PartHealth, RunPart
 from trireme.supervision.status import DriverProcess, Status, request_scale

@@ -35,10 +35,10 @@ from trireme.checkpoint.resume import differences
 from trireme.config import CommonConfig, Config
 from trireme.config.keys import keys_of
 from trireme.config.load import load_as
-from trireme.config.refusals import Refusal
 from trireme.config.sft import SftConfig
 from trireme.core.errors import EXIT_FAILED, EXIT_OK
 from trireme.core.extras import require
+from trireme.core.refusals import Refusal
 from trireme.process.signals import EXIT_CODES
 from trireme.tools.plot import draw_knob, knob_text
 from trireme.tools.timeline import json_lines

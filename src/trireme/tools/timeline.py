@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from trireme.config.refusals import Refusal
+from trireme.core.refusals import Refusal
 from trireme.process.trace import ROOMS
 
 NEWEST_STEPS = 50

@@ -7,9 +7,10 @@ from pathlib import Path
 from trireme.checkpoint.manifest import MANIFEST
 from trireme.checkpoint.store import KEEP
 from trireme.config import Config
-from trireme.config.model_facts import ModelFacts, looks_like_path
-from trireme.config.refusals import Refusal
+from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import IRRELEVANT
+from trireme.core.refusals import Refusal
+from trireme.core.tokenizer import looks_like_path
 
 INFERENCE = "inference"
 

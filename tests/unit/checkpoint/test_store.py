@@ -32,12 +32,12 @@ from checkpoint_support import (
 
 from trireme.checkpoint.files import HashingWriter
 from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest
-from trireme.checkpoint.rows import ROW_FILES
+from trireme.checkpoint.rows import ROLLOUTS, ROW_FILES, recorded_steps
 from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore, Head
 from trireme.core.errors import CheckpointInvalid, StorageFailed
 from trireme.process import faults
 from trireme.process.faults import InjectedFault
-from trireme.run.rollout_records import ROLLOUTS, recorded_steps, write_records
+from trireme.run.rollout_records import write_records
 
 pytestmark = pytest.mark.usefixtures("instant_disk")
 

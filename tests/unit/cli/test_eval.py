@@ -18,8 +18,9 @@ from trireme.cli.eval import Subject, _config, table
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
 from trireme.core.types import WeightIdentity
-from trireme.plan.base import Plan, Resources
+from trireme.plan.base import Plan
 from trireme.plan.rl import EVALUATION_ROOMS
+from trireme.process.environ import Resources
 
 FLAGS = ["--env.id", "sort", "--inference.sampling.max-tokens", "8"]
 

@@ -19,8 +19,8 @@ from trireme.config.load import load_as
 from trireme.config.sft import SftConfig
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 from trireme.launch.sft import SftRun
-from trireme.plan.base import Resources
 from trireme.plan.sft import sft_plan
+from trireme.process.environ import Resources
 from trireme.run.rundir import command_of, resume_command
 from trireme.sft.data import ExampleCursor, Examples, SftData
 from trireme.sft.reading import Example

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from trireme.config import Config, model_facts
-from trireme.config.model_facts import ModelFacts, looks_like_path
+from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
+from trireme.core.tokenizer import looks_like_path
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -12,8 +12,9 @@ from trireme.config.checks import check
 from trireme.config.keys import keys_of
 from trireme.config.load import load
 from trireme.config.sft import SftConfig
-from trireme.plan.base import Plan, Resources
+from trireme.plan.base import Plan
 from trireme.plan.rl import RL_ROOMS
+from trireme.process.environ import Resources
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if not path.stem.startswith("sft"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,8 @@ from plan_support import LAPTOP, gpus, plan, text_of
 
 from trireme.config import installed
 from trireme.core.errors import BadInput
-from trireme.plan import base as common_plan
-from trireme.plan.base import GIB, Resources
+from trireme.plan.base import GIB
+from trireme.process.environ import Resources
 
 
 class TestDevices:
@@ -46,7 +47,7 @@ class TestDevices:
     @pytest.mark.parametrize(("chosen", "visible"), [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,1,2", 2)])
     def test_visible_gpus(self, monkeypatch: pytest.MonkeyPatch, chosen: str | None, visible: int) -> None:
         devices = ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"]
-        monkeypatch.setattr(common_plan.os, "listdir", lambda _: devices)
+        monkeypatch.setattr(os, "listdir", lambda _: devices)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if chosen is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)

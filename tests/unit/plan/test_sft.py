@@ -7,8 +7,8 @@ from model_support import FACTS
 
 from trireme.config.sft import SftConfig
 from trireme.core.errors import BadInput
-from trireme.plan.base import Resources
 from trireme.plan.sft import sft_plan
+from trireme.process.environ import Resources
 
 TWO_GPUS = Resources(nodes=1, cpus=8, gpus=2, memory_bytes=2**34, source="this machine")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trireme.run.rollout_records import TABLE_COLUMNS, read_records, recorded_steps, table_rows, write_records
+from trireme.checkpoint.rows import recorded_steps
+from trireme.run.rollout_records import TABLE_COLUMNS, read_records, table_rows, write_records
 
 
 def test_a_step_has_a_file_and_a_step_without_records_has_none(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ import pytest
 from supervision_support import DEADLINE_S, driven, roster_of
 
 from trireme.core.errors import LimitReached
-from trireme.run.rundir import LOCK
 from trireme.supervision import status as module
 from trireme.supervision.roster import Incident, PartHealth, Roster, RunPart
 from trireme.supervision.status import (
     INCIDENTS,
+    LOCK,
     STATUS,
     DriverProcess,
     RunEnd,

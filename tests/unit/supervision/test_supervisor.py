@@ -17,10 +17,9 @@ from trireme.config import Config
 from trireme.core.errors import LimitReached, RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.process import waits
-from trireme.run.rundir import LOCK
 from trireme.supervision.heartbeats import HeartbeatMonitor
 from trireme.supervision.roster import PartHealth, Roster
-from trireme.supervision.status import ScaleRequests
+from trireme.supervision.status import LOCK, ScaleRequests
 from trireme.supervision.supervisor import ElasticReplicas, Supervisor
 
 DEADLINE_S = 20.0

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
-from trireme.plan.base import GIB, Plan, Resources
+from trireme.plan.base import GIB, Plan
 from trireme.plan.rl import RL_ROOMS, InferencePart, OrchestratorPart
 from trireme.plan.trainer import TrainerPart
+from trireme.process.environ import Resources
 
 LAPTOP = Resources(nodes=1, cpus=8, gpus=0, memory_bytes=16 * GIB, source="this machine")
 

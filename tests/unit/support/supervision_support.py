@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trireme.run.rundir import LOCK
 from trireme.supervision.roster import PartHealth, Roster
-from trireme.supervision.status import ScaleRequest, ScaleRequests
+from trireme.supervision.status import LOCK, ScaleRequest, ScaleRequests
 
 DEADLINE_S = 60.0
 

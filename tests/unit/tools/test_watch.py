@@ -18,8 +18,9 @@ from rich.console import Console
 from supervision_support import roster_of
 from textual.widgets import OptionList, Static
 
+from trireme.checkpoint.rows import ROLLOUTS, recorded_steps
 from trireme.core.errors import LimitReached
-from trireme.run.rollout_records import ROLLOUTS, recorded_steps, write_records
+from trireme.run.rollout_records import write_records
 from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import Status, StatusWriter, read_incidents
 from trireme.tools.watch import drawing, following

@@ -16,7 +16,8 @@ from textual.widgets import Footer, OptionList, Static, TabbedContent, TabPane
 from textual.widgets.option_list import Option
 from textual_plotext import PlotextPlot
 
-from trireme.run.rollout_records import ROLLOUTS, read_records, recorded_steps
+from trireme.checkpoint.rows import ROLLOUTS, recorded_steps
+from trireme.run.rollout_records import read_records
 from trireme.supervision.status import Status, read_incidents
 from trireme.tools.watch import drawing
 from trireme.tools.watch.following import REFRESH_S, Follower
