@@ -30,7 +30,7 @@ from trireme.core.transport import load_transport
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport, WeightsManifest, check_canary
 from trireme.process import trace
-from trireme.process.environ import lower_priority, redirect_output
+from trireme.process.environ import redirect_output
 from trireme.process.faults import fault_point, number_process
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ CANARY_PRIORITY = -1
 """vLLM runs lower numbers first; normal requests use 0."""
 DEVICES = "CUDA_VISIBLE_DEVICES"
 GONE_S, GONE_TICK_S = 30.0, 0.02
+NICE = 10
+"""A nice value with which a thread gets a tenth of the CPU time that other threads on its core get."""
 log = logging.getLogger(__name__)
 
 
@@ -93,8 +95,9 @@ class ReplicaActor(SamplingEngine):
     async def prepare(self) -> None:
         """Imports all that a start needs in this process."""
         if not self._prepared:
-            # Nothing waits for it yet. A thread keeps its priority for ever, so it gets a thread of its own.
-            with ThreadPoolExecutor(1, "prepare", initializer=lower_priority) as thread:
+            # Nothing waits for it yet. A thread keeps its priority for ever, so it gets a thread of its own; on Linux
+            # `nice` applies to the thread alone.
+            with ThreadPoolExecutor(1, "prepare", initializer=os.nice, initargs=(NICE,)) as thread:
                 await asyncio.wrap_future(thread.submit(import_engine))
             self._prepared = True
             log.info("process %d is a spare: all is imported", os.getpid())

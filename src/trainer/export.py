@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ def companion_files(
     """
     parts: list[Any] = [AutoTokenizer.from_pretrained(tokenizer)]
     if model is not None:
-        parts += [deepcopy(model.config), model.generation_config]
+        parts.append(deepcopy(model.config))
         parts[1].dtype = dtype
+        if model.generation_config is not None:  # None: a model class that cannot generate
+            parts.append(model.generation_config)
     with storage_errors(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as directory:
         for part in parts:
             part.save_pretrained(directory)
@@ -56,14 +59,23 @@ def write_weights(
     file_bytes: int = FILE_BYTES,
 ) -> list[FileRecord]:
     """Writes the tensors and `companions`: a model in files of about `file_bytes` with their index, an `adapter` in one
-    file. Raises StorageFailed."""
+    file. Raises StorageFailed.
+
+    A safetensors file begins with 8 bytes, the length of a JSON object, little-endian, and that object, padded with
+    spaces to a multiple of 8 bytes. Source: https://github.com/safetensors/safetensors#format
+    """
     records = [write_bytes(path, name, contents) for name, contents in companions.items()]
     parts = [list(entries)] if adapter else list(_parts(entries, file_bytes))
     weight_map: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         name = ADAPTER_WEIGHTS if adapter else f"model-{number:05d}.safetensors"
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for e, end in zip(part, accumulate(e.nbytes for e in part), strict=True):
+            header[e.name] = {"dtype": e.dtype, "shape": e.shape, "data_offsets": [end - e.nbytes, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
         tensors = (buckets[e.bucket][e.offset : e.offset + e.nbytes].data for e in part)
-        records.append(write_bytes(path, name, _safetensors_header(part), *tensors))
+        records.append(write_bytes(path, name, len(text).to_bytes(8, "little"), text, *tensors))
         weight_map.update({entry.name: name for entry in part})
     if not adapter:
         index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weight_map}
@@ -83,19 +95,3 @@ def _parts(entries: Sequence[TensorEntry], file_bytes: int) -> Iterator[list[Ten
         size += entry.nbytes
     if part:
         yield part
-
-
-def _safetensors_header(entries: Sequence[TensorEntry]) -> bytes:
-    """Returns the header of a safetensors file that holds `entries`, one after the other: 8 bytes with the length of a
-    JSON object, little-endian, and the object, padded with spaces to a multiple of 8 bytes.
-
-    Source: https://github.com/safetensors/safetensors#format
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        start, end = end, end + entry.nbytes
-        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

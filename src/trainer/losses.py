@@ -95,14 +95,6 @@ def _clamp(ratio: Tensor, columns: Columns, config: Mapping[str, float]) -> Tens
     return ratio.clamp(low, high)
 
 
-def _clipped_sum(r: _Ratios, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """sum -m min(r A, clamp(r, lo, hi) A); `clip_frac` counts the tokens without a gradient because of the clamp."""
-    advantages = _only(columns["advantages"], r.mask)
-    unclipped, clipped = r.ratio * advantages, _clamp(r.ratio, columns, config) * advantages
-    cut = ((clipped < unclipped) & (r.mask != 0)).sum()
-    return -(r.mask * unclipped.minimum(clipped)).sum(), {"clip_frac:sum": float(cut), **r.metrics}
-
-
 def cross_entropy(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
     """sum -p weights. `loss_tokens` counts the tokens with a weight."""
     weights = columns["weights"]
@@ -115,14 +107,18 @@ def importance_sampling(p: Tensor, columns: Columns, config: Mapping[str, float]
     return -(r.mask * r.ratio * _only(columns["advantages"], r.mask)).sum(), r.metrics
 
 
-def ppo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """sum -m min(r A, clamp(r, lo, hi) A)."""
-    return _clipped_sum(_Ratios(p, columns, config), columns, config)
+def ppo(p: Tensor, columns: Columns, config: Mapping[str, float], per_sequence: bool = False) -> tuple[Tensor, Metrics]:
+    """sum -m min(r A, clamp(r, lo, hi) A); `clip_frac` counts the tokens without a gradient because of the clamp."""
+    r = _Ratios(p, columns, config, per_sequence)
+    advantages = _only(columns["advantages"], r.mask)
+    unclipped, clipped = r.ratio * advantages, _clamp(r.ratio, columns, config) * advantages
+    cut = ((clipped < unclipped) & (r.mask != 0)).sum()
+    return -(r.mask * unclipped.minimum(clipped)).sum(), {"clip_frac:sum": float(cut), **r.metrics}
 
 
 def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
     """ppo where each token has the geometric mean ratio of its sequence."""
-    return _clipped_sum(_Ratios(p, columns, config, per_sequence=True), columns, config)
+    return ppo(p, columns, config, per_sequence=True)
 
 
 def cispo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:

@@ -14,9 +14,6 @@ from pathlib import Path
 
 from trireme.config import CommonConfig
 
-NICE = 10
-"""A nice value with which a thread gets a tenth of the CPU time that other threads on its core get."""
-
 
 @dataclass(frozen=True)
 class Resources:
@@ -90,12 +87,6 @@ def redirect_output(log_dir: Path | None, name: str) -> None:
 def write_stacks_on_signal() -> None:
     """Makes SIGUSR1 write the stacks of all threads to stderr, also in a process that answers nothing."""
     faulthandler.register(signal.SIGUSR1)
-
-
-def lower_priority() -> None:
-    """Permanently lowers the CPU priority of this thread and its children. Call it in a thread of its own whose work is
-    not urgent but must come to an end however busy the machine is."""
-    os.nice(NICE)  # on Linux this applies to the thread alone
 
 
 def yield_to_others() -> None:

@@ -51,7 +51,6 @@ class Renderer(Protocol):
 
     def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Returns the prompt for the assistant's next message."""
-        ...
 
     def supervised_example(
         self, messages: Sequence[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()
@@ -61,11 +60,9 @@ class Renderer(Protocol):
 
         Raises ValueError where `train_on` names messages that the conversation does not have.
         """
-        ...
 
     def stop_tokens(self) -> tuple[int, ...]:
         """Returns the token ids each of which ends the assistant's message."""
-        ...
 
     def stop_condition(self) -> tuple[int | str, ...]:
         """Returns all that ends the assistant's message: the stop tokens, and strings that end it wherever they
@@ -87,4 +84,3 @@ class Renderer(Protocol):
         False: it was cut off or is malformed (thinking or a tool call without an end, a call that is not JSON). Never
         raises.
         """
-        ...

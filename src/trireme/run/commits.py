@@ -44,7 +44,6 @@ class PendingFiles(Protocol):
 
     def wait(self, timeout_s: float) -> list[FileRecord]:
         """Returns the records of all files. Raises StorageFailed, RoomFailed."""
-        ...
 
 
 class Stateful(Protocol):

@@ -42,7 +42,6 @@ class ReplicaUser(Protocol):
 
     def next_failure(self) -> Any:
         """The answer is (index, reason)."""
-        ...
 
 
 class ReplicaActors(Protocol):
@@ -185,8 +184,8 @@ class ReplicaManager:
         self._again(f"inference replica {index}", failure, died)
         self._starts(index, self._replicas.replace(index), successor=True)
 
-    def scale(self, wanted: int) -> tuple[bool, str]:
-        """Changes the number of replicas to `wanted`, reserved ones included. Returns (accepted, what happens now)."""
+    def scale(self, wanted: int) -> str:
+        """Changes the number of replicas to `wanted`, reserved ones included. Returns what happens now."""
         staying = [index for index, state in self._states.items() if state is not ReplicaState.DRAINING]
         for _ in range(wanted - len(staying)):
             index = self._replicas.add(self._places.take())
@@ -196,9 +195,9 @@ class ReplicaManager:
             self._leave(index)
         change = wanted - len(staying)
         if not change:
-            return True, f"there are {wanted} already"
+            return f"there are {wanted} already"
         what = f"{change} more to start" if change > 0 else f"{-change} to leave, once they have done what they sample"
-        return True, f"{count(len(staying), 'replica')}; {what}"
+        return f"{count(len(staying), 'replica')}; {what}"
 
     # ---------------------------------------------------------------------------------------------- one replica's way
 

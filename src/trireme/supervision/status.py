@@ -204,14 +204,6 @@ class ScaleRequest:
     replicas: int  # number wanted, those reserved for evaluations included
 
 
-@dataclass(frozen=True)
-class ScaleAnswer:
-    """The driver's answer. Accepted does not mean done: STATUS shows the progress."""
-
-    accepted: bool
-    what: str  # for people: what happens now, or why nothing does
-
-
 class ScaleRequests:
     """The driver's side of requests. Make it in the process that holds the run's lock. Deletes the requests that were
     meant for an earlier driver."""
@@ -229,9 +221,10 @@ class ScaleRequests:
         """Returns the oldest request that has no answer, or None, without waiting."""
         return min((request for _, request in self._requests()), key=lambda request: request.at, default=None)
 
-    def answer(self, request: ScaleRequest, accepted: bool, what: str) -> None:
-        """Answers `request`. Raises OSError."""
-        _replace_json(self._place / f"{request.id}.answer", asdict(ScaleAnswer(accepted, what)))
+    def answer(self, request: ScaleRequest, what: str) -> None:
+        """Answers `request` with `what` happens now, for people. It is not done then: STATUS shows the progress. Raises
+        OSError."""
+        _replace_json(self._place / f"{request.id}.answer", {"accepted": True, "what": what})
         (self._place / f"{request.id}.json").unlink(missing_ok=True)
 
     def _requests(self) -> Iterator[tuple[Path, ScaleRequest]]:
@@ -242,7 +235,7 @@ class ScaleRequests:
 
 
 @contextmanager
-def request_scale(root: Path, replicas: int) -> Iterator[Callable[[], ScaleAnswer | None]]:
+def request_scale(root: Path, replicas: int) -> Iterator[Callable[[], str | None]]:
     """Asks the driver of the run in `root` for `replicas`. Yields a function that returns the answer, or None before
     there is one. The end of the block withdraws the request. Raises OSError."""
     request = ScaleRequest(secrets.token_hex(8), time.time(), (root / LOCK).read_text(), replicas)
@@ -250,8 +243,8 @@ def request_scale(root: Path, replicas: int) -> Iterator[Callable[[], ScaleAnswe
     question.parent.mkdir(exist_ok=True)
     _replace_json(question, asdict(request))
 
-    def answered() -> ScaleAnswer | None:
-        return ScaleAnswer(**json.loads(answer.read_bytes())) if answer.exists() else None
+    def answered() -> str | None:
+        return json.loads(answer.read_bytes())["what"] if answer.exists() else None
 
     try:
         yield answered

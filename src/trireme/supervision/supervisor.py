@@ -47,7 +47,6 @@ class MonitoredRoom(Protocol):
 
     def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
         """Returns {name in the roster: function that requests a Heartbeat and returns a reference to it}."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -219,4 +218,4 @@ class Supervisor:
     def _scale(manager: ReplicaManager, requests: ScaleRequests) -> None:
         if request := requests.poll():
             with suppress(OSError):  # the disk is full: the request comes again, and finds as many replicas
-                requests.answer(request, *manager.scale(request.replicas))
+                requests.answer(request, manager.scale(request.replicas))

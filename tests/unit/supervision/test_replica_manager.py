@@ -281,7 +281,7 @@ class TestLoss:
 class TestScale:
     def test_more_start_and_join(self, world: World) -> None:
         world.serve()
-        assert world.manager.scale(3) == (True, "2 replicas; 1 more to start")
+        assert world.manager.scale(3) == "2 replicas; 1 more to start"
         assert world.room.told == [("take",), ("add", 2)]
         world.answer("start", 2)
         assert world.room.told[2:] == [("join", 2, "client 2", False)]
@@ -321,5 +321,5 @@ class TestScale:
 
     def test_as_many_as_there_are(self, world: World) -> None:
         world.serve()
-        assert world.manager.scale(2) == (True, "there are 2 already")
+        assert world.manager.scale(2) == "there are 2 already"
         assert world.room.told == []

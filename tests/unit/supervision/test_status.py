@@ -26,7 +26,6 @@ from trireme.supervision.status import (
     STATUS,
     DriverProcess,
     RunEnd,
-    ScaleAnswer,
     ScaleRequest,
     ScaleRequests,
     Status,
@@ -241,8 +240,8 @@ class TestScaleRequests:
             assert request is not None
             assert request.replicas == 4
             assert answered() is None
-            requests.answer(request, False, "the cluster is full")
-            assert answered() == ScaleAnswer(False, "the cluster is full")
+            requests.answer(request, "1 more to start")
+            assert answered() == "1 more to start"
             assert requests.poll() is None, "it is answered"
         assert list((tmp_path / "scale").iterdir()) == []
 
@@ -253,8 +252,8 @@ class TestScaleRequests:
                 request = requests.poll()
                 assert request is not None
                 assert request.replicas == expected
-                requests.answer(request, True, f"{expected}")
-            assert (first(), second()) == (ScaleAnswer(True, "4"), ScaleAnswer(True, "2"))
+                requests.answer(request, f"{expected}")
+            assert (first(), second()) == ("4", "2")
 
     def test_who_gives_up_takes_the_request_back(self, tmp_path: Path) -> None:
         requests = ScaleRequests(tmp_path)
@@ -267,7 +266,7 @@ class TestScaleRequests:
         with request_scale(tmp_path, 4):
             request = requests.poll()
         assert request is not None
-        requests.answer(request, True, "too late")
+        requests.answer(request, "too late")
         assert requests.poll() is None
 
     def test_a_new_driver_does_nothing_that_an_older_one_was_asked(self, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 
 
 def accept(requests: ScaleRequests, request: ScaleRequest) -> None:
-    requests.answer(request, True, f"{request.replicas} replicas from now on")
+    requests.answer(request, f"{request.replicas} replicas from now on")
 
 
 # ---------------------------------------------------------------------------------------------- what needs no answer
@@ -87,14 +87,6 @@ def test_no_number_and_no_run(run: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 
 # ---------------------------------------------------------------------------------------------- what the driver says
-
-
-def test_the_driver_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refuse(requests: ScaleRequests, request: ScaleRequest) -> None:
-        requests.answer(request, False, f"no place for {request.replicas}")
-
-    with driven(run), answering(run, refuse):
-        assert "no place for 9" in refused(capsys, run, "--replicas", 9)
 
 
 def test_accepted_is_enough_where_nobody_waits(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
