@@ -103,9 +103,6 @@ class Handover:
         """Drops what the replica reported that works on the request now: it is not to be trusted."""
         self._kept = self._followed_by(NOTHING)
 
-    def forget_all(self) -> None:
-        self._kept = NOTHING
-
     def complete(self, rest: SampledSequence) -> SampledSequence:
         """Returns the whole answer: what was kept at `next_request`, and `rest`, which the replica answered."""
         if not self._base:

@@ -52,7 +52,6 @@ class HandoverNeeded(Exception):
     """The replica does not finish the request, for `reason`; another one is to."""
 
     def __init__(self, reason: TriremeError) -> None:
-        super().__init__(str(reason))
         self.reason = reason
 
 

@@ -97,7 +97,7 @@ class Router:
                 if self._fixed:
                     raise needed.reason from None
                 if self._one_version:
-                    handover.forget_all()
+                    handover = Handover(request)
 
     async def _sample_on(self, member: Member, handover: Handover) -> SampledSequence:
         """Raises HandoverNeeded, and the replica's error for the request itself."""

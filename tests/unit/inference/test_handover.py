@@ -84,8 +84,6 @@ def test_what_an_untrusted_replica_said_is_forgotten_and_what_came_before_is_not
     handover.add(progress(0, [66, 66]))
     handover.forget_last_replica()
     assert handover.next_request().prompt == (7, 8, 10)
-    handover.forget_all()
-    assert handover.next_request() is REQUEST
 
 
 def test_logprobs_of_the_prompt_are_those_of_the_prompt_that_was_given() -> None:
