@@ -51,19 +51,17 @@ class OrchestratorActor:
         """Opens tokenizer and environments, and makes the samplers. Raises BadInput."""
         fault_point("orchestrator.start")
         config = self._config
-        tokenizer, group_size = load_tokenizer(config.tokenizer_name), config.orchestrator.group_size
-        context = EnvContext(
-            tokenizer, config.seed, group_size, "train", config.renderer, config.model.start or config.model.name
-        )
+        tokenizer, start = load_tokenizer(config.tokenizer_name), config.model.start or config.model.name
+        held_out = EnvContext(tokenizer, config.seed, config.eval.samples, "eval", config.renderer, start)
         await self._resources.enter_async_context(workers(config.orchestrator.workers))
-        held_out = replace(context, group_size=config.eval.samples, split="eval")
+        trained = replace(held_out, split="train")
         self._pipeline = Pipeline(
             config,
-            [load_dataset(env, replace(context, group_size=config.group_size(env))) for env in config.env],
+            [load_dataset(env, replace(trained, group_size=config.group_size(env))) for env in config.env],
             self._sampler_factory(),
             RolloutLimits.of(config, tokenizer.decode),
             [load_dataset(env, held_out, "eval.env") for env in config.eval_envs] if config.eval.every else [],
-            context.tokenizer.decode,
+            tokenizer.decode,
             self._reserved_factory and self._reserved_factory(),
         )
         spare_collector()
@@ -78,7 +76,7 @@ class OrchestratorActor:
         return await self._pipeline.evaluate(identity)
 
     async def give_up_evaluation(self) -> None:
-        self._pipeline.give_up_evaluation()
+        self._pipeline.evaluator.give_up()
 
     async def heartbeat(self) -> Heartbeat:
         """Shows that the event loop runs."""

@@ -106,10 +106,6 @@ class Trajectory:
         """The versions that sampled its tokens."""
         return {identity.version for turn in self.transitions for identity in turn.identities}
 
-    @property
-    def num_action_tokens(self) -> int:
-        return sum(len(t.action) for t in self.transitions)
-
 
 class Env(ABC):
     """One episode of one problem. Used once."""
@@ -202,13 +198,14 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
     Raises BadInput for an id that does not lead to a dataset, and for arguments that the dataset refuses.
     """
     dataset_class = _find_class(env.id, section)
+    signature = inspect.signature(dataset_class)
     try:
-        inspect.signature(dataset_class).bind(context, **env.args)
+        signature.bind(context, **env.args)
         dataset = dataset_class(context, **env.args)
     except (TypeError, ValueError) as error:
         raise BadInput(
             f"{section}.args = {env.args!r} does not suit environment {env.id!r}: {error}. "
-            f"Its arguments: {_arguments(dataset_class)}"
+            f"Its arguments: {', '.join(map(str, list(signature.parameters.values())[1:])) or 'none'}"
         ) from error
     if len(dataset) < 1:
         raise BadInput(
@@ -234,8 +231,3 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
     if not (isinstance(found, type) and issubclass(found, RLDataset)):
         raise BadInput(f"{section}.id = {env_id!r} is {found!r}; expected a subclass of orchestrator.env.RLDataset")
     return found
-
-
-def _arguments(dataset_class: Callable[..., RLDataset]) -> str:
-    parameters = list(inspect.signature(dataset_class).parameters.values())[1:]
-    return ", ".join(str(p) for p in parameters) or "none"

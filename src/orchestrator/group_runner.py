@@ -116,7 +116,7 @@ class GroupRunner:
         return 1 if self.evaluates else max(math.ceil(share * self.size), min(2, self.size))
 
     async def run(
-        self, group: Group, builder: EnvGroupBuilder, permit: Permit, over: Callable[[], None]
+        self, group: Group, builder: EnvGroupBuilder, permit: Permit, over: Callable[[], object]
     ) -> GroupOutcome:
         """Runs all rollouts, scores them and cleans up. Each rollout that ends gives its place of `permit` back; `over`
         is called before cleaning up, however the group ended."""

@@ -262,9 +262,8 @@ class Ledger:
         self._free()
 
     def _free(self) -> None:
-        acknowledged = [s for s in self.consumed if s < min(self.released, self.floor)]
-        for step in acknowledged:
-            del self.consumed[step]
+        first = min(self.released, self.floor)
+        self.consumed = {step: groups for step, groups in self.consumed.items() if step >= first}
 
     def counts(self) -> dict[str, int]:
         """Returns the terms of the conservation equation, and what `active` and the queue consist of. Raises

@@ -16,8 +16,7 @@ dispatched and are not settled. While the ledger has slots to fill, another part
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 END = -1
 """Stands in place of a sample's number for the group itself, which waits to be settled."""
@@ -62,8 +61,12 @@ class Lockstep(OwnPace):
         self._advance()
 
     async def before_sample(self, index: int, sample: int, deadline: asyncio.Timeout) -> None:
-        with _stopped(deadline):
-            await self._turn(index, sample)
+        loop, due = asyncio.get_running_loop(), deadline.when()
+        assert due is not None
+        left = due - loop.time()
+        deadline.reschedule(None)
+        await self._turn(index, sample)
+        deadline.reschedule(loop.time() + left)
 
     async def before_end(self, index: int) -> None:
         await self._turn(index, END)
@@ -86,14 +89,3 @@ class Lockstep(OwnPace):
             turn = self._waiting.pop(place)
             if not turn.done():  # else its rollout was cancelled
                 turn.set_result(None)
-
-
-@contextmanager
-def _stopped(deadline: asyncio.Timeout) -> Iterator[None]:
-    """Adds the time that passes within the block to a running deadline."""
-    loop, due = asyncio.get_running_loop(), deadline.when()
-    assert due is not None
-    left = due - loop.time()
-    deadline.reschedule(None)
-    yield
-    deadline.reschedule(loop.time() + left)

@@ -70,22 +70,14 @@ class RenderedEnv(Env):
         message, whole = self._renderer.parse_response(action, self._env.tools)
         cut_off = not self._renderer.ended(action)
         result = await (self._env.step(message) if whole else self._env.unreadable(message, cut_off))
-        done = result.episode_done
-        if not done:
-            self._say(message, result.next_messages)
-        return StepResult(
-            reward=result.reward,
-            episode_done=done,
-            next_observation=() if done else self._next_prompt(),
-            next_stop_condition=() if done else self._renderer.stop_condition(),
-            metrics={"parse_error": float(not whole and not cut_off), **result.metrics},
-            logs=result.logs,
-        )
-
-    def _say(self, message: Message, next_messages: Sequence[Message]) -> None:
+        metrics = {"parse_error": float(not whole and not cut_off), **result.metrics}
+        if result.episode_done:
+            return StepResult(result.reward, True, metrics=metrics, logs=result.logs)
         for earlier in self._messages:
             earlier.pop("prompt", None)  # only the last prompt is extended
-        self._messages += [{**message, "prompt": self._prompt}, *next_messages]
+        self._messages += [{**message, "prompt": self._prompt}, *result.next_messages]
+        stop = self._renderer.stop_condition()
+        return StepResult(result.reward, False, self._next_prompt(), stop, metrics, result.logs)
 
     def _next_prompt(self) -> list[int]:
         self._prompt = self._renderer.generation_prompt(self._messages, self._env.tools)

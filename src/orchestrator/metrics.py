@@ -103,7 +103,7 @@ class StepMeter:
             **{f"ledger/{name}": float(value) for name, value in counts.items()},
             **{f"rollout_errors/{name}": float(count) for name, count in sorted(self.errors.items())},
             "perf/rollouts": float(sum(len(scored.trajectories_G) for scored in self.trained)),
-            "perf/tokens": float(sum(t.num_action_tokens for scored in self.trained for t in scored.trajectories_G)),
+            "perf/tokens": float(sum(len(turn.action) for scored in self.trained for turn in scored.turns)),
             "perf/inference_idle_s": idle_s,
             "perf/event_loop_lag": self.lag_s,
             **self.updates.pop(step),

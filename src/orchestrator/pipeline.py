@@ -81,8 +81,8 @@ class Pipeline:
         reserved: Sampler | None = None,
     ) -> None:
         self._config, self._options, self._sampler = config, config.orchestrator, sampler
-        names = [env.label for env in config.env]
-        self._mix = Mix(dict(zip(names, datasets, strict=True)), [env.weight for env in config.env], config.seed)
+        by_env = {env.label: dataset for env, dataset in zip(config.env, datasets, strict=True)}
+        self._mix = Mix(by_env, [env.weight for env in config.env], config.seed)
         self._ledger = Ledger(
             batch_size=self._options.batch_size,
             max_steps_off_policy=self._options.max_steps_off_policy,
@@ -104,7 +104,7 @@ class Pipeline:
             )
             for env in config.env
         }
-        self._evaluator = Evaluator(config, held_out, self._sample_to_evaluate, limits, self._pressure.gate, reserved)
+        self.evaluator = Evaluator(config, held_out, self._sample_to_evaluate, limits, self._pressure.gate, reserved)
         self._run_limits = RunLimits(config)
         self._recorder = Recorder(config, decode)
         self._meter = StepMeter(self._ledger.counts())
@@ -121,7 +121,7 @@ class Pipeline:
         """
         self._background.raise_error(but_limits=True)
         await self.replicas.update_ended()
-        await self._evaluator.before_update(weights.identity.version)
+        await self.evaluator.before_update(weights.identity.version)
         first, self._newest = self._newest < 0, weights.identity.version
         last = self._newest == self._config.max_steps
         if first:
@@ -130,10 +130,10 @@ class Pipeline:
         if first or last or not self._options.max_steps_off_policy:
             await self.replicas.update_ended()
         if self._config.deterministic or last:
-            await self._evaluator.ended()  # else it runs beside training
+            await self.evaluator.ended()  # else it runs beside training
         if first:
             TaskOwner.watch(asyncio.get_running_loop())
-            self._note_boundary()
+            self._boundary = self._state() if self._config.deterministic else None
             self._background.spawn(self._dispatch_loop(), "dispatch loop")
             self._background.spawn(self._stats_loop(), "stats loop")
             self._background.spawn(self._lag_loop(), "lag loop")
@@ -143,11 +143,7 @@ class Pipeline:
         metrics."""
         await self._sampler.adopt(identity)
         self._idle = IdleClock(asyncio.get_running_loop().time)
-        return await self._evaluator.evaluate(identity.version)
-
-    def give_up_evaluation(self) -> None:
-        """Ends a running evaluation; it is due again after a resume."""
-        self._evaluator.give_up()
+        return await self.evaluator.evaluate(identity.version)
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         """Returns the next minibatch of a substep, as soon as its groups are finished.
@@ -186,8 +182,8 @@ class Pipeline:
         self._slots_changed.set()
         records = self._recorder.lines(step, self._meter.trained)
         row = self._meter.take(step, self._ledger.counts(), self._idle.take())
-        row |= self._evaluator.take(step) | self._pressure.take()
-        self._note_boundary()
+        row |= self.evaluator.take(step) | self._pressure.take()
+        self._boundary = self._state() if self._config.deterministic else None
         return StepSummary(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
 
     async def stop(self) -> None:
@@ -205,16 +201,12 @@ class Pipeline:
         self._mix.load_state_dict(state.cursor)
         self._ledger.load_state_dict(state.ledger)
         self._run_limits.load_state_dict(state.limits)
-        self._evaluator.load_state_dict(state.evaluation)
+        self.evaluator.load_state_dict(state.evaluation)
         groups = self._ledger.active
         self._finished = {
             s.group.index: replace(s, group=groups[s.group.index]) for s in state.finished if s.group.index in groups
         }
         self._meter = StepMeter(dict(state.counts), filtered=list(state.filtered), errors=Counter(state.errors))
-
-    def _note_boundary(self) -> None:
-        if self._config.deterministic:
-            self._boundary = self._state()
 
     def _state(self) -> OrchestratorState:
         if self._newest > self._ledger.released:
@@ -231,7 +223,7 @@ class Pipeline:
             filtered=tuple(self._meter.filtered),
             errors=dict(self._meter.errors),
             counts=self._meter.counts,
-            evaluation=self._evaluator.state_dict(),
+            evaluation=self.evaluator.state_dict(),
         )
 
     # ---- updates and replicas
@@ -241,15 +233,12 @@ class Pipeline:
         started = now()
         reports = await self._sampler.update_weights(weights)
         self._meter.note_update(weights.identity.version, reports, now() - started)
-        self._evaluator.begin(weights, self._background.spawn)
+        self.evaluator.begin(weights, self._background.spawn)
         self._replicas_changed()
 
     def _replicas_changed(self) -> None:
-        self._acknowledge()
-        self._slots_changed.set()
-
-    def _acknowledge(self) -> None:
         self._ledger.acknowledge(self._sampler.acknowledged())
+        self._slots_changed.set()
 
     # ---- taking
 
@@ -305,10 +294,10 @@ class Pipeline:
         while True:
             await self._slots_changed.wait()
             self._slots_changed.clear()
-            self._acknowledge()
+            self._ledger.acknowledge(self._sampler.acknowledged())
             while self._ledger.can_dispatch():
                 permit = await self._permit()
-                self._acknowledge()
+                self._ledger.acknowledge(self._sampler.acknowledged())
                 if self._ledger.can_dispatch():
                     self._start_group(self._ledger.dispatch(self._mix.next_problem), permit)
                 else:  # the last replica was lost while it waited
@@ -341,9 +330,7 @@ class Pipeline:
     # ---- one group
 
     async def _run_group(self, group: Group, builder: EnvGroupBuilder, runner: GroupRunner, permit: Permit) -> None:
-        def over() -> None:
-            self._running.pop(group.index, None)  # an eviction must not interrupt the cleanup
-
+        over = partial(self._running.pop, group.index, None)  # an eviction must not interrupt the cleanup
         with trace.life("group", group.index, problem=group.problem, floor=group.floor) as ending:
             outcome = await runner.run(group, builder, permit, over)
             await self._pace.before_end(group.index)

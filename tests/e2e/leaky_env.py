@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from orchestrator.envs.sort import SortDataset
-from orchestrator.envs.text import Answer, Grade, by_position
+from orchestrator.envs.text import Answer, by_position
 
 KEPT: list[np.ndarray] = []
 
 
-def grade(target: str, answer: Answer) -> Grade:
+def grade(target: str, answer: Answer) -> tuple[float, float]:
     KEPT.append(np.ones(2**20))
     return by_position(target, answer)
 

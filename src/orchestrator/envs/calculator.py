@@ -63,15 +63,15 @@ class CalculatorEnv(MessageEnv):
     _turns: int = field(default=0, init=False)
 
     async def initial_messages(self) -> Sequence[Message]:
-        return [
-            {"role": "system", "content": INSTRUCTION},
-            {"role": "user", "content": f"What is {self.expression}?"},
-        ]
+        return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": f"What is {self.expression}?"}]
 
     async def step(self, message: Message) -> MessageStep:
         calls = message.get("tool_calls", [])
         if not calls:
-            return self._answered(message["content"])
+            target = show(calculate(self.expression))
+            success = float(stated_number(message["content"]) == target)
+            logs = {"problem": self.expression, "answer": message["content"], "target": target}
+            return MessageStep(success, True, metrics={"success": success}, logs=logs)
         answers = [_call(call) for call in calls]
         errors = sum(answer.startswith("error") for answer in answers)
         metrics = {"tool_calls": float(len(calls)), "tool_errors": errors / len(calls)}
@@ -81,12 +81,6 @@ class CalculatorEnv(MessageEnv):
         if cut_off:
             return MessageStep(0.0, True, metrics={"success": 0.0}, logs={"problem": self.expression})
         return self._next_turn([_tool_says("error: this is no call of a tool with a name and arguments, as JSON")], {})
-
-    def _answered(self, content: str) -> MessageStep:
-        target = show(calculate(self.expression))
-        right = stated_number(content) == target
-        logs = {"problem": self.expression, "answer": content, "target": target}
-        return MessageStep(float(right), True, metrics={"success": float(right)}, logs=logs)
 
     def _next_turn(self, said: list[Message], metrics: dict[str, float]) -> MessageStep:
         self._turns += 1

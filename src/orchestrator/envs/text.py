@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from operator import eq
 from typing import Any, ClassVar
@@ -110,31 +110,21 @@ class Question:
     target: str
 
 
-@dataclass(frozen=True)
-class Grade:
-    """The value of an answer."""
-
-    reward: float
-    success: float
-    """1 for a right answer, else 0."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+Grader = Callable[[str, Answer], tuple[float, float]]
+"""Takes the target and an answer; returns the reward, and 1 for a right answer, else 0."""
 
 
-Grader = Callable[[str, Answer], Grade]
-"""Takes the target and an answer."""
-
-
-def by_position(target: str, answer: Answer) -> Grade:
+def by_position(target: str, answer: Answer) -> tuple[float, float]:
     """Gives half the share of positions that are right, and half for an exact, finished answer."""
     right = sum(map(eq, answer.text, target))
     exact = answer.finished and answer.text == target
-    return Grade(0.5 * right / max(len(answer.text), len(target)) + 0.5 * exact, float(exact))
+    return 0.5 * right / max(len(answer.text), len(target)) + 0.5 * exact, float(exact)
 
 
-def exactly(target: str, answer: Answer) -> Grade:
+def exactly(target: str, answer: Answer) -> tuple[float, float]:
     """Gives 1 for an exact, finished answer, apart from white space around it."""
     exact = float(answer.finished and answer.text.strip() == target)
-    return Grade(exact, exact)
+    return exact, exact
 
 
 @dataclass(frozen=True)
@@ -151,13 +141,9 @@ class QuestionEnv(Env):
 
     async def step(self, action: Sequence[int]) -> StepResult:
         answer = Answer.read(self.tokenizer, action)
-        grade = self.grade(self.question.target, answer)
-        return StepResult(
-            reward=grade.reward,
-            episode_done=True,
-            metrics={"success": grade.success, **grade.metrics},
-            logs={"problem": self.question.prompt, "answer": answer.text, "target": self.question.target},
-        )
+        reward, success = self.grade(self.question.target, answer)
+        logs = {"problem": self.question.prompt, "answer": answer.text, "target": self.question.target}
+        return StepResult(reward, episode_done=True, metrics={"success": success}, logs=logs)
 
 
 @dataclass

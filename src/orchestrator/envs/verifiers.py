@@ -130,30 +130,26 @@ def make_trace(task: Any, prompt: Sequence[int], action: Sequence[int], message:
         agent=vf.AgentInfo(config=vf.AgentConfig()),
     )
     nodes = [vf.MessageNode(parent=n - 1 if n else None, message=said) for n, said in enumerate(spoken(task.data))]
+    calls = [
+        vf.ToolCall(id=f"call_{n}", name=call["name"], arguments=json.dumps(call["arguments"]))
+        for n, call in enumerate(message.get("tool_calls", []))
+    ]
     answer = vf.MessageNode(
         parent=len(nodes) - 1,
-        message=_answer(message),
+        message=vf.AssistantMessage(
+            content=message["content"], reasoning_content=message.get("thinking"), tool_calls=calls or None
+        ),
         sampled=True,
         token_ids=[*prompt, *action],
         mask=[False] * len(prompt) + [True] * len(action),
     )
     trace.nodes.extend([*nodes, answer])
-    finished = "tool_calls" if message.get("tool_calls") else "stop"
+    finished = "tool_calls" if calls else "stop"
     usage = vf.Usage(prompt_tokens=len(prompt), completion_tokens=len(action))
     trace.calls.append(vf.ModelCall(node=len(nodes), finish_reason="length" if cut_off else finished, usage=usage))
     trace.stop("agent_completed")
     trace.ok = True
     return trace
-
-
-def _answer(message: Message) -> Any:
-    calls = [
-        vf.ToolCall(id=f"call_{n}", name=call["name"], arguments=json.dumps(call["arguments"]))
-        for n, call in enumerate(message.get("tool_calls", []))
-    ]
-    return vf.AssistantMessage(
-        content=message["content"], reasoning_content=message.get("thinking"), tool_calls=calls or None
-    )
 
 
 class TaskEnv(Env):

@@ -379,7 +379,7 @@ def test_one_given_up_lets_the_update_go_and_is_due_after_the_resume(tmp_path: P
             waiting = asyncio.create_task(run.step(0))
             await quiesce()
             assert not waiting.done()
-            run.pipeline.give_up_evaluation()
+            run.pipeline.evaluator.give_up()
             await waiting
             assert run.evaluated == {}
             assert cleaned.cleaned[FIRST + 3] == 1

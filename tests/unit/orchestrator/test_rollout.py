@@ -79,7 +79,8 @@ def test_tokens_in_tokens_out() -> None:
     assert second.observation.tolist() == [1, 2, 10, 11, 12, 5]
     assert first.versions.tolist() == [0, 1, 2]
     assert [i.version for i in first.identities] == [0, 1, 2]
-    assert (trajectory.reward, trajectory.stop_reason, trajectory.num_action_tokens) == (2.0, "stop", 6)
+    sampled = sum(len(turn.action) for turn in trajectory.transitions)
+    assert (trajectory.reward, trajectory.stop_reason, sampled) == (2.0, "stop", 6)
     asked, again = sampler.requests
     assert asked.prompt == (1, 2)
     assert (asked.params.stop, again.params.stop) == ((7,), (8,))

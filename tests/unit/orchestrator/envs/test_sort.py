@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.envs.sort import SortDataset
-from orchestrator.envs.text import UNKNOWN, Answer, Grade, is_held_out
+from orchestrator.envs.text import UNKNOWN, Answer, is_held_out
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
 
@@ -37,7 +37,7 @@ def problem(seed: int, index: int, split: str, min_digits: int, max_digits: int)
     return problems(seed, split, min_digits, max_digits).digits(index)
 
 
-def score(tokenizer: PreTrainedTokenizerFast, digits: str, tokens: list[int]) -> Grade:
+def score(tokenizer: PreTrainedTokenizerFast, digits: str, tokens: list[int]) -> tuple[float, float]:
     return SortDataset.grade("".join(sorted(digits)), Answer.read(tokenizer, tokens))
 
 
@@ -84,22 +84,22 @@ def test_held_out_is_defined_by_crc32():
     ],
 )
 def test_reward_of_a_finished_answer(tokenizer, text, reward):
-    assert score(tokenizer, "52413", answer(tokenizer, text)).reward == pytest.approx(reward)
+    assert score(tokenizer, "52413", answer(tokenizer, text))[0] == pytest.approx(reward)
 
 
 def test_an_answer_without_an_end_is_not_exact(tokenizer):
-    assert score(tokenizer, "52413", tokenizer.encode("12345")).reward == 0.5
+    assert score(tokenizer, "52413", tokenizer.encode("12345"))[0] == 0.5
 
 
 def test_what_follows_the_end_does_not_count(tokenizer):
-    assert score(tokenizer, "52413", [*answer(tokenizer, "12345"), *tokenizer.encode("9")]).success
+    assert score(tokenizer, "52413", [*answer(tokenizer, "12345"), *tokenizer.encode("9")])[1]
 
 
 def test_an_unknown_id_takes_a_place_and_matches_nothing(tokenizer):
     tokens = answer(tokenizer, "12345")
     tokens.insert(2, len(tokenizer) + 7)
     assert Answer.read(tokenizer, tokens).text == f"12{UNKNOWN}345"
-    assert score(tokenizer, "52413", tokens).reward == pytest.approx(0.5 * 2 / 6)
+    assert score(tokenizer, "52413", tokens)[0] == pytest.approx(0.5 * 2 / 6)
 
 
 def test_an_episode(tokenizer):
