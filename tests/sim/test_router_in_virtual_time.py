@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from unittest import mock
 
 import numpy as np
@@ -129,6 +130,7 @@ class Fleet:
     router: Router
     replicas: dict[int, Slow]
     restart_s: float
+    replacing: set[int] = field(default_factory=set)
 
     async def watch(self) -> None:
         while True:
@@ -136,12 +138,19 @@ class Fleet:
             await self.replace(index)
 
     async def replace(self, index: int) -> None:
-        await asyncio.sleep(self.restart_s)
-        successor = self.replicas[index] = Slow(index)
-        try:
-            await self.router.join(index, successor)
-        except TriremeError:
-            await self.replace(index)
+        """Starts successors of a replica until one has joined; does nothing if that has begun. Two at the same time
+        would leave one that hangs while it joins without a watcher, and no replica manager starts two."""
+        if index in self.replacing:
+            return
+        self.replacing.add(index)
+        joined = False
+        while not joined:
+            await asyncio.sleep(self.restart_s)
+            successor = self.replicas[index] = Slow(index)
+            with suppress(TriremeError):
+                await self.router.join(index, successor)
+                joined = True
+        self.replacing.discard(index)
 
     async def event(self, what: str, index: int) -> None:
         replica = self.replicas[index]
