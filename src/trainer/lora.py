@@ -21,7 +21,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trireme.config.schema import LoraConfig
+from trireme.config.trainer import LoraConfig
 from trireme.core.errors import BadInput
 from trireme.core.weights import Adapter
 

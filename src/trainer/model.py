@@ -27,7 +27,7 @@ from trainer.lora import add_adapters, start_values
 from trainer.mesh import Mesh
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
-from trireme.config.schema import LoraConfig
+from trireme.config.trainer import LoraConfig
 from trireme.core.errors import BadInput
 from trireme.plan.memory import ModelMemory
 

@@ -27,7 +27,7 @@ from trireme.config.checks import check
 from trireme.config.installed import check_installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
-from trireme.config.schema import LoraConfig
+from trireme.config.trainer import LoraConfig
 from trireme.core.errors import BadInput, NonFiniteGradient, RoomFailed
 from trireme.core.types import (
     AdamParams,

@@ -33,7 +33,7 @@ from peft import get_peft_model, get_peft_model_state_dict
 
 from inference.handle import InferenceHandle
 from inference.router import Router
-from trireme.config.schema import LoraConfig
+from trireme.config.trainer import LoraConfig
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity

@@ -31,7 +31,7 @@ from trireme.config.checks import check
 from trireme.config.installed import check_installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
-from trireme.config.schema import LoraConfig
+from trireme.config.trainer import LoraConfig
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.refusals import Refusal
 from trireme.core.types import WeightIdentity

@@ -17,7 +17,7 @@ from trireme.config.sft import SftConfig
 from trireme.launch.common import prepare_cluster
 from trireme.plan.sft import sft_plan
 from trireme.process.environ import Resources
-from trireme.sft.data import SftData, with_absolute_files
+from trireme.sft.data import SftData
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def _sft(argv: list[str], console: Console) -> None:
     config = loaded.config
     facts = ModelFacts.of(config, required=not loaded.dry_run)
     check(config, facts)
-    config = with_absolute_files(config.with_absolute_paths())
+    config = config.with_absolute_paths()
     resources = Resources.of_this_machine()
     if facts is None:
         show(sft_plan(config, None, resources), config, console)

@@ -21,30 +21,17 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
 
     `facts` None (a dry run without a hub) leaves out what depends on the model's sizes.
     """
-    own = _rl(config, facts) if isinstance(config, Config) else []
+    own: list[Refusal] = []
+    warnings: list[str] = []
     if isinstance(config, SftConfig):
         own = [*_held_out_data(config), *_rendering(config)]
+    elif isinstance(config, Config):
+        own = [*_batch(config), *_groups(config), *_names(config), *_eval_envs(config), *_rendering(config)]
+        own += [*_lengths(config, facts), *_reserved(config), *_concurrency(config), *_timeouts(config)]
+        warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
     refuse([*own, *common, *_deterministic(config), *_resume(config)])
-    return _rl_warnings(config) if isinstance(config, Config) else []
-
-
-def _rl(config: Config, facts: ModelFacts | None) -> list[Refusal]:
-    return [
-        *_batch(config),
-        *_groups(config),
-        *_names(config),
-        *_eval_envs(config),
-        *_rendering(config),
-        *_lengths(config, facts),
-        *_reserved(config),
-        *_concurrency(config),
-        *_timeouts(config),
-    ]
-
-
-def _rl_warnings(config: Config) -> list[str]:
-    return [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
+    return warnings
 
 
 def _batch(config: Config) -> Iterator[Refusal]:
@@ -195,9 +182,7 @@ def _resume(config: CommonConfig) -> Iterator[Refusal]:
         )
     if config.resume.force and not config.resume.wanted:
         yield Refusal(
-            "--resume.force alone",
-            "something to resume",
-            "add --resume, --resume.step N or --resume.dir PATH",
+            "--resume.force alone", "something to resume", "add --resume, --resume.step N or --resume.dir PATH"
         )
 
 

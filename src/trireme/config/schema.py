@@ -35,24 +35,9 @@ from trireme.config.run import (
     WandbConfig,
 )
 from trireme.config.section import NonNegativeInt, Section
-from trireme.config.trainer import CommonTrainer, KlConfig, LoraConfig, OptimConfig, ReferenceConfig, TrainerConfig
+from trireme.config.trainer import CommonTrainer, ReferenceConfig, TrainerConfig
 from trireme.core.tokenizer import looks_like_path
 from trireme.core.types import AdamParams
-
-__all__ = [
-    "CommonConfig",
-    "CommonTrainer",
-    "Config",
-    "EnvConfig",
-    "EvalConfig",
-    "KlConfig",
-    "LoraConfig",
-    "OptimConfig",
-    "ReferenceConfig",
-    "RendererConfig",
-    "SamplingConfig",
-    "Section",
-]
 
 
 class CommonConfig(Section, ABC):

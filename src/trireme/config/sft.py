@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import PositiveInt
 
@@ -53,3 +53,9 @@ class SftConfig(CommonConfig):
     @property
     def label(self) -> str:
         return re.sub(r"[^\w.-]+", "-", Path(self.data.train).stem).strip("-.") or "data"
+
+    def with_absolute_paths(self) -> Self:
+        """Also makes the paths of the data absolute, so that config.json is valid from any directory."""
+        paths = {"train": self.data.train, "test": self.data.test}
+        absolute = {key: str(Path(path).expanduser().absolute()) for key, path in paths.items() if path}
+        return super().with_absolute_paths().model_copy(update={"data": self.data.model_copy(update=absolute)})

@@ -79,20 +79,12 @@ class TrainingRun(ABC):
     def step_line(self, row: Mapping[str, Any]) -> str:
         """Returns what the terminal shows of a step."""
 
-    @contextmanager
-    def journal(self, run: RunDir, wandb: WandbSink | None) -> Iterator[Journal]:
-        """Opens all that is written about each step."""
-        with ExitStack() as ending:
-            trace.start(run.logs, "driver_0", self.config.trace.max_mb)
-            ending.callback(trace.stop)
-            yield ending.enter_context(closing(Journal(run.root, self.step_line, sys.stdout, wandb)))
-
 
 def launch(training: TrainingRun, console: Console) -> Path | None:
     """Trains to the last step, and returns the run's directory; None if there was nothing to do. Raises TriremeError,
     Stopped."""
-    say, fixed = console.print, training.fixed
-    with RunDir.open(training.config, fixed) as run, resume_hint(run):
+    say = console.print
+    with RunDir.open(training.config, training.fixed) as run, resume_hint(run):
         for note in run.start.notes:
             say(note)
         training.enter(run)
@@ -114,13 +106,7 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
                     with attempt(training, run, supervisor, where, console) as core:
                         train_and_commit(training, run, core, supervisor, wandb, console)
 
-                def again(run: RunDir) -> RunDir:
-                    following = run.next_attempt(config, fixed)
-                    for note in following.start.notes:
-                        say(note)
-                    return following
-
-                attempts(run, supervisor, work, again)
+                attempts(training, run, supervisor, work, say)
         return run.root
 
 
@@ -160,17 +146,22 @@ def supervised(training: TrainingRun, run: RunDir, console: Console) -> Iterator
 
 
 def attempts(
-    run: RunDir, supervisor: Supervisor, work: Callable[[RunDir], None], again: Callable[[RunDir], RunDir]
+    training: TrainingRun,
+    run: RunDir,
+    supervisor: Supervisor,
+    work: Callable[[RunDir], None],
+    say: Callable[[str], None],
 ) -> None:
-    """Calls `work` with an attempt. When a room fails, does so with the next one, which `again` makes of it, as often
-    as `supervisor` allows."""
+    """Calls `work` with an attempt, and when a room fails with the next one, as often as `supervisor` allows."""
     while True:
         try:
             work(run)
             return
         except RoomFailed as failure:
             supervisor.may_rebuild(failure)
-        run = again(run)
+        run = run.next_attempt(training.config, training.fixed)
+        for note in run.start.notes:
+            say(note)
 
 
 @contextmanager
@@ -214,11 +205,12 @@ def train_and_commit(
 ) -> None:
     """Trains, and commits where the run ends: at its last step, or where a signal or a limit of its own stops it."""
     config, facts, say = training.config, training.facts, console.print
-    with (
-        training.journal(run, wandb) as journal,
-        signals.Stop(config.checkpoint.grace_s) as stop,
-        Commits(config, run, training.fixed, core.trainer, core.others, say) as commits,
-    ):
+    with ExitStack() as ending:
+        trace.start(run.logs, "driver_0", config.trace.max_mb)
+        ending.callback(trace.stop)
+        journal = ending.enter_context(closing(Journal(run.root, training.step_line, sys.stdout, wandb)))
+        stop = ending.enter_context(signals.Stop(config.checkpoint.grace_s))
+        commits = ending.enter_context(Commits(config, run, training.fixed, core.trainer, core.others, say))
         surroundings = Attempt(
             config,
             number=run.start.attempt,

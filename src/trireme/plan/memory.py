@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trireme.config.model_facts import ModelFacts
-from trireme.config.schema import CommonTrainer
+from trireme.config.trainer import CommonTrainer
 
 GIB = 2**30
 SHARD_BASE_GIB = 0.5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.sft import SftConfig
@@ -45,15 +44,9 @@ class DataPart(Part):
         return rows
 
 
-def sft_plan(
-    config: SftConfig,
-    facts: ModelFacts | None,
-    resources: Resources,
-    data: SftData | None = None,
-    run_dir: Path | None = None,
-) -> Plan:
-    """Returns the plan of a run of `sft`. A dry run has no directory yet."""
-    return Plan(config, facts, resources, (TrainerPart, partial(DataPart, data=data)), run_dir)
+def sft_plan(config: SftConfig, facts: ModelFacts | None, resources: Resources, data: SftData | None = None) -> Plan:
+    """Returns the plan of a run of `sft`."""
+    return Plan(config, facts, resources, (TrainerPart, partial(DataPart, data=data)))
 
 
 def _examples_text(examples: Examples) -> str:

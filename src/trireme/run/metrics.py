@@ -78,37 +78,34 @@ class Journal:
         is with the operating system when this returns."""
         self._trained.write(json.dumps({"step": row["step"], "attempt": row["attempt"], **trained}) + "\n")
         write_records(self._rollouts, row["step"], records)
-        if self._wandb:
-            self._wandb.write_rollouts(row["step"], records)
         self._metrics.write(json.dumps(row) + "\n")
         print(self._line(row), file=self._out, flush=True)
         if self._wandb:
-            self._wandb.write(row)
+            self._wandb.write(row, records)
 
     def close(self) -> None:
         self._metrics.close()
         self._trained.close()
 
 
-def evaluation_text(row: Mapping[str, Any]) -> list[str]:
-    """Returns lines about the evaluations in a row, with a warning if the problems do not suit the start."""
+def evaluation_text(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yields lines about the evaluations in a row, with a warning if the problems do not suit the start."""
     places = [name.removesuffix("version") for name in row if name.startswith("eval/") and name.endswith("/version")]
-    return [line for place in places for line in _evaluation_lines(row, place)]
-
-
-def _evaluation_lines(row: Mapping[str, Any], place: str) -> Iterator[str]:
-    version, n, failed = (int(row[place + name]) for name in ("version", "n", "failed"))
-    means = [name for name in row if name.startswith((f"{place}avg@", f"{place}pass@")) and not name.endswith("/ci95")]
-    said = [f"{name.removeprefix(place)} {row[name]:.3f} +- {row.get(f'{name}/ci95', 0.0):.3f}" for name in means]
-    if failed:
-        said.append(f"{failed} rollouts failed ({failed / (n + failed):.0%}) and count nowhere")
-    yield f"  evaluation of version {version} on {place.split('/', 1)[1][:-1]}: {', '.join(said)}"
-    all_bad, all_good = (row.get(f"{place}by_group/frac_all_{kind}", 0.0) for kind in ("bad", "good"))
-    if version == 0 and (all_bad == 1 or all_good > TOO_EASY):
-        yield (
-            f"  warning: of these problems {all_bad:.0%} are never solved at the start, and {all_good:.0%} always. "
-            "Little can be learnt where all rollouts of a problem are alike: choose problems that are solved sometimes"
-        )
+    for place in places:
+        version, n, failed = (int(row[place + name]) for name in ("version", "n", "failed"))
+        kinds = (f"{place}avg@", f"{place}pass@")
+        means = [name for name in row if name.startswith(kinds) and not name.endswith("/ci95")]
+        said = [f"{name.removeprefix(place)} {row[name]:.3f} +- {row.get(f'{name}/ci95', 0.0):.3f}" for name in means]
+        if failed:
+            said.append(f"{failed} rollouts failed ({failed / (n + failed):.0%}) and count nowhere")
+        yield f"  evaluation of version {version} on {place.split('/', 1)[1][:-1]}: {', '.join(said)}"
+        all_bad, all_good = (row.get(f"{place}by_group/frac_all_{kind}", 0.0) for kind in ("bad", "good"))
+        if version == 0 and (all_bad == 1 or all_good > TOO_EASY):
+            yield (
+                f"  warning: of these problems {all_bad:.0%} are never solved at the start, and {all_good:.0%} always. "
+                "Little can be learnt where all rollouts of a problem are alike: choose problems that are solved "
+                "sometimes"
+            )
 
 
 def step_line(row: Mapping[str, Any], max_steps: int) -> str:
@@ -150,14 +147,13 @@ class WandbSink:
         )
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        self._run.log(dict(row))
-
-    def write_rollouts(self, step: int, records: Sequence[str]) -> None:
-        """Writes a table with a row for each rollout."""
+    def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
+        """Writes the row of a step, and a table with a line for each rollout in `records`."""
         if records:
             rows = table_rows([json.loads(line) for line in records])
-            self._run.log({"step": step, "rollouts": self._wandb.Table(columns=TABLE_COLUMNS, data=rows)}, commit=False)
+            table = self._wandb.Table(columns=TABLE_COLUMNS, data=rows)
+            self._run.log({"step": row["step"], "rollouts": table}, commit=False)
+        self._run.log(dict(row))
 
     def alert(self, _roster: Roster, incident: Incident | None) -> None:
         """Sends an alert for each incident, as a listener of the roster. (W&B drops equal titles within a minute.)"""

@@ -195,10 +195,3 @@ class SftData:
         """Returns the values that a resume must find unchanged: the examples and their order."""
         cursor = self.cursor
         return {"digest": self.train.digest, "examples": cursor.size, "seed": cursor.seed, "shuffle": cursor.shuffle}
-
-
-def with_absolute_files(config: SftConfig) -> SftConfig:
-    """Returns the configuration with absolute paths of its data, so that config.json is valid from any directory."""
-    paths = {"train": config.data.train, "test": config.data.test}
-    absolute = {key: str(Path(path).expanduser().absolute()) for key, path in paths.items() if path}
-    return config.model_copy(update={"data": config.data.model_copy(update=absolute)})

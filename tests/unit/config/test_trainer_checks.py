@@ -17,8 +17,7 @@ from trireme.config import Config
 from trireme.config.checks import check
 from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
-from trireme.config.schema import LoraConfig
-from trireme.config.trainer import LINEAR
+from trireme.config.trainer import LINEAR, LoraConfig
 from trireme.config.trainer_checks import RANKS
 from trireme.core.errors import BadInput
 

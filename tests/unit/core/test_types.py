@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trireme.config.losses import LossFnType
-from trireme.config.schema import LoraConfig
+from trireme.config.trainer import LoraConfig
 from trireme.core.types import (
     AdamParams,
     Datum,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ class World:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.attempt = 1
+        self.config = self.fixed = None
+        self.start = SimpleNamespace(notes=["another attempt"])
 
-    def again(self, _run: Any) -> World:
+    def next_attempt(self, _config: Any, _fixed: Any) -> World:
         self.attempt += 1
         return self
 
@@ -39,14 +42,14 @@ class World:
                 raise outcome
 
         run: Any = self
-        attempts(run, run, work, self.again)
+        attempts(run, run, run, work, self.told.append)
         assert not left
 
 
 def test_another_attempt_follows_until_the_work_is_done() -> None:
     world = World()
     world.run(RoomFailed("a death"), None)
-    assert world.told == ["attempt 1", "after a death", "attempt 2"]
+    assert world.told == ["attempt 1", "after a death", "another attempt", "attempt 2"]
 
 
 def test_it_ends_with_what_the_supervisor_says() -> None:

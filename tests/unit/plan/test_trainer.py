@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from plan_support import gpus, plan, text_of, trainer
 
-from trireme.config.schema import LoraConfig
+from trireme.config.trainer import LoraConfig
 from trireme.plan.base import GIB, Plan
 from trireme.plan.memory import ShardMemory
 

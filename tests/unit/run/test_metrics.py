@@ -62,7 +62,7 @@ def evaluated(version: int, all_bad: float = 0.0, all_good: float = 0.0, failed:
 
 
 def test_an_evaluation_is_told_with_its_intervals_and_failures() -> None:
-    assert evaluation_text({"step": 3, "reward/total": 1.0}) == []
+    assert not list(evaluation_text({"step": 3, "reward/total": 1.0}))
     (line,) = evaluation_text(evaluated(4, failed=10))
     assert line == (
         "  evaluation of version 4 on a/b: avg@2 0.500 +- 0.125, pass@2 1.000 +- 0.000, "
@@ -77,7 +77,7 @@ def test_an_evaluation_is_told_with_its_intervals_and_failures() -> None:
 def test_a_start_that_solves_nothing_or_nearly_all_is_warned_of(
     version: int, all_bad: float, all_good: float, warns: bool
 ) -> None:
-    lines = evaluation_text(evaluated(version, all_bad, all_good))
+    lines = list(evaluation_text(evaluated(version, all_bad, all_good)))
     assert ["warning" in line for line in lines[1:]] == [True] * warns
 
 

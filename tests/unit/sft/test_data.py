@@ -19,7 +19,6 @@ from trireme.sft.data import (
     ExampleCursor,
     Examples,
     SftData,
-    with_absolute_files,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -154,7 +153,7 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None
 
 def test_paths_of_data_hold_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    absolute = with_absolute_files(config(data__test="deep/t.jsonl"))
+    absolute = config(data__test="deep/t.jsonl").with_absolute_paths()
     assert (absolute.data.train, absolute.data.test) == (f"{tmp_path}/d.jsonl", f"{tmp_path}/deep/t.jsonl")
 
 

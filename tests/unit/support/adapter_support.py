@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.export import companion_files, write_weights
 from trainer.lora import adapter_files, peft_config
 from trireme.checkpoint.store import CheckpointStore
-from trireme.config.schema import LoraConfig
+from trireme.config.trainer import LoraConfig
 from trireme.core.base_digest import base_digest
 from trireme.core.weights import Adapter
 from trireme.transports.packing import Packer

@@ -300,7 +300,7 @@ def test_the_directory_says_what_it_is(make: Make, models: dict[str, str], tmp_p
 
 def test_targets_that_the_model_does_not_have(models: dict[str, str]) -> None:
     from trainer.lora import add_adapters
-    from trireme.config.schema import LoraConfig
+    from trireme.config.trainer import LoraConfig
 
     model = AutoModelForCausalLM.from_pretrained(models["tied"])
     with pytest.raises(BadInput, match=r"trainer.lora.targets has query, which Qwen3.*it has .*q_proj"):
