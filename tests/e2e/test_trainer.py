@@ -351,7 +351,7 @@ def test_a_shard_that_hangs_is_named_at_the_deadline(groups):
     group = groups[QWEN, 3]
     stopped = arm(group, 1, "")
     os.kill(stopped, signal.SIGSTOP)
-    group._timeout_s = 3.0
+    group._timeouts = group._timeouts.model_copy(update={"step_s": 3.0})
     with pytest.raises(RoomFailed, match="forward_backward: waited 3 s for trainer shard") as hung:
         group.forward_backward(make_batch((4, 5)), "ppo", {})
     os.kill(stopped, signal.SIGCONT)
