@@ -294,7 +294,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
         "9",
         "--checkpoint.max-missed",
         "9",
-        "--max-steps",
     ]
     with small_file_system(tmp_path / "run", "14m"):
         ended = run_rl(tmp_path, *flags, "--max-steps", "7")
