@@ -36,6 +36,9 @@ from trireme.config.run import (
 )
 from trireme.config.section import NonNegativeInt, Section
 from trireme.config.trainer import CommonTrainer, ReferenceConfig, TrainerConfig
+from trireme.config.trainer import KlConfig as KlConfig  # these three: where users' loops import them from
+from trireme.config.trainer import LoraConfig as LoraConfig
+from trireme.config.trainer import OptimConfig as OptimConfig
 from trireme.core.tokenizer import looks_like_path
 from trireme.core.types import AdamParams
 

@@ -28,7 +28,7 @@ from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
 from orchestrator.workers import run_in_worker
 from trireme import errors
 from trireme.config import Config
-from trireme.config.trainer import LoraConfig
+from trireme.config.schema import LoraConfig
 from trireme.types import ModelInput, SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.weights import PublishedWeights
 assert errors.BadInput
