@@ -190,8 +190,8 @@ def report(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: in
             SortDataset.grade("".join(sorted(d)), Answer.read(tokenizer, reply))
             for d, reply in zip(digits, replies, strict=True)
         ]
-        reward = sum(s.reward for s in scores) / count
-        success = sum(s.success for s in scores) / count
+        reward = sum(reward for reward, _ in scores) / count
+        success = sum(success for _, success in scores) / count
         print(f"{'greedy' if greedy else 'sampled':8s} reward {reward:.3f}  success {success:.3f}")
 
 
