@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,25 +10,7 @@ import pytest
 from trireme.cli.rl import main
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 
-ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs where the quickstart's paths lead, and gives environment and signal handlers back."""
-    monkeypatch.chdir(ROOT)
-    environ = dict(os.environ)
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    os.environ.clear()
-    os.environ.update(environ)
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
-def no_cluster() -> bool:
-    ray = sys.modules.get("ray")
-    return ray is None or not ray.is_initialized()
+pytestmark = pytest.mark.usefixtures("in_the_repository", "no_cluster")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +30,6 @@ def no_cluster() -> bool:
 def test_is_refused(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["@", "configs/quickstart.toml", "--run.output-dir", str(tmp_path), *flags]) == EXIT_BAD_INPUT
     assert said in capsys.readouterr().err
-    assert no_cluster()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -64,7 +41,6 @@ def test_a_directory_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     told = capsys.readouterr().err
     assert "--run.name" in told
     assert "--clean" in told
-    assert no_cluster()
 
 
 def test_a_missing_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,4 +56,3 @@ def test_every_config_passes_a_dry_run(name: str, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert '"max_steps"' in out
     assert "staleness" in out
-    assert no_cluster()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -27,20 +24,8 @@ from trireme.sft.reading import Example
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("sft-*.toml"))
+pytestmark = pytest.mark.usefixtures("in_the_repository", "no_cluster")
 TWO_GPUS = Resources(nodes=1, cpus=8, gpus=2, memory_bytes=2**34, source="this machine")
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs where the configurations' paths lead, and gives environment and signal handlers back."""
-    monkeypatch.chdir(ROOT)
-    environ = dict(os.environ)
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    os.environ.clear()
-    os.environ.update(environ)
-    for number, handler in kept.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -50,11 +35,6 @@ def flags(tmp_path: Path) -> list[str]:
     (tmp_path / "d.jsonl").write_text("".join(lines))
     given = ["--model.name", "./assets/sort-base", "--data.train", str(tmp_path / "d.jsonl"), "--data.batch-size", "2"]
     return [*given, "--run.output-dir", str(tmp_path / "out"), "--cluster.device", "cpu"]
-
-
-def no_cluster() -> bool:
-    ray = sys.modules.get("ray")
-    return ray is None or not ray.is_initialized()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
@@ -73,7 +53,6 @@ def test_a_dry_run_says_how_long_it_takes(flags: list[str], tmp_path: Path, caps
     assert "1 examples of 3 tokens" in out
     assert '"batch_size": 2' in out
     assert not (tmp_path / "out").exists()
-    assert no_cluster()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +73,6 @@ def test_is_refused(more: list[str], said: str, flags: list[str], capsys: pytest
     assert main([*flags, *more]) == EXIT_BAD_INPUT
     told = capsys.readouterr().err
     assert said in told
-    assert no_cluster()
 
 
 def test_a_broken_line_is_refused_before_anything_is_made(

@@ -3,39 +3,16 @@
 import json
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 # The tiny models are the end-to-end tests' too.
-from trainer_support import make_config, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.export import write_weights
-from trainer.shard import Shard
 from trireme.checkpoint.files import checksum_of
 from trireme.core.errors import StorageFailed
-from trireme.transports.packing import Packer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), "qwen3", True)
-
-
-@pytest.fixture
-def shard(model):
-    """A function that makes a shard in a process group of one, which ends with the test."""
-
-    def make(**options):
-        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        return Shard(make_config(model, **options), 0, store, Packer(np.copy))
-
-    yield make
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def export(one, path, **options):

@@ -7,19 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 # The tiny models and batches are the end-to-end tests' too.
-from trainer_support import EXPERTS, make_batch, make_config, make_model
+from trainer_support import EXPERTS, make_batch, make_model
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from trainer.model import load_source
-from trainer.shard import Shard
 from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams
 from trireme.core.weights import check_received, weights_digest
-from trireme.transports.packing import Packer
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +25,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def shard(model):
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    yield Shard(make_config(model), 0, store, sender=Packer(np.copy))
-    dist.destroy_process_group()
+def shard(shard):
+    return shard()
 
 
 def tensors(published):

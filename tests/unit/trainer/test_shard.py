@@ -6,17 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 # The tiny models and batches are the end-to-end tests' too.
-from trainer_support import make_batch, make_config, make_model
+from trainer_support import make_batch, make_model
 from transformers import AutoModelForCausalLM
 
 from trainer.batch_checks import PublishedVersions
 from trainer.batching import ShardOutput, scatter_outputs
 from trainer.losses import resolve_loss
 from trainer.publish import canary_tokens, canary_tolerance
-from trainer.shard import Shard
 from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.types import AdamParams, Provenance, TokenBatch, WeightIdentity
 from trireme.core.weights import check_canary, check_received
@@ -33,18 +31,6 @@ def importance_sampling(p, columns):
 @pytest.fixture(scope="module", params=[("qwen3", True), ("llama", False)], ids=["qwen3-tied", "llama-untied"])
 def model(request, tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), *request.param)
-
-
-@pytest.fixture
-def shard(model):
-    """A function that makes a shard with some options, in a process group of one that ends with the test."""
-
-    def make(**options):
-        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        return Shard(make_config(model, **options), 0, store, sender=Packer(np.copy))
-
-    yield make
-    dist.destroy_process_group()
 
 
 def reference(model, batch):

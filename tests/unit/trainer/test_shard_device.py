@@ -3,36 +3,15 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 # The tiny models and batches are the end-to-end tests' too.
-from trainer_support import make_batch, make_config, make_model
+from trainer_support import make_batch
 
-from trainer.shard import Shard
 from trireme.core.errors import BadInput
-from trireme.transports.packing import Packer
 
 LENGTHS = (5, 9, 1, 7, 9)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), "qwen3", True)
-
-
-@pytest.fixture
-def shard(model):
-    """A function that makes a shard in a process group of one, which ends with the test."""
-
-    def make(**options):
-        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        return Shard(make_config(model, **options), 0, store, Packer(np.copy))
-
-    yield make
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def test_on_cpus_a_shard_touches_no_gpu_of_the_machine(shard, monkeypatch, tmp_path):

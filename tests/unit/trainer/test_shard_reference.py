@@ -4,39 +4,27 @@ import threading
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 # The tiny models and batches are the end-to-end tests' too.
-from trainer_support import make_batch, make_config, make_model
+from trainer_support import make_batch
 
 from trainer import state as checkpoint
-from trainer.shard import Shard
 from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams
-from trireme.transports.packing import Packer
 
 BATCH = make_batch((5, 9, 1, 7, 9))
 LORA = {"rank": 8, "alpha": 32.0}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), "qwen3", True)
-
-
 @pytest.fixture
-def shard(model):
-    """A function that makes a fresh shard with a reference, in a process group of one, in place of the one before."""
+def shard(shard, model):
+    """Returns a function that makes a fresh shard with a reference, in place of the one before."""
 
     def make(update_every=3, lora=None):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
         kl = {"coef": 0.1, "reference": {"base_model": None if lora else model, "update_every": update_every}}
-        return Shard(make_config(model, trainer__kl=kl, trainer__lora=lora or {}), 0, store, sender=Packer(np.copy))
+        return shard(trainer__kl=kl, trainer__lora=lora or {})
 
-    yield make
-    dist.destroy_process_group()
+    return make
 
 
 def step(one, seed=0):

@@ -9,48 +9,25 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 # The tiny models and batches are the end-to-end tests' too.
-from trainer_support import make_batch, make_config, make_model
+from trainer_support import make_batch, make_model
 from transformers import AutoModelForCausalLM
 
 from trainer import state as checkpoint
 from trainer.batch_checks import PublishedVersions
-from trainer.shard import Shard
 from trainer.snapshot import kinds
 from trainer.state import make_adam_state, random_state, set_random_state
 from trireme.checkpoint.files import checksum_of
 from trireme.core.errors import CheckpointInvalid, ProvenanceError, StorageFailed
 from trireme.core.types import AdamParams, Provenance, WeightIdentity
 from trireme.process.faults import InjectedFault
-from trireme.transports.packing import Packer
 
 LENGTHS = (5, 9, 1, 7, 9)
 CPU = torch.device("cpu")
 END_OF_ZIP = b"PK\x05\x06"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), "qwen3", True)
-
-
-@pytest.fixture
-def shard(model):
-    """A function that makes a fresh shard, in a process group of one, in place of the one before."""
-
-    def make(source=model, attempt=1, **options):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        return Shard(make_config(source, **options), 0, store, Packer(np.copy), attempt)
-
-    yield make
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def step(one, seed):
