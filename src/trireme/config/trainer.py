@@ -112,7 +112,7 @@ class CommonTrainer(Section):
     optim: OptimConfig = OptimConfig()
     lora: LoraConfig = LoraConfig()
     max_refused_steps: PositiveInt = 3
-    """Stop, after a commit, when the gradients of this many steps in a row were not finite."""
+    """Stop, after a commit, when in this many steps in a row the gradient of at least one update was not finite."""
     micro_batch_tokens: PositiveInt | None = None
     """Tokens (with padding) that a shard computes at the same time; bounds memory only. none = 16384, or by
     `micro_batch_size`."""

@@ -21,32 +21,34 @@ KL = "optim/kl_sample_train_v2"
 
 
 class RefusedSteps:
-    """Counts the steps of one attempt whose gradient was not finite. `say` prints a line."""
+    """Counts the steps of one attempt with a gradient that was not finite. `say` prints a line."""
 
     def __init__(self, config: CommonConfig, say: Callable[[str], None]) -> None:
         self._limit, self._say = config.trainer.max_refused_steps, say
         self._refused = 0
 
-    def update(self, step: Callable[[], OptimStepResponse], suspects: Sequence[str]) -> Mapping[str, float]:
-        """Calls the optimiser step `step` and returns its metrics. `refused` is 1 if the trainer refused it because the
-        gradient is not finite; then the weights stay as they are, and the run continues. `suspects`: problems of the
-        datums to blame, which the trainer names by number."""
+    def update(self, update: Callable[[], OptimStepResponse], name: str, suspects: Sequence[str]) -> float:
+        """Calls the optimiser for the update `name` and returns the norm of its gradient: NaN if the trainer refused it
+        because the gradient is not finite. Then the weights stay as they are, and the run continues. `suspects`:
+        problems of the datums to blame, which the trainer names by number."""
         try:
-            return {**step().metrics, "refused": 0.0}
+            return update().metrics["grad_norm"]
         except NonFiniteGradient as error:
             problems = list(dict.fromkeys(suspects))
             culprits = ", ".join(problems[:NAMED]) + (", .." if len(problems) > NAMED else "")
-            self._say(f"step refused, its weights stay: {error} Their problems: {culprits or 'unknown'}")
-            return {"refused": 1.0, "grad_norm": nan}
+            self._say(f"{name} was refused, the weights stay: {error} Their problems: {culprits or 'unknown'}")
+            return nan
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Looks at the row of a step that is done. Raises LimitReached after too many refused steps in a row."""
+        """Looks at the row of a step that is done. Raises LimitReached after too many steps in a row of which at least
+        one update was refused."""
         self._refused = self._refused + 1 if row["optim/refused"] else 0
         if self._refused >= self._limit:
             raise LimitReached(
-                f"the gradient of {self._refused} steps in a row was not finite (trainer.max_refused_steps = "
-                f"{self._limit}); the weights are those of before. Look at the data or the rewards, and at the "
-                "learning rate; the messages above name the problems"
+                f"in {self._refused} steps in a row the gradient of an update was not finite "
+                f"(trainer.max_refused_steps = {self._limit}), of the last step in {row['optim/refused']:.0%} of the "
+                "updates; a refused update leaves the weights as they were. Look at the data or the rewards, and at "
+                "the learning rate; the messages above name the problems"
             )
 
 

@@ -32,6 +32,7 @@ def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> N
             **attempt.position(step),
             **released.metrics,
             "optim/lr": attempt.learning_rate(step),
+            **record.update_metrics(),
             **record.optim_metrics(),
             **penalty.take(),
             "weights/digest": weights.identity.digest,
@@ -62,8 +63,7 @@ def train_step(
             record.add(output, minibatch.num_loss_tokens, minibatch.problems_D)
         attempt.commits.leave_boundary()
         with clock("optim"):
-            optim_step = partial(trainer.optim_step, adam, record.take_normalizer())
-            record.update = attempt.guard.update(optim_step, record.suspects)
+            record.update(attempt.guard, partial(trainer.optim_step, adam))
     with clock("publish"):
         weights = trainer.publish_weights(step + 1)
     penalty.end_step(step + 1)

@@ -62,16 +62,14 @@ def train_step(
         output = trainer.forward_backward(batch, "cross_entropy", {})
     record.add(output, weight, [examples.places[index] for index in chosen])
     with record.clock("optim"):
-        optim_step = partial(trainer.optim_step, adam, record.take_normalizer())
-        update = attempt.guard.update(optim_step, record.suspects)
+        record.update(attempt.guard, partial(trainer.optim_step, adam))
     return {
         "train_mean_nll": output.metrics["loss:sum"] / weight,
         "num_examples": len(batch),
         "num_tokens": len(batch.tokens),
         "num_loss_tokens": output.metrics["loss_tokens:sum"],
         "learning_rate": adam.learning_rate,
-        "optim/grad_norm": update["grad_norm"],
-        "optim/refused": update["refused"],
+        **record.update_metrics(),
     }
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import isnan, nan
+from statistics import mean
 from typing import Any, Protocol
 
 from trireme.config import CommonConfig
@@ -121,10 +124,8 @@ class StepRecord:
 
     def __init__(self, step: int, normalization: LossNormalization) -> None:
         self.step, self.clock = step, Clock()
-        self.suspects: list[str] = []
-        """Names of the datums whose loss is not finite."""
-        self.update: Mapping[str, float] = {}
-        """Metrics of the newest update."""
+        self._suspects: list[str] = []  # names of the substep's datums whose loss is not finite
+        self._grad_norms: list[float] = []  # of each update, NaN if it was refused
         self._normalization = normalization
         self._outputs: list[Mapping[str, float]] = []
         self._peak_s = 0.0
@@ -134,23 +135,38 @@ class StepRecord:
         """Adds the output for one minibatch. `loss_tokens`: how many it has, or the sum of their weights."""
         self._outputs.append(output.metrics)
         self._peak_s += output.peak_s
-        self.suspects += [names_D[d] for d in output.suspects]
+        self._suspects += [names_D[d] for d in output.suspects]
         self._loss_tokens += loss_tokens
         self._sequences += len(output.offsets) - 1
 
+    def update(self, guard: RefusedSteps, optim_step: Callable[[float], OptimStepResponse]) -> None:
+        """Ends a substep: calls `optim_step` with the divisor of its summed gradient, under `guard`."""
+        suspects, self._suspects = self._suspects, []
+        name = f"step {self.step + 1}, update {len(self._grad_norms) + 1}"
+        self._grad_norms.append(guard.update(partial(optim_step, self.take_normalizer()), name, suspects))
+
     def take_normalizer(self) -> float:
-        """Ends a substep. Returns the divisor of its summed gradient; 1 without loss tokens, whose gradient is zero."""
+        """Returns the divisor of its summed gradient; 1 without loss tokens, whose gradient is zero."""
         divisors = {"token_mean": self._loss_tokens, "sequence_mean": self._sequences, "sum": 1}
         self._loss_tokens, self._sequences = 0.0, 0
         return float(divisors[self._normalization] or 1)
 
+    def update_metrics(self) -> dict[str, float]:
+        """Returns the norm of the gradients before clipping, mean and largest of the updates that were made (NaN
+        without any), and the share of the updates that were refused."""
+        made = [norm for norm in self._grad_norms if not isnan(norm)]
+        return {
+            "optim/grad_norm": mean(made) if made else nan,
+            "optim/grad_norm_max": max(made, default=nan),
+            "optim/refused": 1 - len(made) / len(self._grad_norms),
+        }
+
     def optim_metrics(self) -> dict[str, float]:
-        """Returns `optim/*`: sums as means over loss tokens, `ratio:max` as `ratio_max`, and the update's own."""
+        """Returns `optim/*`: sums as means over loss tokens, and `ratio:max` as `ratio_max`."""
         sums = reduce_metrics(self._outputs)
         tokens = max(sums.pop("loss_tokens:sum"), 1.0)
         parts = [(*name.rpartition(":")[::2], value) for name, value in sums.items()]
         return {
-            **{f"optim/{name}": value for name, value in self.update.items()},
             **{f"optim/{name}": value / tokens for name, how, value in parts if how == "sum"},
             **{f"optim/{name}_{how}": value for name, how, value in parts if how != "sum"},
         }

@@ -37,12 +37,11 @@ def row(step=0, refused=0.0, kl=0.0):
 def test_a_refused_step_names_its_problems_and_the_run_goes_on():
     said: list[str] = []
     guard = Guard(config(), said.append)
-    refused = guard.update(refuse, ["7", "7", "3"])
-    assert refused["refused"] == 1
-    assert math.isnan(refused["grad_norm"])
+    assert math.isnan(guard.update(refuse, "step 1, update 2", ["7", "7", "3"]))
+    assert said[0].startswith("step 1, update 2 was refused")
     assert "gradient norm is nan" in said[0]
     assert said[0].endswith("Their problems: 7, 3")
-    assert guard.update(step, []) == {"lr": 0.1, "grad_norm": 2.0, "refused": 0.0}
+    assert guard.update(step, "step 2, update 1", []) == 2.0
     assert len(said) == 1
 
 
@@ -51,8 +50,8 @@ def test_only_refused_steps_in_a_row_stop_the_run():
     guard.check(row(0, refused=1))
     guard.check(row(1))
     guard.check(row(2, refused=1))
-    with pytest.raises(LimitReached, match=r"2 steps in a row.*trainer.max_refused_steps = 2"):
-        guard.check(row(3, refused=1))
+    with pytest.raises(LimitReached, match=r"2 steps in a row.*trainer.max_refused_steps = 2.* in 25% of the updates"):
+        guard.check(row(3, refused=0.25))
 
 
 def test_the_alarm_sounds_once_per_stretch_and_names_age_and_temperature():

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isnan, nan
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from trireme.config import Config
-from trireme.core.errors import LimitReached
+from trireme.core.errors import LimitReached, NonFiniteGradient
 from trireme.core.types import ForwardBackwardOutput, OptimStepResponse, WeightIdentity
 from trireme.process.signals import Stop
 from trireme.supervision.roster import Roster
+from trireme.train.guards import RefusedSteps
 from trireme.train.rl_loop import train
 from trireme.train.steps import Attempt, Rooms
 
@@ -29,8 +32,8 @@ class Asked(list[str]):
 class StandIns(SimpleNamespace):
     """Trainer, orchestrator, journal, commits and guard in one."""
 
-    def __init__(self, parts: int) -> None:
-        super().__init__(asked=Asked(), parts=parts)
+    def __init__(self, parts: int, norms: Sequence[float] = ()) -> None:
+        super().__init__(asked=Asked(), parts=parts, norms=iter(norms), rows=[])
 
     def publish_weights(self, version: int) -> Any:
         self.asked.note("publish", version)
@@ -38,14 +41,15 @@ class StandIns(SimpleNamespace):
 
     def forward_backward(self, batch: Any, *_: object) -> ForwardBackwardOutput:
         self.asked.note("forward_backward", batch)
-        return ForwardBackwardOutput(np.zeros(1, np.float32), np.arange(2), {"loss:sum": 1.0, "loss_tokens:sum": 2.0})
+        metrics = {"loss:sum": 1.0, "loss_tokens:sum": 2.0}
+        return ForwardBackwardOutput(np.zeros(1, np.float32), np.arange(2), metrics, suspects=(0,))
 
     def optim_step(self, *_: object) -> OptimStepResponse:
+        """Refuses where the gradient's norm, the next of `norms`, is NaN."""
         self.asked.note("optim_step")
-        return OptimStepResponse({"grad_norm": 1.0})
-
-    def update(self, step: Callable[[], OptimStepResponse], _suspects: object) -> Mapping[str, float]:
-        return step().metrics
+        if isnan(norm := next(self.norms, 1.0)):
+            raise NonFiniteGradient("the gradient norm is nan.")
+        return OptimStepResponse({"grad_norm": norm})
 
     def update_weights(self, weights: Any, *_: object) -> None:
         self.asked.note("begin update", weights.identity.version)
@@ -53,7 +57,8 @@ class StandIns(SimpleNamespace):
     def minibatches(self, step: int, substep: int, *_: object) -> Iterator[Any]:
         for part in range(self.parts):
             self.asked.note("wait for", f"{step}.{substep}.{part}")
-            yield SimpleNamespace(batch=f"{step}.{substep}.{part}", provenance=None, num_loss_tokens=2, problems_D=())
+            batch = f"{step}.{substep}.{part}"
+            yield SimpleNamespace(batch=batch, provenance=None, num_loss_tokens=2, problems_D=(f"problem {batch}",))
 
     def release(self, step: int) -> Any:
         self.asked.note("release", step)
@@ -67,17 +72,15 @@ class StandIns(SimpleNamespace):
         self.asked.note("at boundary", version)
 
     def write(self, row: Mapping[str, Any], _trained: object, records: object) -> None:
+        self.rows.append(row)
         self.asked.note("row", row["step"], records)
 
     def seal(self) -> None:
         self.asked.note("seal")
 
-    def check(self, _row: object) -> None:
-        """Nothing is wrong."""
 
-
-def asked(check: Callable[[], None] = lambda: None, max_steps: int = 1, **trainer: int) -> list[str]:
-    config = Config.model_validate(
+def config(max_steps: int, **trainer: int) -> Config:
+    return Config.model_validate(
         {
             "max_steps": max_steps,
             "model": {"name": "m"},
@@ -87,14 +90,26 @@ def asked(check: Callable[[], None] = lambda: None, max_steps: int = 1, **traine
             "inference": {"sampling": {"max_tokens": 4}},
         }
     )
-    all_: Any = StandIns(config.trainer.num_minibatches)
+
+
+def run(all_: Any, config: Config, guard: RefusedSteps, check: Callable[[], None] = lambda: None) -> None:
     roster = Roster(lambda: 0.0)
-    attempt = Attempt(config, 1, 0, lambda step: 1e-3, all_, all_, Stop(60.0), roster, check)
+    train(
+        config,
+        Rooms(all_, all_),
+        Attempt(config, 1, 0, lambda step: 1e-3, all_, guard, Stop(60.0), roster, check),
+        all_,
+    )
+    assert roster.step == config.max_steps
+
+
+def asked(check: Callable[[], None] = lambda: None, max_steps: int = 1, **trainer: int) -> list[str]:
+    given = config(max_steps, **trainer)
+    all_ = StandIns(given.trainer.num_minibatches)
     try:
-        train(config, Rooms(all_, all_), attempt, all_)
+        run(all_, given, RefusedSteps(given, print), check)
     except LimitReached:
         return [*all_.asked, "limit reached"]
-    assert roster.step == max_steps
     return list(all_.asked)
 
 
@@ -120,3 +135,25 @@ def test_a_streamed_minibatch_is_trained_on_before_the_next_one_is_there() -> No
     parts = ["0.0.0", "0.0.1", "0.1.0", "0.1.1"]
     expected = [f"{what} {part}" for part in parts for what in ("wait for", "forward_backward")]
     assert [call for call in asked(num_minibatches=2, num_substeps=2) if call.split()[-1] in parts] == expected
+
+
+def test_each_substep_is_guarded_reported_and_blamed_on_its_own() -> None:
+    """Three of four updates are refused in every step: the run stops, the row says so, and each names its problems."""
+    given, said = config(9, num_substeps=4, max_refused_steps=2), []
+    all_ = StandIns(1, norms=[nan, nan, 3.0, nan, nan, nan, nan, 1.0])
+    with pytest.raises(LimitReached, match="in 2 steps in a row"):
+        run(all_, given, RefusedSteps(given, said.append))
+    assert [row["optim/refused"] for row in all_.rows] == [0.75, 0.75]
+    assert [row["optim/grad_norm"] for row in all_.rows] == [3.0, 1.0]
+    assert [line.partition(" was refused")[0] for line in said[:3]] == [f"step 1, update {n}" for n in (1, 2, 4)]
+    assert [line.rpartition("problems: ")[2] for line in said[:3]] == [f"problem 0.{n}.0" for n in (0, 1, 3)]
+
+
+def test_norms_are_those_of_the_updates_that_were_made() -> None:
+    given, all_ = config(2, num_substeps=4), StandIns(1, norms=[1.0, 3.0, nan, 5.0, *[nan] * 4])
+    run(all_, given, RefusedSteps(given, lambda _: None))
+    first, second = all_.rows
+    assert (first["optim/grad_norm"], first["optim/grad_norm_max"], first["optim/refused"]) == (3.0, 5.0, 0.25)
+    assert isnan(second["optim/grad_norm"])
+    assert isnan(second["optim/grad_norm_max"])
+    assert second["optim/refused"] == 1
