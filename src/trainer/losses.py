@@ -10,8 +10,8 @@ on; `optim_step` normalises) and metrics named `name:reduction`. With `q` the sa
     ppo                    sum_t -m min(r A, clamp(r, lo, hi) A)            (arXiv:1707.06347)
     cispo                  sum_t -m sg(clamp(r, lo, hi)) p A                (arXiv:2506.13585)
     dro                    sum_t -m (p A - beta/2 (p - q)^2)                (arXiv:2405.19107)
-    gspo                   sum_t -m min(s A, clamp(s, lo, hi) A), s = exp(mean_t (p - q)) of the sequence
-                                                                            (arXiv:2507.18071)
+    gspo                   sum_t -m min(s A, clamp(s, lo, hi) A), s = sg(exp(mean_t (p - q))) exp(p - sg(p)), the mean
+                           over the sequence: GSPO-token                    (arXiv:2507.18071)
     module:function        a user's own loss with this signature
 
 `trireme.config.losses` registers each loss with its columns and parameters. Thresholds are absolute ratios; the columns
@@ -19,8 +19,8 @@ on; `optim_step` normalises) and metrics named `name:reduction`. With `q` the sa
 `loss_normalization` decides how long and short sequences weigh.
 
 Off-policy corrections, for every loss with a ratio. `max_ratio` c: r becomes r sg(min(1, c / r)), truncated importance
-sampling (arXiv:1802.01561): its value is at most c, and the direction of the gradient stays. `mask_ratio_low`,
-`mask_ratio_high`: tokens with a ratio outside this range do not count.
+sampling (arXiv:1802.01561): its value is at most c, and the direction of the gradient stays. What is clipped is decided
+before, on r itself. `mask_ratio_low`, `mask_ratio_high`: tokens with a ratio outside this range do not count.
 
 Where `m` is 0 the other columns are ignored, even NaN. A custom loss (`surrogate`) is computed from log-probabilities
 where the batch is, not where the model is:
@@ -70,29 +70,33 @@ def _only(values: Tensor, mask: Tensor) -> Tensor:
 class _Ratios:
     """The ratios from which all ratio losses start.
 
-    `mask` after masking by ratio; `log` = p - q, 0 where `mask` is 0; `ratio` after truncation; `metrics` count the
-    tokens that were masked and truncated.
+    `mask` after masking by ratio; `log` = p - q and `advantages`, 0 where `mask` is 0; `metrics` count tokens: those
+    masked by ratio, and those that `exp` truncated.
     """
 
-    def __init__(self, p: Tensor, columns: Columns, config: Mapping[str, float], per_sequence: bool = False) -> None:
+    def __init__(self, p: Tensor, columns: Columns, config: Mapping[str, float]) -> None:
         log = _only(p - columns["logprobs"], columns["mask"])
         low, high = _log(config["mask_ratio_low"]), _log(config["mask_ratio_high"])
         outside = (log.detach() < low) | (log.detach() > high)
         self.mask = columns["mask"].masked_fill(outside, 0.0)
-        log = _only(log, self.mask)
-        if per_sequence:
-            count = (self.mask != 0).sum(-1, keepdim=True).clamp(min=1)
-            log = _only((log.sum(-1, keepdim=True) / count).expand_as(log), self.mask)
-        excess = (log.detach() - _log(config.get("max_ratio", math.inf))).clamp(min=0.0)
-        self.log, self.ratio = log, (log - excess).exp()
-        self.metrics = {"ratio_masked_frac:sum": float(outside.sum()), "truncated_frac:sum": float((excess > 0).sum())}
+        self.log, self.advantages = _only(log, self.mask), _only(columns["advantages"], self.mask)
+        self.metrics = {"ratio_masked_frac:sum": float(outside.sum())}
+        self._limit = _log(config.get("max_ratio", math.inf))
+
+    def exp(self, log: Tensor, counts: Tensor) -> Tensor:
+        """Returns exp(log), truncated, where `counts`; else 1 without a gradient, because that of an exp which
+        overflows is NaN even where nothing depends on it."""
+        log = log.where(counts, log.new_zeros(()))
+        excess = (log.detach() - self._limit).clamp(min=0.0)
+        self.metrics["truncated_frac:sum"] = float((excess > 0).sum())
+        return (log - excess).exp()
 
 
-def _clamp(ratio: Tensor, columns: Columns, config: Mapping[str, float]) -> Tensor:
+def _thresholds(columns: Columns, config: Mapping[str, float], like: Tensor) -> tuple[Tensor, Tensor]:
     low, high = (
-        columns.get(name, ratio.new_full((), config[name])) for name in ("clip_low_threshold", "clip_high_threshold")
+        columns.get(name, like.new_full((), config[name])) for name in ("clip_low_threshold", "clip_high_threshold")
     )
-    return ratio.clamp(low, high)
+    return low, high
 
 
 def cross_entropy(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
@@ -104,37 +108,49 @@ def cross_entropy(p: Tensor, columns: Columns, config: Mapping[str, float]) -> t
 def importance_sampling(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
     """sum -m r A: the gradient of the expected advantage under the sampler, corrected by the ratio."""
     r = _Ratios(p, columns, config)
-    return -(r.mask * r.ratio * _only(columns["advantages"], r.mask)).sum(), r.metrics
+    return -(r.mask * r.exp(r.log, r.advantages != 0) * r.advantages).sum(), r.metrics
 
 
-def ppo(p: Tensor, columns: Columns, config: Mapping[str, float], per_sequence: bool = False) -> tuple[Tensor, Metrics]:
+def ppo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
     """sum -m min(r A, clamp(r, lo, hi) A); `clip_frac` counts the tokens without a gradient because of the clamp."""
-    r = _Ratios(p, columns, config, per_sequence)
-    advantages = _only(columns["advantages"], r.mask)
-    unclipped, clipped = r.ratio * advantages, _clamp(r.ratio, columns, config) * advantages
-    cut = ((clipped < unclipped) & (r.mask != 0)).sum()
-    return -(r.mask * unclipped.minimum(clipped)).sum(), {"clip_frac:sum": float(cut), **r.metrics}
+    r = _Ratios(p, columns, config)
+    return _clipped(r, r.log, columns, config)
+
+
+def _clipped(r: _Ratios, log: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
+    """Returns sum -m min(x A, clamp(x, lo, hi) A) for ratios x = exp(log). The clamp binds where x, before it is
+    truncated, is beyond the threshold to which A pushes it."""
+    low, high = _thresholds(columns, config, log)
+    up, down = r.advantages > 0, r.advantages < 0
+    cut = (up & (log.detach() > high.log())) | (down & (log.detach() < low.log()))
+    ratio = r.exp(log, ~cut & (r.advantages != 0)).where(~cut, high.where(up, low))
+    return -(r.mask * ratio * r.advantages).sum(), {"clip_frac:sum": float(cut.sum()), **r.metrics}
 
 
 def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """ppo where each token has the geometric mean ratio of its sequence."""
-    return ppo(p, columns, config, per_sequence=True)
+    """ppo where each token has the geometric mean ratio of its sequence, s. Its gradient is that of GSPO-token, whose
+    s_t = sg(s) exp(p_t - sg(p_t)) is s: GSPO's own where a sequence has one advantage."""
+    r = _Ratios(p, columns, config)
+    count = (r.mask != 0).sum(-1, keepdim=True).clamp(min=1)
+    mean = (r.log.detach().double().sum(-1, keepdim=True) / count).to(r.log.dtype)
+    return _clipped(r, _only(mean + r.log - r.log.detach(), r.mask), columns, config)
 
 
 def cispo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
     """sum -m sg(clamp(r, lo, hi)) p A: every token keeps a gradient, whatever its ratio."""
     r = _Ratios(p, columns, config)
-    ratio = r.ratio.detach()
-    weight = _clamp(ratio, columns, config)
-    cut = ((weight != ratio) & (r.mask != 0)).sum()
-    loss = -(r.mask * weight * _only(p, r.mask) * _only(columns["advantages"], r.mask)).sum()
-    return loss, {"clip_frac:sum": float(cut), **r.metrics}
+    low, high = _thresholds(columns, config, r.log)
+    log = r.log.detach()
+    clamped = log.clamp(low.log(), high.log())
+    cut = ((clamped != log) & (r.mask != 0)).sum()
+    gain = r.exp(clamped, r.advantages != 0) * _only(p, r.mask) * r.advantages
+    return -(r.mask * gain).sum(), {"clip_frac:sum": float(cut), **r.metrics}
 
 
 def dro(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
     """sum -m (p A - beta/2 (p - q)^2)."""
     r = _Ratios(p, columns, config)
-    gain = _only(p, r.mask) * _only(columns["advantages"], r.mask)
+    gain = _only(p, r.mask) * r.advantages
     return -(r.mask * (gain - config["beta"] / 2 * r.log.square())).sum(), r.metrics
 
 

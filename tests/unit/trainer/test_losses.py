@@ -81,14 +81,13 @@ def closed_forms():
     inside = ~((r > HIGH) & (A > 0)) & ~((r < LOW) & (A < 0))  # where the smaller is not the clamped constant
     s = (((P - Q) * M).sum(-1, keepdim=True) / M.sum(-1, keepdim=True)).exp().expand_as(P)
     s_inside = ~((s > HIGH) & (A > 0)) & ~((s < LOW) & (A < 0))
-    s_grad = (M * s * A * s_inside).sum(-1, keepdim=True) / M.sum(-1, keepdim=True)
     clip = {"clip_low_threshold": LOW, "clip_high_threshold": HIGH}
     return {
         "importance_sampling": ({}, -(M * r * A).sum(), -M * r * A),
         "ppo": (clip, -(M * torch.minimum(r * A, r.clamp(LOW, HIGH) * A)).sum(), -M * r * A * inside),
         "cispo": (clip, -(M * r.clamp(LOW, HIGH) * P * A).sum(), -M * r.clamp(LOW, HIGH) * A),
         "dro": ({"beta": BETA}, -(M * (P * A - BETA / 2 * (P - Q) ** 2)).sum(), -M * (A - BETA * (P - Q))),
-        "gspo": (clip, -(M * torch.minimum(s * A, s.clamp(LOW, HIGH) * A)).sum(), -M * s_grad),
+        "gspo": (clip, -(M * torch.minimum(s * A, s.clamp(LOW, HIGH) * A)).sum(), -M * s * A * s_inside),
     }
 
 
@@ -98,6 +97,17 @@ def test_value_and_gradient_are_the_closed_form(name):
     grad, loss, _ = gradient(name, P.tolist(), columns(Q.tolist(), A.tolist(), M.tolist()), config)
     assert loss == pytest.approx(value.item(), rel=1e-5)
     torch.testing.assert_close(grad, expected)
+
+
+def test_gspo_is_that_of_the_paper_where_a_sequence_has_one_advantage():
+    """Equation 5 of arXiv:2507.18071, by autograd, times the number of tokens that the normaliser divides by again."""
+    advantages, count = A[:, :1].expand_as(A), M.sum(-1)
+    p = P.clone().requires_grad_()
+    s = (((p - Q) * M).sum(-1) / count).exp()
+    (-count * torch.minimum(s * A[:, 0], s.clamp(LOW, HIGH) * A[:, 0])).sum().backward()
+    config = {"clip_low_threshold": LOW, "clip_high_threshold": HIGH}
+    grad, _, _ = gradient("gspo", P.tolist(), columns(Q.tolist(), advantages.tolist(), M.tolist()), config)
+    torch.testing.assert_close(grad, p.grad)
 
 
 def test_cross_entropy_is_weighted_and_passes_over_weight_zero():
@@ -120,6 +130,39 @@ def test_a_truncated_ratio_keeps_its_direction(name):
     grad, _, metrics = gradient(name, ratios.log().tolist(), cols, {**wide, "max_ratio": 3.0})
     assert grad.flatten().tolist() == pytest.approx([-1.0, -3.0], rel=1e-5)
     assert metrics["truncated_frac:sum"] == 1
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_what_is_clipped_is_decided_before_the_ratio_is_truncated(name):
+    """Also when `max_ratio` is below the threshold, behind which no truncated ratio would ever be."""
+    config = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "max_ratio": 1.1}
+    cols = columns([[0.0]] * 4, [[1.0], [-1.0], [1.0], [-1.0]])
+    grad, loss, metrics = gradient(name, torch.tensor([[5.0], [5.0], [1.15], [0.5]]).log().tolist(), cols, config)
+    assert grad.flatten().tolist() == pytest.approx([0, 1.1, -1.1, 0])
+    assert loss == pytest.approx(-1.2 + 1.1 - 1.1 + 0.8)
+    assert (metrics["clip_frac:sum"], metrics["truncated_frac:sum"]) == (2, 2)
+
+
+def test_cispo_counts_as_clipped_what_its_thresholds_clip():
+    cols = columns([0.0, 0.0], [1.0, 1.0])
+    grad, _, metrics = gradient("cispo", torch.tensor([5.0, 1.5]).log().tolist(), cols, {"max_ratio": 2.0})
+    assert grad.tolist() == pytest.approx([-2.0, -1.5])
+    assert (metrics["clip_frac:sum"], metrics["truncated_frac:sum"]) == (1, 1)
+
+
+@pytest.mark.parametrize("name", RATIO_LOSSES)
+@pytest.mark.parametrize("distance", [-200.0, 200.0])
+def test_a_ratio_beyond_the_range_of_floats_is_no_nan(name, distance):
+    """Where it is clipped, the gradient is 0, and where there is no advantage; elsewhere the step is refused."""
+    advantages = [[1.0], [0.0]] if distance > 0 else [[-1.0], [0.0]]
+    grad, loss, _ = gradient(name, [[distance]] * 2, columns([[0.0]] * 2, advantages))
+    assert grad[1].item() == 0
+    if name in ("ppo", "gspo") or distance < 0:
+        assert (grad[0].item() == 0) and np.isfinite(loss)
+    elif name == "cispo":
+        assert grad[0].item() == pytest.approx(-4)
+    else:
+        assert grad[0].item() == -np.inf
 
 
 @pytest.mark.parametrize("name", [*RATIO_LOSSES, "dro"])
