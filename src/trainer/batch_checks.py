@@ -6,19 +6,14 @@ Every rank refuses the same batch before the first collective, so the shards sta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
 from trainer.batching import ShardOutput
-from trainer.losses import LossFn
+from trainer.losses import LossFn, backward
 from trireme.config.losses import find_loss
 from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.types import Provenance, TokenBatch, WeightIdentity
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class PublishedVersions:
@@ -94,11 +89,6 @@ def _first_place(batch: TokenBatch, wrong: npt.NDArray[np.bool_]) -> tuple[int, 
     return d, int(found[0] - batch.offsets[d]), int(found[0]), len(found)
 
 
-def is_finite(loss: Tensor, p: Tensor) -> bool:
-    """After the backward pass: tells if a loss and its gradient by the log-probabilities are finite."""
-    return bool(loss.isfinite()) and (p.grad is None or bool(p.grad.isfinite().all()))
-
-
 def nonfinite_datums(
     batch: TokenBatch, output: ShardOutput, loss: LossFn, loss_config: Mapping[str, float]
 ) -> tuple[int, ...]:
@@ -111,8 +101,7 @@ def nonfinite_datums(
     found = []
     for d, place, logprobs in output.parts(batch):
         p = torch.tensor(logprobs, requires_grad=True)
-        value, _ = loss(p, {name: torch.tensor(column[place]) for name, column in batch.columns.items()}, loss_config)
-        value.backward()
-        if not is_finite(value, p):
+        columns = {name: torch.tensor(column[place]) for name, column in batch.columns.items()}
+        if not backward(loss, p, columns, loss_config)[-1]:
             found.append(d)
     return tuple(found)

@@ -162,6 +162,19 @@ def resolve_loss(name: str, config: Mapping[str, float]) -> tuple[LossFn, dict[s
     return pkgutil.resolve_name(loss.function), {**defaults, **config}
 
 
+def backward(loss: LossFn, p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[float, Metrics, bool]:
+    """Computes a loss and its gradient. Returns its value, its metrics, and True if value and gradient by `p`, which
+    must keep it, are finite.
+
+    Where no token counts, both are 0 without asking `loss`: a user's own may divide by the mask's sum."""
+    if not any(bool(columns[name].any()) for name in ("mask", "weights") if name in columns):
+        p.backward(p.new_zeros(p.shape))
+        return 0.0, {"loss_tokens:sum": 0.0}, True
+    value, metrics = loss(p, columns, config)
+    value.backward()
+    return float(value.detach()), metrics, bool(value.isfinite()) and (p.grad is None or bool(p.grad.isfinite().all()))
+
+
 def surrogate(
     batch: TokenBatch, logprobs: npt.NDArray[np.float32], loss: CustomLoss
 ) -> tuple[TokenBatch, dict[str, float]]:
@@ -185,12 +198,12 @@ def monitors(p: Tensor, columns: Columns) -> Metrics:
     the mean of d, `kl_sample_train_v2` half the mean of d^2, `entropy` the mean of -q; `ratio` is the largest r."""
     mask = columns["mask"]
     action = mask != 0
-    difference = _only(columns["logprobs"] - p.detach(), mask)
+    difference = _only(columns["logprobs"].double() - p.detach(), mask)
     largest = (-difference).where(action, p.new_full((), float("-inf"))).max().exp()
     return {
         "loss_tokens:sum": float(action.sum()),
         "kl_sample_train_v1:sum": float(difference.sum()),
         "kl_sample_train_v2:sum": float(0.5 * difference.square().sum()),
-        "entropy:sum": float(_only(-columns["logprobs"], mask).sum()),
+        "entropy:sum": float(_only(-columns["logprobs"], mask).double().sum()),
         "ratio:max": float(largest),
     }

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
-from trainer.batch_checks import PublishedVersions, check_batch, is_finite, nonfinite_datums
+from trainer.batch_checks import PublishedVersions, check_batch, nonfinite_datums
 from trainer.batching import MicroBatch, Packed, Rows, ShardOutput, plan
 from trainer.export import companion_files, write_weights
 from trainer.logprobs import token_logprobs
 from trainer.lora import adapter_files, adapter_mode, adapter_units
-from trainer.losses import Metrics, monitors, resolve_loss
+from trainer.losses import Metrics, backward, monitors, resolve_loss
 from trainer.mesh import Mesh, find_device
 from trainer.mfu import peak_flops, train_flops
 from trainer.model import Sharding, gathered_units
@@ -127,13 +127,12 @@ class Shard:
                 rows = self._rows(batch, micro)
                 p = self._logprobs(self._model, batch, micro, rows)
                 p.retain_grad()
-                loss, loss_metrics = function(p, rows, loss_config)
-                loss.backward()
-                all_finite = all_finite and is_finite(loss, p)
+                loss, loss_metrics, finite = backward(function, p, rows, loss_config)
+                all_finite = all_finite and finite
                 logprobs.append((micro, p.detach()))
                 if not micro.filler:
                     watched: Metrics = monitors(p, rows) if "logprobs" in rows else {}
-                    metrics.append({"loss:sum": float(loss.detach()), **watched, **loss_metrics})
+                    metrics.append({"loss:sum": loss, **watched, **loss_metrics})
         output = _collected(batch, logprobs, reduce_metrics(metrics))
         flops = train_flops(self._facts, batch.lengths[list(output.datums)], frozen=self._config.trainer.lora.on)
         suspects = () if all_finite else nonfinite_datums(batch, output, function, loss_config)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import Any, TextIO
 
 from trireme.checkpoint.rows import METRICS, ROLLOUTS, TRAINED
@@ -20,21 +20,28 @@ TOO_EASY = 0.8
 """Share of problems that are always solved at the start above which there is little left to learn."""
 LONGEST_TITLE = 63
 """Characters of the title of a W&B alert."""
-_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min, "mean": mean}
+_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
 def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Reduces the metrics of several shards or minibatches, each name by the reduction that it ends in.
+    """Reduces the metrics of several micro-batches, shards or minibatches, each name by the reduction that it ends in.
+    A mean is over loss tokens: each part counts by its `loss_tokens:sum`, or once if no part has any.
 
     >>> reduce_metrics([{"loss:sum": 1.0, "ratio:max": 2.0}, {"loss:sum": 3.0, "ratio:max": 1.5}])
     {'loss:sum': 4.0, 'ratio:max': 2.0}
 
     Raises KeyError for a name without a known reduction.
     """
-    values: dict[str, list[float]] = {}
-    for name, value in (item for part in parts for item in part.items()):
-        values.setdefault(name, []).append(value)
-    return {name: float(_REDUCTIONS[name.rpartition(":")[2]](found)) for name, found in values.items()}
+    reduced = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        having, how = [part for part in parts if name in part], name.rpartition(":")[2]
+        values = [part[name] for part in having]
+        if how == "mean":
+            tokens = [part.get("loss_tokens:sum", 1.0) for part in having]
+            reduced[name] = fmean(values, tokens if any(tokens) else None)
+        else:
+            reduced[name] = float(_REDUCTIONS[how](values))
+    return reduced
 
 
 class Clock:

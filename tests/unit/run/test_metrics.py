@@ -25,6 +25,14 @@ def test_each_name_is_reduced_by_its_suffix() -> None:
     assert reduce_metrics(parts) == {"a:sum": 3.0, "b:max": 5.0, "c:min": 1.0, "d:mean": 1.5}
 
 
+def test_means_are_over_the_loss_tokens_however_they_are_split() -> None:
+    parts = [{"loss_tokens:sum": float(n), "d:mean": float(n)} for n in (1, 2, 3)]
+    expected = {"loss_tokens:sum": 6.0, "d:mean": pytest.approx((1 + 4 + 9) / 6)}
+    assert reduce_metrics(parts) == expected
+    assert reduce_metrics([reduce_metrics(parts[:2]), parts[2]]) == expected
+    assert reduce_metrics([*parts, {"loss_tokens:sum": 0.0, "d:mean": 9.0}]) == expected
+
+
 def test_a_part_may_lack_a_name() -> None:
     assert reduce_metrics([{"a:sum": 1.0}, {"b:mean": 4.0}]) == {"a:sum": 1.0, "b:mean": 4.0}
 

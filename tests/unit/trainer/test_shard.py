@@ -12,7 +12,7 @@ from trainer_support import make_batch, make_model
 from transformers import AutoModelForCausalLM
 
 from trainer.batch_checks import PublishedVersions
-from trainer.batching import ShardOutput, scatter_outputs
+from trainer.batching import MicroBatch, ShardOutput, scatter_outputs
 from trainer.losses import resolve_loss
 from trainer.publish import canary_tokens, canary_tolerance
 from trireme.core.errors import BadInput, ProvenanceError
@@ -209,6 +209,27 @@ def test_other_losses_too_do_not_depend_on_micro_batches(shard, model, loss_fn, 
     )
     assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
     assert output.metrics["loss_tokens:sum"] == sum(LENGTHS) - len(LENGTHS)
+
+
+def mean_over_the_micro_batch(p, columns, config):
+    """A loss that divides by the mask's sum, as a user's may: 0 / 0 where no token counts."""
+    mask = columns["mask"]
+    mean = (mask * columns["advantages"] * p).sum() / mask.sum()
+    return -mean, {"mean_of_p:mean": float((mask * p.detach()).sum() / mask.sum())}
+
+
+def test_a_custom_loss_is_not_asked_where_no_token_counts(shard, monkeypatch):
+    """In fillers, and in micro-batches of masked datums; metrics are means over tokens, not over micro-batches."""
+    own, batch = f"{__name__}:mean_over_the_micro_batch", make_batch(LENGTHS)
+    assert not batch.columns["mask"][batch.offsets[2] : batch.offsets[3]].any(), "datum 2 has no token that counts"
+    one = shard(trainer__micro_batch_size=1)
+    plan = [*one._micro_batches(batch), MicroBatch((0,), filler=True)]
+    monkeypatch.setattr(one, "_micro_batches", lambda _: plan)
+    output = one.forward_backward(batch, own, {}, None)
+    logprobs, mask = scatter_outputs(batch, [output]), batch.columns["mask"]
+    assert output.suspects == ()
+    assert output.metrics["mean_of_p:mean"] == pytest.approx((logprobs * mask).sum() / mask.sum(), rel=1e-5)
+    assert one.optim_step(AdamParams(), 1.0).metrics["grad_norm"] > 0
 
 
 def test_a_reference_stays_while_the_policy_moves(shard, model):
