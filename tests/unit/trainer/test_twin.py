@@ -1,0 +1,104 @@
+"""A twin has the same architecture and switches as its model, and is small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from trainer.twin import VOCABULARY, make_twin, twin_config
+from trireme.core.errors import BadInput
+
+SAMPLED = (
+    "qwen3",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3n_text",
+    "gpt_oss",
+    "jamba",
+    "falcon_h1",
+)
+
+
+def of(model_type: str, **options: Any) -> PretrainedConfig:
+    return AutoConfig.for_model(model_type, **options)
+
+
+def switches(section: dict[str, Any]) -> dict[str, Any]:
+    """Everything in a configuration that is not a size: flags, scales, names, and what is absent."""
+    return {
+        key: switches(value) if isinstance(value, dict) else value
+        for key, value in section.items()
+        if type(value) in (bool, float, str, type(None), dict)
+    }
+
+
+@pytest.mark.parametrize("model_type", SAMPLED)
+def test_switches_stay(model_type: str) -> None:
+    config = of(model_type)
+    before = config.to_dict()
+    small = twin_config(config)
+    assert type(small) is type(config)
+    assert switches(small.to_dict()) == switches(before)
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize("model_type", SAMPLED)
+def test_a_twin_is_small_and_computes(model_type: str) -> None:
+    model = make_twin(of(model_type))
+    assert model.num_parameters() < 1_000_000
+    logits = model(input_ids=torch.arange(1, 14)[None], use_cache=False).logits
+    assert logits.isfinite().all()
+    logits.sum().backward()
+    assert logits.std() > 0.1
+    assert logits.shape[-1] <= VOCABULARY
+
+
+def test_one_layer_of_each_kind_stays() -> None:
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    small = twin_config(of("qwen3_next", num_hidden_layers=48, layer_types=kinds * 12, mlp_only_layers=[1]))
+    assert small.layer_types == ["linear_attention", "linear_attention", "full_attention", "full_attention"]
+    assert small.mlp_only_layers == [1]
+
+
+@pytest.mark.parametrize(("dense", "kept"), [(0, 0), (3, 1)])
+def test_the_first_layers_that_are_dense_stay_the_first(dense: int, kept: int) -> None:
+    assert twin_config(of("deepseek_v3", first_k_dense_replace=dense)).first_k_dense_replace == kept
+
+
+@pytest.mark.parametrize(("key_heads", "kept"), [(32, 4), (8, 2), (1, 1)])
+def test_the_sort_of_attention_stays(key_heads: int, kept: int) -> None:
+    small = twin_config(of("llama", num_attention_heads=32, num_key_value_heads=key_heads))
+    assert (small.num_attention_heads, small.num_key_value_heads) == (4, kept)
+
+
+def test_token_ids_are_in_the_vocabulary_and_differ() -> None:
+    small = twin_config(
+        of("qwen3", vocab_size=151936, bos_token_id=151643, eos_token_id=[151645, 151643], pad_token_id=0)
+    )
+    assert (small.bos_token_id, small.eos_token_id, small.pad_token_id) == (127, [126, 127], 0)
+    assert twin_config(of("qwen3", vocab_size=32, eos_token_id=1)).vocab_size == 32
+
+
+def test_every_tensor_has_values_of_its_own() -> None:
+    """Buffers too: a bias that is zero in every model cannot show that it was left behind."""
+    tensors = make_twin(of("deepseek_v3")).state_dict()
+    assert any("e_score_correction_bias" in name for name in tensors)
+    assert all(tensor.unique().numel() > 1 for tensor in tensors.values())
+
+
+def test_the_same_seed_gives_the_same_twin_and_leaves_random_numbers_alone() -> None:
+    state = torch.random.get_rng_state()
+    one, two, other = (make_twin(of("qwen3"), seed).lm_head.weight for seed in (1, 1, 2))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_what_cannot_be_built_is_refused_by_name() -> None:
+    with pytest.raises(BadInput, match=r"no small model of the kind reformer can be built \(AssertionError"):
+        make_twin(of("reformer"))
