@@ -6,6 +6,7 @@ Every rank refuses the same batch before the first collective, so the shards sta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
