@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -207,13 +208,20 @@ def on_node(node: str) -> Any:
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
-def signal_processes(node: str, pids: Sequence[int], number: int) -> None:
-    """Sends a signal to processes of a run on the node with Ray's id `node`. Ignores those that have ended."""
-    if node == ray.get_runtime_context().get_node_id():
-        _signal(pids, number)
-        return
-    sent = ray.remote(num_cpus=0, scheduling_strategy=on_node(node), max_retries=0)(_signal).remote(pids, number)
-    waits.get(sent, who=f"a signal to processes on node {node}", timeout_s=REACH_S)
+def signal_processes(pids: Mapping[str, Sequence[int]], number: int) -> None:
+    """Sends a signal to processes of a run, {Ray's id of their node: pids}, to those of all nodes side by side. Ignores
+    those that have ended, and nodes that do not answer within `REACH_S`."""
+    here = ray.get_runtime_context().get_node_id()
+    _signal(pids.get(here, ()), number)
+    others = {node: those for node, those in pids.items() if node != here}
+    sent = {
+        ray.remote(num_cpus=0, scheduling_strategy=on_node(node), max_retries=0)(_signal).remote(those, number): node
+        for node, those in others.items()
+    }
+    deadline = time.monotonic() + REACH_S
+    while sent and (left := deadline - time.monotonic()) > 0:
+        for reached in waits.ready(sent, left):
+            del sent[reached]
 
 
 def _signal(pids: Sequence[int], number: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,6 +45,17 @@ class _Monitored:
     asked: bool = False  # a request is on its way
     unreached: bool = False  # the last request could not reach it
     next: float = 0.0  # when to send the next request
+    condemned: bool = False  # it was judged, and is about to be killed
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A process that was silent for too long."""
+
+    name: str
+    part: RunPart | None  # where it runs, if that is known
+    failure: RoomFailed
+    process: _Monitored
 
 
 class HeartbeatMonitor:
@@ -59,6 +69,7 @@ class HeartbeatMonitor:
         self._roster, self._heartbeat_s, self._engine_s, self._lost = roster, heartbeat_s, engine_s, lost
         self._awaited: dict[Any, tuple[str, Handle]] = {}
         self._monitored: dict[str, _Monitored] = {}
+        self._condemned: list[Silent] = []
         self._last = self._awake_s = 0.0
 
     @property
@@ -94,8 +105,9 @@ class HeartbeatMonitor:
         if handle:
             handle(outcome)
 
-    def look(self) -> None:
-        """Sends the requests that are due, and judges silent processes."""
+    def look(self) -> list[Silent]:
+        """Sends the requests that are due, and judges silent processes. Returns those that are to be killed, each once:
+        `kill` them, then call `end`."""
         now = self._awake()
         for name, process in self._monitored.items():
             if not process.asked and process.next <= now:
@@ -107,6 +119,8 @@ class HeartbeatMonitor:
             why = f"has answered nothing for {silent_s:.0f} s (timeouts.heartbeat_s = {self._heartbeat_s:g})"
             judged = name == RECEIVER or RECEIVER not in silent
             self._judge(name, why, judged and silent_s >= self._heartbeat_s)
+        condemned, self._condemned = self._condemned, []
+        return condemned
 
     def _awake(self) -> float:
         """Returns the monitor's clock: the seconds in which this process was not stopped itself."""
@@ -134,12 +148,16 @@ class HeartbeatMonitor:
     def _judge(self, name: str, why: str, is_dead: bool) -> None:
         if not is_dead:
             self._roster.set(name, PartHealth.SUSPECT, f"it {why}")
-            return
-        if part := self._roster.part(name):
-            self.write_stacks([part])
-            time.sleep(STACKS_S)
-            self._signal(part, signal.SIGKILL)
-        self._end(name, RoomFailed(f"{name} {why}: it is killed; its log says where it was"), True)
+        elif not (process := self._monitored[name]).condemned:
+            process.condemned = True
+            failure = RoomFailed(f"{name} {why}: it is killed; its log says where it was")
+            self._condemned.append(Silent(name, self._roster.part(name), failure, process))
+
+    def end(self, silent: Sequence[Silent]) -> None:
+        """Takes note that these processes were killed, without those that were dropped meanwhile."""
+        for each in silent:
+            if self._monitored.get(each.name) is each.process:
+                self._end(each.name, each.failure, True)
 
     def _end(self, name: str, failure: TriremeError, died: bool) -> None:
         self.drop(name)
@@ -149,14 +167,20 @@ class HeartbeatMonitor:
         self._roster.note(name, str(failure))
         self._lost(name, failure, died)
 
-    def write_stacks(self, parts: Sequence[RunPart]) -> None:
-        """Makes the monitored actors among `parts`, and their engines, write their stacks to their logs."""
-        for part in parts:
-            if part.name in self._monitored:
-                self._signal(part, STACKS)
 
-    def _signal(self, part: RunPart, number: int) -> None:
-        """Sends a signal to the processes of `part`; to none if its node is gone."""
+def kill(silent: Sequence[Silent]) -> None:
+    """Makes silent processes write their stacks, and kills them. Takes seconds when their nodes do not answer, however
+    many they are."""
+    parts = [each.part for each in silent if each.part]
+    send(parts, STACKS)
+    time.sleep(STACKS_S)
+    send(parts, signal.SIGKILL)
+
+
+def send(parts: Sequence[RunPart], number: int) -> None:
+    """Sends a signal to the processes of `parts`, side by side on all nodes."""
+    pids: dict[str, list[int]] = {}
+    for part in parts:
         if part.pids:
-            with suppress(TriremeError):
-                signal_processes(part.node, part.pids, number)
+            pids.setdefault(part.node, []).extend(part.pids)
+    signal_processes(pids, number)

@@ -114,6 +114,7 @@ class ReplicaManager:
         self._states: dict[int, ReplicaState] = {}
         self._since: dict[int, float] = {}  # when each was last started or found without a place
         self._successors: set[int] = set()  # the successors that have not served yet
+        self._joins: dict[int, Any] = {}  # the newest join of each: answers to earlier attempts' say nothing
         self._user: ReplicaUser | None = None
         self._reports: list[tuple[float, int, str]] = []  # (time from which to believe it, replica, reason)
         self._spares_at = math.inf  # when to ask for spares next, once replicas have joined
@@ -221,10 +222,11 @@ class ReplicaManager:
     def _join(self, index: int, user: ReplicaUser) -> None:
         self._become(index, ReplicaState.JOINING)
         joined = user.join(index, self._replicas.client(index), reserved=self._replicas.is_reserved(index))
-        self._monitor.wait_for(joined, _part_name(index), partial(self._joined, index))
+        self._joins[index] = joined
+        self._monitor.wait_for(joined, _part_name(index), partial(self._joined, index, joined))
 
-    def _joined(self, index: int, outcome: Any) -> None:
-        if self._states[index] is not ReplicaState.JOINING:
+    def _joined(self, index: int, join: Any, outcome: Any) -> None:
+        if self._states[index] is not ReplicaState.JOINING or self._joins[index] is not join:
             return
         self._become(index, ReplicaState.SERVING)
         if isinstance(outcome, TriremeError):

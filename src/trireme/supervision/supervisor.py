@@ -30,7 +30,7 @@ from trireme.core.errors import RoomFailed, TriremeError
 from trireme.process import waits
 from trireme.process.ray_cluster import PlacePool, Progress
 from trireme.process.signals import StoppedWithoutCommit
-from trireme.supervision.heartbeats import EVERY_S, HeartbeatMonitor
+from trireme.supervision.heartbeats import EVERY_S, STACKS, HeartbeatMonitor, kill, send
 from trireme.supervision.replica_manager import ReplicaActors, ReplicaManager, ReplicaUser
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import PartHealth, Roster
@@ -142,10 +142,12 @@ class Supervisor:
         failure = (failure.failure or failure) if isinstance(failure, StoppedWithoutCommit) else failure
         if failure and waits.unreached(failure):
             self._await_verdict()
+        may_go_on = isinstance(failure, RoomFailed)
         with self._lock:
-            may_go_on = isinstance(failure, RoomFailed)
-            if failure and may_go_on and failure is not self._core_failure and not waits.died(failure):  # it hangs
-                self._monitor.write_stacks(self.roster.parts)
+            monitored = self._monitor.names
+        if failure and may_go_on and failure is not self._core_failure and not waits.died(failure):  # it hangs
+            send([part for part in self.roster.parts if part.name in monitored], STACKS)
+        with self._lock:
             for name in self._monitor.names:
                 if ReplicaManager.index_of(name) is None or not may_go_on:
                     self._monitor.drop(name)
@@ -192,10 +194,14 @@ class Supervisor:
         with self._lock:
             for ref, outcome in there.items():
                 self._guarded(partial(self._monitor.arrived, ref, outcome))
-            self._guarded(self._monitor.look)
+            silent = self._monitor.look()
             if self._manager and self._elastic:
                 self._guarded(self._manager.look)
                 self._guarded(partial(self._scale, self._manager, self._elastic.requests))
+        if silent:
+            kill(silent)  # without the lock: it takes seconds when their nodes do not answer
+            with self._lock:
+                self._guarded(partial(self._monitor.end, silent))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Keeps an error after which nothing may be started again, for `check` to raise in the driver's own thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from trireme.supervision.heartbeats import EVERY_S, RECEIVER, HeartbeatMonitor
 from trireme.supervision.roster import PartHealth, Roster
 
 HEARTBEAT_S = 30.0
+REACH_S = 5.0
 
 
 class Processes:
@@ -22,32 +24,47 @@ class Processes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         self.now, self.stopped, self.killed, self.lost = 0.0, set[str](), list[str](), dict[str, TriremeError]()
+        self.unreachable = False
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=lambda _s: None))
-        monkeypatch.setattr(HeartbeatMonitor, "_signal", lambda _self, part, number: self._send(part, number))
+        self.sends = 0
+        monkeypatch.setattr(module, "signal_processes", self._send)
         self.roster = Roster(lambda: self.now)
         self.monitor = HeartbeatMonitor(
             self.roster, HEARTBEAT_S, 90.0, lambda name, failure, _died: self.lost.update({name: failure})
         )
-        for name in names:
-            self.roster.set(name, PartHealth.HEALTHY)
+        for number, name in enumerate(names, 1):
+            self.roster.set(name, PartHealth.HEALTHY, pids=(number,), node=f"node {number}")
             self.monitor.add(name, object)
 
-    def _send(self, part: object, number: int) -> None:
+    def _send(self, pids: Mapping[str, Sequence[int]], number: int) -> None:
+        """Takes as long as it may where no node answers."""
+        self.sends += 1
+        if self.unreachable:
+            self.now += REACH_S
         if number == signal.SIGKILL:
-            self.killed.append(part.name)  # type: ignore[attr-defined]
+            names = {part.pids[0]: part.name for part in self.roster.parts if part.pids}
+            self.killed += [names[pid] for those in pids.values() for pid in those]
 
     def live(self, seconds: int) -> None:
         for _ in range(seconds):
             self.now += 1.0
-            self.monitor.look()
+            self._look()
             for ref, name in self.monitor.refs().items():
                 if name not in self.stopped:
-                    self.monitor.arrived(ref, Heartbeat((1,), "node"))
+                    part = self.roster.part(name)
+                    assert part is not None
+                    self.monitor.arrived(ref, Heartbeat(part.pids, part.node))
+
+    def _look(self) -> None:
+        """Does what the supervisor does in its turn."""
+        if silent := self.monitor.look():
+            module.kill(silent)
+            self.monitor.end(silent)
 
     def look(self, now: float) -> list[str]:
         """The names of those that have been asked, and have not answered, after a look at that time."""
         self.now = now
-        self.monitor.look()
+        self._look()
         return list(self.monitor.refs().values())
 
     def answer(self, name: str, outcome: object = Heartbeat((1,), "node")) -> None:
@@ -119,6 +136,33 @@ def test_who_cannot_be_reached_is_asked_again_until_ray_knows(monkeypatch: pytes
             processes.monitor.arrived(ref, unreached if seconds < 11 else died)
     assert processes.lost == {"inference_0": died}
     assert processes.killed == []
+
+
+def test_hundreds_of_silent_processes_cost_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"trainer_{n}" for n in range(256)]
+    processes = Processes(monkeypatch, *names)
+    processes.live(3)
+    processes.stopped, processes.unreachable, stopped_at = set(names), True, processes.now
+    while len(processes.lost) < len(names):
+        processes.live(1)
+    assert processes.killed == names
+    assert processes.now - stopped_at - HEARTBEAT_S < 30
+    assert processes.sends == 2, "their stacks, and their end"
+
+
+def test_one_that_is_dropped_while_it_is_killed_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt that it belonged to has ended."""
+    processes = Processes(monkeypatch, "trainer_0")
+    processes.stopped = {"trainer_0"}
+    silent = []
+    while not silent:
+        processes.now += 1.0
+        silent = processes.monitor.look()
+    assert processes.monitor.look() == [], "once"
+    processes.monitor.drop("trainer_0")
+    processes.monitor.add("trainer_0", object)
+    processes.monitor.end(silent)
+    assert processes.lost == {}
 
 
 def test_a_process_that_has_not_answered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

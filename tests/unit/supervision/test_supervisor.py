@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from trireme.config import Config
 from trireme.core.errors import LimitReached, RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.process import waits
-from trireme.supervision.heartbeats import HeartbeatMonitor
-from trireme.supervision.roster import PartHealth, Roster
+from trireme.supervision import heartbeats as heartbeats_module
+from trireme.supervision import supervisor as supervisor_module
+from trireme.supervision.roster import PartHealth, Roster, RunPart
 from trireme.supervision.status import LOCK, ScaleRequests
 from trireme.supervision.supervisor import ElasticReplicas, Supervisor
 
@@ -43,9 +44,12 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, **config: Any) -> None:
         self.fails: dict[str, TriremeError | type[Exception]] = {}
+        self.silent: set[str] = set()
         monkeypatch.setattr(waits, "ready", self._ready)
         self.signals: list[str] = []
-        monkeypatch.setattr(HeartbeatMonitor, "_signal", lambda _self, part, _number: self.signals.append(part.name))
+        self.unreachable = threading.Event()
+        for module in (heartbeats_module, supervisor_module):
+            monkeypatch.setattr(module, "send", self._send)
         cfg = Config.model_validate(
             {
                 "model": {"name": "m"},
@@ -62,9 +66,15 @@ class World:
         elastic = ElasticReplicas(cfg, self.room, ScaleRequests(root), places)
         self.supervisor = Supervisor(cfg, self.roster, "trainer and orchestrator", elastic)
 
+    def _send(self, parts: Sequence[RunPart], _number: int) -> None:
+        """Does not return while a node is unreachable: see `unreachable`."""
+        self.signals += [part.name for part in parts]
+        while self.unreachable.is_set():
+            time.sleep(0.01)
+
     def _ready(self, refs: dict[Any, str], timeout_s: float) -> dict[Any, Any]:
         time.sleep(0.01)
-        return {ref: self._outcome(ref) for ref in refs if ref.what[0] != "failure"}
+        return {ref: self._outcome(ref) for ref in refs if ref.what[0] not in {"failure", *self.silent}}
 
     def _outcome(self, ref: Ref) -> Any:
         failure = self.fails.get(str(ref.what[0]))
@@ -186,6 +196,25 @@ def test_a_run_does_not_go_on_that_nobody_watches(world: World) -> None:
     with world.serving():
         world.fails["trainer"] = OSError
         assert "the supervisor of the run: OSError: out of the blue" in str(world.failure())
+
+
+def test_a_silent_process_that_cannot_be_reached_holds_up_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    world = World(monkeypatch, tmp_path, timeouts={"heartbeat_s": 1.0})
+    with world.serving() as supervisor:
+        world.unreachable.set()
+        world.silent = {"trainer"}
+        world.until(lambda: "trainer_0" in world.signals)
+        done = threading.Event()
+
+        def driver() -> None:
+            supervisor.detach(None)
+            done.set()
+
+        threading.Thread(target=driver, daemon=True).start()
+        assert done.wait(DEADLINE_S), "the driver ends the attempt meanwhile"
+        world.unreachable.clear()
 
 
 def test_when_the_run_ends_nobody_is_missed(world: World) -> None:

@@ -69,6 +69,7 @@ class Room:
         self.indices, self._reserved, self.next = indices, reserved, len(indices)
         self.told: list[tuple[object, ...]] = []
         self.lost_places: set[int] = set()
+        self.added: list[int] = []
 
     def _ref(self, *what: object) -> Ref:
         self.told.append(what)
@@ -84,6 +85,7 @@ class Room:
     def add(self, _options: dict[str, Any]) -> int:
         self.next += 1
         self.told.append(("add", self.next - 1))
+        self.added.append(self.next - 1)
         return self.next - 1
 
     def remove(self, index: int) -> dict[str, Any]:
