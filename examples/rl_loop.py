@@ -1,7 +1,7 @@
 """Reinforcement learning in one file: a policy learns to sort digits, on the verbs of trainer and sampler alone.
 
     uv run python examples/rl_loop.py
-    uv run python examples/rl_loop.py --max-steps 200 --trainer.shards 2 --inference.replicas 2
+    uv run python examples/rl_loop.py --run.name longer --max-steps 200 --trainer.shards 2 --inference.replicas 2
 
 No environment classes and no orchestrator: the data, the rollouts and the advantages are all here, to be changed. It is
 synchronous: each batch is sampled from the newest weights, while the trainer waits. `uv run rl` does the same faster,
@@ -17,11 +17,13 @@ from transformers import AutoTokenizer
 
 from trireme.api import (
     AdamParams,
+    BadInput,
     Datum,
     ModelInput,
     SampledSequence,
     SamplingParams,
     loop_config,
+    new_directory,
     open_rooms,
     scale_lr,
 )
@@ -62,7 +64,7 @@ def to_datum(prompt: ModelInput, sampled: SampledSequence, advantage: float) -> 
 def main() -> None:
     config = loop_config(["@", "examples/sort.toml", *sys.argv[1:]])
     batch_size, group_size = config.orchestrator.batch_size, config.orchestrator.group_size
-    out = Path(config.run.output_dir, config.run.name or "rl-loop")
+    out = new_directory(Path(config.run.output_dir, config.run.name or "rl-loop"))
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name)
     params = SamplingParams(max_tokens=config.inference.sampling.max_tokens)
     adam = AdamParams(learning_rate=scale_lr(LEARNING_RATE, batch_size, REFERENCE_BATCH), beta2=0.99)
@@ -108,4 +110,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BadInput as refused:
+        sys.exit(str(refused))

@@ -1,7 +1,7 @@
 """Supervised learning in one file: a model learns to sort digits from examples, on the trainer's verbs alone.
 
     uv run python examples/sl_loop.py
-    uv run python examples/sl_loop.py --max-steps 300 --trainer.shards 2
+    uv run python examples/sl_loop.py --run.name longer --max-steps 300 --trainer.shards 2
 
 The data is made here; yours is a list of prompts and answers. `uv run sft` trains on files of conversations, with
 evaluations and checkpoints. Options are those of `rl`, defaults in examples/sort.toml; docs/own-loop.md.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from trireme.api import AdamParams, Datum, ModelInput, get_lr, loop_config, lr_at, open_trainer
+from trireme.api import AdamParams, BadInput, Datum, ModelInput, get_lr, loop_config, lr_at, new_directory, open_trainer
 
 TINY = 30  # a model of a third of a million parameters takes much more than what suits large ones
 WARMUP_STEPS = 5
@@ -59,7 +59,7 @@ def mean_nll(outputs: list[dict], data: list[Datum]) -> float:
 
 def main() -> None:
     config = loop_config(["@", "examples/sort.toml", *sys.argv[1:]])
-    out = Path(config.run.output_dir, config.run.name or "sl-loop")
+    out = new_directory(Path(config.run.output_dir, config.run.name or "sl-loop"))
     model = AutoConfig.from_pretrained(config.model.name)
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name)
     peak = TINY * get_lr(model.model_type, model.hidden_size)
@@ -86,4 +86,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BadInput as refused:
+        sys.exit(str(refused))

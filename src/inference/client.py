@@ -25,6 +25,7 @@ from trireme.core.types import ModelInput, SampleRequest, SampleResponse, Sampli
 from trireme.core.weights import PublishedWeights, UpdateReport
 
 Value = TypeVar("Value")
+CLOSE_S = 10.0
 
 
 class SamplingClient:
@@ -38,7 +39,8 @@ class SamplingClient:
         self._tokenizer_name = tokenizer
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="sampling client", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="sampling client", daemon=True)
+        self._thread.start()
         self._router = make_router()
 
     def sample(
@@ -79,8 +81,14 @@ class SamplingClient:
         return self._begin(self._router.update_weights(weights)).result()
 
     def close(self) -> None:
-        """Ends the thread; the replicas stay."""
+        """Cancels what is in flight and ends the thread, within CLOSE_S; the replicas stay."""
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        """Runs the event loop until `close`, then ends its tasks, some of which only wait for a time to pass."""
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.get_loop().run_forever()
 
     async def _answer(self, requests: list[SampleRequest]) -> SampleResponse:
         sequences = await asyncio.gather(*(self._router.sample(request) for request in requests))

@@ -29,6 +29,7 @@ from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig
 from trireme.core.errors import BadInput, NonFiniteGradient, RoomFailed
+from trireme.core.refusals import Refusal
 from trireme.core.types import (
     AdamParams,
     Datum,
@@ -69,6 +70,7 @@ __all__ = [
     "get_lr",
     "loop_config",
     "lr_at",
+    "new_directory",
     "open_rooms",
     "open_trainer",
     "scale_lr",
@@ -86,6 +88,19 @@ def loop_config(argv: Sequence[str]) -> Config:
     for warning in check(config, facts):
         print(f"warning: {warning}", file=sys.stderr)
     return resolve_reference(config.with_absolute_paths(), facts)
+
+
+def new_directory(path: Path) -> Path:
+    """Makes directory `path` for what a loop writes, and returns it. Raises BadInput if another run has written there:
+    its files would be overwritten, or stand in the way at the end."""
+    if path.exists() and (there := sorted(entry.name for entry in path.iterdir())):
+        raise Refusal(
+            f"the directory {path}, which is in use (it holds {', '.join(there[:3])}{', ..' if there[3:] else ''})",
+            "a new or an empty directory",
+            "choose another --run.name or --run.output-dir, or delete that one",
+        ).error()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 @contextmanager

@@ -50,9 +50,25 @@ def test_rl_loop(tmp_path: Path) -> None:
     assert rows[0]["lr"] == pytest.approx(1e-4), "a quarter of the batch: half of the rate"
     assert all(row["kl_sample_train_v2"] < 1e-4 for row in rows), "sampled by the weights that are trained"
     assert "step 3/3  reward" in printed
+    assert "Task was destroyed" not in printed
     check_model(tmp_path / "rl_loop" / "model")
     assert (tmp_path / "rl_loop" / "state" / ".metadata").exists()
     assert {path.name for path in (tmp_path / "rl_loop" / "logs").iterdir()} >= {"trainer_0.log", "inference_0.log"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_a_directory_in_use_is_refused_before_anything_starts(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    command = [sys.executable, str(path), "--run.output-dir", str(tmp_path), "--run.name", "run"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-3:] == [
+        f"given: the directory {tmp_path}/run, which is in use (it holds metrics.jsonl)",
+        "  expected: a new or an empty directory",
+        "  to do: choose another --run.name or --run.output-dir, or delete that one",
+    ]
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
 
 
 def test_sl_loop(tmp_path: Path) -> None:

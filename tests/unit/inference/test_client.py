@@ -4,7 +4,9 @@ are made of. The router is a stand-in."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +99,24 @@ def test_what_cannot_be_sampled_is_refused_and_what_fails_is_raised(client: Samp
 def test_weights_are_there_when_the_call_returns(client: SamplingClient) -> None:
     weights: Any = "version 3"
     assert client.update_weights(weights) == ["version 3", "taken"]
+
+
+def test_closing_ends_every_task(router: Router) -> None:
+    """A task that is still pending when its loop goes away is reported as destroyed; its caller waits for ever."""
+    client = SamplingClient(lambda: router, str(BASE))  # type: ignore[arg-type,return-value]
+    ended = threading.Event()
+
+    async def follow() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    waiting = client._begin(follow())
+    client._begin(asyncio.sleep(0)).result(10)  # it has begun
+    client.close()
+    assert ended.wait(10)
+    with pytest.raises(CancelledError):
+        waiting.result(10)
+    assert not client._thread.is_alive()
+    assert client._loop.is_closed()
