@@ -37,7 +37,7 @@ def companion_files(
 
     Raises StorageFailed, because they pass through a temporary directory.
     """
-    parts: list[Any] = [AutoTokenizer.from_pretrained(tokenizer)]
+    parts: list[Any] = [AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)]
     if model is not None:
         parts.append(deepcopy(model.config))
         parts[1].dtype = dtype

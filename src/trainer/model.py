@@ -65,9 +65,11 @@ class Sharding:
         whole layer (the root, with embeddings and head, counts as one).
         """
         source = load_source(weights) if self._mesh.is_first else None
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=self._master, attn_implementation=self._attention)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=self._master, attn_implementation=self._attention, trust_remote_code=False
+            )
         model.eval()  # no dropout: p must be the distribution that was sampled from
         if lora:
             add_adapters(model, lora, self.dtype, self._master)
@@ -155,7 +157,12 @@ def load_source(name: str) -> PreTrainedModel:
 
     Raises BadInput for an architecture whose layout in memory `gathered_units` cannot undo.
     """
-    source = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    source = AutoModelForCausalLM.from_pretrained(
+        name,
+        dtype=torch.float32,
+        attn_implementation="eager",  # never runs; else a config.json could name a kernel to fetch and load
+        trust_remote_code=False,
+    )
     for transform in get_model_conversion_mapping(source, add_legacy=False):
         # It may only stack the matrices of experts, and join gate and up.
         operations = getattr(transform, "operations", None)

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from trainer.mesh import Mesh
 from trainer.snapshot import MOMENTS, REFERENCE, Staging, StateSnapshot
+from trainer.state_reader import StateReader
 from trireme.checkpoint.files import Copy, FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
 from trireme.config import CommonConfig
 from trireme.core.errors import CheckpointInvalid, StorageFailed
@@ -178,7 +179,7 @@ class Checkpointer:
         and a reference that was not saved, stay as they are. Raises CheckpointInvalid for the state of another model,
         or one that cannot be read."""
         self.wait_until_saved()  # frees the buffers
-        reader = dcp.FileSystemReader(path)
+        reader = StateReader(path)
         saved = set(reader.read_metadata().state_dict_metadata)
         expected = {*self._staging.buffers, "steps", *(["base"] if self._base else [])}
         _refuse_other_tensors(path, saved, expected)

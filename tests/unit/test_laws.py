@@ -44,6 +44,65 @@ def calls(path: Path) -> Iterator[tuple[str, str, int]]:
             yield node.func.value.id, node.func.attr, node.lineno
 
 
+UNSAFE_READERS = {
+    **dict.fromkeys(("pickle.load", "pickle.loads", "pickle.Unpickler", "dill.load", "dill.loads"), ""),
+    **dict.fromkeys(("cloudpickle.load", "cloudpickle.loads", "yaml.load", "marshal.loads", "eval", "exec"), ""),
+    "torch.load": "weights_only=True",
+    "np.load": "allow_pickle=False",
+    "from_pretrained": "trust_remote_code=False",
+    "from_config": "trust_remote_code=False",
+}
+"""Calls that can run code of whoever wrote what they read, and the argument with which they do not."""
+OWN_PICKLES = {
+    "orchestrator/workers.py": "requests and answers between a process and workers that it started",
+    "orchestrator/envs/verifiers.py": "a task that this process pickled",
+    "inference/worker.py": "a request of the replica to its own engine",
+}
+"""Files that unpickle what another process of the same run has just sent."""
+
+
+def unsafe_reads(source: str) -> Iterator[str]:
+    """Yields each call of UNSAFE_READERS without its argument, and each argument that trusts."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name, given = ast.unparse(node.func), {ast.unparse(keyword) for keyword in node.keywords}
+        last = name.rpartition(".")[2]
+        known = name if name in UNSAFE_READERS else last if last in ("from_pretrained", "from_config") else None
+        own_method = known == "from_config" and not name.startswith("Auto")
+        fast = name == "PreTrainedTokenizerFast.from_pretrained"  # reads JSON
+        if known and not own_method and not fast and UNSAFE_READERS[known] not in given - {""}:
+            yield name
+        yield from given & {"trust_remote_code=True", "weights_only=False", "allow_pickle=True"}
+
+
+def test_nothing_is_read_that_can_run_code() -> None:
+    """Files of commits, models and data may be somebody else's."""
+    found = {str(path.relative_to(ROOT / "src")): list(unsafe_reads(path.read_text())) for path in SOURCES}
+    assert {path: calls for path, calls in found.items() if calls and path not in OWN_PICKLES} == {}
+    assert {path for path in OWN_PICKLES if set(found[path]) <= {"pickle.loads"} and found[path]} == set(OWN_PICKLES)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "np.load(f, allow_pickle=True)",
+        "np.load(f)",
+        "pickle.Unpickler(f).load()",
+        "yaml.load(f)",
+        "eval(text)",
+        "AutoModelForCausalLM.from_pretrained(name)",
+        "AutoConfig.from_pretrained(name, trust_remote_code=True)",
+        "f(trust_remote_code=True)",
+    ],
+)
+def test_reads_that_can_run_code_are_found(line: str) -> None:
+    assert list(unsafe_reads(line)) != []
+    assert list(unsafe_reads("torch.load(f, weights_only=True); np.load(f, allow_pickle=False)")) == []
+
+
 def test_only_waits_waits() -> None:
     """Every wait across processes has a deadline and a name: the bare calls live in trireme.process.waits alone."""
     bare = [

@@ -113,7 +113,8 @@ def _loaded(model: str) -> tuple[Any, Any]:
     from trireme.renderers import make_renderer
 
     torch.set_num_threads(1)
-    return make_renderer("auto", load_tokenizer(model)), AutoModelForCausalLM.from_pretrained(model).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa", trust_remote_code=False)
+    return make_renderer("auto", load_tokenizer(model)), loaded.eval()
 
 
 Answerer = UrlAnswerer | StartAnswerer

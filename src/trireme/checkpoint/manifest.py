@@ -99,7 +99,7 @@ class Manifest:
                     "files": tuple(FileRecord(**record) for record in values["files"]),
                 }
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointInvalid(f"{MANIFEST} is torn or was altered ({type(error).__name__}: {error})") from None
         if manifest.to_json() != text:
             raise CheckpointInvalid(f"{MANIFEST} was altered: it does not have the checksum that it was written with")
@@ -131,8 +131,19 @@ class Manifest:
         return manifest
 
 
+def file_of(commit: Path, record: FileRecord) -> Path:
+    """Returns the place of a file of a commit. Raises CheckpointInvalid for a path that leads to another place: out of
+    the commit, or through a symbolic link."""
+    file = commit / record.path
+    if Path(record.path).is_absolute() or ".." in Path(record.path).parts:
+        raise CheckpointInvalid(f"{record.path} leads out of the commit")
+    if file.resolve() != commit.resolve() / record.path:
+        raise CheckpointInvalid(f"{record.path} is or lies behind a symbolic link, which no commit has")
+    return file
+
+
 def _check_file(directory: Path, record: FileRecord, contents: bool) -> None:
-    file = directory / record.path
+    file = file_of(directory, record)
     try:
         size = file.stat().st_size
         checksum = checksum_of(file) if contents else record.checksum

@@ -172,7 +172,7 @@ def _read_file(root: Path, file: File, refusals: list[Refusal], known: Keys) -> 
         return []
     try:
         tables = read(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         refusals.append(Refusal(f"file {file}: {error}", f"a file in {kind} syntax", "correct the file at that place"))
         return []
     if not isinstance(tables, dict):

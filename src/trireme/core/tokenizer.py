@@ -24,7 +24,7 @@ def load_tokenizer(name: str) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(name)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name)
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def looks_like_path(name: str) -> bool:

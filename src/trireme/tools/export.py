@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from trireme.checkpoint.files import FileRecord, storage_errors
-from trireme.checkpoint.manifest import Manifest, step_of
+from trireme.checkpoint.manifest import Manifest, file_of, step_of
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.refusals import Refusal
@@ -141,7 +141,7 @@ def _read(commit: Path, record: FileRecord, on_file: Callable[[str], None]) -> b
     """Returns the contents of a file of a commit. Raises CheckpointInvalid if they are not what was written."""
     on_file(record.path)
     try:
-        data = (commit / record.path).read_bytes()
+        data = file_of(commit, record).read_bytes()
     except OSError as error:
         raise CheckpointInvalid(f"{record.path} cannot be read ({error.strerror})") from None
     if xxhash.xxh3_128_hexdigest(data) != record.checksum:

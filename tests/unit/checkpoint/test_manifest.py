@@ -96,6 +96,39 @@ class TestFiles:
         assert invalid(made) == f"{part} cannot be read (Not a directory)"
 
 
+def rename(made: Path, part: str, to: str) -> None:
+    """Changes the name of a file in the manifest, as somebody who knows the format can."""
+    read = Manifest.read(made)
+    files = tuple(replace(record, path=to) if record.path == part else record for record in read.files)
+    (made / MANIFEST).write_text(replace(read, files=files).to_json())
+
+
+class TestPlaces:
+    """A commit may come from anybody: what it names lies in it."""
+
+    @pytest.mark.parametrize("place", ["{}", "../secret", "trainer/../../secret", "..", "trainer/.."])
+    def test_a_path_that_leads_out_is_refused(self, made: Path, place: str) -> None:
+        secret = made.parent / "secret"
+        shutil.copy(made / PARTS[0], secret)
+        rename(made, PARTS[0], place.format(secret))
+        assert invalid(made).endswith("leads out of the commit")
+        assert invalid(made, contents=False).endswith("leads out of the commit")
+
+    def test_a_symbolic_link_is_refused(self, made: Path) -> None:
+        secret = (made / PARTS[0]).rename(made.parent / "secret")
+        (made / PARTS[0]).symlink_to(secret)
+        assert "symbolic link" in invalid(made)
+
+    def test_a_linked_directory_is_refused(self, made: Path) -> None:
+        room = (made / PARTS[0]).parent
+        room.symlink_to(room.rename(made.parent / "elsewhere"))
+        assert "symbolic link" in invalid(made)
+
+    def test_a_run_behind_a_link_verifies(self, made: Path, tmp_path: Path) -> None:
+        (tmp_path / "linked").symlink_to(made.parent)
+        Manifest.verified(tmp_path / "linked" / made.name)
+
+
 class TestTheManifestItself:
     def test_missing_is_an_orphan(self, made: Path) -> None:
         (made / MANIFEST).unlink()
@@ -105,6 +138,10 @@ class TestTheManifestItself:
         (made / MANIFEST).unlink()
         (made / MANIFEST).mkdir()
         assert f"{MANIFEST} cannot be read" in invalid(made)
+
+    def test_a_deep_one_is_torn(self) -> None:
+        with pytest.raises(CheckpointInvalid, match="torn"):
+            Manifest.from_json("[" * 10**6)
 
     def test_every_truncation_is_seen(self, made: Path) -> None:
         text = (made / MANIFEST).read_text()

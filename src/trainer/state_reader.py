@@ -1,0 +1,74 @@
+"""Reads a saved state without running code of whoever wrote it.
+
+DCP keeps its metadata as a pickle, which can call any function, and gives entries that are no tensors to `torch.load`
+without `weights_only`. The state of a commit has tensors only. So here a pickle may name the classes of such metadata
+and nothing else, and DCP gets metadata of tensors in files of the directory itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+
+from trireme.core.errors import CheckpointInvalid
+
+FILE = ".metadata"
+CLASSES = (
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    torch.serialization._get_layout,
+    torch.Size,
+)
+ALLOWED = {**{(known.__module__, known.__qualname__): known for known in CLASSES}, ("pathlib", "PosixPath"): Path}
+"""All that the metadata of tensors names, beside dtypes."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if (module, name) not in ALLOWED:
+            raise CheckpointInvalid(f"it names {module}.{name}, which the metadata of tensors never does")
+        return ALLOWED[module, name]
+
+
+class StateReader(dcp.FileSystemReader):
+    """Reads tensors that `dcp.save` wrote to a directory; anything else in it is refused."""
+
+    def read_metadata(self) -> metadata.Metadata:  # without a rank DCP asks for no other metadata
+        """Returns the metadata of all tensors. Raises CheckpointInvalid for what is no such metadata."""
+        file = Path(self.path) / FILE
+        try:
+            with file.open("rb") as stream:
+                found = _MetadataUnpickler(stream).load()
+            _check(found)
+        except CheckpointInvalid as error:
+            raise CheckpointInvalid(f"the metadata in {file} cannot be trusted: {error}") from None
+        except Exception as error:  # a pickle can fail in any way
+            raise CheckpointInvalid(f"{file} holds no metadata: {type(error).__name__}: {error}") from None
+        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return found
+
+
+def _check(found: Any) -> None:
+    """Raises CheckpointInvalid unless all entries are tensors in files of the directory itself."""
+    for name, tensor in found.state_dict_metadata.items():
+        if not isinstance(tensor, metadata.TensorStorageMetadata):
+            raise CheckpointInvalid(f"{name} is a {type(tensor).__name__}; expected tensors only")
+    for place in found.storage_data.values():
+        path = Path(place.relative_path)
+        if path.suffix != filesystem.DEFAULT_SUFFIX or path.name != place.relative_path:
+            raise CheckpointInvalid(f"it reads {place.relative_path!r}; expected a file in this directory")
+        if place.transform_descriptors:
+            raise CheckpointInvalid(f"it transforms bytes by {place.transform_descriptors}; expected plain tensors")

@@ -1,0 +1,120 @@
+"""State that somebody else wrote is read, or refused by what is wrong with it; no code of theirs runs."""
+
+import io
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from trainer.state_reader import StateReader
+from trireme.core.errors import CheckpointInvalid
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "commit_before" / "checkpoints" / "step_000002" / "trainer"
+STATE = {"steps": torch.arange(3.0), "half": torch.ones(2, dtype=torch.bfloat16)}
+
+
+class Payload:
+    """Calls `function` when it is unpickled."""
+
+    def __init__(self, function, *args):
+        self.call = (function, args)
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A directory with STATE, as DCP saves it."""
+    writer = dcp.FileSystemWriter(tmp_path / "trainer", sync_files=False, overwrite=False)
+    dcp.save(STATE, storage_writer=writer, planner=dcp.DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    return tmp_path / "trainer"
+
+
+@pytest.fixture
+def canary(tmp_path):
+    yield tmp_path / "canary"
+    assert not (tmp_path / "canary").exists(), "the code of the commit ran"
+
+
+def change(directory, edit):
+    """Changes DCP's metadata by `edit`."""
+    file = directory / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    edit(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def load(directory):
+    state = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    reader, planner = StateReader(directory), dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    reader.read_metadata()  # as `trainer.state` does: within `dcp.load` its error becomes another
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    return state
+
+
+def test_what_dcp_saves_is_read(saved):
+    torch.testing.assert_close(load(saved), STATE)
+    assert "steps" in StateReader(FIXTURE).read_metadata().state_dict_metadata, "as in commits of before"
+
+
+@pytest.mark.parametrize("function", [os.mkdir, exec, getattr, torch.load, pickle.loads, dcp.FileSystemReader])
+def test_a_pickle_in_the_metadata_does_not_run(saved, canary, function):
+    change(saved, lambda metadata: setattr(metadata, "planner_data", Payload(function, str(canary))))
+    name = f"{function.__module__}.{function.__qualname__}".replace(".", r"\.")
+    with pytest.raises(CheckpointInvalid, match=rf"\.metadata.* names {name}"):
+        load(saved)
+
+
+def test_a_pickle_in_place_of_a_tensor_does_not_run(saved, canary):
+    """DCP gives entries that are no tensors to torch.load without weights_only."""
+    payload = io.BytesIO()
+    torch.save(Payload(os.mkdir, str(canary)), payload)
+    file = saved / "__0_0.distcp"
+    end = file.stat().st_size
+    file.write_bytes(file.read_bytes() + payload.getvalue())
+
+    def edit(metadata):
+        metadata.state_dict_metadata["steps"] = BytesStorageMetadata()
+        place = _StorageInfo(file.name, end, len(payload.getvalue()))
+        metadata.storage_data[MetadataIndex("steps")] = place
+
+    change(saved, edit)
+    with pytest.raises(CheckpointInvalid, match="BytesStorageMetadata"):
+        load(saved)
+
+
+@pytest.mark.parametrize("path", ["/etc/hostname", "../secret.distcp", "sub/../../secret.distcp", ".."])
+def test_files_elsewhere_are_not_read(saved, path):
+    (saved.parent / "secret.distcp").write_bytes((saved / "__0_0.distcp").read_bytes())
+    change(saved, lambda metadata: [setattr(info, "relative_path", path) for info in metadata.storage_data.values()])
+    with pytest.raises(CheckpointInvalid, match=r"a file in this directory"):
+        load(saved)
+
+
+def test_transforms_are_not_loaded(saved):
+    change(
+        saved,
+        lambda metadata: [setattr(info, "transform_descriptors", ["evil"]) for info in metadata.storage_data.values()],
+    )
+    with pytest.raises(CheckpointInvalid, match="transform"):
+        load(saved)
+
+
+@pytest.mark.parametrize("contents", [b"", b"\x80\x04.", pickle.dumps({}), pickle.dumps(torch.Size([1])), b"garbage"])
+def test_what_is_no_metadata_is_said(saved, contents):
+    (saved / ".metadata").write_bytes(contents)
+    with pytest.raises(CheckpointInvalid, match=r"\.metadata"):
+        load(saved)
+
+
+@pytest.mark.parametrize("attribute", ["state_dict_metadata", "storage_data"])
+def test_metadata_that_lacks_a_part_is_said(saved, attribute):
+    change(saved, lambda metadata: setattr(metadata, attribute, None))
+    with pytest.raises(CheckpointInvalid, match=r"\.metadata"):
+        load(saved)
