@@ -69,7 +69,8 @@ def datum_turns(trajectory: Trajectory, advantage: float, temperature: float, co
 
 
 def lay_out(data_D: Sequence[DatumTurns]) -> TokenBatch:
-    """Lays out datums as one batch. Each sampled token is a target with mask 1 exactly once.
+    """Lays out datums as one batch. Each sampled token is a target exactly once, with mask 1 where
+    its datum and its turn count, else 0, as its advantage.
 
     Inputs are a datum's tokens without the last, columns belong to its tokens without the first. On observed tokens
     `logprobs`, `advantages` and `mask` are 0 and `versions` is -1. Raises ValueError for an empty observation at a
@@ -92,8 +93,9 @@ def lay_out(data_D: Sequence[DatumTurns]) -> TokenBatch:
             raise ValueError("a turn has an empty observation: nothing predicts its first sampled token")
         tokens += (datum.turns[-1].observation, datum.turns[-1].action)  # begins with all turns before it
         sampled += datum.turns
-        advantages += [datum.advantage if datum.counts else 0.0] * len(datum.turns)
-        counts += [datum.counts] * len(datum.turns)
+        counts_N = [datum.counts and turn.in_loss for turn in datum.turns]
+        advantages += [datum.advantage if counted else 0.0 for counted in counts_N]
+        counts += counts_N
         total += end
         ends.append(total)
     ends_D = np.asarray(ends)

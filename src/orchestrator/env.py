@@ -31,6 +31,10 @@ StopCondition = tuple[int | str, ...]
 """Token ids and strings that end an action. A stop token, and all tokens of a string that ends the action, are part of
 the action."""
 
+Truncation = Literal["max_seq_len", "max_prompt_len"]
+"""The limit of the run that ended an episode: the next prompt would leave no room below `max_seq_len`, or is longer
+than `orchestrator.max_prompt_len`."""
+
 BUILT_IN = {
     "arithmetic": "orchestrator.envs.arithmetic:ArithmeticDataset",
     "calculator": "orchestrator.envs.calculator:CalculatorDataset",
@@ -57,6 +61,8 @@ class StepResult:
     """Averaged over all steps that report them."""
     logs: Mapping[str, Any] = field(default_factory=dict)
     """Kept with the rollout, for people to read."""
+    in_loss: bool = True
+    """False: the tokens of this action alone are masked out of the loss, for example because they cannot be parsed."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,8 @@ class Transition:
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     logs: Mapping[str, Any] = field(default_factory=dict)
+    in_loss: bool = True
+    """False: the action's tokens are masked out of the loss."""
 
     def extends(self, before: Transition) -> bool:
         """True if this observation begins with exactly the observation and the action of the turn `before`."""
@@ -117,6 +125,12 @@ class Env(ABC):
     @abstractmethod
     async def step(self, action: Sequence[int]) -> StepResult:
         """Takes the sampled tokens, including the stop token if one ended them."""
+
+    async def truncated(self, reason: Truncation) -> StepResult | None:
+        """Called once when a limit of the run ends the episode that `step` would have continued. The result's reward is
+        added to that of the last step, its metrics and logs too, and `in_loss` holds for the last action. Unless
+        overridden, the rewards stay as they are."""
+        return None
 
 
 class EnvGroupBuilder(ABC):

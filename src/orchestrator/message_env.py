@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition
+from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Truncation
 from trireme.renderers import Message, Renderer, ToolSpec
 
 
@@ -31,6 +31,8 @@ class MessageStep:
     """Averaged over all steps that report them."""
     logs: Mapping[str, Any] = field(default_factory=dict)
     """Kept with the rollout, for people to read."""
+    in_loss: bool = True
+    """False: this message alone is masked out of the loss, for example because it cannot be parsed."""
 
 
 class MessageEnv(ABC):
@@ -52,6 +54,11 @@ class MessageEnv(ABC):
         that it has. Unless overridden, ends the episode with reward 0."""
         return MessageStep(0.0, True)
 
+    async def truncated(self, reason: Truncation) -> MessageStep | None:
+        """Called once when a limit of the run ends the episode, as `Env.truncated`. Unless overridden, the rewards stay
+        as they are."""
+        return None
+
 
 class RenderedEnv(Env):
     """A MessageEnv behind a renderer. Metric `parse_error`: 1 for a malformed message, else 0; its stop reason tells of
@@ -72,12 +79,16 @@ class RenderedEnv(Env):
         result = await (self._env.step(message) if whole else self._env.unreadable(message, cut_off))
         metrics = {"parse_error": float(not whole and not cut_off), **result.metrics}
         if result.episode_done:
-            return StepResult(result.reward, True, metrics=metrics, logs=result.logs)
+            return StepResult(result.reward, True, metrics=metrics, logs=result.logs, in_loss=result.in_loss)
         for earlier in self._messages:
             earlier.pop("prompt", None)  # only the last prompt is extended
         self._messages += [{**message, "prompt": self._prompt}, *result.next_messages]
         stop = self._renderer.stop_condition()
-        return StepResult(result.reward, False, self._next_prompt(), stop, metrics, result.logs)
+        return StepResult(result.reward, False, self._next_prompt(), stop, metrics, result.logs, result.in_loss)
+
+    async def truncated(self, reason: Truncation) -> StepResult | None:
+        last = await self._env.truncated(reason)
+        return last and StepResult(last.reward, True, metrics=last.metrics, logs=last.logs, in_loss=last.in_loss)
 
     def _next_prompt(self) -> list[int]:
         self._prompt = self._renderer.generation_prompt(self._messages, self._env.tools)

@@ -11,6 +11,7 @@ A record is one line of JSON for each group (`rollouts/step_000012.jsonl` in the
       logprobs                         of the action's tokens, as sampled
       versions                         [[version, tokens], ...]: how many tokens each version sampled, in order
       reward, metrics, logs            of the step that the environment took
+      in_loss                          false where the environment masked this turn alone out of the loss
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class Recorder:
             "logprobs": _rounded(turn.logprobs),
             "versions": [[version, len(list(tokens))] for version, tokens in groupby(turn.versions.tolist())],
             "reward": round(float(turn.reward), DIGITS),
+            "in_loss": turn.in_loss,
             "metrics": {name: float(value) for name, value in turn.metrics.items()},
             "logs": readable(turn.logs),
         }

@@ -1,7 +1,8 @@
 """One rollout: the token loop between an environment and the policy. Tokens in, tokens out.
 
     observation --> checks --> sample(prompt, seed, stop) --> action --> env.step --+--> end of the episode
-         ^                                                                          |
+         ^             |                                                            |
+         |             +-- a limit of the run is reached --> env.truncated --> end  |
          +---------------------- next observation ----------------------------------+
 
 A failure is an exception that names the environment; the group runner decides whether to try again.
@@ -13,14 +14,14 @@ import hashlib
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.env import Env, StepResult, StopCondition, Trajectory, Transition
+from orchestrator.env import Env, StepResult, StopCondition, Trajectory, Transition, Truncation
 from trireme.config.schema import Config, SamplingConfig
 from trireme.core.errors import BadInput
 from trireme.core.stop_strings import cut
@@ -143,10 +144,12 @@ async def run_rollout(
     transitions: list[Transition] = []
     while True:
         prompt = _checked_prompt(observation, stop, key, limits)
-        too_long = _too_long(prompt, limits)
-        if too_long and not transitions:
-            raise PromptTooLong(f"{key}: {too_long}")
-        if too_long:
+        if (limit := _limit_reached(prompt, limits)) and not transitions:
+            raise PromptTooLong(f"{key}: {_too_long(limit, prompt, limits)}")
+        if limit:
+            with trace.overlapping("truncated", "environment", problem=key.problem):
+                last_word = await env.truncated(limit)
+            transitions[-1] = _with_last_word(transitions[-1], last_word, key)
             return Trajectory(tuple(transitions), "max_seq_len")
         turn, max_tokens = len(transitions), limits.max_seq_len - len(prompt)
         request = SampleRequest(
@@ -187,13 +190,17 @@ def _checked_prompt(
     return prompt.astype(np.int32)
 
 
-def _too_long(prompt: npt.NDArray[np.int32], limits: RolloutLimits) -> str | None:
-    """Returns the reason why a prompt is refused, or None."""
+def _limit_reached(prompt: npt.NDArray[np.int32], limits: RolloutLimits) -> Truncation | None:
+    """Returns the limit that refuses a prompt, or None."""
     if limits.max_prompt_len is not None and len(prompt) > limits.max_prompt_len:
+        return "max_prompt_len"
+    return "max_seq_len" if len(prompt) >= limits.max_seq_len else None
+
+
+def _too_long(limit: Truncation, prompt: npt.NDArray[np.int32], limits: RolloutLimits) -> str:
+    if limit == "max_prompt_len":
         return f"a prompt of {len(prompt)} tokens exceeds orchestrator.max_prompt_len = {limits.max_prompt_len}"
-    if len(prompt) >= limits.max_seq_len:
-        return f"a prompt of {len(prompt)} tokens leaves no room for an answer below max_seq_len = {limits.max_seq_len}"
-    return None
+    return f"a prompt of {len(prompt)} tokens leaves no room for an answer below max_seq_len = {limits.max_seq_len}"
 
 
 def _check_sample(sampled: SampledSequence, key: RolloutKey, limits: RolloutLimits) -> None:
@@ -214,9 +221,7 @@ def _check_sample(sampled: SampledSequence, key: RolloutKey, limits: RolloutLimi
 def _transition(
     prompt: npt.NDArray[np.int32], sampled: SampledSequence, result: StepResult, key: RolloutKey
 ) -> Transition:
-    if not isinstance(result, StepResult) or not isinstance(result.logs, MAPPINGS):
-        raise BadStep(f"{key}: step() returned {str(result)[:200]}; expected a StepResult, its logs a mapping")
-    check_report(result.reward, result.metrics, key)
+    _check_result(result, "step", key)
     versions, mixed = token_columns(sampled.spans, len(sampled.tokens))
     return Transition(
         observation=prompt,
@@ -229,7 +234,27 @@ def _transition(
         reward=float(result.reward),
         metrics=result.metrics,
         logs=result.logs,
+        in_loss=bool(result.in_loss),
     )
+
+
+def _with_last_word(turn: Transition, result: StepResult | None, key: RolloutKey) -> Transition:
+    if result is None:
+        return turn
+    _check_result(result, "truncated", key)
+    return replace(
+        turn,
+        reward=turn.reward + float(result.reward),
+        metrics={**turn.metrics, **result.metrics},
+        logs={**turn.logs, **result.logs},
+        in_loss=turn.in_loss and bool(result.in_loss),
+    )
+
+
+def _check_result(result: StepResult, method: str, key: RolloutKey) -> None:
+    if not isinstance(result, StepResult) or not isinstance(result.logs, MAPPINGS):
+        raise BadStep(f"{key}: {method}() returned {str(result)[:200]}; expected a StepResult, its logs a mapping")
+    check_report(result.reward, result.metrics, key)
 
 
 def check_report(reward: float, metrics: Mapping[str, float], place: object) -> None:

@@ -110,6 +110,7 @@ def _turn_to_json(turn: Transition) -> dict[str, Any]:
         "identities": list(map(str, turn.identities)),
         "stop_reason": turn.stop_reason,
         "reward": turn.reward,
+        "in_loss": turn.in_loss,
         "metrics": _floats(turn.metrics),
         "logs": readable(turn.logs),
     }

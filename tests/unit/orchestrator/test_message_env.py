@@ -16,13 +16,14 @@ from chat_support import Policy, Questions, ended, play, renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orchestrator_fakes import trajectory_to_data
-from renderer_support import QWEN3, SAYS, bpe, scattered
+from renderer_support import QWEN3, SAYS, bpe, said, scattered
 
 from orchestrator.advantages import ScoredGroup
 from orchestrator.env import Trajectory
 from orchestrator.ledger import Group
-from orchestrator.message_env import MessageEnvGroup, RenderedEnv
+from orchestrator.message_env import MessageEnvGroup, MessageStep, RenderedEnv
 from orchestrator.metrics import env_metrics
+from trireme.renderers import Message
 
 VECTORS = json.loads((Path(__file__).parents[2] / "oracles" / "vectors.json").read_text())
 KEEPING = {"strip_thinking_from_history": False}
@@ -74,6 +75,35 @@ def test_an_environment_may_go_on_after_what_it_cannot_read() -> None:
     assert env.unread == [False, True]
     assert [t.metrics["parse_error"] for t in trajectory.transitions] == [1.0, 0.0]
     assert len(trajectory_to_data(trajectory, 1.0, 1.0)) == 1
+
+
+class Excusing(Questions):
+    async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
+        return MessageStep(0.0, False, [said("user", "Again?")], in_loss=False)
+
+
+def test_a_turn_that_cannot_be_read_may_be_left_out_of_the_loss_alone() -> None:
+    made = renderer(**KEEPING)
+    policy = Policy([ended("four", made), ended("<tool_call>", made), ended("five", made)])
+    trajectory = play(Excusing(2), made, policy)
+    assert [turn.in_loss for turn in trajectory.transitions] == [True, False, True]
+    (datum,) = trajectory_to_data(trajectory, 0.5, 1.0)
+    columns = {name: column.to_numpy() for name, column in datum.loss_fn_inputs.items()}
+    sampled = columns["versions"] >= 0
+    lengths = [len(turn.action) for turn in trajectory.transitions]
+    expected = np.repeat([1.0, 0.0, 1.0], lengths)
+    np.testing.assert_array_equal(columns["mask"][sampled], expected)
+    np.testing.assert_array_equal(columns["advantages"][sampled], 0.5 * expected)
+
+
+def test_a_chat_has_a_last_word_when_its_sequence_is_full() -> None:
+    made = renderer(**KEEPING)
+    policy = Policy([ended("four", made)])
+    trajectory = play(Questions(2), made, policy, max_seq_len=60)
+    (turn,) = trajectory.transitions
+    assert (trajectory.stop_reason, trajectory.reward) == ("max_seq_len", 0.0), "1 for the turn, less 1"
+    assert (turn.logs, turn.in_loss) == ({"said": "four", "reason": "max_seq_len"}, False)
+    assert turn.metrics == {"parse_error": 0.0, "heard": 1.0, "full": 1.0}
 
 
 def test_shares_of_cut_and_malformed_turns_are_metrics() -> None:

@@ -95,7 +95,7 @@ def test_a_record_tells_each_turn_once_with_its_versions() -> None:
     turns = [
         turn([1, 2], [3, 4], [5, 5]),
         turn([1, 2, 3, 4, 6], [7, 8, 9], [5, 6, 6], metrics={"found": np.float32(1)}, logs={"what": object}),
-        turn([1, 9], [2]),
+        turn([1, 9], [2], in_loss=False),
     ]
     (record,) = records(Recorder(small_config(), letters), 0, [group(0, [0.25, 0.75], turns)])
     assert record["rewards"] == [0.25, 0.75]
@@ -108,6 +108,7 @@ def test_a_record_tells_each_turn_once_with_its_versions() -> None:
     assert (second["observation_text"], second["action_text"]) == ("g", "hij")
     assert second["logprobs"] == [-0.123457] * 3
     assert second["metrics"] == {"found": 1.0}
+    assert [t["in_loss"] for t in (first, second, third)] == [True, True, False]
     assert second["logs"] == {"what": "<class 'object'>"}
 
 

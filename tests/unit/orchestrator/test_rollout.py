@@ -125,6 +125,57 @@ def test_an_episode_ends_where_the_next_prompt_would_be_too_long() -> None:
     assert len(trajectory.transitions[-1].action) == 1
 
 
+class Judging(Counting):
+    """Has a last word when a limit of the run ends its episode."""
+
+    def __init__(self, result: Any, **options: Any) -> None:
+        super().__init__(turns=9, reward=0.25, **options)
+        self.result, self.asked = result, list[str]()
+
+    async def truncated(self, reason: str) -> Any:
+        self.asked.append(reason)
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [(RolloutLimits(100, 11), "max_seq_len"), (RolloutLimits(100, 20, max_prompt_len=11), "max_prompt_len")],
+)
+def test_an_environment_has_a_last_word_when_a_limit_ends_its_episode(limits: RolloutLimits, reason: str) -> None:
+    env = Judging(StepResult(-1.0, True, metrics={"late": 1.0}, logs={"why": "full"}, in_loss=False))
+    trajectory = play(env, limits=limits)
+    *others, last = trajectory.transitions
+    assert (env.asked, trajectory.stop_reason) == ([reason], "max_seq_len"), "asked once"
+    assert [turn.reward for turn in others] == [0.25, 0.25]
+    assert (last.reward, last.in_loss) == (-0.75, False), "added to its last turn"
+    assert (last.metrics, last.logs) == ({"seen": len(last.action), "late": 1.0}, {"why": "full"})
+    assert all(turn.in_loss for turn in others)
+
+
+def test_without_a_last_word_the_rewards_stay() -> None:
+    env = Judging(None)
+    assert play(env, limits=RolloutLimits(100, 11)).reward == 0.75
+    assert env.asked == ["max_seq_len"]
+
+
+@pytest.mark.parametrize(
+    ("result", "refused"),
+    [(1.0, BadStep), (StepResult(math.nan, True), NonFiniteReward), (StepResult(0, True, logs=1), BadStep)],  # type: ignore[arg-type]
+)
+def test_a_last_word_is_checked_as_any_step(result: Any, refused: type[Exception]) -> None:
+    with pytest.raises(refused, match="counting"):
+        play(Judging(result), limits=RolloutLimits(100, 11))
+
+
+def test_no_last_word_where_the_environment_ends_the_episode_or_the_first_prompt_is_refused() -> None:
+    ends, begins = Judging(None), Judging(None, first=[1] * 30)
+    ends.turns = 1
+    play(ends)
+    with pytest.raises(PromptTooLong):
+        play(begins)
+    assert ends.asked == begins.asked == []
+
+
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
 def test_rewards_must_be_finite(reward: float) -> None:
     with pytest.raises(NonFiniteReward, match=r"environment counting, problem 0\.1\.2"):

@@ -54,6 +54,7 @@ def turn(rng: np.random.Generator, logs: Mapping[str, Any]) -> Transition:
         reward=0.1 + 0.2,
         metrics={"asked": 1 / 3},
         logs=logs,
+        in_loss=length != 2,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from renderer_support import QWEN3, bpe, said, scattered
 
-from orchestrator.env import Trajectory
+from orchestrator.env import Trajectory, Truncation
 from orchestrator.message_env import MessageEnv, MessageStep, RenderedEnv
 from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
 from trireme.config.schema import SamplingConfig
@@ -34,6 +34,9 @@ class Questions(MessageEnv):
         done = len(self.heard) == self.turns
         asked = [said(self.role, f"Question {len(self.heard)}?")]
         return MessageStep(1.0, done, () if done else asked, metrics={"heard": 1.0}, logs={"said": message["content"]})
+
+    async def truncated(self, reason: Truncation) -> MessageStep | None:
+        return MessageStep(-1.0, True, metrics={"full": 1.0}, logs={"reason": reason}, in_loss=False)
 
     async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
         self.unread.append(cut_off)
@@ -59,9 +62,11 @@ class Policy:
         return SampledSequence(np.asarray(tokens, np.int32), logprobs, self.stop_reason, spans)
 
 
-def play(env: MessageEnv, renderer: Renderer, policy: Policy, vocab_size: int = 1000) -> Trajectory:
+def play(
+    env: MessageEnv, renderer: Renderer, policy: Policy, vocab_size: int = 1000, max_seq_len: int = 100_000
+) -> Trajectory:
     key = RolloutKey("chat", "0.0.0", 0, 0, "0")
-    limits = RolloutLimits(vocab_size, 100_000, decode=bpe().decode)
+    limits = RolloutLimits(vocab_size, max_seq_len, decode=bpe().decode)
     sampling = SamplingConfig(max_tokens=1000)
     return asyncio.run(run_rollout(RenderedEnv(env, renderer), policy.sample, key, limits, sampling, 0))
 
