@@ -85,13 +85,15 @@ class OrchestratorHandle:
         last = False
         while not last:
             ref = self._actor.next_minibatch.remote(step, substep)
-            minibatch: Minibatch = self._wait(ref, f"a minibatch of step {step}", self._config.timeouts.step_s, on_tick)
+            what = f"a minibatch of step {step + 1}"
+            minibatch: Minibatch = self._wait(ref, what, self._config.timeouts.step_s, on_tick)
             last = minibatch.last
             yield minibatch
 
     def release(self, step: int) -> StepSummary:
         """Says that `step` has been trained on. Returns its metrics and records."""
-        return self._wait(self._actor.release.remote(step), f"the release of step {step}", self._config.timeouts.step_s)
+        released = self._actor.release.remote(step)
+        return self._wait(released, f"the release of step {step + 1}", self._config.timeouts.step_s)
 
     def save_state(self, path: Path) -> waits.Pending:
         """Takes the state of the last boundary before it returns, and writes it to directory `path` in the background.

@@ -43,7 +43,13 @@ def choose(store: CheckpointStore, step: int | None) -> VerifiedCommit | None:
 
 def _of_step(store: CheckpointStore, step: int) -> VerifiedCommit:
     commit = store.commit(step)
-    steps = ", ".join(str(step_of(each.name)) for each in store.commits()) or "none"
+    steps = ", ".join(str(step_of(each.name)) for each in store.commits())
+    if not steps:
+        raise Refusal(
+            f"--resume.step {step}, of the run {store.root}, which holds no commit",
+            "a run that has committed something",
+            "correct --run.name or --run.output-dir, or start the run without --resume.step",
+        ).error()
     if not commit.exists():
         raise Refusal(
             f"--resume.step {step}, of which {store.checkpoints} holds no commit",

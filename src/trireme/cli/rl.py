@@ -19,6 +19,7 @@ from trireme.launch.common import prepare_cluster
 from trireme.plan.base import Plan
 from trireme.plan.rl import RL_ROOMS
 from trireme.process.environ import Resources
+from trireme.run.rundir import rerun_command
 from trireme.train.kl_reference import resolve_reference
 
 
@@ -59,7 +60,7 @@ def _next_steps(config: Config, root: Path, seconds: float) -> str:
     seed = config.seed + 1
     last = [
         "a new run with another seed:",
-        f"  uv run rl @ {root}/config.json --run.name {root.name}-seed-{seed} --seed {seed}",
+        f"  {rerun_command(root, '--run.name', f'{root.name}-seed-{seed}', '--seed', str(seed))}",
     ]
     return next_steps(root, config.max_steps, seconds, own, last)
 

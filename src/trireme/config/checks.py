@@ -10,6 +10,7 @@ from trireme.config.schema import CommonConfig, Config
 from trireme.config.sft import SftConfig
 from trireme.config.trainer_checks import trainer_refusals
 from trireme.core.refusals import Refusal, refuse
+from trireme.core.tokenizer import without_tokenizer
 from trireme.renderers import unknown_renderer
 
 EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -29,7 +30,9 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
         own = [*_batch(config), *_groups(config), *_names(config), *_eval_envs(config), *_rendering(config)]
         own += [*_lengths(config, facts), *_reserved(config), *_concurrency(config), *_timeouts(config)]
         warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
+    key = "model.tokenizer" if config.model.tokenizer else "model.name"
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
+    common += without_tokenizer(key, config.tokenizer_name)
     refuse([*own, *common, *_deterministic(config), *_resume(config)])
     return warnings
 

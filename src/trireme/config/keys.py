@@ -7,12 +7,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from trireme.config.schema import CommonConfig
+from trireme.core.refusals import Refusal
 
 Path = tuple[str, ...]
 USAGE = """usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key value ...] [--dry-run]
@@ -20,7 +22,7 @@ USAGE = """usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key
   @ FILE              read a TOML or JSON file; several overlay each other from left to right
   --trainer @ FILE    the same, its keys rooted at that section
   --dry-run           print the resolved configuration and the plan, and stop
-  --version, --help
+  --version, --help, --help SECTION (for example --help trainer)
 
 A value is looked up in this order: command line, environment (TRIREME__TRAINER__SHARDS=2), files, default."""
 
@@ -152,11 +154,15 @@ class Keys:
         """A sentence that leads to the help."""
         return f"`{self.command} --help` lists all keys"
 
-    @property
-    def help_text(self) -> str:
-        """The help: usage and every key with its type, default and meaning, by section."""
-        lines, section = [USAGE.format(command=self.command)], ""
-        for key in self.options.values():
+    def help_text(self, only: str = "") -> str:
+        """Returns the help: usage and every key with its default and meaning, by section; without usage the keys of the
+        section `only`. Raises BadInput for an unknown one."""
+        wanted = tuple(filter(None, only.replace("-", "_").split(".")))
+        if wanted and wanted not in self.sections:
+            sections = ", ".join(sorted(path[0] for path in self.sections if len(path) == 1))
+            raise Refusal(f"--help {only}", f"a section: {sections}, or a part of one", "correct it").error()
+        lines, section = [] if wanted else [USAGE.format(command=self.command)], ""
+        for key in (key for key in self.options.values() if key.path[: len(wanted)] == wanted):
             top = key.path[0] if len(key.path) > 1 else "general"
             lines += [f"\n{top}:"] if top != section else []
             section = top
@@ -208,7 +214,8 @@ class Keys:
         return table is not None and (table.entry_type is Any or len(path) == len(table.path) + 1)
 
     def nearest(self, path: Path) -> Path | None:
-        """Returns the known option or section that looks most like an unknown `path`; None if nothing does."""
+        """Returns the known option or section that looks most like an unknown `path`; None if nothing does. The
+        sections that both begin with do not count."""
 
         def ratio(a: str, b: str) -> float:
             return difflib.SequenceMatcher(None, a, b).ratio()
@@ -217,10 +224,15 @@ class Keys:
             whole, last = ratio(".".join(path), ".".join(candidate)), ratio(path[-1], candidate[-1])
             return (whole + last) / 2, max(whole, last)
 
+        def near(candidate: Path) -> bool:
+            common = len(list(takewhile(lambda parts: parts[0] == parts[1], zip(path, candidate, strict=False))))
+            whole = 0.0 if len(path) == len(candidate) else ratio(".".join(path[common:]), ".".join(candidate[common:]))
+            return max(whole, ratio(path[-1], candidate[-1])) >= 0.7
+
         candidates = {**{s: s for s in self.sections}, **self.spellings}
         candidates |= {tuple(flag.replace("-", "_").split("_", 1)): to for flag, to in self.short_flags.items()}
-        best = max(candidates, key=alike)
-        return candidates[best] if alike(best)[1] >= 0.7 else None
+        best = max(filter(near, candidates), key=alike, default=None)
+        return None if best is None else candidates[best]
 
 
 @cache

@@ -18,6 +18,8 @@ from trireme.core.refusals import Refusal, refuse
 
 C = TypeVar("C", bound=CommonConfig)
 BOOLEANS = ("true", "false")
+WRITTEN_BY = "written_by"
+"""The entry of a run's config.json that is no option: the version of trireme, and variables that the run was given."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,12 @@ def load(argv: list[str], environ: Mapping[str, str] | None = None) -> Loaded[Co
 def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None = None) -> Loaded[C]:
     """Returns the configuration that `argv` (without the program's name) and `environ` (default `os.environ`) ask for.
 
-    `--help` and `--version` print and raise SystemExit(0). Raises BadInput that lists every problem.
+    `--help`, `--help SECTION` and `--version` print and raise SystemExit(0). Raises BadInput that lists every problem;
+    of missing values only if the whole command line and all files could be read, as the values may stand there.
     """
     known = keys_of(schema)
-    if "--help" in argv or "-h" in argv:
-        print(known.help_text)
+    if helps := [n for n, word in enumerate(argv) if word in ("--help", "-h")]:
+        print(known.help_text(*[word for word in argv[helps[0] + 1 :][:1] if word[0] not in "-@"]))
         raise SystemExit(0)
     if "--version" in argv:
         print(f"trireme {version('trireme')}")
@@ -81,7 +84,8 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
         layers.add(_read_file(root, file, line.refusals, known))
     layers.add(_read_environment(os.environ if environ is None else environ, known))
     layers.add(line.flags)
-    missing = [refusal for key in known.options.values() for refusal in _missing(key, layers.named, known)]
+    options = () if line.refusals else known.options.values()
+    missing = [refusal for key in options for refusal in _missing(key, layers.named, known)]
     refuse([*line.refusals, *layers.refusals, *missing, *_unnumbered(layers, known)])
     return Loaded(schema.model_validate(layers.tree), line.dry_run)
 
@@ -166,8 +170,8 @@ def _without_value(path: Path, name: str, known: Keys) -> Refusal:
 def _read_file(root: Path, file: File, refusals: list[Refusal], known: Keys) -> list[GivenValue]:
     kind, read = ("JSON", json.loads) if file.suffix == ".json" else ("TOML", tomllib.loads)
     if not file.is_file():
-        here = File.cwd() if not file.is_absolute() else file.parent
-        expected = f"a TOML or JSON file; there is none of that name, seen from {here}"
+        here = "" if file.is_absolute() else f", seen from {File.cwd()}"
+        expected = f"a TOML or JSON file; there is none of that name{here}"
         refusals.append(Refusal(f"`@ {file}`", expected, "correct the path"))
         return []
     try:
@@ -178,7 +182,9 @@ def _read_file(root: Path, file: File, refusals: list[Refusal], known: Keys) -> 
     if not isinstance(tables, dict):
         refusals.append(Refusal(f"file {file}: {type(tables).__name__}", "a table of keys", "write { ... }"))
         return []
-    return list(_flatten(root, tables, f"file {file}", known))
+    written_by = None if root else tables.pop(WRITTEN_BY, None)
+    origin = f", written by trireme {written_by.get('trireme')}" if isinstance(written_by, dict) else ""
+    return list(_flatten(root, tables, f"file {file}{origin}", known))
 
 
 def _read_environment(environ: Mapping[str, str], known: Keys) -> list[GivenValue]:

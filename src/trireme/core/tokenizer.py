@@ -6,16 +6,27 @@ opened by the class that reads that file, and only others by `AutoTokenizer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from trireme.core.refusals import Refusal, refuse
+
+TOKENIZER_ADVICE = "copy them from the model that it was made from, or name that one: --model.tokenizer DIRECTORY"
+HOLD_NO_TOKENIZER = (
+    *("config.json", "generation_config.json", "*.index.json", "*.safetensors", "*.bin", "*.pt", "*.py", "*.md", ".*"),
+    *("LICENSE*", "USE_POLICY*", "manifest.json"),
+)
+"""Files of a model's directory in which no tokenizer can be."""
 Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text."""
 
 
 def load_tokenizer(name: str) -> Any:
-    """Opens the `transformers` tokenizer in a directory, or of that name on the hub."""
+    """Opens the `transformers` tokenizer in a directory, or of that name on the hub. Raises BadInput if it has no
+    vocabulary: for some models transformers makes such a one where files are missing."""
+    refuse(list(without_tokenizer("tokenizer", name)))
     from transformers.utils import cached_file
 
     if cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False):
@@ -24,7 +35,20 @@ def load_tokenizer(name: str) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(name)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    if len(tokenizer) <= len(tokenizer.get_added_vocab()):
+        raise Refusal(f"tokenizer = {name}, which has no vocabulary", "a whole tokenizer", TOKENIZER_ADVICE).error()
+    return tokenizer
+
+
+def without_tokenizer(key: str, name: str) -> Iterator[Refusal]:
+    """Refuses the value `name` of `key` if it is a directory in which no tokenizer can be. Only looks at file names."""
+    directory = Path(name).expanduser()
+    if looks_like_path(name) and directory.is_dir():
+        files = [file.name for file in directory.iterdir() if file.is_file()]
+        if all(any(fnmatch(file, pattern) for pattern in HOLD_NO_TOKENIZER) for file in files):
+            given = f"{key} = {name}, a directory without a tokenizer ({', '.join(sorted(files)) or 'empty'})"
+            yield Refusal(given, "the files of a tokenizer too, such as tokenizer.json", TOKENIZER_ADVICE)
 
 
 def looks_like_path(name: str) -> bool:

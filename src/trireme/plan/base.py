@@ -29,6 +29,8 @@ ORDER = (
     *("memory", "staleness", "in flight", "each update", "evaluation", "commits", "recovery", "written to", "warning"),
 )
 """The rows of a plan, in the order in which they are printed."""
+HOPELESS = 2
+"""Times the memory of the machines, beyond which a run is refused: the estimate may be too high, but not by so much."""
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
 
@@ -193,21 +195,41 @@ class Plan:
         left = iter(values)
         return {part.room: list(islice(left, len(part.actors))) for part in self.parts}
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """Bytes that all actors need on CPUs; None if the sizes of the model are unknown."""
+        needs = [part.memory_bytes for part in self.parts]
+        return None if None in needs else sum(number for number in needs if number)
+
     def check_resources(self) -> None:
-        """Raises BadInput when the run needs more GPUs than there are, or replicas and the installed build
-        of vLLM is not for its devices. Too few cores are only a warning."""
+        """Raises BadInput when the run needs more GPUs than there are, has more processes than Ray can place on the
+        cores, or needs far more memory than there is; and when it has replicas and the installed build of vLLM is not
+        for its devices. Too few cores, and somewhat too little memory, are only warnings."""
+        holders = [part for part in self.parts if part.size_key]
+        keys = " or ".join(f"--{part.size_key}" for part in holders)
+        sizes, has = " and ".join(part.size_text for part in holders), self.resources
+        if self.cpus_per_actor <= 0:
+            raise Refusal(
+                f"{sizes}, in all {len(self.actor_names)} processes",
+                f"at most {100 * has.cpus - has.nodes}, which is a hundred for each core of {has.source}",
+                f"lower {keys}, or use a larger cluster",
+            ).error()
+        if not self.on_gpus and (self.memory_bytes or 0) > HOPELESS * has.memory_bytes:
+            raise Refusal(
+                f"{sizes}, which need about {gib(self.memory_bytes or 0)} of memory",
+                f"about {gib(has.memory_bytes)}, which is what {has.source} has",
+                f"lower {keys}, take a smaller model, or use a larger cluster",
+            ).error()
         if self.gpus_needed <= self.resources.gpus:
             if any(part.room == "inference" for part in self.parts):
                 check_build(on_gpus=self.on_gpus)
             return
-        holders = [part for part in self.parts if part.size_key]
-        keys = " or ".join(f"--{part.size_key}" for part in holders)
         ways = [f"lower {keys}", "use a larger cluster", "--cluster.device cpu"]
         if self.models == [1, 1] and self.resources.gpus == 1:
             ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SHARED_GPU_UTILIZATION - 0.1:g}")
         raise Refusal(
-            f"{' and '.join(part.size_text for part in holders)}, which need {self.gpus_needed} GPUs",
-            f"at most {self.resources.gpus} GPUs, which is what {self.resources.source} has",
+            f"{sizes}, which need {self.gpus_needed} GPUs",
+            f"at most {has.gpus} GPUs, which is what {has.source} has",
             "; or ".join(ways),
         ).error()
 
@@ -225,10 +247,8 @@ class Plan:
             )
         if sum(self.models) > has.cpus and not self.on_gpus:
             found.append(f"{sum(self.models)} processes compute on {has.cpus} cores of {where}: it works, slower")
-        needs = [part.memory_bytes for part in self.parts]
-        total = sum(number for number in needs if number)
-        if None not in needs and total > has.memory_bytes and not self.on_gpus:
-            found.append(f"needs about {gib(total)} of memory, {where} has {gib(has.memory_bytes)}")
+        if (self.memory_bytes or 0) > has.memory_bytes and not self.on_gpus:
+            found.append(f"needs about {gib(self.memory_bytes or 0)} of memory, {where} has {gib(has.memory_bytes)}")
         return found
 
     def rows(self) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +22,7 @@ from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.resume import check_fixed, choose, fork
 from trireme.checkpoint.rows import METRICS
 from trireme.checkpoint.store import HEAD, CheckpointStore, Head, VerifiedCommit
+from trireme.config.load import WRITTEN_BY
 from trireme.config.schema import CommonConfig
 from trireme.core.errors import BadInput, CheckpointInvalid
 from trireme.core.refusals import Refusal
@@ -29,6 +31,8 @@ from trireme.supervision.status import LOCK
 CONFIG = "config.json"
 MARKS = (CONFIG, METRICS)
 """A run directory holds at least one of these files."""
+PLACES = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "RAY_ADDRESS")
+"""Variables without which the same command may not find its modules, devices, models or cluster."""
 BEFORE_MARKS = (LOCK, *(f"{mark}.new" for mark in MARKS))
 """Files of a start that was killed before it left a mark."""
 
@@ -38,10 +42,26 @@ def command_of(root: Path) -> str:
     return "sft" if "data" in json.loads((root / CONFIG).read_bytes()) else "rl"
 
 
-def resume_command(root: Path) -> str:
-    """Returns the command that resumes the run in `root`."""
-    place = ["--run.output-dir", str(root.parent), "--run.name", root.name]
-    return shlex.join(["uv", "run", command_of(root), "@", str(root / CONFIG), *place, "--resume"])
+def rerun_command(root: Path, *flags: str) -> str:
+    """Returns the command that runs the configuration of the run in `root` again, with more flags, where that run
+    found its modules, models and devices."""
+    given = json.loads((root / CONFIG).read_bytes()).get(WRITTEN_BY, {}).get("environment", {})
+    words = ["uv", "run", command_of(root), "@", str(root / CONFIG), *flags]
+    return " ".join([*(f"{name}={shlex.quote(given[name])}" for name in PLACES if name in given), shlex.join(words)])
+
+
+def resume_command(root: Path, longer: int | None = None) -> str:
+    """Returns the command that resumes the run in `root`, up to step `longer` if that is given."""
+    steps = ["--max-steps", str(longer)] if longer else []
+    return rerun_command(root, "--run.output-dir", str(root.parent), "--run.name", root.name, "--resume", *steps)
+
+
+def _written_by() -> dict[str, Any]:
+    """Returns the version of trireme, and the variables that say where modules, models and devices are."""
+    places = {name: os.environ[name] for name in PLACES if name in os.environ}
+    if (paths := places.get("PYTHONPATH")) is not None:
+        places["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths.split(os.pathsep))
+    return {"trireme": version("trireme"), "environment": places}
 
 
 @dataclass(frozen=True)
@@ -213,7 +233,7 @@ def _go_on(
 def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> None:
     """Writes config.json, then HEAD: a directory without HEAD holds an interrupted fork or no run (`_begun`)."""
     # Without `clean` and `resume`: to run it again must not delete anything.
-    resolved = config.model_dump(mode="json", exclude={"clean", "resume"})
+    resolved = config.model_dump(mode="json", exclude={"clean", "resume"}) | {WRITTEN_BY: _written_by()}
     replace_file(store.root / CONFIG, (json.dumps(resolved, indent=2) + "\n").encode())
     store.write_head(head)
 

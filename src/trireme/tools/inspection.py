@@ -17,10 +17,10 @@ from rich.tree import Tree
 
 from trireme.checkpoint.manifest import CommitRef, Manifest, step_of
 from trireme.checkpoint.store import CheckpointStore, Head
-from trireme.core.errors import CheckpointInvalid
-from trireme.run.rundir import resume_command
+from trireme.core.errors import EXIT_OK, CheckpointInvalid
+from trireme.run.rundir import CONFIG, resume_command
 from trireme.supervision.roster import Incident
-from trireme.supervision.status import INCIDENTS, read_incidents
+from trireme.supervision.status import INCIDENTS, Status, read_incidents
 from trireme.tools.merge import ADAPTER
 
 MOST_INCIDENTS = 10
@@ -79,6 +79,7 @@ class Inspection:
     attempts: Sequence[int]
     newest: int | None  # the step that a resume takes
     incidents: Sequence[Incident]  # oldest first
+    finished: int | None  # the step at which the newest command ended, if it reached its last one
     resume: str | None  # the command that continues from the newest commit, or starts again where there is none
 
 
@@ -100,6 +101,8 @@ def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) 
         lineages += {head.lineage: head for head in store.lineages()}.values()  # one being left may be there twice
     except CheckpointInvalid as error:
         damage = str(error)
+    status = Status.read(root)
+    finished = status.step if status and status.ended and status.ended.exit_code == EXIT_OK else None
     attempts = [path.name.removeprefix("attempt_") for path in root.glob("logs/attempt_*")]
     return Inspection(
         run=str(root),
@@ -112,7 +115,8 @@ def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) 
         attempts=sorted(int(attempt) for attempt in attempts if attempt.isdecimal()),
         newest=max((commit.step for commit in commits if commit.branch is None and commit.verifies), default=None),
         incidents=read_incidents(root),
-        resume=resume_command(root) if (root / "config.json").exists() else None,
+        finished=finished,
+        resume=resume_command(root, longer=2 * finished if finished else None) if (root / CONFIG).exists() else None,
     )
 
 
@@ -196,7 +200,10 @@ def render(report: Inspection) -> Iterator[RenderableType]:
         yield f"  {when:%Y-%m-%d %H:%M:%S} UTC, {place}: {incident.part}: {incident.what}"
     if report.resume:
         start = "the beginning: there is no commit that verifies" if report.newest is None else f"step {report.newest}"
-        yield f"\ncontinue from {start}\n  {report.resume}"
+        what = (
+            f"continue from {start}" if report.finished is None else f"finished at step {report.finished}; for longer"
+        )
+        yield f"\n{what}\n  {report.resume}"
 
 
 def _lineage_tree(lineages: Sequence[Head]) -> Tree:

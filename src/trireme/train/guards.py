@@ -70,7 +70,7 @@ class Guard(RefusedSteps):
         self._check_difficulty(row)
         kl, limits = row[KL], self._limits
         apart = (
-            f"step {row['step']}: kl_sample_train_v2 = {kl:.3g} between sampler and trainer (mean age of the groups "
+            f"step {row['version']}: kl_sample_train_v2 = {kl:.3g} between sampler and trainer (mean age of the groups "
             f"{row['off_policy/mean']:.2f} steps, temperature {self._temperature:g})"
         )
         if limits.stop is not None and kl > limits.stop:
@@ -92,8 +92,8 @@ class Guard(RefusedSteps):
                 self._alike_steps[env, kind] = self._alike_steps[env, kind] + 1 if share >= NEARLY_ALL else 0
                 if self._alike_steps[env, kind] == ALIKE_STEPS:
                     self._say(
-                        f"step {row['step']}: for {ALIKE_STEPS} steps the rollouts of at least {NEARLY_ALL:.0%} of the "
-                        f"problems of {env} are all {kind}, and a problem whose rollouts are alike teaches nothing. As "
-                        "a rule of thumb, problems of which the start solves 0%, or more than 80%, have the wrong "
+                        f"step {row['version']}: for {ALIKE_STEPS} steps the rollouts of at least {NEARLY_ALL:.0%} of "
+                        f"the problems of {env} are all {kind}, and a problem whose rollouts are alike teaches nothing."
+                        " As a rule of thumb, problems of which the start solves 0%, or more than 80%, have the wrong "
                         f"difficulty: choose {instead} ones"
                     )

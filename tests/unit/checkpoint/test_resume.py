@@ -99,7 +99,9 @@ class TestAStep:
         assert "there are: 20, 40" in text
 
     def test_where_there_is_none(self, tmp_path: Path) -> None:
-        assert "there are: none" in refusal(lambda: choose(CheckpointStore(tmp_path), 0))
+        text = refusal(lambda: choose(CheckpointStore(tmp_path), 0))
+        assert "which holds no commit" in text
+        assert "without --resume.step" in text
 
     @pytest.mark.parametrize("file", [*PARTS, MANIFEST])
     @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])

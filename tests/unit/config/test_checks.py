@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,16 @@ def refusal(given: Config, facts: ModelFacts | None = FACTS) -> str:
     assert "expected: " in text
     assert "to do: " in text
     return text
+
+
+def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "model.safetensors.index.json", "README.md"):
+        (tmp_path / name).touch()
+    given = {"model": {"name": str(tmp_path)}}
+    assert f"model.name = {tmp_path}, a directory without a tokenizer" in refusal(config(**given))
+    check(config(model={"name": str(tmp_path), "tokenizer": "m"}), FACTS)
+    (tmp_path / "tekken.json").touch()  # a tokenizer of some kind may be in it
+    check(config(**given), FACTS)
 
 
 def test_what_is_right_passes() -> None:

@@ -352,10 +352,19 @@ class TestUnknownKeys:
         assert "TRIREME__TRAINER__SHARTS" in text
         assert "did you mean `TRIREME__TRAINER__SHARDS`?" in text
 
-    def test_nothing_like_it(self) -> None:
-        text = refusal(*REQUIRED, "--qqq.zzz", "4")
+    @pytest.mark.parametrize("flag", ["--qqq.zzz", "--trainer.bogus-thing", "--orchestrator.foo", "--inference.x.y"])
+    def test_nothing_like_it(self, flag: str) -> None:
+        text = refusal(*REQUIRED, flag, "4")
         assert "did you mean" not in text
         assert "--help" in text
+
+    def test_a_file_of_another_version_says_so(self, toml: Toml) -> None:
+        written = {**config().model_dump(mode="json"), "written_by": {"trireme": "0.0.1"}, "elbow": 3}
+        text = refusal("@", toml(json.dumps(written), "c.json"))
+        assert "`elbow` (file c.json, written by trireme 0.0.1)" in text
+        assert "written_by" not in text
+        del written["elbow"]
+        assert load(["@", toml(json.dumps(written), "c.json")], {}).config == config()
 
     def test_below_a_plain_value(self) -> None:
         assert "known key" in refusal(*REQUIRED, "--trainer.shards.x", "4")
@@ -401,7 +410,17 @@ class TestBrokenInput:
     def test_missing_file(self, toml: Toml, tmp_path: Path) -> None:
         text = refusal("@", "nowhere.toml")
         assert "nowhere.toml" in text
+        assert f"seen from {tmp_path}" in text
         assert "correct the path" in text
+
+    def test_missing_file_of_an_absolute_path(self) -> None:
+        text = refusal("@", "/tmp/no such place/nope.toml")
+        assert "there is none of that name\n" in text
+
+    def test_what_cannot_be_read_is_not_also_missing(self, toml: Toml) -> None:
+        """The values may stand in it."""
+        for words in (["@", toml("[model")], ["f.toml"], ["@", "nowhere.toml"], ["--model.name"]):
+            assert "no value for" not in refusal(*words)
 
     def test_toml_syntax(self, toml: Toml) -> None:
         text = refusal(*REQUIRED, "@", toml("seed = 1\n[trainer\n"))
@@ -451,6 +470,23 @@ class TestBrokenInput:
 
 
 class TestInformation:
+    def test_help_of_one_section(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            load(["--help", "trainer"], {})
+        out = capsys.readouterr().out
+        assert "--trainer.lora.rank" in out
+        assert "--orchestrator" not in out
+
+    def test_help_of_a_part_of_a_section(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            load(["--help", "inference.sampling"], {})
+        out = capsys.readouterr().out
+        assert "--inference.sampling.top-k" in out
+        assert "--inference.replicas" not in out
+
+    def test_help_of_no_section(self) -> None:
+        assert "trainer" in refusal("--help", "trayner")
+
     def test_help_has_every_key(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             load(["--help"], {})
@@ -463,7 +499,7 @@ class TestInformation:
             "--dry-run",
         ):
             assert part in out
-        assert out.strip() == keys_of(Config).help_text.strip()
+        assert out.strip() == keys_of(Config).help_text().strip()
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:

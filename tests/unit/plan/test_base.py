@@ -71,6 +71,18 @@ class TestCores:
         assert share > 0
         assert sum(int(cpus / share) for cpus in cpus_N) >= actors
 
+    def test_more_processes_than_can_have_a_place_are_refused_with_numbers(self) -> None:
+        with pytest.raises(
+            BadInput, match=r"trainer.shards = 4000 .*4002 processes(.|\n)*at most 199(.|\n)*--trainer.shards"
+        ):
+            plan(shards=4000, resources=replace(LAPTOP, cpus=2)).check_resources()
+
+    def test_far_too_little_memory_is_refused_with_numbers(self) -> None:
+        small = replace(LAPTOP, memory_bytes=2 * GIB)
+        with pytest.raises(BadInput, match=r"about [\d.]+ GiB of memory(.|\n)*2.00 GiB"):
+            plan(shards=8, resources=small).check_resources()
+        plan(shards=1, resources=small).check_resources()  # an estimate: it only warns
+
     def test_oversubscription_only_warns(self) -> None:
         given = plan(resources=replace(LAPTOP, cpus=2))
         given.check_resources()

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -202,13 +203,34 @@ def test_emptying_that_was_interrupted_can_be_done_again(tmp_path: Path) -> None
     assert CheckpointStore(run.root).commits() == []
 
 
-def test_the_resume_command_resumes(tmp_path: Path) -> None:
+def test_the_resume_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     given = config(tmp_path / "with space")
     with open_run(given) as run:
         words = shlex.split(resume_command(run.root))
     assert words[:3] == ["uv", "run", "rl"]
     with open_run(load(words[3:], {}).config) as again:
         assert (again.root, again.start.attempt) == (run.root, 2)
+
+
+def test_the_resume_command_has_the_variables_that_the_run_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another terminal lacks them. They are seen from anywhere, and a key for a service is no such one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}my envs")
+    monkeypatch.setenv("ANSWERER_KEY", "secret")
+    with open_run(config(tmp_path)) as run:
+        monkeypatch.delenv("PYTHONPATH")
+        command = resume_command(run.root, longer=300)
+    assert shlex.split(command)[0] == f"PYTHONPATH={tmp_path}{os.pathsep}{tmp_path}/my envs"
+    assert command.endswith("--resume --max-steps 300")
+    assert "secret" not in (run.root / "config.json").read_text()
+
+
+def test_config_json_names_the_version(tmp_path: Path) -> None:
+    with open_run(config(tmp_path)) as run:
+        assert json.loads((run.root / "config.json").read_text())["written_by"]["trireme"] == version("trireme")
 
 
 @pytest.fixture
@@ -330,7 +352,7 @@ class TestResume:
             assert "a new run" in run.start.notes[0]
 
     def test_a_step_of_no_such_directory_is_refused(self, tmp_path: Path) -> None:
-        assert "there are: none" in refusal(config(tmp_path, "r", "--resume.step", "3"))
+        assert "which holds no commit" in refusal(config(tmp_path, "r", "--resume.step", "3"))
 
     def test_killed_anywhere_in_the_start(self, tmp_path: Path) -> None:
         """At every change of the file system, first of a new run and then of its resumes: attempts only grow."""

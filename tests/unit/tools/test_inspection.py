@@ -82,6 +82,15 @@ def test_the_command_that_goes_on_names_the_run(store: CheckpointStore, capsys: 
     assert f"continue from step 6\n  {command}\n" in shown(store.root, capsys)
 
 
+def test_a_finished_run_is_offered_more_steps(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without them its resume would do nothing."""
+    roster = roster_of()
+    with StatusWriter(store.root, roster):
+        roster.step = 6
+    assert inspected(store.root, capsys)["resume"].endswith("--resume --max-steps 12")
+    assert "finished at step 6; for longer\n  uv run rl @" in shown(store.root, capsys)
+
+
 def test_damaged_commits_and_unfinished_ones_come_with_the_reason(
     store: CheckpointStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

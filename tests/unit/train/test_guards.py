@@ -31,7 +31,7 @@ def step() -> OptimStepResponse:
 
 
 def row(step=0, refused=0.0, kl=0.0):
-    return {"step": step, "optim/refused": refused, "optim/kl_sample_train_v2": kl, "off_policy/mean": 1.5}
+    return {"version": step + 1, "optim/refused": refused, "optim/kl_sample_train_v2": kl, "off_policy/mean": 1.5}
 
 
 def test_a_refused_step_names_its_problems_and_the_run_goes_on():
@@ -59,14 +59,14 @@ def test_the_alarm_sounds_once_per_stretch_and_names_age_and_temperature():
     guard = Guard(config(), said.append)
     for number, kl in enumerate([0.001, 0.02, 0.03, 0.001, 0.02]):
         guard.check(row(number, kl=kl))
-    assert [line.split(":")[0] for line in said] == ["step 1", "step 4"]
+    assert [line.split(":")[0] for line in said] == ["step 2", "step 5"]
     assert "1.50 steps, temperature 0.7" in said[0]
 
 
 def test_the_run_stops_beyond_kl_stop():
     guard = Guard(config(kl={"stop": 0.5}), lambda _: None)
     guard.check(row(kl=0.5))
-    with pytest.raises(LimitReached, match=r"step 1: kl_sample_train_v2 = 0.51 .* trainer.kl.stop = 0.5"):
+    with pytest.raises(LimitReached, match=r"step 2: kl_sample_train_v2 = 0.51 .* trainer.kl.stop = 0.5"):
         guard.check(row(1, kl=0.51))
 
 
@@ -85,7 +85,7 @@ def test_problems_that_teach_nothing_are_warned_of_once_per_stretch(kind: str, i
     for n in range(5, 15):
         guard.check(row(n) | shares("sort", **{kind: 1.0}))
     (warning,) = said
-    assert warning.startswith("step 9: for 5 steps the rollouts of at least 90% of the problems of sort")
+    assert warning.startswith("step 10: for 5 steps the rollouts of at least 90% of the problems of sort")
     assert f"choose {instead} ones" in warning
     guard.check(row(15) | shares("sort"))
     for n in range(16, 21):
@@ -100,5 +100,5 @@ def test_each_environment_is_judged_by_itself_and_only_where_it_has_problems():
     for n in range(9):
         guard.check(row(n) | shares("all", bad=1.0) | shares("easy") | (shares("rare", bad=1.0) if n % 2 == 0 else {}))
     (warning,) = said
-    assert "step 8" in warning
+    assert "step 9" in warning
     assert "of rare" in warning

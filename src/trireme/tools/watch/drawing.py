@@ -149,7 +149,7 @@ def group_text(group: Mapping[str, Any], token_text: TokenText | None, per_token
     """Returns the rollouts of a recorded group, as text coloured by log-probability (`token_text` None: uncoloured);
     `per_token`: with each sampled token on its own line, its log-probability and its version."""
     text = Text(
-        f"problem {group['problem']}  {' '.join(group['tags'])}  step {group['step']}  floor {group['floor']}\n"
+        f"problem {group['problem']}  {' '.join(group['tags'])}  step {group['step'] + 1}  floor {group['floor']}\n"
     )
     both = zip(group["rollouts"], group["rewards"], group["advantages"], strict=True)
     for number, (rollout, reward, advantage) in enumerate(both):
