@@ -1,12 +1,14 @@
 """The share of a GPU's peak that goes into the model's own arithmetic (MFU, arXiv:2204.02311).
 
 Forward and backward pass are counted from the sizes: 6 operations for every parameter that a token is multiplied with
-(4 where it is frozen, under an adapter), and for attention 12 for every pair of query and key, of which a causal model
-has half. Recomputation (`trainer.checkpointing`) and padding do not count.
+(4 where it is frozen, under an adapter), and for attention 12 for every pair of query and key: a causal model has half
+of all, and with a window only those within it. Recomputation (`trainer.checkpointing`), padding and the states of
+recurrent layers do not count.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf
 
 import numpy as np
@@ -33,4 +35,13 @@ def train_flops(facts: ModelFacts, lengths: npt.NDArray[np.int64], *, frozen: bo
     """Counts the operations of forward and backward pass over sequences of these lengths, int64 [D]."""
     tokens = lengths.astype(np.float64)
     products = (4 if frozen else 6) * facts.multiplied_parameters * tokens.sum()
-    return float(products + 6 * facts.attention_width * np.square(tokens).sum())
+    layers = Counter(facts.windows)
+    pairs = sum(number * _pairs(tokens, window).sum() for window, number in layers.items())
+    return float(products + 12 * facts.num_heads * facts.head_dim * pairs)
+
+
+def _pairs(tokens: npt.NDArray[np.float64], window: int | None) -> npt.NDArray[np.float64]:
+    """Counts the pairs of query and key in sequences of so many tokens: half of all, without those that are further
+    apart than the window."""
+    beyond = np.maximum(0, tokens - window) if window else 0
+    return (np.square(tokens) - np.square(beyond)) / 2

@@ -66,7 +66,7 @@ class Shard:
         self._peak_flops = peak_flops(self._device, self._sharding.dtype)
         lora, name = config.trainer.lora, config.model.name
         self._model = self._sharding.shard_model(name, name, lora if lora.on else None, config.lora_seed)
-        limit: int = self._model.config.get_text_config().max_position_embeddings
+        limit = facts.max_position_embeddings
         self._max_seq_len = min(limit, config.max_seq_len or limit)
         self._adapter = self._name_adapter() if lora.on else None
         self._reference = self._load_reference()

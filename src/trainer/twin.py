@@ -101,7 +101,9 @@ def make_twin(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                small, dtype=torch.float32, trust_remote_code=False
+            )
         except Exception as error:  # each architecture fails in its own way
             raise _no_twin(config, error) from error
         saved = model.state_dict(keep_vars=True)

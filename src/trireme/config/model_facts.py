@@ -1,4 +1,4 @@
-"""The sizes of a model in its config.json: enough to check a configuration and to plan memory."""
+"""The sizes of a model by its config.json: enough to check a configuration and to plan memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trireme.config.measured_model import measure
 from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import looks_like_path
 
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from trireme.config.trainer import LoraConfig
 
 HUB_TIMEOUT_S = 5.0
+PLAIN_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+PLAIN_SIZES = {
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    *("vocab_size", "max_position_embeddings"),
+}
+"""Models of these types, with these sizes written out, are counted by `count_parameters`."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +52,21 @@ class ModelFacts:
     """Experts that a token passes through in a layer; 0 without experts."""
     num_parameters: int
     """All parameters, as the sizes imply (`count_parameters`)."""
-    active_parameters: int
-    """Parameters that a token passes through: of the experts only the chosen ones."""
+    multiplied_parameters: int
+    """Parameters that a token is multiplied with: of the experts only the chosen ones, and the embeddings once only."""
     tied_embeddings: bool
     """True: the output matrix is that of the embeddings."""
     max_position_embeddings: int
     """The longest sequence of the model, in tokens."""
+    windows: tuple[int | None, ...]
+    """For each layer with attention: how many tokens a token sees at most, itself included; None: all before it."""
     described: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The whole config.json."""
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that the KV cache holds for one token: keys and values of every layer."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        """Numbers that the KV cache holds for one token: keys and values of every layer with attention."""
+        return 2 * len(self.windows) * self.num_kv_heads * self.head_dim
 
     @property
     def embedding_parameters(self) -> int:
@@ -65,21 +74,16 @@ class ModelFacts:
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
 
     @property
-    def multiplied_parameters(self) -> int:
-        """Parameters that a token is multiplied with: all that it passes through, but the embeddings once only."""
-        return self.active_parameters - (0 if self.tied_embeddings else self.vocab_size * self.hidden_size)
-
-    @property
     def attention_width(self) -> int:
-        """Numbers in the queries of one token, all layers together."""
-        return self.num_layers * self.num_heads * self.head_dim
+        """Numbers in the queries of one token, all layers with attention together."""
+        return len(self.windows) * self.num_heads * self.head_dim
 
     @property
     def attention_length(self) -> int:
         """The length at which causal attention costs as much as all else, in multiplications per token: with n tokens
         of context on average n / 2 keys and as many values are multiplied in each layer, against every parameter
         once."""
-        return max(1, self.multiplied_parameters // self.attention_width)
+        return max(1, self.multiplied_parameters // max(1, self.attention_width))
 
     def trained_parameters(self, lora: LoraConfig) -> int:
         """Counts the numbers that are trained: rank x (inputs + outputs) of every layer with an adapter; without LoRA
@@ -107,40 +111,57 @@ class ModelFacts:
 
     @classmethod
     def from_json(cls, name: str, text: str) -> ModelFacts:
-        """Returns the facts in the text of a config.json. Raises BadInput."""
+        """Returns the facts in the text of a config.json: for plain decoders counted from its sizes, for all others
+        from the model that transformers builds of it. Raises BadInput that names what cannot be read."""
         try:
             described = json.loads(text)
-            heads, experts = described["num_attention_heads"], _num_experts(described)
-            chosen = described["num_experts_per_tok"] if experts else 0
-            return cls(
-                name=name,
-                architecture=(described.get("architectures") or [described["model_type"]])[0],
-                model_type=described["model_type"],
-                hidden_size=described["hidden_size"],
-                num_layers=described["num_hidden_layers"],
-                vocab_size=described["vocab_size"],
-                num_heads=heads,
-                num_kv_heads=described.get("num_key_value_heads") or heads,
-                head_dim=described.get("head_dim") or described["hidden_size"] // heads,
-                mlp_size=chosen * described["moe_intermediate_size"] if experts else described["intermediate_size"],
-                num_chosen=chosen,
-                num_parameters=count_parameters(described),
-                active_parameters=count_parameters(described, active=True),
-                tied_embeddings=bool(described.get("tie_word_embeddings", False)),
-                max_position_embeddings=described["max_position_embeddings"],
-                described=described,
-            )
+            sizes = _plain_sizes(described) if _is_plain(described) else measure(described)
+            model_type = described["model_type"]
+            architecture = (described.get("architectures") or [model_type])[0]
+            return cls(name, architecture, model_type, **sizes, described=described)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise Refusal(
-                f"model.name = {name}, whose config.json cannot be used ({type(error).__name__}: {error})",
-                "the config.json of a decoder-only text model (Qwen3, Llama, ...)",
+                f"model.name = {name}, whose config.json cannot be used: {reason}",
+                "the config.json of a causal language model of text (docs/models.md), with its sizes",
                 "give another model, or repair the file",
             ).error() from None
 
 
+def _is_plain(described: Mapping[str, Any]) -> bool:
+    """Returns True if all sizes that count are written out: without torch, whose import takes seconds, they are read
+    and counted for the commonest architectures."""
+    needed = PLAIN_SIZES | ({"num_experts_per_tok", "moe_intermediate_size"} if _num_experts(described) else set())
+    unusual = any(described.get(switch) for switch in ("attention_bias", "mlp_bias", "use_sliding_window"))
+    written = all(type(described.get(key)) is int for key in needed)
+    return described.get("model_type") in PLAIN_TYPES and written and not unusual
+
+
+def _plain_sizes(described: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden, experts = described["num_attention_heads"], described["hidden_size"], _num_experts(described)
+    chosen, tied = described["num_experts_per_tok"] if experts else 0, bool(described.get("tie_word_embeddings"))
+    looked_up = 0 if tied else described["vocab_size"] * hidden
+    return {
+        "hidden_size": hidden,
+        "num_layers": described["num_hidden_layers"],
+        "vocab_size": described["vocab_size"],
+        "num_heads": heads,
+        "num_kv_heads": described.get("num_key_value_heads") or heads,
+        "head_dim": described.get("head_dim") or hidden // heads,
+        "mlp_size": chosen * described["moe_intermediate_size"] if experts else described["intermediate_size"],
+        "num_chosen": chosen,
+        "num_parameters": count_parameters(described),
+        "multiplied_parameters": count_parameters(described, active=True) - looked_up,
+        "tied_embeddings": tied,
+        "max_position_embeddings": described["max_position_embeddings"],
+        "windows": (None,) * described["num_hidden_layers"],
+    }
+
+
 def count_parameters(config: Mapping[str, Any], *, active: bool = False) -> int:
     """Counts the parameters of a Llama-type decoder: embeddings (and the head, unless tied), and per layer the four
-    projections of attention, the three of the gated MLP, two norms (and those of query and key in Qwen3). No biases.
+    projections of attention (with biases of queries, keys and values in Qwen2), the three of the gated MLP, two norms
+    (and those of query and key in Qwen3).
 
     In a layer with experts (Qwen3-MoE) each is such an MLP, and the router has a row for each; `active` counts only the
     experts that are chosen for a token.
@@ -149,6 +170,7 @@ def count_parameters(config: Mapping[str, Any], *, active: bool = False) -> int:
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+    attention += (heads + 2 * kv_heads) * head_dim if config["model_type"] == "qwen2" else 0
     norms = 2 * hidden + (2 * head_dim if config["model_type"].startswith("qwen3") else 0)
     embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
     layers, experts = config["num_hidden_layers"], _num_experts(config)

@@ -15,7 +15,8 @@ FACTS = ModelFacts(
     mlp_size=256,
     num_chosen=0,
     num_parameters=1_000_000,
-    active_parameters=1_000_000,
+    multiplied_parameters=1_000_000,
     tied_embeddings=True,
     max_position_embeddings=64,
+    windows=(None, None),
 )

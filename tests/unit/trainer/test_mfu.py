@@ -1,6 +1,7 @@
 """A model's own arithmetic is counted, and compared with the peaks of GPUs."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,6 +35,15 @@ def test_operations_are_those_that_pytorch_counts(length: int) -> None:
         model(input_ids=torch.zeros((1, length), dtype=torch.long), use_cache=False).logits.sum().backward()
     pairs = 12 * facts.attention_width * length**2
     assert counter.get_total_flops() - pairs / 2 == pytest.approx(train_flops(facts, np.array([length])), rel=0.02)
+
+
+def test_with_a_window_only_the_pairs_within_it_count() -> None:
+    """The last 2 of 6 tokens do not see 1 and 2 others: as many as in a triangle of side 2, by n^2 / 2."""
+    every = ModelFacts.from_json("m", json.dumps({**SIZES, "model_type": "qwen3"}))
+    some = replace(every, windows=(4, None, None))
+    length = np.array([6])
+    assert train_flops(every, length) - train_flops(some, length) == 12 * every.num_heads * every.head_dim * 2**2 / 2
+    assert train_flops(replace(every, windows=()), length) == 6 * every.multiplied_parameters * 6
 
 
 def test_sequences_add_up() -> None:

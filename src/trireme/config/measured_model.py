@@ -1,0 +1,137 @@
+"""Sizes of a model that are read from the model itself, which transformers builds without memory for its tensors.
+
+So every architecture that transformers can build has right numbers, whatever its config.json calls them. It costs the
+import of torch and transformers, 4 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
+
+
+def measure(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of ModelFacts for the model that a config.json describes, except for its names.
+
+    Raises ValueError that names the fact that cannot be read.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        config = _configuration(described)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+    except Exception as error:  # each architecture has checks and failures of its own
+        reason = str(error).strip().partition("\n")[0]  # some go on with a list of all architectures
+        raise ValueError(f"transformers cannot build the model ({type(error).__name__}: {reason})") from error
+    text = config.get_text_config()
+    text.allow_global_per_layer_attribute_access = True  # a size that single layers change counts as the common one
+    hidden, layers, vocabulary = (_size(text, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    windows = _windows(text, layers)
+    heads, kv_heads, head_dim = _heads(text, hidden) if windows else (0, 0, 0)
+    experts = _first(text, EXPERTS) or 0
+    multiplied, chosen = _multiplied(model, experts, text)
+    attention = sum(p.numel() for name, p in model.get_decoder().named_parameters() if "att" in name.lower())
+    mlps = max(0, multiplied - vocabulary * hidden - attention)
+    return {
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "vocab_size": vocabulary,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "mlp_size": mlps // (3 * hidden * layers),
+        "num_chosen": chosen,
+        "num_parameters": model.num_parameters(),
+        "multiplied_parameters": multiplied,
+        "tied_embeddings": _shares_embeddings(model),
+        "max_position_embeddings": _longest(text),
+        "windows": windows,
+    }
+
+
+def _longest(text: PretrainedConfig) -> int:
+    value = _first(text, LENGTH)
+    if type(value) is not int or value < 1:
+        raise ValueError(
+            f"it does not say how long a sequence may be ({', '.join(LENGTH)}): write max_position_embeddings into it"
+        )
+    return value
+
+
+def _configuration(described: Mapping[str, Any]) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING, __version__
+
+    model_type = described.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise KeyError(f"model_type = {model_type} is none that transformers {__version__} knows")
+    own = {key: value for key, value in described.items() if key != "auto_map"}  # no code from elsewhere
+    return CONFIG_MAPPING[model_type].from_dict(own)
+
+
+def _first(text: PretrainedConfig, names: tuple[str, ...]) -> Any:
+    found = (getattr(text, name, None) for name in names)
+    return next((value for value in found if value is not None), None)
+
+
+def _size(text: PretrainedConfig, *names: str) -> int:
+    value = _first(text, names)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"it has no {' or '.join(names)}, or one that is no number ({value})")
+    return value
+
+
+def _windows(text: PretrainedConfig, layers: int) -> tuple[int | None, ...]:
+    """Returns for each layer with attention how many tokens it sees at most, itself included; None: all."""
+    kinds = getattr(text, "layer_types", None) or (
+        ["attention"] * layers if getattr(text, "num_attention_heads", None) else []
+    )
+    window, chunk = getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)
+    limits = {"attention": window, "sliding_attention": window, "hybrid_sliding": window, "chunked_attention": chunk}
+    return tuple(
+        limits.get(kind) for kind in kinds if ("attention" in kind and "linear" not in kind) or "hybrid" in kind
+    )
+
+
+def _heads(text: PretrainedConfig, hidden: int) -> tuple[int, int, int]:
+    """Returns the heads of queries and of keys, and their width; of latent attention the mean of those of keys and of
+    values."""
+    heads = _size(text, "num_attention_heads")
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if values := getattr(text, "v_head_dim", None):
+        keys = getattr(text, "qk_nope_head_dim", 0) + getattr(text, "qk_rope_head_dim", 0)
+        return heads, kv_heads, ((keys or values) + values) // 2
+    return heads, kv_heads, getattr(text, "head_dim", None) or hidden // heads
+
+
+def _multiplied(model: PreTrainedModel, experts: int, text: PretrainedConfig) -> tuple[int, int]:
+    """Counts the parameters that a token of text is multiplied with, of experts only the chosen ones, and how many
+    experts that are in a layer."""
+    from torch import nn
+
+    head = model.get_output_embeddings()
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    every = dict(model.get_decoder().named_parameters())
+    in_experts = {
+        id(p) for name, p in every.items() if ".experts." in name or (p.ndim == 3 and p.shape[0] == experts > 1)
+    }
+    chosen = _size(text, *CHOSEN) if in_experts else 0
+    own = {id(p): p.numel() for p in every.values() if id(p) not in looked_up}
+    shared = sum(n for key, n in own.items() if key not in in_experts)
+    routed = sum(n for key, n in own.items() if key in in_experts)
+    share = chosen / _size(text, *EXPERTS) if in_experts else 0
+    return shared + round(routed * share) + (head.weight.numel() if head is not None else 0), chosen
+
+
+def _shares_embeddings(model: PreTrainedModel) -> bool:
+    head: nn.Module | None = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
