@@ -205,9 +205,10 @@ def _read_local(name: str) -> str:
 def _read_hub(name: str, required: bool) -> str | None:
     """Returns the config.json of a hub model, from the local cache or the hub; None without a hub, if not required."""
     import huggingface_hub as hub
+    from huggingface_hub.constants import ENDPOINT as endpoint
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    endpoint, here = hub.constants.ENDPOINT, Path.cwd()
+    here = Path.cwd()
     try:
         cached = hub.try_to_load_from_cache(name, "config.json")
         if not isinstance(cached, str) and not _hub_reachable(endpoint):
