@@ -7,11 +7,10 @@ import gc
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.env import EnvContext, load_dataset
+from orchestrator.env import load_datasets
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from orchestrator.state import OrchestratorState
@@ -51,16 +50,15 @@ class OrchestratorActor:
         """Opens tokenizer and environments, and makes the samplers. Raises BadInput."""
         fault_point("orchestrator.start")
         config = self._config
-        tokenizer, start = load_tokenizer(config.tokenizer_name), config.model.start or config.model.name
-        held_out = EnvContext(tokenizer, config.seed, config.eval.samples, "eval", config.renderer, start)
+        tokenizer = load_tokenizer(config.tokenizer_name)
         await self._resources.enter_async_context(workers(config.orchestrator.workers))
-        trained = replace(held_out, split="train")
+        trained, held_out = load_datasets(config, tokenizer)
         self._pipeline = Pipeline(
             config,
-            [load_dataset(env, replace(trained, group_size=config.group_size(env))) for env in config.env],
+            trained,
             self._sampler_factory(),
             RolloutLimits.of(config, tokenizer.decode),
-            [load_dataset(env, held_out, "eval.env") for env in config.eval_envs] if config.eval.every else [],
+            held_out,
             tokenizer.decode,
             self._reserved_factory and self._reserved_factory(),
         )

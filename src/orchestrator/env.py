@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from trireme.config.schema import EnvConfig, RendererConfig
-from trireme.core.errors import BadInput
+from trireme.config.schema import Config, EnvConfig, RendererConfig
+from trireme.core.errors import BadInput, TriremeError
 from trireme.core.types import StopReason, WeightIdentity
 from trireme.renderers import Renderer, make_renderer
 
@@ -206,6 +207,17 @@ class EnvContext:
         return make_renderer(tokenizer=self.tokenizer, **self.rendering.model_dump())
 
 
+def load_datasets(config: Config, tokenizer: Any) -> tuple[list[RLDataset], list[RLDataset]]:
+    """Makes the datasets that a run trains on, and those that it evaluates on, if it does. Raises BadInput."""
+    start = config.model.start or config.model.name
+    held_out = EnvContext(tokenizer, config.seed, config.eval.samples, "eval", config.renderer, start)
+    trained = replace(held_out, split="train")
+    return (
+        [load_dataset(env, replace(trained, group_size=config.group_size(env))) for env in config.env],
+        [load_dataset(env, held_out, "eval.env") for env in config.eval_envs] if config.eval.every else [],
+    )
+
+
 def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> RLDataset:
     """Makes the dataset that `env.id` names: `Class(context, **env.args)`. Errors name the keys in `section`.
 
@@ -216,9 +228,11 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
     try:
         signature.bind(context, **env.args)
         dataset = dataset_class(context, **env.args)
-    except (TypeError, ValueError) as error:
+    except TriremeError:
+        raise
+    except Exception as error:
         raise BadInput(
-            f"{section}.args = {env.args!r} does not suit environment {env.id!r}: {error}. "
+            f"{section}.args = {env.args!r} does not suit environment {env.id!r}: {_in_short(error)}. "
             f"Its arguments: {', '.join(map(str, list(signature.parameters.values())[1:])) or 'none'}"
         ) from error
     if len(dataset) < 1:
@@ -236,12 +250,33 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
     if not module_name or not class_name:
         raise BadInput(f"{section}.id = {env_id!r} names no environment; {expected}")
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        do = f"; {expected}, importable from where the run starts (install the package or set PYTHONPATH)"
         raise BadInput(
-            f"{section}.id = {env_id!r} cannot be loaded: {error}; {expected}, importable from where the run starts "
-            "(install the package or set PYTHONPATH)"
+            f"{section}.id = {env_id!r} cannot be imported: {_in_short(error)}{do if missing else ''}"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, RLDataset)):
+    if (found := getattr(module, class_name, None)) is None:
+        datasets = [name for name, kind in vars(module).items() if _is_dataset(kind) and kind is not RLDataset]
+        raise BadInput(
+            f"{section}.id = {env_id!r}: {module.__file__} has no {class_name}; {expected}. "
+            f"Its datasets: {', '.join(datasets) or 'none'}"
+        )
+    if not _is_dataset(found):
         raise BadInput(f"{section}.id = {env_id!r} is {found!r}; expected a subclass of orchestrator.env.RLDataset")
-    return found
+    return cast(Callable[..., RLDataset], found)
+
+
+def _is_dataset(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, RLDataset)
+
+
+def _in_short(error: Exception) -> str:
+    """Returns an error on one line, with the file and the line where it was raised, if that is code outside Python."""
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith("<frozen") and f.filename not in (__file__, inspect.__file__)]
+    return f"{said} ({own[-1].filename}, line {own[-1].lineno})" if own else said

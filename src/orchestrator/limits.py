@@ -33,6 +33,11 @@ class RunLimits:
         if self.first_failure == "none":
             self.first_failure = f"environment {env}: " + "".join(traceback.format_exception(error))
 
+    @property
+    def _cause(self) -> str:
+        """The first error without its traceback, on one line."""
+        return self.first_failure.strip().splitlines()[-1]
+
     def judge_rollout(self, succeeded: bool) -> None:
         """Counts a rollout that ended, after all retries. Raises LimitReached if too many of the recent ones failed."""
         if len(self._failures) == self._failures.maxlen:
@@ -42,16 +47,21 @@ class RunLimits:
         rate = self._failed / len(self._failures)
         if len(self._failures) == self._failures.maxlen and rate > self._options.max_failure_rate:
             raise LimitReached(
-                f"{rate:.0%} of the last {len(self._failures)} rollouts of environment {self._env} failed "
-                f"after {self._options.retries} retries; expected at most orchestrator.max_failure_rate = "
-                f"{self._options.max_failure_rate:.0%}. Repair it, or raise the limit. The first failure:\n"
-                f"{self.first_failure}"
+                f"{rate:.0%} of the last {len(self._failures)} rollouts of environment {self._env} failed after "
+                f"{self._options.retries} retries, the first by {self._cause}; expected at most "
+                f"orchestrator.max_failure_rate = {self._options.max_failure_rate:.0%}. Repair it, or raise the limit. "
+                f"The first failure:\n{self.first_failure}"
             )
 
     def judge_group(self, usable: bool, tally: Tally) -> None:
         """Counts a group that ended; `tally` is the ledger's. Raises LimitReached after many unusable ones in a row."""
         self._unusable_in_a_row = 0 if usable else self._unusable_in_a_row + 1
         limit = self._options.max_filtered_batches * self._options.batch_size
+        if self._unusable_in_a_row >= limit and not tally.filtered:
+            raise LimitReached(
+                f"the last {limit} groups (orchestrator.max_filtered_batches = {self._options.max_filtered_batches} "
+                f"batches) all failed, the first by {self._cause}\nThe first failed rollout: {self.first_failure}"
+            )
         if self._unusable_in_a_row >= limit:
             raise LimitReached(
                 f"the last {limit} groups (orchestrator.max_filtered_batches = {self._options.max_filtered_batches} "

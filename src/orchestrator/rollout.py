@@ -199,8 +199,10 @@ def _limit_reached(prompt: npt.NDArray[np.int32], limits: RolloutLimits) -> Trun
 
 def _too_long(limit: Truncation, prompt: npt.NDArray[np.int32], limits: RolloutLimits) -> str:
     if limit == "max_prompt_len":
-        return f"a prompt of {len(prompt)} tokens exceeds orchestrator.max_prompt_len = {limits.max_prompt_len}"
-    return f"a prompt of {len(prompt)} tokens leaves no room for an answer below max_seq_len = {limits.max_seq_len}"
+        most = f"exceeds orchestrator.max_prompt_len = {limits.max_prompt_len}: raise --orchestrator.max-prompt-len"
+    else:
+        most = f"leaves no room for an answer below model.max_seq_len = {limits.max_seq_len}: raise --model.max-seq-len"
+    return f"a prompt of {len(prompt)} tokens {most}, or shorten the prompts"
 
 
 def _check_sample(sampled: SampledSequence, key: RolloutKey, limits: RolloutLimits) -> None:

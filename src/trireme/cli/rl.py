@@ -15,12 +15,17 @@ from trireme.config.checks import check
 from trireme.config.installed import check_installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
+from trireme.core.errors import RoomFailed
 from trireme.launch.common import prepare_cluster
+from trireme.launch.environments import checked_environments
 from trireme.plan.base import Plan
 from trireme.plan.rl import RL_ROOMS
-from trireme.process.environ import Resources
+from trireme.process.environ import Resources, cluster_address
 from trireme.run.rundir import rerun_command
 from trireme.train.kl_reference import resolve_reference
+
+ENVIRONMENTS_S = 30.0
+"""Seconds for which a start waits until its environments have been made for a trial. Slower ones are made only once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,17 +39,26 @@ def _rl(argv: list[str], console: Console) -> None:
     facts = ModelFacts.of(config, required=not loaded.dry_run)
     warnings = check(config, facts)
     plan = Plan(config, facts, Resources.of_this_machine(), RL_ROOMS, notes=warnings)
-    if loaded.dry_run or facts is None:
+    if facts is None:  # a dry run without a hub, where no tokenizer can be reached either
         show(plan, config, console)
         return
-    check_installed()
-    config = resolve_reference(config.with_absolute_paths(), facts)
-    prepare_cluster(config, plan)
-    from trireme.launch.rl import RlRun  # imports Ray, which reads the environment that was just prepared
-    from trireme.launch.run import launch
+    with checked_environments(config) as environments_are_made:
+        if loaded.dry_run:
+            if not environments_are_made(config.timeouts.start_s):
+                raise RoomFailed(f"waited {config.timeouts.start_s:g} s (timeouts.start_s) for the environments")
+            show(plan, config, console)
+            return
+        check_installed()
+        config = resolve_reference(config.with_absolute_paths(), facts)
+        prepare_cluster(config, plan)
+        from trireme.launch.rl import RlRun  # imports Ray, which reads the environment that was just prepared
+        from trireme.launch.run import launch
 
+        training = RlRun(config, facts, plan)
+        if cluster_address(config) is None:  # else they are made on another machine
+            environments_are_made(ENVIRONMENTS_S)
     started = time.monotonic()
-    if root := launch(RlRun(config, facts, plan), console):
+    if root := launch(training, console):
         console.print(_next_steps(config, root, time.monotonic() - started))
 
 

@@ -18,7 +18,7 @@ from trainer.handle import TrainerHandle
 from trainer.schedule import learning_rate_schedule
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
-from trireme.core.errors import BadInput, RoomFailed, TriremeError
+from trireme.core.errors import BadInput, LimitReached, RoomFailed, TriremeError
 from trireme.launch.common import StartProgress
 from trireme.plan.base import Plan
 from trireme.process import signals, trace, waits
@@ -119,6 +119,8 @@ def resume_hint(run: RunDir) -> Iterator[None]:
         if not isinstance(error, BadInput):
             commits = run.store.commits()
             newest = f"The newest commit is {commits[-1].name}" if commits else "There is no commit yet"
+            if isinstance(error, LimitReached):
+                newest += ". As it is, the run would stop again: change what is said above first"
             error.add_note(f"{newest}; resume the run with:\n  {resume_command(run.root)}")
         raise
 

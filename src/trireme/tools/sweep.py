@@ -14,7 +14,6 @@ import csv
 import difflib
 import io
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -23,8 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from hashlib import blake2b
-from itertools import product
 from pathlib import Path
 from statistics import mean
 from types import FrameType
@@ -41,124 +38,15 @@ from trireme.core.extras import require
 from trireme.core.refusals import Refusal
 from trireme.process.signals import EXIT_CODES
 from trireme.tools.plot import draw_knob, knob_text
+from trireme.tools.sweep_request import DRY_RUN, USAGE, Request, read_request, short_digest, value_of
 from trireme.tools.timeline import json_lines
 
 SCHEMAS: dict[str, type[CommonConfig]] = {"rl": Config, "sft": SftConfig}
 MODULES = {"rl": "trireme.cli.rl", "sft": "trireme.cli.sft"}
 POLL_S = 0.2
-LONGEST_NAME = 120
-USAGE = """usage: trireme sweep {rl,sft} [@ FILE.toml ...] [--key value ...]
-           --grid KEY=VALUE,VALUE [--grid ...] --metric NAME [--window N] [--knob KEY] [--jobs N] [--name NAME]
-
-  --grid      values of a key; several make a grid. A list in JSON where values hold commas: --grid 'env.args=[{}, {}]'
-  --metric    column of metrics.jsonl that is compared at the end of each run
-  --window    ... as the mean of its last N values (1)
-  --knob      key on the horizontal axis of the plot (that of the first --grid)
-  --jobs      runs at the same time (1)
-  --name      of the sweep's directory in run.output_dir (made from the configuration)
-
-The same command again continues: finished runs are not repeated, others resume from their newest commit."""
-FLAGS = {"--grid": "KEY=VALUE", "--metric": "NAME", "--window": "N", "--jobs": "N", "--name": "NAME", "--knob": "KEY"}
-
-
-@dataclass(frozen=True)
-class Request:
-    """The sweep that the command line asks for."""
-
-    kind: str  # rl or sft
-    base: tuple[str, ...]  # the arguments that all runs have
-    grid: Mapping[str, tuple[str, ...]]  # the texts of each key
-    metric: str
-    window: int
-    jobs: int
-    name: str | None
-    knob: str
-
-    def runs(self) -> dict[str, dict[str, str]]:
-        """Returns every combination, text by key, by the name of its directory. The last key changes fastest."""
-        short = {key: key.rpartition(".")[2] for key in self.grid}
-        if len(set(short.values())) < len(short):
-            short = {key: key for key in short}
-        points = [dict(zip(self.grid, texts, strict=True)) for texts in product(*self.grid.values())]
-        return {_name(",".join(f"{short[key]}={text}" for key, text in point.items())): point for point in points}
-
-
-def _name(whole: str) -> str:
-    """Names a directory: the readable part of `whole`, and a hash where that leaves something out."""
-    plain = re.sub(r"[^\w.,=+-]", "_", whole)
-    return plain if plain == whole and len(plain) <= LONGEST_NAME else f"{plain[:LONGEST_NAME]}-{_digest(whole)}"
-
-
-def _digest(text: str) -> str:
-    return blake2b(text.encode(), digest_size=4).hexdigest()
-
-
-def read_request(kind: str, words: Sequence[str]) -> Request:
-    """Takes the sweep's own options out of a command line; the rest is that of each run. Raises BadInput."""
-    given: dict[str, list[str]] = {option: [] for option in FLAGS}
-    base: list[str] = []
-    left = list(words)
-    while left:
-        option, equals, value = left.pop(0).partition("=")
-        if option not in FLAGS:
-            base.append(option + equals + value)
-        elif equals or left:
-            given[option].append(value if equals else left.pop(0))
-        else:
-            raise Refusal(f"`{option}` without a value", f"`{option} {FLAGS[option]}`", "add it").error()
-    if not given["--grid"] or not given["--metric"]:
-        raise Refusal(
-            f"a sweep without {'--grid' if given['--metric'] else '--metric'}",
-            "at least one --grid KEY=VALUE,VALUE and the --metric to compare",
-            f"for example: trireme sweep {kind} @ FILE.toml --grid seed=0,1 "
-            f"--metric {'reward/total' if kind == 'rl' else 'test/nll'}",
-        ).error()
-    grid = dict(map(_read_grid, given.pop("--grid")))
-    for option, values in given.items():
-        if len(values) > 1:
-            raise Refusal(f"{option} {' and '.join(values)}", "one of them", "leave the others out").error()
-    one = {option: values[0] for option, values in given.items() if values}
-    knob = one.get("--knob", next(iter(grid)))
-    if knob not in grid:
-        raise Refusal(f"--knob {knob}", f"one of the grid's: {', '.join(grid)}", "correct it").error()
-    numbers = {option: one.get(option, "1") for option in ("--window", "--jobs")}
-    for option, text in numbers.items():
-        if not text.isdigit() or int(text) < 1:
-            raise Refusal(f"{option} {text}", "a whole number of at least 1", "correct it").error()
-    window, jobs = map(int, numbers.values())
-    return Request(kind, tuple(base), grid, one["--metric"], window, jobs, one.get("--name"), knob)
-
-
-def _read_grid(text: str) -> tuple[str, tuple[str, ...]]:
-    """Reads `KEY=VALUE,VALUE,...`, or `KEY=[...]`, a list in JSON.
-
-    >>> _read_grid("trainer.learning-rate=1e-4,2e-4")
-    ('trainer.learning_rate', ('1e-4', '2e-4'))
-    """
-    key, _, listed = text.partition("=")
-    texts = [part.strip() for part in listed.split(",")]
-    if listed.startswith("["):
-        values = _value(listed)
-        if not isinstance(values, list):
-            raise Refusal(f"the values {listed}", "a list in JSON", "correct it").error()
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-    if not key or not texts or not all(texts):
-        raise Refusal(f"--grid {text}", "a key and its values: KEY=VALUE,VALUE,...", "correct it").error()
-    if len(set(texts)) < len(texts):
-        raise Refusal(f"--grid {text}", "each value once", "leave the others out").error()
-    return key.removeprefix("--").replace("-", "_"), tuple(texts)
-
-
-def _value(text: str) -> Any:
-    """Returns a value as it is compared and drawn: a number where it is one.
-
-    >>> _value("1e-4"), _value("cosine")
-    (0.0001, 'cosine')
-    """
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+DONE = "done"
+PROGRESS_S = 30.0
+"""Seconds between lines about a run that is running."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +61,7 @@ class Result:
 
     @property
     def state(self) -> str:
-        ended = {None: "not run", EXIT_OK: "done"}
+        ended = {None: "not run", EXIT_OK: DONE}
         return ended.get(self.code, f"exit code {self.code}" + (f": {self.error}" if self.error else ""))
 
 
@@ -192,13 +80,14 @@ class Sweep:
         runs = request.runs()
         config, shared = _common(request, runs.values())
         known = {"command": request.kind, "config": shared}
-        name = request.name or f"sweep-{config.label}-{_digest(json.dumps(known, sort_keys=True))}"
+        name = request.name or f"sweep-{config.label}-{short_digest(json.dumps(known, sort_keys=True))}"
         sweep = cls(request, Path(config.run.output_dir).expanduser().absolute() / name)
-        sweep._claim(known)
+        if not request.dry_run:
+            sweep._claim(known)
         file = sweep.root / "results.json"
         before = {values["name"]: Result(**values) for values in json.loads(file.read_bytes())} if file.exists() else {}
         for name, texts in runs.items():
-            values = {key: _value(text) for key, text in texts.items()}
+            values = {key: value_of(text) for key, text in texts.items()}
             sweep.results[name] = before.get(name, Result(name, values))
         return sweep
 
@@ -228,6 +117,14 @@ class Sweep:
         found = [v for row in self.rows(name) if isinstance(v := row.get(self.request.metric), int | float)]
         return mean(found[-self.request.window :]) if found else None
 
+    def state(self, name: str) -> str:
+        """Returns how a run ended, in words; of one without the metric, which names its rows have instead."""
+        if self.results[name].code != EXIT_OK or self.metric(name) is not None:
+            return self.results[name].state
+        columns = {column for row in self.rows(name) for column, value in row.items() if isinstance(value, int | float)}
+        near = difflib.get_close_matches(self.request.metric, columns, n=3) or sorted(columns)
+        return f"no such metric: no row has {self.request.metric}, but there is {', '.join(near) or 'none'}"
+
     def tabulate(self) -> None:
         """Writes table and plot of all results so far."""
         metrics = {name: self.metric(name) for name in self.results}
@@ -237,7 +134,7 @@ class Sweep:
                 self.request.metric: "" if (metric := metrics[name]) is None else f"{metric:.6g}",
                 "steps": str(next((row["version"] for row in reversed(self.rows(name))), 0)),
                 "seconds": f"{result.seconds:.0f}",
-                "state": result.state,
+                "state": self.state(name),
                 "run": name,
             }
             for name, result in self.results.items()
@@ -293,10 +190,22 @@ def main(words: Sequence[str]) -> int:
     if words[0] not in MODULES:
         raise Refusal(f"trireme sweep {words[0]}", f"one of {', '.join(MODULES)}", USAGE).error()
     sweep = Sweep.open(read_request(words[0], words[1:]))
+    if sweep.request.dry_run:
+        return _show(sweep)
     code = run_all(sweep, partial(print, flush=True))
     sweep.tabulate()
     print((sweep.root / "table.md").read_text(), *(str(file) for file in sorted(sweep.root.glob("*.*"))), sep="\n")
     return code
+
+
+def _show(sweep: Sweep) -> int:
+    """Prints the runs of the grid and the plan of the first; returns the exit code of that."""
+    runs = sweep.request.runs()
+    states = {name: sweep.results[name].state for name in runs}
+    print(f"{sweep.root}: {len(runs)} runs", *(f"  {name}: {state}" for name, state in states.items()), sep="\n")
+    print("the plan of the first:", flush=True)
+    first = [*sweep.request.base, *_flags(next(iter(runs.values()))), DRY_RUN]
+    return subprocess.run([sys.executable, "-m", MODULES[sweep.request.kind], *first]).returncode
 
 
 def run_all(sweep: Sweep, say: Callable[[str], None]) -> int:
@@ -307,6 +216,7 @@ def run_all(sweep: Sweep, say: Callable[[str], None]) -> int:
     runs = sweep.request.runs()
     waiting = [name for name in runs if sweep.results[name].code != EXIT_OK]
     active: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+    said_at = time.monotonic()
     say(f"{sweep.root}: {len(runs)} runs, {len(runs) - len(waiting)} done")
     with _signals(active) as stopped_by:
         while active or (waiting and not stopped_by):
@@ -317,10 +227,20 @@ def run_all(sweep: Sweep, say: Callable[[str], None]) -> int:
             for name in [name for name, (process, _) in active.items() if process.poll() is not None]:
                 process, started = active.pop(name)
                 _record_end(sweep, name, process.returncode, time.monotonic() - started, say)
+            if time.monotonic() - said_at > PROGRESS_S:
+                said_at = time.monotonic()
+                for name, (_, started) in active.items():
+                    say(f"{name}: {_last_line(sweep.log(name))} ({said_at - started:.0f} s)")
             time.sleep(POLL_S)
     if stopped_by:
         return stopped_by[-1]
-    return EXIT_OK if all(result.code == EXIT_OK for result in sweep.results.values()) else EXIT_FAILED
+    return EXIT_OK if all(sweep.state(name) == DONE for name in runs) else EXIT_FAILED
+
+
+def _last_line(log: Path) -> str:
+    """Returns the newest line that a run printed."""
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "nothing printed yet")
 
 
 @contextmanager
@@ -360,15 +280,11 @@ def _start(sweep: Sweep, name: str, flags: Sequence[str]) -> subprocess.Popen[by
 def _record_end(sweep: Sweep, name: str, code: int, seconds: float, say: Callable[[str], None]) -> None:
     """Stores and says how a run ended, and draws all results so far."""
     error = "" if code == EXIT_OK else last_error(sweep.log(name).read_text(errors="replace"))
-    sweep.results[name] = result = replace(sweep.results[name], code=code, seconds=seconds, error=error)
+    sweep.results[name] = replace(sweep.results[name], code=code, seconds=seconds, error=error)
     _write(sweep.root / "results.json", json.dumps([asdict(each) for each in sweep.results.values()], indent=1))
     sweep.tabulate()
-    metric, wanted = sweep.metric(name), sweep.request.metric
-    found = "" if metric is None else f", {wanted} {metric:.4g}"
-    if metric is None and (names := {column for row in sweep.rows(name) for column in row}):
-        near = difflib.get_close_matches(wanted, names, n=3)
-        found = f"; none of its rows has {wanted}" + (f" (there is {', '.join(near)})" if near else "")
-    say(f"{name}: {result.state} after {seconds:.0f} s{found}")
+    found = "" if (metric := sweep.metric(name)) is None else f", {sweep.request.metric} {metric:.4g}"
+    say(f"{name}: {sweep.state(name)} after {seconds:.0f} s{found}")
 
 
 def last_error(log: str) -> str:

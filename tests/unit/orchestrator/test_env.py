@@ -68,8 +68,8 @@ def test_a_dataset_is_found_and_given_its_arguments() -> None:
     ("env_id", "args", "said"),
     [
         ("srot", {}, r"'srot' names no environment; expected a built-in name \(.*sort.*\).* or `package.module:Class`"),
-        ("no.such.module:X", {}, r"cannot be loaded: No module named 'no'.*PYTHONPATH"),
-        (f"{HERE}:Missing", {}, "has no attribute 'Missing'"),
+        ("no.such.module:X", {}, r"cannot be imported: ModuleNotFoundError: No module named 'no'.*PYTHONPATH"),
+        (f"{HERE}:Missing", {}, "has no Missing; .*Its datasets: Ragged"),
         (f"{HERE}:NOT_A_DATASET", {}, "expected a subclass of orchestrator.env.RLDataset"),
         (f"{HERE}:Ragged", {"bathces": 1}, "'bathces'.*Its arguments: batches: 'int' = 2, loud: 'bool' = False"),
         (f"{HERE}:Ragged", {"batches": -1}, "must not be negative"),
@@ -79,6 +79,29 @@ def test_a_dataset_is_found_and_given_its_arguments() -> None:
 def test_bad_environments_are_refused(env_id: str, args: dict[str, int], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         load_dataset(EnvConfig(id=env_id, args=args), CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("x = 1\nraise OSError('no\\nserver')", r"cannot be imported: OSError: no server \(.*broken.py, line 2\)$"),
+        ("def f(:", r"SyntaxError: .*broken.py, line 1\)$"),
+        ("import no_such_package", r"No module named 'no_such_package' \(.*broken.py, line 1\).*install the package"),
+        (
+            "from orchestrator.env import RLDataset\nclass D(RLDataset):\n  def __init__(self, context): 1 / 0\n"
+            "  def __len__(self): return 1\n  def get_batch(self, index): return []",
+            r"ZeroDivisionError: division by zero \(.*broken.py, line 3\). Its arguments: none$",
+        ),
+    ],
+)
+def test_what_a_module_raises_is_said_with_its_place(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    with pytest.raises(BadInput, match=said):
+        load_dataset(EnvConfig(id="broken:D"), CONTEXT)
 
 
 def test_the_cursor_goes_round_and_finds_problems_again() -> None:

@@ -13,7 +13,11 @@ from trireme.core.errors import EXIT_INTERRUPTED, EXIT_SIGTERM
 
 
 def main() -> int:
-    config = load(sys.argv[1:]).config
+    loaded = load(sys.argv[1:])
+    config = loaded.config
+    if loaded.dry_run:
+        print("the plan of seed", config.seed)
+        return 0
     root = Path(config.run.output_dir, str(config.run.name))
     with (root.parent / "starts.txt").open("a") as starts:
         starts.write(f"{root.name} {'again' if config.resume.wanted else 'new'}\n")

@@ -16,7 +16,7 @@ import pytest
 
 from trireme.core.errors import EXIT_FAILED, EXIT_OK, EXIT_SIGTERM, BadInput
 from trireme.tools import sweep as sweeps
-from trireme.tools.sweep import Request, Sweep, last_error, read_request, run_all
+from trireme.tools.sweep import Request, Sweep, last_error, main, read_request, run_all
 
 HERE = Path(__file__).parents[1] / "support"
 BASE = [
@@ -168,8 +168,31 @@ class TestRunning:
     def test_a_metric_that_no_row_has(self, tmp_path: Path) -> None:
         said: list[str] = []
         given = [*BASE, "--run.output-dir", str(tmp_path), "--grid", "seed=0", "--metric", "reward/totl"]
-        run_all(Sweep.open(read_request("rl", given)), said.append)
-        assert "none of its rows has reward/totl (there is reward/total)" in said[-1]
+        sweep = Sweep.open(read_request("rl", given))
+        assert run_all(sweep, said.append) == EXIT_FAILED
+        told = "no such metric: no row has reward/totl, but there is reward/total"
+        assert told in said[-1]
+        assert told in (sweep.root / "table.csv").read_text()
+        given[-1] = "reward/total"  # the runs are done, and are not repeated
+        assert run_all(Sweep.open(read_request("rl", given)), said.append) == EXIT_OK
+
+    def test_a_dry_run_shows_the_runs_and_a_plan_and_records_nothing(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        given = ["rl", *words(tmp_path, "--grid", "seed=0,1")]
+        assert main([*given, "--dry-run"]) == EXIT_OK
+        out = capfd.readouterr().out
+        assert "2 runs\n  seed=0: not run\n  seed=1: not run\n" in out
+        assert "the plan of seed 0" in out
+        assert list(tmp_path.iterdir()) == []
+        assert main(given) == EXIT_OK
+        assert starts(tmp_path) == ["seed=0 new", "seed=1 new"]
+
+    def test_a_run_that_takes_long_is_told_of(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sweeps, "PROGRESS_S", 0.0)
+        said: list[str] = []
+        run_all(Sweep.open(read_request("rl", words(tmp_path, "--grid", "seed=0"))), said.append)
+        assert any(line.startswith("seed=0: nothing printed yet (") for line in said)
 
 
 def test_a_signal_is_passed_on_and_the_sweep_goes_on_later(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""Makes the environments of a run once before it starts, as its orchestrator will: in a process of its own, because
+code of environments may do anything. Imports no Ray."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from orchestrator.env import load_datasets
+from trireme.config import Config
+from trireme.core.errors import EXIT_BAD_INPUT, BadInput
+from trireme.core.tokenizer import load_tokenizer
+
+LAST_WORDS = 300
+"""Characters of the output of a process that ended unexpectedly, in the refusal."""
+MARK = "\x00"
+"""Separates the output of environments from the refusal."""
+
+
+@contextmanager
+def checked_environments(config: Config) -> Iterator[Callable[[float], bool]]:
+    """Starts the check, and ends it with the block. Yields a function that waits for it, up to so many seconds, returns
+    False if it has not ended by then, and raises BadInput if the environments cannot be made."""
+    with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as said:
+        given.write(config.model_dump_json())
+        given.seek(0)
+        command = [sys.executable, "-m", __name__]  # which searches the working directory, as Ray's workers do
+        process = subprocess.Popen(command, stdin=given, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+
+        def wait(timeout_s: float) -> bool:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+            said.seek(0)
+            told = said.read()
+            if process.returncode == EXIT_BAD_INPUT:
+                raise BadInput(told.rpartition(MARK)[2].strip())
+            if process.returncode:
+                raise BadInput(
+                    f"the environments cannot be made: the process that tried ended with code {process.returncode}: "
+                    f"...{told[-LAST_WORDS:].strip()}"
+                )
+            return process.returncode is not None
+
+        try:
+            yield wait
+        finally:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    """Makes the environments of the configuration in stdin. Prints why, after MARK, if they cannot be made."""
+    try:
+        config = Config.model_validate_json(sys.stdin.read())
+        load_datasets(config, load_tokenizer(config.tokenizer_name))
+        code = 0
+    except BadInput as error:
+        print(MARK, error, sep="")
+        code = EXIT_BAD_INPUT
+    sys.stdout.flush()
+    os._exit(code)  # threads that an environment has started do not hold it up
+
+
+if __name__ == "__main__":
+    main()

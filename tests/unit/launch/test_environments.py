@@ -1,0 +1,43 @@
+"""Environments are made for a trial in a process of their own before a run starts, and in a dry run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trireme.cli.rl import main
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED
+
+ROOT = Path(__file__).parents[3]
+
+
+def dry_run(*flags: str) -> int:
+    return main(["@", "configs/quickstart.toml", "--dry-run", *flags])
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+
+
+def test_a_dry_run_says_why_an_environment_cannot_be_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("print('noise')\nraise RuntimeError('boom')\n")
+    assert dry_run("--env.id", "mine:Dataset") == EXIT_BAD_INPUT
+    said = capfd.readouterr()
+    file = tmp_path / "mine.py"
+    assert said.err == f"error: env.id = 'mine:Dataset' cannot be imported: RuntimeError: boom ({file}, line 2)\n"
+    assert said.out == ""
+
+
+def test_a_process_that_dies_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("import os\nprint('last words', flush=True)\nos._exit(7)\n")
+    assert dry_run("--env.id", "mine:Dataset") == EXIT_BAD_INPUT
+    assert "ended with code 7: ...last words" in capsys.readouterr().err
+
+
+def test_the_wait_for_a_slow_environment_has_a_deadline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("import time\ntime.sleep(600)\n")
+    assert dry_run("--env.id", "mine:Dataset", "--timeouts.start-s", "0.1") == EXIT_FAILED
+    assert "waited 0.1 s (timeouts.start_s) for the environments" in capsys.readouterr().err
