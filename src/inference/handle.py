@@ -247,6 +247,7 @@ class InferenceHandle:
             max_updating=self.config.inference.max_updating,
             one_version=self.config.inference.on_update == "drain",
             patience_s=patience_s,
+            update_s=self.config.timeouts.update_s,
             vocab_size=facts.vocab_size if facts else None,
         )
 

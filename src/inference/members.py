@@ -89,6 +89,14 @@ class Member:
     acknowledged: int | None = None
     """The version that it has acknowledged."""
     updating: bool = False
+    behind: bool = False
+    """It does not have the newest weights, and an update has not waited for it: it gets no requests until it has."""
+    joining: bool = False
+    """It has never served."""
+    rounds: int = 0
+    """How often it has begun to take weights since it served last."""
+    catching_up: asyncio.Task[None] | None = None
+    """Brings it to the newest weights."""
     draining: bool = False
     followed: bool = False
     """A task asks it for progress."""
@@ -102,6 +110,11 @@ class Member:
     @property
     def name(self) -> str:
         return self.client.name
+
+    @property
+    def serves(self) -> bool:
+        """It takes requests."""
+        return not (self.behind or self.draining or self.gone)
 
     def check_given(
         self, says: str, identities: Sequence[WeightIdentity], expected: Sequence[WeightIdentity] | None = None
@@ -144,7 +157,7 @@ class Members:
         self.by_index = {index: Member(index, client) for index, client in clients.items()}
         self._failures: dict[int, TriremeError] = {}  # of those without a successor
         self._patience_s = patience_s
-        self._joined, self._failed = asyncio.Event(), asyncio.Event()
+        self._changed, self._failed = asyncio.Event(), asyncio.Event()
         self._unreported: dict[int, str] = {}
 
     @property
@@ -154,32 +167,39 @@ class Members:
     @property
     def serving(self) -> list[Member]:
         """The members that take requests."""
-        return [member for member in self.by_index.values() if not member.draining]
+        return [member for member in self.by_index.values() if member.serves]
 
     @property
     def any_serves(self) -> bool:
         """Some member takes requests. Checked for each request, so it is written for speed."""
         for member in self.by_index.values():  # noqa: SIM110  # `any` takes three times as long
-            if not member.draining:
+            if member.serves:
                 return True
         return False
 
     def add(self, member: Member) -> None:
-        """Puts `member` in the place of its number. Members stay in the order of their numbers, whenever they came: in
-        deterministic mode it decides where a request goes."""
+        """Puts `member` in the place of its number, to serve once `enter` is called. Members stay in the order of their
+        numbers, whenever they came: in deterministic mode it decides where a request goes."""
+        member.behind = member.joining = True
+        self.by_index = dict(sorted({**self.by_index, member.index: member}.items()))
+
+    def enter(self, member: Member) -> None:
+        """Lets `member`, which has the newest weights, serve."""
         self._failures.pop(member.index, None)
         self._unreported.pop(member.index, None)
-        self.by_index = dict(sorted({**self.by_index, member.index: member}.items()))
-        self._joined.set()
+        member.behind, member.joining, member.rounds = False, False, 0
+        self._changed.set()
 
     async def wait_for_serving(self) -> list[Member]:
-        """Returns the members that take requests; waits for one to join when there is none. Raises, with all failures,
-        when none joins: WeightsRefused if all members refused weights, else RoomFailed."""
+        """Returns the members that take requests. When there is none, waits for those that take weights, and for
+        others to join. Raises, with all failures, when none comes: WeightsRefused if all members refused weights, else
+        RoomFailed."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._patience_s):
-                while not self.any_serves:
-                    self._joined.clear()
-                    await self._joined.wait()
+            while not self.any_serves:
+                self._changed.clear()
+                is_coming = any(member.behind and not member.draining for member in self.live)
+                async with asyncio.timeout(None if is_coming else self._patience_s):
+                    await self._changed.wait()
         if serving := self.serving:
             return serving
         refused = self._failures and all(isinstance(failure, WeightsRefused) for failure in self._failures.values())
@@ -214,7 +234,7 @@ class Members:
 
     def fail(self, member: Member, failure: TriremeError) -> None:
         """Dismisses `member` because of something that it did; `next_failure` reports it."""
-        if self.by_index.get(member.index) is member:
+        if self.by_index.get(member.index) is member and not member.joining:
             log.error("%s. It is used no more; its requests go to other replicas.", failure)
             self._unreported[member.index] = str(failure)
             self._failed.set()
@@ -228,7 +248,9 @@ class Members:
         member.gone = reason
         if self.by_index.get(member.index) is member:
             del self.by_index[member.index]
-            self._failures[member.index] = reason
+            if not member.joining:
+                self._failures[member.index] = reason
+        self._changed.set()
         for routed in member.requests.values():
             if isinstance(reason, ProvenanceError):
                 routed.handover.forget_last_replica()

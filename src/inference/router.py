@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import math
 import sys
 import uuid
 from collections import OrderedDict, defaultdict
@@ -17,6 +19,7 @@ from typing import Any
 
 from inference.handover import Handover, Outcome, Progress
 from inference.members import HandoverNeeded, Member, Members, ReplicaClient, RoutedRequest
+from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
@@ -25,6 +28,10 @@ from trireme.core.weights import PublishedWeights, UpdateReport
 ROUTES_KEPT = 65536
 PROGRESS_S = 1.0
 HAND_OVER_S = 5.0
+ROUNDS = 2
+"""When a member that catches up has begun to take weights so often, the next update waits for it: else updates that
+follow each other closely would keep it out for ever."""
+log = logging.getLogger(__name__)
 
 
 class Router:
@@ -38,6 +45,11 @@ class Router:
     finishes its requests from the tokens that they have (`inference.handover`). When none is left, requests and updates
     wait for one to join.
 
+    Weights. An update waits for the members that serve, each for ten times as long as the slowest update so far
+    (`LearnedDeadline`). One that takes longer is left behind like one that joins: nothing waits for it, it gets no
+    requests, and it serves (again) once it has the newest weights, however many versions that takes. The watcher of the
+    processes finds out if it is dead.
+
     In deterministic mode routes are forgotten whenever nothing is in flight: requests that are then made in one turn of
     the event loop go where their own order says, whatever came before or in an earlier process.
     """
@@ -50,12 +62,14 @@ class Router:
         max_updating: int | None = None,
         one_version: bool = False,
         patience_s: float = 0.0,
+        update_s: float = math.inf,
         vocab_size: int | None = None,
     ) -> None:
         """`fixed`: deterministic mode; a lost replica's failure is raised.
         `max_updating`: the most replicas that take weights at the same time (None: all).
         `one_version`: no sequence has tokens of two versions; a lost one is sampled again from its prompt.
         `patience_s`: how long to wait for a replica to join when none is left.
+        `update_s`: the longest that an update waits for a replica; `client` has a deadline of its own.
         `vocab_size`: of the model (None: not known). A replica whose answers have other tokens, or log-probabilities
         that are not finite, several times in a row, has failed.
         """
@@ -66,12 +80,13 @@ class Router:
         self._queued: defaultdict[Member, list[RoutedRequest]] = defaultdict(list)
         self._tasks: set[asyncio.Task[None]] = set()
         self._name, self._numbers = uuid.uuid4().hex[:6], itertools.count()
-        self._changing = asyncio.Lock()  # the weights, and the members that get them
+        self._changing = asyncio.Lock()  # the weights
         self._bring_newest: Callable[[Member], Awaitable[Any]] | None = None
-        self._joining: Member | None = None
+        self._deadline = LearnedDeadline(update_s)
 
     def acknowledged(self) -> dict[int, int]:
-        return {m.index: m.acknowledged for m in self._members.live if m.acknowledged is not None}
+        live = [member for member in self._members.live if not member.behind]
+        return {member.index: member.acknowledged for member in live if member.acknowledged is not None}
 
     async def stats(self) -> dict[int, ReplicaStats]:
         while True:
@@ -126,7 +141,7 @@ class Router:
         if self._fixed and not any(member.requests for member in self._members.live):
             self._routes.clear()
         member = self._routes.pop(key, None)
-        if member is None or member.gone or member.draining:
+        if member is None or not member.serves:
             serving = self._members.serving
             free = [candidate for candidate in serving if not candidate.updating]
             member = min(free or serving, key=lambda candidate: len(candidate.requests))
@@ -190,47 +205,82 @@ class Router:
         with suppress(TriremeError):  # the member is dismissed then, and its requests with it
             await self._members.call(member, member.client.abort(request_ids))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], member: Member | None = None) -> None:
-        """Starts a task; one for a member ends when the member is gone."""
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], member: Member | None = None) -> asyncio.Task[None]:
+        """Starts a task and returns it; one for a member ends when the member is gone."""
         task = asyncio.get_running_loop().create_task(coroutine)
         for tasks in (self._tasks, *([member.tasks] if member else [])):  # the loop itself keeps only weak references
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+        return task
 
     # ------------------------------------------------------------------------------------------------------- weights
 
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings every live replica to `weights`. One that fails is left out, and the others finish; then, in
-        deterministic mode, its failure is raised. When none is left, waits for one that joins with these weights.
-        Raises RoomFailed, or WeightsRefused when every replica refuses them."""
+        """Brings every member that serves to `weights`, and those that joiners have waited for long enough. One that
+        fails is left out, one that takes too long is left behind, and the others finish; then, in deterministic mode, a
+        failure is raised. When none has these weights, waits for one. Raises RoomFailed, or WeightsRefused when every
+        replica refuses them."""
         async with self._changing:
             turns = asyncio.Semaphore(self._max_updating or sys.maxsize)
-            self._bring_newest = partial(self._update_one, weights, turns)
-            results = await asyncio.gather(*map(self._bring_newest, self._members.live), return_exceptions=True)
-        must_raise = self._fixed or all(isinstance(result, WeightsRefused) for result in results)
-        for result in results:
-            if isinstance(result, BaseException) and (must_raise or not isinstance(result, TriremeError)):
-                raise result
-        reports = [result for result in results if isinstance(result, UpdateReport)]
+            self._bring_newest = partial(self._update_one, weights)
+            members = [member for member in self._members.live if not member.behind or member.rounds >= ROUNDS]
+            await asyncio.gather(*(self._update_in_turn(member, turns) for member in members))
+        failures = [member.gone for member in members if member.gone]
+        refused = len(failures) == len(members) and all(isinstance(failure, WeightsRefused) for failure in failures)
+        if failures and (self._fixed or refused):
+            raise failures[0]
+        reports = [member.report for member in members if member.serves and member.report]
         return reports or [member.report for member in await self._members.wait_for_serving() if member.report]
 
-    async def _update_one(self, weights: PublishedWeights, turns: asyncio.Semaphore, member: Member) -> UpdateReport:
+    async def _update_in_turn(self, member: Member, turns: asyncio.Semaphore) -> None:
+        """Waits until `member` has the newest weights or is gone, or is left behind because it takes too long."""
+        async with turns:
+            limit_s = None if self._fixed else self._deadline.seconds
+            if member.gone or not await self._wait_for(member, limit_s):
+                return
+            log.warning(
+                "%s has not taken the newest weights within %.0f s, where the slowest update so far took a tenth of "
+                "that: the update does not wait for it, and it gets no requests until it has them",
+                member.name,
+                limit_s,
+            )
+            member.behind, member.rounds = True, 0
+
+    async def _wait_for(self, member: Member, limit_s: float | None) -> bool:
+        """Waits until `member` is at the newest weights or gone. Returns True if neither is so after `limit_s`."""
+        if member.catching_up is None or member.catching_up.done():
+            member.catching_up = self._spawn(self._catch_up(member), member)
+        done, late = await asyncio.wait({member.catching_up}, timeout=limit_s)
+        for task in done:
+            if not task.cancelled():
+                task.result()
+        return bool(late)
+
+    async def _catch_up(self, member: Member) -> None:
+        """Brings `member` to the newest weights, however often they change meanwhile; then it serves."""
+        brought = None
+        with suppress(TriremeError):  # it is gone then
+            while (bring := self._bring_newest) and bring is not brought:
+                brought = bring
+                member.rounds += 1
+                await bring(member)
+            self._members.enter(member)
+
+    async def _update_one(self, weights: PublishedWeights, member: Member) -> None:
         async def load_and_check() -> UpdateReport:
             report = await member.client.load_weights(weights)
             member.check_given("reports that it has", [report.identity], [weights.identity])
             return report
 
-        async with turns:
-            if member.gone:  # while it waited
-                raise member.gone
-            member.updating = True
-            member.given.append(weights.identity)
-            try:
-                member.report = await self._members.call(member, load_and_check())
-            finally:
-                member.updating = False
+        now = asyncio.get_running_loop().time
+        started, member.updating = now(), True
+        member.given.append(weights.identity)
+        try:
+            member.report = await self._members.call(member, load_and_check())
+        finally:
+            member.updating = False
+        self._deadline.note(now() - started)
         member.acknowledged = weights.identity.version
-        return member.report
 
     async def adopt(self, identity: WeightIdentity) -> None:
         """Labels the weights that the replicas loaded from disk as `identity`, in place of a first update. Raises
@@ -246,22 +296,18 @@ class Router:
     # ------------------------------------------------------------------------------------------------------- members
 
     async def join(self, index: int, client: ReplicaClient) -> None:
-        async with self._changing:
-            self.leave(index, f"{client.name} has a successor")
-            joiner = self._joining = Member(index, client)
-            try:
-                if self._bring_newest:
-                    await self._bring_newest(joiner)
-            finally:
-                self._joining = None
-            self._members.add(joiner)
+        self.leave(index, f"{client.name} has a successor")
+        joiner = Member(index, client)
+        self._members.add(joiner)
+        await self._wait_for(joiner, None)
+        if joiner.gone:
+            raise joiner.gone
 
     def leave(self, index: int, reason: str) -> None:
         """Dismisses replica `index`, which its watcher found dead: one that hangs raises nothing by itself.
         `next_failure` does not report it."""
-        for member in (self._members.by_index.get(index), self._joining):
-            if member and member.index == index:
-                self._members.dismiss(member, RoomFailed(reason))
+        if member := self._members.by_index.get(index):
+            self._members.dismiss(member, RoomFailed(reason))
 
     async def drain(self, index: int, timeout_s: float) -> None:
         if (member := self._members.by_index.get(index)) is None:

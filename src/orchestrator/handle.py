@@ -30,6 +30,7 @@ class OrchestratorHandle:
     def __init__(self, config: Config, actor: Any, log: Path | None) -> None:
         self._config, self._actor, self._log = config, actor, log
         self._started = actor.start.remote()
+        self._replicas: set[int] = set()  # those that were asked to join and not to leave
 
     @classmethod
     def start(
@@ -69,7 +70,7 @@ class OrchestratorHandle:
             if hurry():
                 self._actor.give_up_evaluation.remote()
 
-        limit_s = 2 * update_deadline_s(self._config)
+        limit_s = 2 * update_deadline_s(self._config, max(len(self._replicas), self._config.inference.replicas))
         if self._config.eval.every:
             limit_s += self._config.timeouts.step_s
         self._wait(self._actor.update_weights.remote(weights), "the replicas' update", limit_s, tick)
@@ -120,6 +121,7 @@ class OrchestratorHandle:
     def join(self, index: int, client: Any, *, reserved: bool) -> Any:
         """Returns a reference that resolves when replica `index` has the newest weights and serves, or raises;
         `reserved`: for evaluations alone."""
+        self._replicas.add(index)
         return self._actor.join.remote(index, client, reserved)
 
     def leave(self, index: int, reason: str) -> Any:
@@ -129,6 +131,7 @@ class OrchestratorHandle:
     def drain(self, index: int, timeout_s: float) -> Any:
         """Returns a reference that resolves when replica `index` has left: its requests are finished, or after
         `timeout_s` handed over."""
+        self._replicas.discard(index)
         return self._actor.drain.remote(index, timeout_s)
 
     def next_failure(self) -> Any:

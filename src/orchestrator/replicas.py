@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,11 @@ ANSWER_S = 60.0
 """Added to the replicas' own deadlines for an update, so that their message, which says what was late, comes first."""
 
 
-def update_deadline_s(config: Config) -> float:
-    """Returns how long an update of all replicas may take: at worst one after the other, each with its own deadline,
-    and with a wait for a successor of the last one."""
-    return config.timeouts.update_s * config.inference.replicas + config.patience_s + ANSWER_S
+def update_deadline_s(config: Config, replicas: int) -> float:
+    """Returns how long an update of so many replicas may take: `inference.max_updating` at a time, each with its own
+    deadline, one of them while it still takes the version before, and with a wait for a successor of the last one."""
+    turns = math.ceil(replicas / (config.inference.max_updating or replicas)) + 1
+    return config.timeouts.update_s * turns + config.patience_s + ANSWER_S
 
 
 class Replicas:
@@ -35,7 +37,8 @@ class Replicas:
         """Waits until no update is in progress. Raises the error of the last one, and RoomFailed when it is late."""
         if self.update is None:
             return
-        limit = update_deadline_s(self._config)
+        versions = self._samplers[0].acknowledged()
+        limit = update_deadline_s(self._config, len(versions) or self._config.inference.replicas)
         ended, _ = await asyncio.wait([self.update], timeout=limit)
         if not ended:
             raise RoomFailed(

@@ -81,6 +81,7 @@ class Scenario:
     token_s: float = 0.05
     prefill_token_s: float = 0.0001
     update_s: float = 0.5
+    update_deadline_s: float = NO_DEADLINE_S
     max_updating: int | None = None
     train_s: float = 8.0
     publish_s: float = 0.5
@@ -140,7 +141,7 @@ class Scenario:
                     "max_num_seqs": self.slots,
                     "sampling": {"max_tokens": LONGEST * self.median},
                 },
-                "timeouts": {"step_s": self.stats_tick_s * 10_000, "update_s": NO_DEADLINE_S},
+                "timeouts": {"step_s": self.stats_tick_s * 10_000, "update_s": self.update_deadline_s},
             }
         )
 
@@ -411,6 +412,8 @@ class Outcome:
     minibatches: list[list[Minibatch]] = field(default_factory=list)
     released: list[StepSummary] = field(default_factory=list)
     trained_lengths: list[int] = field(default_factory=list)
+    ended_s: list[float] = field(default_factory=list)
+    """When each step was released."""
     seconds: float = 0.0
 
     @property
@@ -550,6 +553,7 @@ async def drive(pipeline: Pipeline, outcome: Outcome) -> None:
         versions.add(published(step + 1).identity)
         await pipeline.update_weights(published(step + 1))
         outcome.released.append(pipeline.release(step))
+        outcome.ended_s.append(loop.time())
     outcome.seconds = loop.time() - started
 
 

@@ -62,7 +62,7 @@ class Sampler(Protocol):
 
     async def join(self, index: int, client: Any) -> None:
         """Adds replica `index`, new or in place of a lost one; `client` calls it. It takes the newest weights first, if
-        any were published, and never during an update. Raises its failure."""
+        any were published, beside updates, which do not wait for it. Raises its failure."""
 
     def leave(self, index: int, reason: str) -> None:
         """Removes replica `index`, which is dead; other replicas finish its requests."""

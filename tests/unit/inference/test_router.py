@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from inference.handover import NOTHING, Outcome, Progress
 from inference.router import Router
+from trireme.core import deadline as deadline_module
 from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
@@ -289,7 +291,7 @@ async def test_replicas_take_weights_one_after_the_other_and_new_requests_avoid_
     await router.sample(request("a0", "a"))  # on the first
     update = asyncio.create_task(router.update_weights(WEIGHTS))
     for replica, fake in enumerate(fakes):
-        await turns()
+        await turns(10)
         assert [f.updates for f in fakes] == [1] * (replica + 1) + [0] * (2 - replica)
         assert router.acknowledged() == dict.fromkeys(range(replica), 3)
         before = len(fake.groups)
@@ -499,31 +501,142 @@ async def test_one_that_hangs_is_left_when_its_death_is_told_and_that_is_not_rep
     failure.cancel()
 
 
+def version(number: int) -> PublishedWeights:
+    return replace(WEIGHTS, manifest=replace(WEIGHTS.manifest, identity=WeightIdentity(1, number, f"d{number}")))
+
+
+class Updated(FakeReplica):
+    """Takes a version when the test puts it into `may_take`; until then it is busy with it."""
+
+    def __init__(self, name: str, *may_take: int) -> None:
+        super().__init__(name)
+        self.may_take, self.begun = set(may_take), list[int]()
+
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        self.begun.append(published.identity.version)
+        while published.identity.version not in self.may_take:  # noqa: ASYNC110  a few turns, no time
+            await asyncio.sleep(0)
+        return UpdateReport(int(self.name[-1]), published.identity, 0.0, 0, 0.0)
+
+
 @in_loop
-async def test_a_joiner_takes_the_newest_weights_before_it_serves_and_never_during_an_update() -> None:
-    router, (first,) = fleet(1)
-    update = asyncio.create_task(router.update_weights(WEIGHTS))
-    joiner = FakeReplica("replica 1")
+async def test_a_joiner_takes_the_newest_weights_before_it_serves_and_no_update_waits_for_it() -> None:
+    first, joiner = Updated("replica 0", 3, 4), Updated("replica 1")
+    router = Router({0: first})
+    await router.update_weights(version(3))
     join = asyncio.create_task(router.join(1, joiner))
     await turns()
-    assert (first.updates, joiner.updates) == (1, 0)
-    first.update.set_result(report(0))
-    await update
-    await turns()
-    assert joiner.updates == 1
+    assert joiner.begun == [3]
+    reports = await router.update_weights(version(4))
+    assert [report.replica for report in reports] == [0], "it does not wait"
     busy = asyncio.create_task(wave(router, ["a", "b"]))
     await turns()
-    assert (first.groups, joiner.groups) == ([["a0", "b1"]], []), "it has no weights yet"
-    assert router.acknowledged() == {0: 3}
-    joiner.update.set_result(report(1))
+    assert (first.groups, joiner.groups) == ([["a0", "b1"]], []), "the joiner has no weights yet"
+    joiner.may_take.add(3)
+    await turns(20)
+    assert (joiner.begun, router.acknowledged()) == ([3, 4], {0: 4}), "it is behind by now"
+    joiner.may_take.add(4)
     await join
-    assert router.acknowledged() == {0: 3, 1: 3}
+    assert router.acknowledged() == {0: 4, 1: 4}
     late = asyncio.create_task(router.sample(request("late")))
     await turns()
     assert joiner.groups == [["late"]]
     for fake in (first, joiner):
         fake.go.set()
     await asyncio.gather(busy, late)
+
+
+@in_loop
+async def test_a_joiner_that_updates_leave_behind_again_and_again_is_waited_for_in_the_end() -> None:
+    first, joiner = Updated("replica 0", 3, 4, 5), Updated("replica 1")
+    router = Router({0: first})
+    await router.update_weights(version(3))
+    join = asyncio.create_task(router.join(1, joiner))
+    await turns()
+    await router.update_weights(version(4))
+    joiner.may_take.add(3)
+    while joiner.begun != [3, 4]:
+        await turns()
+    update = asyncio.create_task(router.update_weights(version(5)))
+    joiner.may_take.add(4)
+    await turns(40)
+    assert (joiner.begun, update.done()) == ([3, 4, 5], False)
+    joiner.may_take.add(5)
+    assert [report.replica for report in await update] == [0, 1]
+    await join
+    assert router.acknowledged() == {0: 5, 1: 5}
+
+
+async def usual_updates(router: Router, number: int) -> None:
+    for each in range(number):
+        await router.update_weights(version(each))
+
+
+@in_loop
+async def test_an_update_does_not_wait_for_one_that_takes_far_longer_than_usual(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
+    steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
+    router = Router({0: steady, 1: late}, update_s=300.0)
+    await usual_updates(router, 5)
+    assert [report.replica for report in await router.update_weights(version(5))] == [0]
+    assert router.acknowledged() == {0: 5}, "so slots become free"
+    requests = asyncio.create_task(wave(router, ["a", "b"]))
+    await turns()
+    assert (steady.groups, late.groups) == ([["a0", "b1"]], []), "its weights are too old for new requests"
+    await router.update_weights(version(6))
+    assert late.begun == [0, 1, 2, 3, 4, 5], "and later updates do not wait either"
+    failure = asyncio.create_task(router.next_failure())
+    late.may_take |= {5, 6}
+    while router.acknowledged() != {0: 6, 1: 6}:
+        await turns()
+    assert not failure.done(), "it was not dead"
+    failure.cancel()
+    steady.go.set()
+    await requests
+
+
+@in_loop
+async def test_when_all_take_far_longer_than_usual_the_update_waits_for_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
+    only = Updated("replica 0", *range(10))
+    router = Router({0: only}, update_s=300.0)
+    await usual_updates(router, 10)
+    update = asyncio.create_task(router.update_weights(version(10)))
+    await asyncio.sleep(0.2)
+    assert (router.acknowledged(), update.done()) == ({}, False)
+    only.may_take.add(10)
+    assert [report.identity.version for report in await update] == [10]
+    assert router.acknowledged() == {0: 10}
+
+
+@in_loop
+async def test_a_late_one_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
+    steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
+    router = Router({0: steady, 1: late}, update_s=300.0)
+    await usual_updates(router, 6)
+    late.loaded = RoomFailed("replica 1 died")
+    with suppress(RoomFailed):
+        await router._members.call(router._members.by_index[1], late.stats())
+    assert await router.next_failure() == (1, "replica 1 died")
+
+
+@in_loop
+async def test_in_deterministic_mode_updates_wait_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sampled depends on every replica."""
+    monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
+    steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
+    router = Router({0: steady, 1: late}, update_s=300.0, fixed=True)
+    await usual_updates(router, 5)
+    update = asyncio.create_task(router.update_weights(version(5)))
+    await asyncio.sleep(0.2)
+    assert not update.done()
+    late.may_take.add(5)
+    await update
 
 
 @in_loop
