@@ -12,7 +12,6 @@ makes of that, and when weights are published. Importing this module imports no 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -144,16 +143,15 @@ def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[t
         plan = replace(plan, resources=ending.enter_context(ray_cluster(config, plan.resources)))
         plan.check_resources()
         config = plan.with_device(config)
-        progress, limit = StartProgress(Console(highlight=False, soft_wrap=True)), config.timeouts.start_s
+        progress = StartProgress(Console(highlight=False, soft_wrap=True))
         logs.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
-        _, options = reserve(plan.options, limit, progress, ending, plan.blocks)
+        _, options = reserve(plan.options, config.timeouts.place_s, progress, ending, plan.blocks)
         of_room = plan.by_room(options)
         inference = InferenceHandle.start(config, of_room["inference"], logs) if "inference" in of_room else None
         if inference:
             ending.callback(inference.stop)
         trainer = TrainerHandle.start(config, of_room["trainer"], logs)
         ending.callback(trainer.stop)
-        left_s = max(limit - (time.monotonic() - started), 1.0)
-        await_ready([trainer, inference] if inference else [trainer], left_s, logs, progress)
+        started = [trainer, inference] if inference else [trainer]
+        await_ready(started, config.timeouts.start_s, logs, progress)
         yield trainer, inference

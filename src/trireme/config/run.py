@@ -84,7 +84,9 @@ class ClusterConfig(Section):
 
 class CommonTimeouts(Section):
     start_s: PositiveFloat = 600.0
-    """Deadline for all rooms to start."""
+    """Deadline for all rooms to start, once they have their places in the cluster."""
+    place_s: PositiveFloat = 3600.0
+    """Deadline for the cluster to have a place for each actor: at the start, and again when nodes were lost."""
     step_s: PositiveFloat = 1800.0
     """Deadline for a batch of rollouts, and for each trainer call."""
     checkpoint_s: PositiveFloat = 1800.0

@@ -31,6 +31,7 @@ class RlRun(TrainingRun):
     """A run of `rl`."""
 
     core = "trainer and orchestrator"
+    lasting = frozenset({"inference"})
     guard = Guard
     config: Config
 
@@ -76,7 +77,7 @@ def evaluation_rooms(
 ) -> OrchestratorHandle:
     """Starts the orchestrator, and replicas that keep the weights that they load. `ending` gets the stops of all."""
     config = plan.with_device(config)
-    _, options = reserve(plan.options, config.timeouts.start_s, progress, ending)
+    _, options = reserve(plan.options, config.timeouts.place_s, progress, ending)
     inference = InferenceHandle.start(config, options[:-1], log_dir)
     ending.callback(inference.stop)
     orchestrator = OrchestratorHandle.start(config, inference.router_factory(), options[-1], log_dir)

@@ -22,7 +22,7 @@ from trireme.core.errors import BadInput, LimitReached, RoomFailed, TriremeError
 from trireme.launch.common import StartProgress
 from trireme.plan.base import Plan
 from trireme.process import signals, trace, waits
-from trireme.process.ray_cluster import Progress, ray_cluster, reserve
+from trireme.process.ray_cluster import Progress, await_places, ray_cluster, reserve
 from trireme.run.commits import Commits
 from trireme.run.metrics import Journal, WandbSink, wandb_run
 from trireme.run.rundir import RunDir, resume_command
@@ -54,6 +54,8 @@ class TrainingRun(ABC):
     """Names the rooms that are built anew together."""
     places: Mapping[str, list[dict[str, Any]]]
     """Ray's options of each actor in its place, by room: once they are reserved."""
+    lasting: frozenset[str] = frozenset()
+    """The rooms that outlive attempts."""
     guard: type[RefusedSteps] = RefusedSteps
     """Makes the guard of an attempt."""
 
@@ -139,7 +141,7 @@ def supervised(training: TrainingRun, run: RunDir, console: Console) -> Iterator
     roster.listen(tell)
     with StatusWriter(run.root, roster), ExitStack() as ending:
         config, plan = training.config, training.plan
-        group, options = reserve(plan.options, config.timeouts.start_s, StartProgress(console), ending, plan.blocks)
+        group, options = reserve(plan.options, config.timeouts.place_s, StartProgress(console), ending, plan.blocks)
         training.places = plan.by_room(options)
         elastic = training.start_lasting(run, ending)
         nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
@@ -178,6 +180,7 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         supervisor.check()
         progress(names, waited_s)
 
+    await_own_places(training, supervisor, console)
     with ExitStack() as ending:
         core = training.start(run, ending)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
@@ -193,6 +196,21 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
         supervisor.goes_on()
         yield core
+
+
+def await_own_places(training: TrainingRun, supervisor: Supervisor, console: Console) -> None:
+    """Waits for a place for each actor that an attempt starts: those of lost nodes have none until there is another
+    node. Raises RoomFailed."""
+    progress = StartProgress(console)
+
+    def tick(names: list[str], waited_s: float) -> None:
+        supervisor.check()
+        if not waited_s:
+            supervisor.roster.note(training.core, f"waits for {' and '.join(names)}; add a node to the cluster")
+        progress(names, waited_s)
+
+    rooms = {room: options for room, options in training.places.items() if room not in training.lasting}
+    await_places(rooms, training.config.timeouts.place_s, tick)
 
 
 def await_ready(rooms: Sequence[Any], timeout_s: float, log_dir: Path, on_tick: Progress) -> None:

@@ -28,6 +28,7 @@ from trireme.process.environ import Resources, cluster_address
 Progress = Callable[[list[str], float], None]
 SHUTDOWN_S = 15.0
 REACH_S = 5.0
+PLACE_TICK_S = 1.0
 LONGEST_TEMP_DIR = 28
 """Ray puts unix sockets some 60 characters below its directory; the system allows paths of 107."""
 
@@ -187,9 +188,33 @@ class PlacePool:
 
     @staticmethod
     def is_there(options: Mapping[str, Any]) -> bool:
-        """Returns True if Ray has the place of an actor with these options; it has none while a node is lost."""
-        group = options["scheduling_strategy"].placement_group
-        return bool(placement_group_table(group)["state"] == "CREATED")
+        """Returns True if Ray has the place of an actor with these options; it has none while its node is lost."""
+        strategy = options["scheduling_strategy"]
+        nodes = placement_group_table(strategy.placement_group)["bundles_to_node_id"]
+        return bool(nodes[strategy.placement_group_bundle_index])  # empty for a bundle without a node
+
+
+def await_places(options: Mapping[str, Sequence[Mapping[str, Any]]], timeout_s: float, progress: Progress) -> None:
+    """Waits until Ray has a place for each actor, {room: Ray's options of its actors}: nodes may have been lost since
+    `reserve`. Calls `progress` once a second while one is missing. Raises RoomFailed after `timeout_s` seconds."""
+    started, waited = time.monotonic(), 0.0
+    while names := _without_place(options):
+        if waited > timeout_s:
+            raise RoomFailed(
+                f"waited {timeout_s:g} s (timeouts.place_s) for {' and '.join(names)}: add a node to the cluster"
+            )
+        progress(names, waited)
+        time.sleep(PLACE_TICK_S)
+        waited = time.monotonic() - started
+
+
+def _without_place(options: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    counts = {room: sum(not PlacePool.is_there(each) for each in actors) for room, actors in options.items()}
+    return [
+        f"a place in the cluster for the {room} ({number} of {len(options[room])} actors)"
+        for room, number in counts.items()
+        if number
+    ]
 
 
 def seeing_own_gpus(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,6 +113,7 @@ class ReplicaManager:
         self._again, self._places = again, places
         self._states: dict[int, ReplicaState] = {}
         self._since: dict[int, float] = {}  # when each was last started or found without a place
+        self._placeless: set[int] = set()  # those that wait for a place in the cluster
         self._successors: set[int] = set()  # the successors that have not served yet
         self._joins: dict[int, Any] = {}  # the newest join of each: answers to earlier attempts' say nothing
         self._user: ReplicaUser | None = None
@@ -154,6 +155,10 @@ class ReplicaManager:
             return []
         waited_for = self._of(ReplicaState.STARTING, ReplicaState.READY, ReplicaState.JOINING)
         return [f"inference replica {index}" for index in waited_for]
+
+    def placeless(self) -> list[str]:
+        """Returns the replicas that wait for a place in the cluster."""
+        return [f"inference replica {index}" for index in self._of(ReplicaState.STARTING) if index in self._placeless]
 
     def look(self) -> None:
         """Replaces replicas whose failure was reported long enough ago, unless Ray does not know yet if they live, and
@@ -266,8 +271,10 @@ class ReplicaManager:
 
     def _look_at_start(self, index: int, now: float) -> None:
         limit = self._config.timeouts.start_s
+        self._placeless.discard(index)
         if not self._places.is_there(self._replicas.options(index)):
             self._since[index] = now
+            self._placeless.add(index)
             self._roster.set(_part_name(index), PartHealth.STARTING, "it waits for a place in the cluster")
         elif now - self._since[index] > limit:
             self._fail(index, f"it did not start within {limit:g} s (timeouts.start_s)")

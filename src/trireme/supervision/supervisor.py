@@ -115,25 +115,31 @@ class Supervisor:
 
     def await_replicas(self, log: Path, progress: Progress) -> None:
         """Waits until replicas serve: all of them in the first attempt and in deterministic mode, else one that samples
-        for training. Raises the error that ends the attempt."""
-        all_of_them = self._attempts == 1 or self._config.deterministic
-        started = time.monotonic()
-        while missing := self._missing(all_of_them):
+        for training. While one has no place in the cluster (for `timeouts.place_s` at most) the time to start does not
+        run. Raises the error that ends the attempt."""
+        all_of_them, timeouts = self._attempts == 1 or self._config.deterministic, self._config.timeouts
+        began = placed = time.monotonic()
+        while True:
+            with self._lock:
+                missing = self._manager.missing(all_of_them) if self._manager else []
+                placeless = self._manager.placeless() if self._manager and missing else []
+            if not missing:
+                return
             self.check()
-            waited = time.monotonic() - started
-            if waited > self._config.timeouts.start_s:
-                raise RoomFailed(f"waited {waited:.0f} s for {', '.join(missing)} to start; their logs are in {log}")
-            progress(missing, waited)
+            now = time.monotonic()
+            began, placed = (now, placed) if placeless else (began, now)
+            if now - began > timeouts.start_s:
+                raise RoomFailed(f"waited {timeouts.start_s:.0f} s for {', '.join(missing)} to start; logs: {log}")
+            if now - placed > timeouts.place_s:
+                what = f"a place in the cluster for {', '.join(placeless)}"
+                raise RoomFailed(f"waited {timeouts.place_s:.0f} s (timeouts.place_s) for {what}: add a node to it")
+            progress([f"a place in the cluster for {name}" for name in placeless] or missing, now - min(began, placed))
             time.sleep(TICK_S)
 
     def goes_on(self) -> None:
         """Records that the attempt has loaded the commit that it starts from."""
         if self._attempts > 1:
             self.roster.note_return(self._core, time.monotonic() - self._ended)
-
-    def _missing(self, all_of_them: bool) -> list[str]:
-        with self._lock:
-            return self._manager.missing(all_of_them) if self._manager else []
 
     def detach(self, failure: BaseException | None) -> None:
         """Ends the attempt, with `failure` or None, before its rooms are stopped. If a room hangs, all actors write the

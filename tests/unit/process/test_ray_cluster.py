@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from plan_support import plan
@@ -88,3 +89,45 @@ def test_ray_that_does_not_start_is_an_error_for_people(tmp_path: Path, monkeypa
     with pytest.raises(RoomFailed, match=told), cluster._local_cluster(plan()):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+class TestAwaitPlaces:
+    """A group of two shards and an orchestrator, whose second shard was on a node that is lost."""
+
+    OPTIONS: ClassVar[dict[str, list[dict[str, Any]]]] = {
+        "trainer": [
+            {"scheduling_strategy": SimpleNamespace(placement_group=None, placement_group_bundle_index=n)}
+            for n in (0, 1)
+        ],
+        "orchestrator": [
+            {"scheduling_strategy": SimpleNamespace(placement_group=None, placement_group_bundle_index=2)}
+        ],
+    }
+
+    @pytest.fixture(autouse=True)
+    def _clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.nodes, self.told = 0.0, {0: "a", 1: "", 2: "a"}, list[tuple[list[str], float]]()
+        monkeypatch.setattr(cluster, "placement_group_table", lambda _group: {"bundles_to_node_id": self.nodes})
+        monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def test_it_returns_when_another_node_has_come_and_says_what_it_waits_for(self) -> None:
+        def progress(names: list[str], waited_s: float) -> None:
+            self.told.append((names, waited_s))
+            if waited_s == 40.0:
+                self.nodes[1] = "b"
+
+        cluster.await_places(self.OPTIONS, 60.0, progress)
+        assert self.told[0] == (["a place in the cluster for the trainer (1 of 2 actors)"], 0.0)
+        assert self.told[-1][1] == 40.0
+
+    def test_it_ends_when_none_comes_in_time(self) -> None:
+        with pytest.raises(RoomFailed, match=r"waited 60 s \(timeouts.place_s\) for a place .* the trainer \(1 of 2"):
+            cluster.await_places(self.OPTIONS, 60.0, lambda *_: None)
+
+    def test_places_that_are_there_are_not_waited_for(self) -> None:
+        self.nodes[1] = "a"
+        cluster.await_places(self.OPTIONS, 60.0, lambda *told: self.told.append(told))
+        assert (self.told, self.now) == ([], 0.0)

@@ -277,3 +277,37 @@ def test_a_run_without_replicas_is_watched_too(monkeypatch: pytest.MonkeyPatch, 
         supervisor.goes_on()
     assert "the trainer" in [incident.part for incident in world.roster.incidents]
     assert [part.restarts for part in world.roster.parts] == [1]
+
+
+def test_replicas_wait_for_a_place_longer_than_for_their_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A node is lost with the only replica, and comes back after twice the time for a start."""
+    world = World(monkeypatch, tmp_path, timeouts={"start_s": 0.5})
+    with world.serving() as supervisor:
+        supervisor.detach(DIED)
+        supervisor.may_rebuild(DIED)
+        world.silent, world.room.lost_places = {"start"}, {0}
+        world.fails["heartbeat"] = RoomFailed("inference_0 died")
+        world.until(lambda: ("replace", 0) in world.room.told)
+        world.fails.clear()
+        told: list[str] = []
+
+        def progress(names: list[str], waited_s: float) -> None:
+            told.extend(names)
+            if waited_s > 1.0:
+                world.room.lost_places, world.silent = set(), set()
+
+        supervisor.expect(Trainer(), world.room)
+        supervisor.attach(Trainer(), world.room, serving=world.room)
+        supervisor.await_replicas(Path("logs"), progress)
+        assert "a place in the cluster for inference replica 0" in told
+        supervisor.check()
+
+
+def test_replicas_that_get_no_place_in_time_end_the_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    world = World(monkeypatch, tmp_path, timeouts={"start_s": 60.0, "place_s": 0.3})
+    world.silent, world.room.lost_places = {"start"}, {0}
+    with (
+        world.supervisor,
+        pytest.raises(RoomFailed, match=r"timeouts\.place_s\) for a place in the cluster for inference replica 0"),
+    ):
+        world.begin()
