@@ -8,17 +8,18 @@ All datums of a minibatch are laid out together: a numpy call costs more than th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
+from trireme.config.orchestrator import AdvantageKind, OrchestratorConfig
+from trireme.core.normalization import Normalization
 from trireme.core.types import Minibatch, Provenance, TokenBatch
 
-AdvantageKind = Literal["mean", "std", "leave_one_out"]
 STD_EPS = 1e-6
 """Added to the deviation, so that rewards which differ by rounding only do not become advantages of size 1."""
 
@@ -149,22 +150,26 @@ class ScoredGroup:
 
 
 def build_minibatch(
-    step: int, scored_P: Sequence[ScoredGroup], kind: AdvantageKind, overlong_filter: bool, last: bool
+    step: int, scored_P: Sequence[ScoredGroup], options: OrchestratorConfig, normalization: Normalization, last: bool
 ) -> Minibatch:
     """Builds a minibatch of groups, in that order, with where they came from.
 
-    `overlong_filter`: answers cut by length do not count in the loss, as they do not show how good they would have
-    been. `last`: the minibatch ends its substep.
+    `orchestrator.overlong_filter`: answers cut by length do not count in the loss, as they do not show how good they
+    would have been. `last`: the minibatch ends its substep.
     """
     data_D: list[DatumTurns] = []
     groups_D: list[Group] = []
+    sequences_D: list[int] = []
     for scored in scored_P:
-        advantages_G = compute_advantages(scored.rewards_G, kind).tolist()
+        advantages_G = compute_advantages(scored.rewards_G, options.advantage).tolist()
         for trajectory, advantage in zip(scored.trajectories_G, advantages_G, strict=True):
-            counts = not overlong_filter or trajectory.stop_reason == "stop"
+            counts = not options.overlong_filter or trajectory.stop_reason == "stop"
             data_D += datum_turns(trajectory, advantage, scored.temperature, counts)
+            next_sequence = sequences_D[-1] + 1 if sequences_D else 0
+            sequences_D += [next_sequence] * (len(data_D) - len(sequences_D))
         groups_D += [scored.group] * (len(data_D) - len(groups_D))
-    batch = lay_out(data_D)
+    laid_out = replace(lay_out(data_D), sequences=np.asarray(sequences_D))
+    batch, divisor = normalization.apply(laid_out, "mask")
     floors = np.asarray([group.floor for group in groups_D], np.int32)
     identities = sorted({identity for s in scored_P for turn in s.turns for identity in turn.identities})
     return Minibatch(
@@ -173,5 +178,5 @@ def build_minibatch(
         problems_D=tuple(group.problem for group in groups_D),
         last=last,
         num_groups=len(scored_P),
-        num_loss_tokens=int(np.count_nonzero(batch.columns["mask"])),
+        divisor=divisor,
     )

@@ -168,7 +168,7 @@ class Pipeline:
         self._evict(evicted)
         self._meter.trained += scored_P
         last = (done + count) % per_substep == 0
-        return build_minibatch(step, scored_P, self._options.advantage, self._options.overlong_filter, last)
+        return build_minibatch(step, scored_P, self._options, self._config.normalization, last)
 
     def release(self, step: int) -> StepSummary:
         """Takes note that `step` has been trained on: its slots are free once its version is acknowledged.

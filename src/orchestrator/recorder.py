@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.advantages import AdvantageKind, ScoredGroup, compute_advantages
+from orchestrator.advantages import ScoredGroup, compute_advantages
 from orchestrator.env import Transition
 from orchestrator.state import readable
 from trireme.config import Config
@@ -38,7 +38,7 @@ class Recorder:
 
     def __init__(self, config: Config, decode: Decode | None) -> None:
         self._options, self._seed = config.rollouts, config.seed
-        self._advantage: AdvantageKind = config.orchestrator.advantage
+        self._advantage = config.orchestrator.advantage
         self._decode = decode
 
     def lines(self, step: int, trained_P: Sequence[ScoredGroup]) -> list[str]:

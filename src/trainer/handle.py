@@ -16,8 +16,9 @@ from ray.exceptions import RayActorError
 
 from trainer.actor import ShardActor
 from trainer.batching import scatter_outputs
-from trainer.losses import CustomLoss, surrogate
+from trainer.losses import CustomLoss, resolve_loss, surrogate, with_sequence_ratios
 from trireme.config import CommonConfig
+from trireme.config.losses import find_loss
 from trireme.core.errors import NonFiniteGradient, RoomFailed
 from trireme.core.types import (
     AdamParams,
@@ -87,8 +88,13 @@ class TrainerHandle:
         loss_fn_config: Mapping[str, float] | None = None,
         provenance: Provenance | None = None,
     ) -> ForwardBackwardOutput:
-        """Accumulates the gradient of the raw masked sum of the loss over the data."""
+        """Accumulates the gradient of the raw masked sum of the loss over the data.
+
+        Costs one more forward pass for gspo where a sequence has several datums, of which no shard sees all."""
         batch = TokenBatch.of(data)
+        if find_loss(loss_fn).per_sequence and len(set(batch.sequences.tolist())) < len(batch):
+            _, parameters = resolve_loss(loss_fn, loss_fn_config or {})
+            batch = with_sequence_ratios(batch, self.forward(batch).logprobs, parameters)
         reference = ray.put(batch)
         outputs_R = self._call("forward_backward", reference, loss_fn, dict(loss_fn_config or {}), provenance)
         logprobs, metrics = scatter_outputs(batch, outputs_R), reduce_metrics([output.metrics for output in outputs_R])

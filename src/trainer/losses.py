@@ -15,8 +15,9 @@ on; `optim_step` normalises) and metrics named `name:reduction`. With `q` the sa
     module:function        a user's own loss with this signature
 
 `trireme.config.losses` registers each loss with its columns and parameters. Thresholds are absolute ratios; the columns
-`clip_low_threshold` and `clip_high_threshold` set them token by token. gspo is a sum over tokens too:
-`loss_normalization` decides how long and short sequences weigh.
+`clip_low_threshold` and `clip_high_threshold` set them token by token. gspo is a sum over tokens too: how long and
+short sequences weigh is in the mask (`trireme.core.normalization`). A row is a sequence, unless the column
+`sequence_log_ratio` says the mean over a sequence that is in several rows.
 
 Off-policy corrections, for every loss with a ratio. `max_ratio` c: r becomes r sg(min(1, c / r)), truncated importance
 sampling (arXiv:1802.01561): its value is at most c, and the direction of the gradient stays. What is clipped is decided
@@ -131,9 +132,25 @@ def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tens
     """ppo where each token has the geometric mean ratio of its sequence, s. Its gradient is that of GSPO-token, whose
     s_t = sg(s) exp(p_t - sg(p_t)) is s: GSPO's own where a sequence has one advantage."""
     r = _Ratios(p, columns, config)
-    count = (r.mask != 0).sum(-1, keepdim=True).clamp(min=1)
-    mean = (r.log.detach().double().sum(-1, keepdim=True) / count).to(r.log.dtype)
+    mean = columns.get("sequence_log_ratio")
+    if mean is None:
+        count = (r.mask != 0).sum(-1, keepdim=True).clamp(min=1)
+        mean = (r.log.detach().double().sum(-1, keepdim=True) / count).to(r.log.dtype)
     return _clipped(r, _only(mean + r.log - r.log.detach(), r.mask), columns, config)
+
+
+def with_sequence_ratios(
+    batch: TokenBatch, logprobs: npt.NDArray[np.float32], config: Mapping[str, float]
+) -> TokenBatch:
+    """Adds the column `sequence_log_ratio`, which says for each token the mean of p - q over the tokens of its sequence
+    that count, wherever they are. `logprobs`: p, float32 [T]. Needed by gspo where a sequence has several datums."""
+    import torch
+
+    r = _Ratios(torch.from_numpy(logprobs), {k: torch.from_numpy(v) for k, v in batch.columns.items()}, config)
+    sequence_T = np.repeat(batch.sequences, batch.lengths)
+    count = np.bincount(sequence_T, (r.mask != 0).numpy())
+    mean = np.bincount(sequence_T, r.log.numpy()) / np.maximum(count, 1)
+    return replace(batch, columns={**batch.columns, "sequence_log_ratio": mean[sequence_T].astype(np.float32)})
 
 
 def cispo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:

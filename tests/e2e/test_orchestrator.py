@@ -70,7 +70,7 @@ def test_a_run_of_three_steps_and_a_sudden_death(model_dir: Path, tmp_path: Path
     handle.update_weights(published(0))
     for step in range(3):
         minibatches = list(handle.minibatches(step, 0))
-        assert [(m.num_groups, m.last, m.num_loss_tokens) for m in minibatches] == [(2, False, 8), (2, True, 8)]
+        assert [(m.num_groups, m.last, m.divisor) for m in minibatches] == [(2, False, 8), (2, True, 8)]
         for minibatch in minibatches:
             assert minibatch.provenance.step == step
             assert minibatch.batch.columns["versions"].max() <= step

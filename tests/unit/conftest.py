@@ -3,6 +3,10 @@
 import os
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("unit", deadline=None)  # how long an example takes says how busy the machine is
+settings.load_profile("unit")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from trireme.core.normalization import LossNormalization
 from trireme.core.refusals import Refusal
 
 ROLLOUT_COLUMNS = ("target_tokens", "mask", "logprobs", "advantages")
@@ -35,6 +36,10 @@ class Loss(NamedTuple):
     parameters: Mapping[str, Parameter]
     columns: tuple[str, ...] = ROLLOUT_COLUMNS
     """Columns that a batch must have."""
+    normalization: LossNormalization = "token_mean"
+    """`trainer.loss_normalization` unless it is given."""
+    per_sequence: bool = False
+    """True: a token's loss depends on the ratios of all tokens of its sequence."""
 
 
 def _clip(low: float, high: float) -> dict[str, Parameter]:
@@ -49,7 +54,12 @@ LOSSES: dict[str, Loss] = {
     "ppo": Loss("trainer.losses:ppo", {**_clip(0.8, 1.2), **_RATIO}),
     "cispo": Loss("trainer.losses:cispo", {**_clip(0.0, 4.0), **_RATIO}),
     "dro": Loss("trainer.losses:dro", {"beta": Parameter(least=0.0), **_MASKING}),
-    "gspo": Loss("trainer.losses:gspo", {**_clip(0.9997, 1.0004), **_RATIO}),
+    "gspo": Loss(
+        "trainer.losses:gspo",
+        {**_clip(0.9997, 1.0004), **_RATIO},
+        normalization="sequence_mean_token_mean",
+        per_sequence=True,
+    ),
 }
 if TYPE_CHECKING:
     LossFnType = str

@@ -9,6 +9,8 @@ from pydantic import AliasChoices, BeforeValidator, Field, PositiveFloat, Positi
 
 from trireme.config.section import NonNegativeInt, Section, Share
 
+AdvantageKind = Literal["mean", "std", "leave_one_out"]
+
 
 class OrchestratorConfig(Section):
     batch_size: PositiveInt = Field(validation_alias=AliasChoices("batch_size", "groups_per_batch"))
@@ -22,7 +24,7 @@ class OrchestratorConfig(Section):
     batch wait for it (strictly first in, first out)."""
     max_requeues: NonNegativeInt = 2
     """requeue: how often a problem is sampled afresh before the batch waits for it."""
-    advantage: Literal["mean", "std", "leave_one_out"] = "mean"
+    advantage: AdvantageKind = "mean"
     """Reward minus the group's mean; divided by its deviation; or minus the mean of the others."""
     remove_constant_reward_groups: bool = False
     """Groups whose rewards are all equal are replaced by others."""

@@ -48,7 +48,7 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
         "loss": {
             "trainer.loss_fn": config.loss_fn,
             "trainer.loss_fn_config": config.trainer.loss_fn_config,
-            "trainer.loss_normalization": config.trainer.loss_normalization,
+            "trainer.loss_normalization": config.normalization.kind,
             "orchestrator.advantage": config.orchestrator.advantage,
             **penalty,
         },

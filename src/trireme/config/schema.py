@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, PositiveInt
 
 from trireme.config.inference import InferenceConfig, SamplingConfig
+from trireme.config.losses import find_loss
 from trireme.config.model_facts import ModelFacts
 from trireme.config.orchestrator import (
     SEVERAL,
@@ -39,6 +40,7 @@ from trireme.config.trainer import CommonTrainer, ReferenceConfig, TrainerConfig
 from trireme.config.trainer import KlConfig as KlConfig  # these three: where users' loops import them from
 from trireme.config.trainer import LoraConfig as LoraConfig
 from trireme.config.trainer import OptimConfig as OptimConfig
+from trireme.core.normalization import Normalization
 from trireme.core.tokenizer import looks_like_path
 from trireme.core.types import AdamParams
 
@@ -118,6 +120,11 @@ class CommonConfig(Section, ABC):
         return self.max_seq_len or (facts.max_position_embeddings if facts else None)
 
     @property
+    def normalization(self) -> Normalization:
+        """How the tokens of a substep weigh."""
+        return Normalization(self.trainer.loss_normalization or "token_mean", self.max_seq_len)
+
+    @property
     def tokenizer_name(self) -> str:
         """Directory or hub name of the tokenizer."""
         return self.model.tokenizer or self.model.name
@@ -184,6 +191,11 @@ class Config(CommonConfig):
     def loss_fn(self) -> str:
         """Name of the loss."""
         return self.trainer.loss_fn or ("ppo" if self.orchestrator.max_steps_off_policy else "importance_sampling")
+
+    @property
+    def normalization(self) -> Normalization:
+        kind = self.trainer.loss_normalization or find_loss(self.loss_fn).normalization
+        return Normalization(kind, self.inference.sampling.max_tokens)
 
     @property
     def transport(self) -> str:

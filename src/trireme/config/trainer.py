@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt
 
 from trireme.config.losses import LossFnType
 from trireme.config.section import NonNegativeFloat, NonNegativeInt, Section, Share
-from trireme.core.types import LossNormalization
+from trireme.core.normalization import LossNormalization
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -99,8 +99,11 @@ class CommonTrainer(Section):
     gpus_per_node: PositiveInt | None = None
     """This many processes, rank after rank, are always on one node; none = Ray packs all actors on as few nodes as
     it can."""
-    loss_normalization: LossNormalization = "token_mean"
-    """Divisor of the gradient of a substep: its loss tokens, its sequences, or nothing."""
+    loss_normalization: LossNormalization | None = None
+    """How tokens weigh. token_mean: all alike; sequence_mean_token_mean: as in GRPO and GSPO, all sequences alike;
+    sequence_mean_token_sum_norm: as in Dr. GRPO, by sequences times their longest length; sequence_mean_token_sum
+    (once sequence_mean): by sequences; sum: not divided. none = as the loss was published: token_mean, and for gspo
+    sequence_mean_token_mean."""
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
     """Peak learning rate; auto = by hidden size, for Qwen and Llama models."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -20,6 +20,12 @@ def trainer_refusals(config: CommonConfig, facts: ModelFacts | None) -> Iterator
     if isinstance(config, Config):
         yield from _loss(config)
         yield from _kl(config)
+    if config.normalization.kind == "sequence_mean_token_sum_norm" and config.normalization.longest is None:
+        yield Refusal(
+            "trainer.loss_normalization = sequence_mean_token_sum_norm without model.max_seq_len",
+            "the longest length of a sequence, which it divides by",
+            "set --model.max-seq-len",
+        )
     yield from _lora(config, facts)
     yield from _micro_batches(config)
     yield from _learning_rate(config, facts)

@@ -26,9 +26,11 @@ LOSS_FN_INPUT_DTYPES: dict[str, TensorDtype] = {
     "weights": "float32",
     "clip_low_threshold": "float32",
     "clip_high_threshold": "float32",
+    "sequence_log_ratio": "float32",
     "versions": "int32",
 }
-"""Per-token columns that a datum may have. `versions`: the version that sampled the token, -1 for observed tokens."""
+"""Per-token columns that a datum may have. `versions`: the version that sampled the token, -1 for observed tokens.
+`sequence_log_ratio`: see `trainer.losses`; the trainer adds it where it is needed."""
 
 
 class TensorData:

@@ -22,7 +22,6 @@ from trireme.core.datum import EncodedTextChunk as EncodedTextChunk
 
 StopReason = Literal["length", "stop"]
 Which = Literal["policy", "reference"]
-LossNormalization = Literal["token_mean", "sequence_mean", "sum"]
 
 
 @dataclass(frozen=True, order=True)
@@ -139,6 +138,12 @@ class TokenBatch:
     offsets: npt.NDArray[np.int64]  # [D + 1]
     columns: Mapping[str, npt.NDArray[Any]]  # [T] each, in the order of the tokens
     temperatures: npt.NDArray[np.float32]  # [D]
+    sequences: npt.NDArray[np.int64] = field(default=None)  # type: ignore[arg-type]
+    """[D], equal for datums whose tokens are of the same rollout; by default each datum is a sequence of its own."""
+
+    def __post_init__(self) -> None:
+        if self.sequences is None:
+            object.__setattr__(self, "sequences", np.arange(len(self)))
 
     @classmethod
     def from_datums(cls, data_D: Sequence[Datum]) -> TokenBatch:
@@ -213,7 +218,7 @@ class Minibatch:
     problems_D: tuple[str, ...]  # the problem of each datum
     last: bool  # it ends its substep
     num_groups: int
-    num_loss_tokens: int
+    divisor: float  # what it adds to the divisor of its substep's gradient (`trireme.core.normalization`)
 
 
 @dataclass(frozen=True)

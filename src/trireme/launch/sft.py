@@ -26,7 +26,7 @@ class SftRun(TrainingRun):
     config: SftConfig
 
     def __init__(self, config: SftConfig, facts: ModelFacts, plan: Plan, data: SftData) -> None:
-        loss = {"trainer.loss_normalization": config.trainer.loss_normalization}
+        loss = {"trainer.loss_normalization": config.normalization.kind}
         super().__init__(config, facts, plan, {**common_parts(config, facts), "loss": loss, "data": data.fixed()})
         self._data = data
 

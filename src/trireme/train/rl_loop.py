@@ -25,7 +25,7 @@ def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> N
     attempt.commits.at_boundary(attempt.start, weights)
     rooms.orchestrator.update_weights(weights, attempt.stop.asked, attempt.check_rooms)
     for step in attempt.steps():
-        record = StepRecord(step, config.trainer.loss_normalization)
+        record = StepRecord(step)
         with record.clock("step", step=step):
             weights, released = train_step(config, rooms, penalty, attempt, record)
         row = {
@@ -60,7 +60,7 @@ def train_step(
                 output = trainer.forward_backward(
                     minibatch.batch, config.loss_fn, config.trainer.loss_fn_config, minibatch.provenance
                 )
-            record.add(output, minibatch.num_loss_tokens, minibatch.problems_D)
+            record.add(output, minibatch.divisor, minibatch.problems_D)
         attempt.commits.leave_boundary()
         with clock("optim"):
             record.update(attempt.guard, partial(trainer.optim_step, adam))

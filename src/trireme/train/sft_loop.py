@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trireme.config.sft import SftConfig
 from trireme.core.types import TokenBatch
@@ -28,7 +29,7 @@ def train(config: SftConfig, trainer: Trainer, data: SftData, attempt: Attempt, 
     every, last = config.eval.every, config.max_steps - 1
     for step in attempt.steps():
         attempt.commits.leave_boundary()
-        record = StepRecord(step, config.trainer.loss_normalization)
+        record = StepRecord(step)
         with record.clock("step", step=step):
             evaluation = {}
             if every and step % every == 0 and step != last:  # the row of the last step has its result instead
@@ -57,14 +58,14 @@ def train_step(
 ) -> dict[str, float]:
     """Updates the weights by the examples `chosen`, and returns the metrics of the step."""
     batch, adam = examples.batch(chosen), attempt.adam_params(record.step)
-    weight = weight_of(batch)
+    weighted, divisor = attempt.config.normalization.apply(batch, "weights")
     with record.clock("forward_backward"):
-        output = trainer.forward_backward(batch, "cross_entropy", {})
-    record.add(output, weight, [examples.places[index] for index in chosen])
+        output = trainer.forward_backward(weighted, "cross_entropy", {})
+    record.add(output, divisor, [examples.places[index] for index in chosen])
     with record.clock("optim"):
         record.update(attempt.guard, partial(trainer.optim_step, adam))
     return {
-        "train_mean_nll": output.metrics["loss:sum"] / weight,
+        "train_mean_nll": nll_of(batch, output.logprobs) / weight_of(batch),
         "num_examples": len(batch),
         "num_tokens": len(batch.tokens),
         "num_loss_tokens": output.metrics["loss_tokens:sum"],
@@ -78,6 +79,12 @@ def weight_of(batch: TokenBatch) -> float:
     return float(batch.columns["weights"].sum(dtype=np.float64))
 
 
+def nll_of(batch: TokenBatch, logprobs: npt.NDArray[np.float32]) -> float:
+    """Returns the sum of -log p over a batch's tokens, by weight."""
+    weights = batch.columns["weights"].astype(np.float64)
+    return -float((logprobs[weights != 0] * weights[weights != 0]).sum())
+
+
 def evaluate(trainer: Trainer, held_out: Examples | None, version: int, clock: Clock) -> dict[str, float]:
     """Returns `test/nll`: the mean loss of the held-out examples' tokens, by weight, under the weights of `version`."""
     assert held_out is not None, "checked with the configuration"
@@ -85,9 +92,7 @@ def evaluate(trainer: Trainer, held_out: Examples | None, version: int, clock: C
     with clock("evaluation"):
         for first in range(0, len(held_out), EVALUATED_AT_ONCE):
             batch = held_out.batch(range(first, min(first + EVALUATED_AT_ONCE, len(held_out))))
-            logprobs = trainer.forward(batch).logprobs.astype(np.float64)
-            counted = batch.columns["weights"] > 0
-            loss -= float((logprobs[counted] * batch.columns["weights"][counted]).sum())
+            loss += nll_of(batch, trainer.forward(batch).logprobs)
             weight += weight_of(batch)
     return {"test/nll": loss / weight, "test/version": version}
 

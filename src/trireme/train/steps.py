@@ -14,7 +14,6 @@ from trireme.config import CommonConfig
 from trireme.core.types import (
     AdamParams,
     ForwardBackwardOutput,
-    LossNormalization,
     Minibatch,
     OptimStepResponse,
     Provenance,
@@ -122,34 +121,28 @@ class Attempt:
 class StepRecord:
     """Adds up the trainer's outputs of a step, for the normaliser of its update and for its row."""
 
-    def __init__(self, step: int, normalization: LossNormalization) -> None:
+    def __init__(self, step: int) -> None:
         self.step, self.clock = step, Clock()
         self._suspects: list[str] = []  # names of the substep's datums whose loss is not finite
         self._grad_norms: list[float] = []  # of each update, NaN if it was refused
-        self._normalization = normalization
         self._outputs: list[Mapping[str, float]] = []
         self._peak_s = 0.0
-        self._loss_tokens, self._sequences = 0.0, 0
+        self._divisors = [0.0]  # of the summed gradient of each substep
 
-    def add(self, output: ForwardBackwardOutput, loss_tokens: float, names_D: Sequence[str]) -> None:
-        """Adds the output for one minibatch. `loss_tokens`: how many it has, or the sum of their weights."""
+    def add(self, output: ForwardBackwardOutput, divisor: float, names_D: Sequence[str]) -> None:
+        """Adds the output for one minibatch. `divisor`: what it adds to that of its substep."""
         self._outputs.append(output.metrics)
         self._peak_s += output.peak_s
         self._suspects += [names_D[d] for d in output.suspects]
-        self._loss_tokens += loss_tokens
-        self._sequences += len(output.offsets) - 1
+        self._divisors[-1] += divisor
 
     def update(self, guard: RefusedSteps, optim_step: Callable[[float], OptimStepResponse]) -> None:
         """Ends a substep: calls `optim_step` with the divisor of its summed gradient, under `guard`."""
         suspects, self._suspects = self._suspects, []
         name = f"step {self.step + 1}, update {len(self._grad_norms) + 1}"
-        self._grad_norms.append(guard.update(partial(optim_step, self.take_normalizer()), name, suspects))
-
-    def take_normalizer(self) -> float:
-        """Returns the divisor of its summed gradient; 1 without loss tokens, whose gradient is zero."""
-        divisors = {"token_mean": self._loss_tokens, "sequence_mean": self._sequences, "sum": 1}
-        self._loss_tokens, self._sequences = 0.0, 0
-        return float(divisors[self._normalization] or 1)
+        normalizer = self._divisors[-1] or 1.0  # a gradient that is not divided, or zero for want of loss tokens
+        self._grad_norms.append(guard.update(partial(optim_step, normalizer), name, suspects))
+        self._divisors.append(0.0)
 
     def update_metrics(self) -> dict[str, float]:
         """Returns the norm of the gradients before clipping, mean and largest of the updates that were made (NaN
@@ -162,11 +155,14 @@ class StepRecord:
         }
 
     def optim_metrics(self) -> dict[str, float]:
-        """Returns `optim/*`: sums as means over loss tokens, and `ratio:max` as `ratio_max`."""
+        """Returns `optim/*`: the loss as it was normalised, other sums as means over loss tokens, and `ratio:max` as
+        `ratio_max`."""
         sums = reduce_metrics(self._outputs)
+        loss = sums.pop("loss:sum") / (sum(self._divisors) or 1.0)
         tokens = max(sums.pop("loss_tokens:sum"), 1.0)
         parts = [(*name.rpartition(":")[::2], value) for name, value in sums.items()]
         return {
+            "optim/loss": loss,
             **{f"optim/{name}": value / tokens for name, how, value in parts if how == "sum"},
             **{f"optim/{name}_{how}": value for name, how, value in parts if how != "sum"},
         }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sft_support
 import torch
 from model_support import FACTS
 from peft import LoraConfig as PeftConfig
@@ -41,6 +42,18 @@ def refusal(lora: dict[str, Any], facts: ModelFacts | None = FACTS, **trainer: A
     with pytest.raises(BadInput) as refused:
         check(config(lora, **trainer), facts)
     return str(refused.value)
+
+
+def test_tokens_weigh_as_the_loss_was_published_unless_the_configuration_says_how() -> None:
+    kinds = [config({}, loss_fn=loss).normalization.kind for loss in ("ppo", "gspo", "json:dumps")]
+    assert kinds == ["token_mean", "sequence_mean_token_mean", "token_mean"]
+    given = config({}, loss_fn="gspo", loss_normalization="sequence_mean_token_sum_norm").normalization
+    assert (given.kind, given.longest) == ("sequence_mean_token_sum_norm", 10)
+
+
+def test_a_length_to_divide_by_is_asked_for() -> None:
+    with pytest.raises(BadInput, match=r"sequence_mean_token_sum_norm without model\.max_seq_len"):
+        check(sft_support.config(trainer__loss_normalization="sequence_mean_token_sum_norm"), FACTS)
 
 
 def test_ranks_are_those_of_the_installed_vllm() -> None:

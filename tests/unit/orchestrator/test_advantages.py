@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from orchestrator_fakes import trajectory_to_data
 
 from orchestrator.advantages import (
-    AdvantageKind,
     DatumTurns,
     ScoredGroup,
     build_minibatch,
@@ -23,7 +22,9 @@ from orchestrator.advantages import (
 )
 from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
-from trireme.core.types import TokenBatch, WeightIdentity
+from trireme.config.orchestrator import AdvantageKind, OrchestratorConfig
+from trireme.core.normalization import LossNormalization, Normalization
+from trireme.core.types import Minibatch, TokenBatch, WeightIdentity
 
 VECTORS = json.loads((Path(__file__).parents[2] / "oracles" / "vectors.json").read_text())
 
@@ -190,12 +191,19 @@ def test_an_empty_observation_is_refused() -> None:
         trajectory_to_data(trajectory([transition([], [1, 2])]), 1.0, 1.0)
 
 
+def minibatch_of(
+    scored_P: list[ScoredGroup], kind: LossNormalization = "token_mean", overlong_filter: bool = False
+) -> Minibatch:
+    options = OrchestratorConfig(batch_size=4, overlong_filter=overlong_filter)
+    return build_minibatch(5, scored_P, options, Normalization(kind, 8), last=True)
+
+
 def test_overlong_answers_have_no_mask() -> None:
     group = Group(0, "0.0.0", 0, floor=3)
     cut, done = trajectory([transition([1], [2, 3])], "length"), trajectory([transition([1], [4])])
     scored = ScoredGroup(group, (cut, done), (0.0, 1.0), ({}, {}), ("sort",), 1.0)
-    kept = build_minibatch(5, [scored], "mean", overlong_filter=False, last=True).batch.columns
-    masked = build_minibatch(5, [scored], "mean", overlong_filter=True, last=True).batch.columns
+    kept = minibatch_of([scored]).batch.columns
+    masked = minibatch_of([scored], overlong_filter=True).batch.columns
     assert kept["mask"].tolist() == [1, 1, 1]
     assert masked["mask"].tolist() == [0, 0, 1]
     assert kept["advantages"].tolist() == [-0.5, -0.5, 0.5]
@@ -209,8 +217,20 @@ def test_a_minibatch_says_where_it_comes_from() -> None:
         ScoredGroup(Group(0, "a", 0, floor=3), (two_datums, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
         ScoredGroup(Group(1, "b", 0, floor=4), (one_datum, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
     ]
-    minibatch = build_minibatch(5, scored_P, "mean", overlong_filter=False, last=True)
+    minibatch = minibatch_of(scored_P)
     assert minibatch.provenance.step == 5
+    assert minibatch.batch.sequences.tolist() == [0, 0, 1, 2, 3]
     assert minibatch.provenance.floors.tolist() == [3, 3, 3, 4, 4]
     assert [i.version for i in minibatch.provenance.identities] == [3, 4, 5]
-    assert (minibatch.num_groups, minibatch.num_loss_tokens, len(minibatch.batch)) == (2, 8, 5)
+    assert (minibatch.num_groups, minibatch.divisor, len(minibatch.batch)) == (2, 8, 5)
+
+
+def test_a_rollout_weighs_as_one_in_however_many_datums_it_is() -> None:
+    """GRPO's mean over sequences of the mean over their tokens; one that was cut by length is not among them."""
+    broken = trajectory([transition([1], [2, 3, 4]), transition([9], [8])])
+    whole, cut = trajectory([transition([1], [2, 3])]), trajectory([transition([1], [4])], "length")
+    scored = ScoredGroup(Group(0, "a", 0, floor=3), (broken, whole, cut), (0.0, 1.0, 0.0), ({},) * 3, (), 1.0)
+    minibatch = minibatch_of([scored], "sequence_mean_token_mean", overlong_filter=True)
+    assert minibatch.batch.columns["mask"].tolist() == [0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 0]
+    assert minibatch.divisor == 2
+    assert minibatch_of([scored], "sequence_mean_token_sum_norm", overlong_filter=True).divisor == 2 * 8

@@ -74,7 +74,7 @@ def test_streamed_minibatches_hold_the_same_groups(substeps: int, minibatches: i
         np.testing.assert_array_equal(np.concatenate([m.batch.tokens for m in many]), one.batch.tokens)
         advantages = np.concatenate([m.batch.columns["advantages"] for m in many])
         np.testing.assert_array_equal(advantages, one.batch.columns["advantages"])
-        assert sum(m.num_loss_tokens for m in many) == one.num_loss_tokens
+        assert sum(m.divisor for m in many) == one.divisor
 
 
 def test_a_streamed_minibatch_does_not_wait_for_the_batch() -> None:

@@ -1,6 +1,7 @@
 """The penalty towards a reference: exact numbers, no leak onto observed tokens, one mean per substep."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -78,16 +79,26 @@ def test_a_discounted_penalty_is_masked_again():
     assert result[[6, 7]] == pytest.approx([0.5 - 0.032 - 0.011, 0.5 - 0.022], abs=1e-6)
 
 
+def test_a_token_that_counts_in_part_has_the_whole_penalty():
+    """A mask may be a share of a rollout: the loss weighs by it, the penalty must not do so a second time."""
+    batch, reference = of_the_vectors()
+    mask = batch.columns["mask"]
+    halved = replace(batch, columns={**batch.columns, "mask": np.where(np.arange(len(mask)) < 4, mask / 2, mask)})
+    for discount in (0.0, 0.5):
+        (expected, mean), (found, same) = (penalized(b, reference, 0.1, discount) for b in (batch, halved))
+        assert (found.tolist(), same) == (expected.tolist(), mean)
+
+
 def test_the_sum_of_the_vectors():
     oracle = VECTORS["discounted_future_sum"]
-    x = np.array(oracle["x"], np.float32)
+    x = np.array(oracle["x"], np.float64)
     assert discounted_future_sum(x, np.array([0, 3]), oracle["gamma"]).tolist() == oracle["y"]
 
 
-@given(st.lists(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=7), min_size=1, max_size=6), st.floats(0, 1))
+@given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=7), min_size=1, max_size=6), st.floats(0, 1))
 def test_sums_never_cross_datums(parts, discount):
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-    sums = discounted_future_sum(np.concatenate([np.array(p, np.float32) for p in parts]), offsets, discount)
+    sums = discounted_future_sum(np.concatenate([np.array(p) for p in parts]), offsets, discount)
     for part, start in zip(parts, offsets, strict=False):
         total = 0.0
         for i in reversed(range(len(part))):

@@ -58,7 +58,7 @@ class StandIns(SimpleNamespace):
         for part in range(self.parts):
             self.asked.note("wait for", f"{step}.{substep}.{part}")
             batch = f"{step}.{substep}.{part}"
-            yield SimpleNamespace(batch=batch, provenance=None, num_loss_tokens=2, problems_D=(f"problem {batch}",))
+            yield SimpleNamespace(batch=batch, provenance=None, divisor=2.0, problems_D=(f"problem {batch}",))
 
     def release(self, step: int) -> Any:
         self.asked.note("release", step)

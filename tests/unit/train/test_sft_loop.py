@@ -40,7 +40,7 @@ class StandIn:
         self.asked.append(f"train on {len(batch)}")
         weights = batch.columns["weights"]
         metrics = {"loss:sum": 2.0 * float(weights.sum()), "loss_tokens:sum": float((weights > 0).sum())}
-        return ForwardBackwardOutput(np.zeros(len(batch.tokens), np.float32), batch.offsets, metrics, suspects=(0,))
+        return ForwardBackwardOutput(np.full(len(batch.tokens), -2, np.float32), batch.offsets, metrics, suspects=(0,))
 
     def forward(self, batch: TokenBatch) -> Any:
         self.asked.append(f"look at {len(batch)}")
@@ -109,11 +109,12 @@ def test_rows() -> None:
     assert all(name.startswith(("time/", "perf/")) or isinstance(value, int | float) for name, value in row.items())
 
 
-@pytest.mark.parametrize(("kind", "normalizer"), [("token_mean", 2 + 3), ("sequence_mean", 2), ("sum", 1)])
-def test_the_normalizer(kind: str, normalizer: float) -> None:
+@pytest.mark.parametrize(("kind", "normalizer"), [(None, 2 + 3), ("sequence_mean_token_mean", 2), ("sum", 1)])
+def test_the_normalizer(kind: str | None, normalizer: float) -> None:
     all_ = StandIn()
     run(all_, max_steps=1, data__batch_size=2, trainer__loss_normalization=kind)
     assert all_.normalizers == [normalizer]
+    assert all_.rows[0]["train_mean_nll"] == 2.0, "which is the mean over tokens, however the gradient is divided"
 
 
 def test_held_out_examples_are_looked_at_first_of_all_and_at_the_end() -> None:
