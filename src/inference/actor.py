@@ -72,7 +72,7 @@ class ReplicaActor(SamplingEngine):
     gives it the number and the GPUs of a replica that was lost on its node.
 
     After WeightsRefused, a failed update or the death of the engine every further verb raises with the reason. The
-    replica must then be replaced: a failed update is never repeated.
+    replica must then be replaced: a failed update is never repeated. Where `has_lost_engine`, `restart` does that.
     """
 
     def __init__(self, config: Config, index: int | None, log_dir: Path | None) -> None:
@@ -108,14 +108,33 @@ class ReplicaActor(SamplingEngine):
         log.info("process %d, a spare until now, succeeds replica %d", os.getpid(), index)
         if lost.devices is not None:
             os.environ[DEVICES] = lost.devices
-        # The engine ends with its actor, but a large one takes a while, and there is no memory for both.
-        if not await _gone(lost.engine_pid):
-            log.warning(
-                "waited %g s for process %d, the lost replica's engine, to end and free its memory; starting beside it",
-                GONE_S,
-                lost.engine_pid,
-            )
+        await self._await_end(lost.engine_pid)
         return await self.start()
+
+    async def has_lost_engine(self) -> bool:
+        """Tells if the engine's process died under this one, which answers."""
+        return self.engine.errored
+
+    async def restart(self) -> ReplicaInfo:
+        """Starts an engine in place of one that died: most of a start is importing vLLM, which is done."""
+        log.info("process %d starts another engine for %s", os.getpid(), self.name)
+        lost = self._engine_pid
+        self._give_up_all()
+        self.engine.shutdown()
+        await self._await_end(lost)
+        super().__init__(self.config, self.name)  # the state of an engine without requests and weights
+        self.updating = asyncio.Lock()
+        return await self.start()
+
+    async def _await_end(self, pid: int) -> None:
+        """Waits for the engine process that was lost to free its memory: there is none for both."""
+        if not await _gone(pid):
+            log.warning(
+                "waited %g s for process %d, the lost engine of %s, to end and free its memory; starting beside it",
+                GONE_S,
+                pid,
+                self.name,
+            )
 
     async def start(self) -> ReplicaInfo:
         """Starts the engine and samples once: the first logprobs compile a function that a request would wait for."""

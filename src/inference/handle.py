@@ -29,8 +29,8 @@ MAX_CALLS = 100_000
 GRACE_S = 30.0
 SPARES = "a spare replica"
 STOP_S = 10.0
-SPARE_S = 1.0
-"""Time for a spare to show that it is alive: the thread that asks also looks after the other replicas."""
+ALIVE_S = 1.0
+"""Time for an actor to show that it is alive: the thread that asks also looks after the other replicas."""
 
 Value = TypeVar("Value")
 log = logging.getLogger(__name__)
@@ -150,9 +150,13 @@ class InferenceHandle:
         return self.replicas[index].heartbeat.remote()
 
     def replace(self, index: int) -> Any:
-        """Kills what is left of replica `index` and starts a new one in its place; returns its `ready_ref`."""
-        lost = self._info(index)
-        ray.kill(self.replicas[index])  # its engine process dies with it (`inference.engine_startup`)
+        """Starts a new replica in the place of replica `index`; returns its `ready_ref`. An actor that lost nothing but
+        its engine starts another one; else what is left is killed."""
+        lost, replica = self._info(index), self.replicas[index]
+        if lost and True in ready({replica.has_lost_engine.remote(): self.name(index)}, timeout_s=ALIVE_S).values():
+            self._ready[index] = replica.restart.remote()
+            return self._ready[index]
+        ray.kill(replica)  # its engine process dies with it (`inference.engine_startup`)
         if lost and (spare := self._take_spare(lost.node)):
             self.replicas[index], self._ready[index] = spare, spare.succeed.remote(index, lost)
             return self._ready[index]
@@ -215,7 +219,7 @@ class InferenceHandle:
         if spare is None or not ready({spare.prepared: SPARES}, timeout_s=0.0):
             return None
         del self._spares[node]
-        answer = ready({spare.handle.prepare.remote(): SPARES}, timeout_s=SPARE_S)
+        answer = ready({spare.handle.prepare.remote(): SPARES}, timeout_s=ALIVE_S)
         if None in answer.values():
             return spare.handle
         ray.kill(spare.handle)

@@ -528,11 +528,12 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
     pair: dict[str, Room], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First an engine dies in the middle of an update of the other replica: its actor can still say all that it has.
-    Then, with a successor in its place, the other is drained, joins again, and its actor dies: what it had is known but
-    for the last moment."""
+    Then, when the actor has started another, the other replica is drained, joins again, and its actor dies: what it had
+    is known but for the last moment."""
     monkeypatch.setattr("inference.router.PROGRESS_S", 0.1)
     room, prompts = pair["both"], [prompt_of(20 + i, seed=100 + i) for i in range(6)]
     group, router = room.group, room.router
+    actor = psutil.Process(room.engine_pid).ppid()
 
     async def engine_dies() -> list[Any]:
         before = (await room.update()).identity
@@ -560,7 +561,10 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         assert told[1:-1] in ([], [(newest, True)]), "on the keys and values of the version before"
 
     async def is_drained() -> list[Any]:
-        get(group.replace(0), who="the successor", timeout_s=START_S)
+        successor = get(group.replace(0), who="the successor", timeout_s=START_S)
+        pids = get(group.heartbeat_ref(0), who="the successor", timeout_s=60).pids
+        assert pids == (actor, successor.engine_pid), "the same actor has another engine"
+        assert successor.engine_pid != room.engine_pid
         await router.join(0, group.client(0))
         assert router.acknowledged() == {0: newest, 1: newest}
         running = begin(room, [request(f"drained {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])

@@ -23,6 +23,7 @@ class Actor:
 
     def __init__(self, index: int | None, options: dict[str, Any]) -> None:
         self.index, self.options, self.dead = index, options, False
+        self.hangs = self.lost_engine = False
         self.asked = count()
 
     def __getattr__(self, verb: str) -> Any:
@@ -68,7 +69,10 @@ class World:
         return there
 
     def _answer(self, ref: Any) -> Any:
-        return DIED if ref[0].dead else None if ref[1] == "prepare" and ref[0] in self.prepared else self
+        actor, verb = ref[0], ref[1]
+        if verb == "has_lost_engine" and not actor.hangs:
+            return DIED if actor.dead else actor.lost_engine
+        return DIED if actor.dead else None if verb == "prepare" and actor in self.prepared else self
 
     def spares(self) -> list[Actor]:
         return [actor for actor in self.made if actor.index is None]
@@ -144,6 +148,29 @@ def test_one_that_died_is_followed_by_another_but_not_for_ever(world: World) -> 
         assert world.killed[-1] is dead
     assert len(world.spares()) == 2 + limit, "no more are made"
     assert len({spare.options["scheduling_strategy"] for spare in world.spares()[1:]}) == 1, "all on one node"
+
+
+def test_an_actor_that_lost_its_engine_starts_another_and_the_spare_stays(world: World) -> None:
+    for spare in world.spares():
+        world.prepare(spare)
+    replica = world.made[0]
+    replica.lost_engine = True
+    assert world.group.replace(0) == (replica, "restart") == world.group.ready_ref(0)
+    assert world.killed == []
+    assert len(world.spares()) == 2
+    world.answers[world.group.ready_ref(0)] = RoomFailed("the second engine did not start")
+    world.group.replace(0)
+    assert world.killed == [replica], "it is asked once"
+    assert world.group.ready_ref(0) == (world.made[-1], "start")
+
+
+@pytest.mark.parametrize("state", [{"dead": True}, {"hangs": True, "lost_engine": True}, {"lost_engine": False}])
+def test_what_is_more_than_the_loss_of_an_engine_ends_the_actor(world: World, state: dict[str, bool]) -> None:
+    replica = world.made[0]
+    vars(replica).update(state)
+    world.group.replace(0)
+    assert world.killed == [replica]
+    assert world.group.ready_ref(0) == (world.made[-1], "start")
 
 
 def test_a_replica_that_never_started_is_started_anew(world: World) -> None:
