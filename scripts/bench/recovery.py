@@ -1,20 +1,23 @@
 """Measures the cost of losing a replica and a shard.
 
-    python scripts/bench/recovery.py [--repeats 3]
+    python scripts/bench/recovery.py [--repeats 5]
 
 replica    a run of the counting task whose two replicas have a core each, with half of the trainer's shards; Ray's
-           services, and with them every new process, are on the first core, driver and orchestrator on the second. The
-           replica on the first core is killed. Two figures:
+           services, and with them every new process, are on the first core, driver and orchestrator on the second. Of
+           the replica on the first core either the engine is killed, whose actor starts another one, or the actor, with
+           which its engine dies. Two figures:
              successor   from SIGKILL until its successor samples, over the bare start-up of that process: the same
                          actor on that core, alone on the machine, started when one has been started before
              survivors   groups finished in that time, over half of what both replicas finished in the same time before
-           Both are measured twice: with a spare (`inference.spare`), which has imported vLLM by then, and without.
+           The loss of an actor is measured twice: with a spare (`inference.spare`), which has imported vLLM by then,
+           and without. Without one its successor is a new process of Ray, which has to import everything: that is the
+           bare start, beside a run that samples and trains.
 shard      the quickstart, one of whose shards is killed just after a commit; from SIGKILL to the end of the next
            completed step, over the loaded start-up of the group: both shards and what they read from the same commit,
            alone on the machine. And where the time went.
 
 What happened when is read from the traces. The last line of the output is the result as one JSON object, whose figure
-is the successor's with a spare. Leave the machine alone while it runs.
+is the successor's after the loss of an engine, with defaults. Leave the machine alone while it runs.
 """
 
 from __future__ import annotations
@@ -148,7 +151,8 @@ def running(directory: str, config: Path, *flags: str) -> Iterator[Run]:
 # ------------------------------------------------------------------------------------------------------------- replica
 
 
-def lose_replica(config: Path, bare_start_s: float, spare: bool) -> Replica:
+def lose_replica(config: Path, bare_start_s: float, lost: str, spare: bool = False) -> Replica:
+    """Kills a process of replica 0: `lost` is "replica actor" or "engine core"."""
     flags = ["--inference.spare", str(spare).lower()]
     with tempfile.TemporaryDirectory(prefix="bench-") as directory, running(directory, config, *flags) as run:
         run.wait_for_step(WARM_UP_STEPS)
@@ -157,14 +161,16 @@ def lose_replica(config: Path, bare_start_s: float, spare: bool) -> Replica:
         spread(run)
         began = time.time()
         time.sleep(BEFORE_S)
-        (actor,) = (p for part, p in run.processes() if part == "inference_0" and room_of(p) == "replica actor")
+        (process,) = (p for part, p in run.processes() if part == "inference_0" and room_of(p) == lost)
         killed = time.time()
-        actor.send_signal(signal.SIGKILL)
+        process.send_signal(signal.SIGKILL)
         samples = run.wait_for("the successor's first request", lambda: first_request(run, killed))
         time.sleep(1.0)  # until the orchestrator's trace has been written up to there
         ended = [event["ts"] / 1e6 for event in run.trace("orchestrator_0") if is_group_end(event)]
-        if spare and "a spare until now" not in (logs(run) / "inference_0.log").read_text():
-            raise RuntimeError("the successor is not the spare")
+        said = (logs(run) / "inference_0.log").read_text()
+        way = {"engine core": "starts another engine"}.get(lost, "a spare until now" if spare else "")
+        if way not in said:
+            raise RuntimeError(f"the successor came in another way: {way!r} is not in its log")
         for incident in run.incidents():
             print(f"{incident['at'] - killed:.1f} s after the kill: {incident['what']}", flush=True)
 
@@ -296,13 +302,15 @@ def resolved(config: Path, to: Path) -> None:
     to.write_text(load(["@", str(config)]).config.model_dump_json())
 
 
-def report(spared: Sequence[Replica], plain: Sequence[Replica], shards: Sequence[Shard]) -> None:
-    successor = median([each.successor for each in spared])
-    survivors = median([each.survivors for each in spared])
+def report(
+    engines: Sequence[Replica], spared: Sequence[Replica], plain: Sequence[Replica], shards: Sequence[Shard]
+) -> None:
+    successor = median([each.successor for each in engines])
+    survivors = median([each.survivors for each in engines])
     shard = median([each.ratio for each in shards])
     Result(
         name="recovery",
-        value=median([each.until_it_samples_s for each in spared]),
+        value=median([each.until_it_samples_s for each in engines]),
         unit="s",
         ratio=successor,
         target=SUCCESSOR_TARGET,
@@ -311,20 +319,25 @@ def report(spared: Sequence[Replica], plain: Sequence[Replica], shards: Sequence
         detail={
             "survivors": {"ratio": survivors, "target": SURVIVORS_TARGET},
             "shard": {"ratio": shard, "target": SHARD_TARGET},
-            "without_a_spare": {
-                "successor": median([each.successor for each in plain]),
-                "survivors": median([each.survivors for each in plain]),
-                "replicas": [asdict(each) for each in plain],
-            },
-            "replicas": [asdict(each) for each in spared],
+            "engine": summary(engines),
+            "actor": summary(plain),
+            "actor_with_a_spare": summary(spared),
             "shards": [asdict(each) for each in shards],
         },
     ).print()
 
 
+def summary(replicas: Sequence[Replica]) -> dict[str, Any]:
+    return {
+        "successor": median([each.successor for each in replicas]),
+        "survivors": median([each.survivors for each in replicas]),
+        "replicas": [asdict(each) for each in replicas],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="measured rounds (default: 3)")
+    parser.add_argument("--repeats", type=int, default=5, help="measured rounds (default: 5)")
     parser.add_argument("--bare", choices=["replica", "shards"], help="start one room, in this process")
     parser.add_argument("--config", type=Path, help="of --bare: a resolved configuration")
     parser.add_argument("--commit", type=Path, help="of --bare shards: what they read")
@@ -333,7 +346,7 @@ def main() -> None:
         print(json.dumps({"seconds": start_bare(args.bare, args.config, args.commit)}), flush=True)
         return
     let_actors_import_counting()
-    spared, plain, shards = [], [], []
+    engines, spared, plain, shards = [], [], [], []
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         directory = Path(name)
         make_model(directory / "model", hidden=TASK.hidden, layers=TASK.layers)
@@ -342,11 +355,12 @@ def main() -> None:
         resolved(config, directory / "resolved.json")
         for _ in range(args.repeats):
             bare_start_s = bare("replica", directory / "resolved.json")
-            spared.append(lose_replica(config, bare_start_s, spare=True))
-            plain.append(lose_replica(config, bare_start_s, spare=False))
+            engines.append(lose_replica(config, bare_start_s, "engine core"))
+            spared.append(lose_replica(config, bare_start_s, "replica actor", spare=True))
+            plain.append(lose_replica(config, bare_start_s, "replica actor"))
             shards.append(lose_shard())
-            print(spared[-1], plain[-1], shards[-1], flush=True)
-    report(spared, plain, shards)
+            print(engines[-1], spared[-1], plain[-1], shards[-1], flush=True)
+    report(engines, spared, plain, shards)
 
 
 def with_two_of_each(config: dict[str, Any]) -> dict[str, Any]:
