@@ -47,6 +47,8 @@ def _width(value: int, section: Mapping[str, Any]) -> int:
 
 HIDDEN = ("hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim")
 SIZES: tuple[tuple[str, Size], ...] = (
+    # With few keys to choose from, rounding would decide between keys whose scores are the same.
+    (r"index_topk.*", lambda value, _: value),
     (r"type_vocab_size|.*position.*|.*_theta|.*(image|patch)_size|.*kernel.*", lambda value, _: value),
     (r".*vocab(_size.*)?|num_embeddings", _at_most(VOCABULARY)),
     (r"qk_head_dim", _at_most(32)),
@@ -130,6 +132,8 @@ def _shrink(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrink_value(key: str, value: Any, section: Mapping[str, Any]) -> Any:
+    if key == PER_LAYER:
+        return value  # `_shrink_layers` has done it
     if isinstance(value, dict):
         return _shrink(value) if all(isinstance(k, str) for k in value) else value
     if isinstance(value, list | tuple) and not re.search("layer|idxs", key):
@@ -169,10 +173,19 @@ def _shrink_layers(section: dict[str, Any], depth: str, count: int) -> dict[str,
         elif key == SHARED:
             few[key] = sum(layer >= count - value for layer in layers)
         elif key == PER_LAYER and value:
-            few[key] = {str(n): value[k] for n, layer in enumerate(layers) for k in value if int(k) == layer}
+            few[key] = {
+                str(n): _other_sizes(value[k], section) for n, at in enumerate(layers) for k in value if int(k) == at
+            }
         elif key.endswith("_layer_offset"):
             few[key] = value % 2  # of a period that is now 2
     return few | periods
+
+
+def _other_sizes(single: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a layer has instead of the common sizes, for the twin: larger sizes are twice the common ones."""
+    small = {key: _shrink_value(key, value, section) for key, value in single.items()}
+    larger = {k for k, v in single.items() if type(v) is int and type(section.get(k)) is int and v > section[k]}
+    return {key: 2 * value if key in larger else value for key, value in small.items()}
 
 
 def _kind(section: Mapping[str, Any], layer: int, count: int) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
+LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "seq_length", "context_length")
 
 
 def measure(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,8 @@ def _configuration(described: Mapping[str, Any]) -> PretrainedConfig:
     if model_type not in CONFIG_MAPPING:
         raise KeyError(f"model_type = {model_type} is none that transformers {__version__} knows")
     own = {key: value for key, value in described.items() if key != "auto_map"}  # no code from elsewhere
-    return CONFIG_MAPPING[model_type].from_dict(own)
+    kind = CONFIG_MAPPING[model_type]
+    return kind.from_dict(kind._decode_special_floats(own))  # JSON has no infinity
 
 
 def _first(text: PretrainedConfig, names: tuple[str, ...]) -> Any:

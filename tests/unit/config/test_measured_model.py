@@ -87,6 +87,11 @@ def test_what_cannot_be_read_is_named(described: dict[str, Any], said: str) -> N
     assert said in refusal(described)
 
 
+def test_infinity_in_a_config_json_is_read() -> None:
+    config = AutoConfig.for_model("bamba", num_hidden_layers=2)
+    assert ModelFacts.from_json("m", config.to_json_string(use_diff=False)).num_layers == 2
+
+
 def test_a_stated_length_is_enough() -> None:
     facts = ModelFacts.from_json("m", json.dumps({"model_type": "mamba", "max_position_embeddings": 99}))
     assert (facts.max_position_embeddings, facts.kv_values_per_token, facts.windows) == (99, 0, ())

@@ -65,6 +65,15 @@ def test_one_layer_of_each_kind_stays() -> None:
     assert small.mlp_only_layers == [1]
 
 
+def test_layers_with_larger_heads_keep_them() -> None:
+    small = twin_config(of("gemma4_text"))
+    small.allow_global_per_layer_attribute_access = True
+    assert small.head_dim == 16
+    single = small.to_dict()["per_layer_config"]
+    assert {layer: sizes["head_dim"] for layer, sizes in single.items()} == {"1": 32, "2": 32}
+    assert small.layer_types == ["sliding_attention", "full_attention", "full_attention"]
+
+
 @pytest.mark.parametrize(("dense", "kept"), [(0, 0), (3, 1)])
 def test_the_first_layers_that_are_dense_stay_the_first(dense: int, kept: int) -> None:
     assert twin_config(of("deepseek_v3", first_k_dense_replace=dense)).first_k_dense_replace == kept
