@@ -24,7 +24,8 @@ A value is taken from the first of these places that has it: command line, envir
     TRIREME__TRAINER__SHARDS=2 uv run rl @ f.toml              # the environment
     uv run rl @ f.toml --dry-run                               # print the resolved configuration and the plan, and stop
 
-- Files are TOML, or JSON with the ending `.json`: a run's `config.json` can be given to `@` again.
+- Files are TOML, or JSON with the ending `.json`: a run's `config.json` can be given to `@` again. If it names code
+  to run, such as an environment of your own, add `--trust-config`.
 - Relative paths, in files too, are relative to the working directory.
 - A switch is set by its bare flag (`--clean`), or by `--clean true` and `--clean false`.
 - `none` unsets a key that may be none.

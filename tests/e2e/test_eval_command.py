@@ -84,9 +84,9 @@ def test_environments_of_several_kinds_on_a_real_engine(tmp_path: Path) -> None:
             "samples": 6,
         },
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.json").write_text(json.dumps(config))
     output = tmp_path / "numbers.json"
-    command = [*COMMAND, str(tmp_path / "model"), "@", str(tmp_path / "config.json"), "--output", str(output)]
+    command = [*COMMAND, str(tmp_path / "model"), "@", str(tmp_path / "own.json"), "--output", str(output)]
     environ = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -59,7 +59,7 @@ def next_steps(root: Path, max_steps: int, seconds: float, own: Sequence[str], l
             "all curves, and who did what when, as one HTML page:",
             f"  uv run --no-sync trireme report {root}",
             "the same run, for longer:",
-            f"  {resume_command(root, longer=2 * max_steps)}",
+            f"  {resume_command(root, longer=2 * max_steps, own=True)}",
             *last,
         ]
     )

@@ -74,7 +74,7 @@ def _next_steps(config: Config, root: Path, seconds: float) -> str:
     seed = config.seed + 1
     last = [
         "a new run with another seed:",
-        f"  {rerun_command(root, '--run.name', f'{root.name}-seed-{seed}', '--seed', str(seed))}",
+        f"  {rerun_command(root, '--run.name', f'{root.name}-seed-{seed}', '--seed', str(seed), own=True)}",
     ]
     return next_steps(root, config.max_steps, seconds, own, last)
 

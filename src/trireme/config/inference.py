@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from trireme.config.section import Section, Share
+from trireme.config.section import NAMES_CODE, Section, Share
 from trireme.core.transport import TRANSPORTS
 from trireme.core.types import SamplingParams
 
@@ -61,7 +61,7 @@ class InferenceConfig(Section):
     spare: bool = False
     """Keep one more process on each node with replicas, which has imported vLLM, has no engine and no GPU, and
     becomes the successor of a replica that is lost there."""
-    engine_args: dict[str, Any] = Field({})
+    engine_args: dict[str, Any] = Field({}, json_schema_extra=NAMES_CODE)
     """Further arguments of vLLM's AsyncEngineArgs."""
 
     def sequences(self, *, on_gpus: bool) -> int:

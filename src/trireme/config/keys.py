@@ -22,6 +22,7 @@ USAGE = """usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key
   @ FILE              read a TOML or JSON file; several overlay each other from left to right
   --trainer @ FILE    the same, its keys rooted at that section
   --dry-run           print the resolved configuration and the plan, and stop
+  --trust-config      run the code that a config.json of a run names (docs/checkpoints.md)
   --version, --help, --help SECTION (for example --help trainer)
 
 A value is looked up in this order: command line, environment (TRIREME__TRAINER__SHARDS=2), files, default."""
@@ -46,6 +47,12 @@ class Key:
         """One more flag for it; None without one."""
         extra = self.field.json_schema_extra
         return extra.get("flag") if isinstance(extra, dict) else None
+
+    @property
+    def names_code(self) -> bool:
+        """True: its values can make code run."""
+        extra = self.field.json_schema_extra
+        return isinstance(extra, dict) and bool(extra.get("names_code"))
 
     @property
     def dotted(self) -> str:

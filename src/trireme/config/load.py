@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from trireme.config.keys import Key, Keys, Path, keys_of
 from trireme.config.layers import PREFIX, GivenValue, MergedLayers, read_literal, unknown_key
 from trireme.config.schema import CommonConfig, Config
+from trireme.config.trust import FLAG, RECORD, named_code, untrusted
 from trireme.core.refusals import Refusal, refuse
 
 C = TypeVar("C", bound=CommonConfig)
@@ -39,6 +41,8 @@ class CommandLine:
     """Files, each with the section at which its keys are rooted."""
     flags: list[GivenValue] = field(default_factory=list)
     dry_run: bool = False
+    trusts: bool = False
+    """True: code that recorded configurations name may run."""
     refusals: list[Refusal] = field(default_factory=list)
 
     @classmethod
@@ -50,6 +54,8 @@ class CommandLine:
             word = words.pop(0)
             if word == "--dry-run":
                 line.dry_run = True
+            elif word == FLAG:
+                line.trusts = True
             elif word.startswith("@"):
                 _take_file(line, (), word, words)
             elif word.startswith("--"):
@@ -79,15 +85,28 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
     if "--version" in argv:
         print(f"trireme {version('trireme')}")
         raise SystemExit(0)
-    line, layers = CommandLine.of(argv, known), MergedLayers(known)
+    line, layers, own = CommandLine.of(argv, known), MergedLayers(known), MergedLayers(known)
     for root, file in line.files:
-        layers.add(_read_file(root, file, line.refusals, known))
-    layers.add(_read_environment(os.environ if environ is None else environ, known))
-    layers.add(line.flags)
+        values = _read_file(root, file, line.refusals, known)
+        layers.add(values)
+        own.add([] if file.name == RECORD else values)
+    for values in (_read_environment(os.environ if environ is None else environ, known), line.flags):
+        layers.add(values)
+        own.add(values)
+    _ask_for_trust(line, named_code(layers.tree, known), named_code(own.tree, known))
     options = () if line.refusals else known.options.values()
     missing = [refusal for key in options for refusal in _missing(key, layers.named, known)]
     refuse([*line.refusals, *layers.refusals, *missing, *_unnumbered(layers, known)])
     return Loaded(schema.model_validate(layers.tree), line.dry_run)
+
+
+def _ask_for_trust(line: CommandLine, named: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuses, or lists where it is trusted, the code that only recorded configurations name."""
+    foreign = [f"{key} = {json.dumps(value)}" for key, value in named.items() if own.get(key, ()) != value]
+    if foreign and line.trusts:
+        print(f"{FLAG}: " + ", ".join(foreign), file=sys.stderr)
+    elif foreign:
+        line.refusals.append(untrusted(foreign, [file for _, file in line.files if file.name == RECORD]))
 
 
 def _missing(key: Key, named: set[Path], known: Keys) -> Iterator[Refusal]:

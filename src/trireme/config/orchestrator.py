@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, PositiveFloat, PositiveInt
 
-from trireme.config.section import NonNegativeInt, Section, Share
+from trireme.config.section import NAMES_CODE, NonNegativeInt, Section, Share
 
 AdvantageKind = Literal["mean", "std", "leave_one_out"]
 
@@ -50,7 +50,7 @@ class OrchestratorConfig(Section):
 
 
 class EnvConfig(Section):
-    id: str
+    id: str = Field(json_schema_extra=NAMES_CODE)
     """Environment: a built-in name (`sort`), `verifiers:<taskset>` or `package.module:Dataset`."""
     args: dict[str, Any] = Field({})
     """Arguments of the dataset."""
@@ -67,7 +67,7 @@ class EnvConfig(Section):
 
 
 class RendererConfig(Section):
-    name: str = "auto"
+    name: str = Field("auto", json_schema_extra=NAMES_CODE)
     """How chat messages become tokens: as the tokenizer's `chat_template` says, `role_colon` (`User: ...`, for base
     models), `qwen3`, `renderers:FORMAT` (of the package renderers), or `package.module:Class`; auto = qwen3 where
     it writes what the template does, else such a format, else the template, and role_colon without one."""
@@ -82,7 +82,7 @@ class RendererConfig(Section):
 
 
 class HeldOutConfig(Section):
-    id: str | None = None
+    id: str | None = Field(None, json_schema_extra=NAMES_CODE)
     """Environment of evaluations; none = the run's own, with several that which has this `name`."""
     args: dict[str, Any] = Field({})
     """Arguments of its dataset; of the run's own: laid over `env.args`."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from trireme.config.section import NonNegativeInt, Section
+from trireme.config.section import NAMES_CODE, NonNegativeInt, Section
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number in each dtype."""
@@ -71,7 +71,7 @@ class ModelConfig(Section):
 
 
 class ClusterConfig(Section):
-    address: str | None = None
+    address: str | None = Field(None, json_schema_extra=NAMES_CODE)
     """Address of a running Ray cluster; none = start one here."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where models compute; auto = on GPUs if the cluster has any, else on CPUs."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+NAMES_CODE: Final[JsonDict] = {"names_code": True}
+"""Marks a key whose values can make code run: see `trireme.config.trust`."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt
 
 from trireme.config.losses import LossFnType
-from trireme.config.section import NonNegativeFloat, NonNegativeInt, Section, Share
+from trireme.config.section import NAMES_CODE, NonNegativeFloat, NonNegativeInt, Section, Share
 from trireme.core.normalization import LossNormalization
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -147,7 +147,9 @@ class CommonTrainer(Section):
 
 
 class TrainerConfig(CommonTrainer):
-    loss_fn: LossFnType | Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    loss_fn: LossFnType | Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = Field(
+        None, json_schema_extra=NAMES_CODE
+    )
     """Loss, or one of your own as `package.module:function`; none = `importance_sampling` if max_steps_off_policy
     is 0, else `ppo`."""
     loss_fn_config: dict[str, float] = Field({})

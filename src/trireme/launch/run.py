@@ -123,7 +123,7 @@ def resume_hint(run: RunDir) -> Iterator[None]:
             newest = f"The newest commit is {commits[-1].name}" if commits else "There is no commit yet"
             if isinstance(error, LimitReached):
                 newest += ". As it is, the run would stop again: change what is said above first"
-            error.add_note(f"{newest}; resume the run with:\n  {resume_command(run.root)}")
+            error.add_note(f"{newest}; resume the run with:\n  {resume_command(run.root, own=True)}")
         raise
 
 

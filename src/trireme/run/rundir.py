@@ -22,13 +22,16 @@ from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.resume import check_fixed, choose, fork
 from trireme.checkpoint.rows import METRICS
 from trireme.checkpoint.store import HEAD, CheckpointStore, Head, VerifiedCommit
+from trireme.config.keys import keys_of
 from trireme.config.load import WRITTEN_BY
-from trireme.config.schema import CommonConfig
+from trireme.config.schema import CommonConfig, Config
+from trireme.config.sft import SftConfig
+from trireme.config.trust import FLAG, RECORD, named_code
 from trireme.core.errors import BadInput, CheckpointInvalid
 from trireme.core.refusals import Refusal
 from trireme.supervision.status import LOCK
 
-CONFIG = "config.json"
+CONFIG = RECORD
 MARKS = (CONFIG, METRICS)
 """A run directory holds at least one of these files."""
 PLACES = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "RAY_ADDRESS")
@@ -42,18 +45,22 @@ def command_of(root: Path) -> str:
     return "sft" if "data" in json.loads((root / CONFIG).read_bytes()) else "rl"
 
 
-def rerun_command(root: Path, *flags: str) -> str:
-    """Returns the command that runs the configuration of the run in `root` again, with more flags, where that run
-    found its modules, models and devices."""
-    given = json.loads((root / CONFIG).read_bytes()).get(WRITTEN_BY, {}).get("environment", {})
-    words = ["uv", "run", command_of(root), "@", str(root / CONFIG), *flags]
-    return " ".join([*(f"{name}={shlex.quote(given[name])}" for name in PLACES if name in given), shlex.join(words)])
+def rerun_command(root: Path, *flags: str, own: bool = False) -> str:
+    """Returns the command that runs the configuration of the run in `root` again, with more flags. `own`: this user has
+    just run it, so it is trusted, and runs where that run found its modules, models and devices."""
+    config = json.loads((root / CONFIG).read_bytes())
+    places = config.pop(WRITTEN_BY, {}).get("environment", {}) if own else {}
+    schema = SftConfig if command_of(root) == "sft" else Config
+    trust = [FLAG] if own and named_code(config, keys_of(schema)) else []
+    words = ["uv", "run", command_of(root), "@", str(root / CONFIG), *trust, *flags]
+    return " ".join([*(f"{name}={shlex.quote(places[name])}" for name in PLACES if name in places), shlex.join(words)])
 
 
-def resume_command(root: Path, longer: int | None = None) -> str:
-    """Returns the command that resumes the run in `root`, up to step `longer` if that is given."""
+def resume_command(root: Path, longer: int | None = None, *, own: bool = False) -> str:
+    """Returns the command that resumes the run in `root`, up to step `longer` if that is given; `own` as above."""
     steps = ["--max-steps", str(longer)] if longer else []
-    return rerun_command(root, "--run.output-dir", str(root.parent), "--run.name", root.name, "--resume", *steps)
+    place = ("--run.output-dir", str(root.parent), "--run.name", root.name)
+    return rerun_command(root, *place, "--resume", *steps, own=own)
 
 
 def _written_by() -> dict[str, Any]:

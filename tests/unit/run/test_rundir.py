@@ -86,11 +86,11 @@ def test_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
 def test_config_json_runs_again(tmp_path: Path) -> None:
     given = config(tmp_path, "r", "--clean", "--trainer.learning-rate", "2e-4", "--env.args.length", "5")
     with open_run(given) as run:
-        again = load(["@", str(run.root / "config.json")], {}).config
+        again = load(["@", str(run.root / "config.json"), "--trust-config"], {}).config
     assert again.model_dump(exclude={"clean"}) == given.model_dump(exclude={"clean"})
     assert not again.clean  # running it again must not empty anything
     with open_run(config(tmp_path, "r", "--resume")) as run:
-        again = load(["@", str(run.root / "config.json")], {}).config
+        again = load(["@", str(run.root / "config.json"), "--trust-config"], {}).config
     assert not again.resume.wanted  # nor go on from where it once went on
 
 
@@ -119,7 +119,7 @@ def test_a_start_that_was_killed_at_once_leaves_nothing_in_the_way(tmp_path: Pat
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / left).write_text("half")
     with open_run(config(tmp_path)) as run:
-        load(["@", str(run.root / "config.json")], {})
+        load(["@", str(run.root / "config.json"), "--trust-config"], {})
 
 
 def test_somebody_elses_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_the_resume_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("PYTHONPATH", raising=False)
     given = config(tmp_path / "with space")
     with open_run(given) as run:
-        words = shlex.split(resume_command(run.root))
+        words = shlex.split(resume_command(run.root, own=True))
     assert words[:3] == ["uv", "run", "rl"]
     with open_run(load(words[3:], {}).config) as again:
         assert (again.root, again.start.attempt) == (run.root, 2)
@@ -222,7 +222,7 @@ def test_the_resume_command_has_the_variables_that_the_run_was_given(
     monkeypatch.setenv("ANSWERER_KEY", "secret")
     with open_run(config(tmp_path)) as run:
         monkeypatch.delenv("PYTHONPATH")
-        command = resume_command(run.root, longer=300)
+        command = resume_command(run.root, longer=300, own=True)
     assert shlex.split(command)[0] == f"PYTHONPATH={tmp_path}{os.pathsep}{tmp_path}/my envs"
     assert command.endswith("--resume --max-steps 300")
     assert "secret" not in (run.root / "config.json").read_text()

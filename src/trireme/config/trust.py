@@ -1,0 +1,54 @@
+"""Finds the code that a configuration names, so that a configuration of somebody else runs none unasked.
+
+Keys marked NAMES_CODE are given to Python's import, to vLLM's arguments (which name classes and plugins), or to Ray
+(whose driver unpickles what the cluster sends). Their built-in values have no colon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path as File
+from typing import Any
+
+from trireme.config.keys import Keys, Path
+from trireme.core.refusals import Refusal
+
+RECORD = "config.json"
+"""Name of the file in which a run records its configuration. It may be a stranger's; other files their reader wrote."""
+FLAG = "--trust-config"
+
+
+def named_code(tree: Mapping[str, Any], known: Keys) -> dict[str, Any]:
+    """Returns the values in a tree of keys that name code, by their dotted names."""
+    found: dict[str, Any] = {}
+    for key in known.options.values():
+        if key.names_code:
+            for place, value in _values(tree, key.path):
+                if isinstance(value, Mapping):
+                    found |= {".".join((*place, str(name))): entry for name, entry in value.items()}
+                elif isinstance(value, str) and ":" in value:
+                    found[".".join(place)] = value
+    return found
+
+
+def _values(tree: Any, path: Path, place: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields the values at `path`, with their places: one for each entry where the path leads into a list."""
+    if isinstance(tree, list):
+        tree = {str(number): entry for number, entry in enumerate(tree)}
+    if not path:
+        yield place, tree
+    elif isinstance(tree, Mapping):
+        numbers = [name for name in tree if name.isdigit()]
+        for number in numbers:
+            yield from _values(tree[number], path, (*place, number))
+        if path[0] in tree:
+            yield from _values(tree[path[0]], path[1:], (*place, path[0]))
+
+
+def untrusted(named: Iterable[str], files: Iterable[File]) -> Refusal:
+    """Refuses code that recorded configurations name."""
+    return Refusal(
+        f"code to run, named by {', '.join(map(str, files))}:\n    " + "\n    ".join(named),
+        f"your consent, because a {RECORD} may be somebody else's",
+        f"look at what these name. Then add {FLAG}, or give other values, such as --env.id sort",
+    )
