@@ -24,12 +24,12 @@ Curve = tuple[Sequence[int], Sequence[float]]
 
 
 def read_curve(path: Path, key: str) -> Curve:
-    """Returns the column `key` of a metrics file; rows without it are skipped.
+    """Returns the column `key` of a metrics file; rows without a number there are skipped.
 
     Raises ValueError where no row has it.
     """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found = [row for row in rows if key in row]
+    found = [row for row in rows if row.get(key) is not None]
     if not found:
         raise ValueError(f"{path}: none of its {len(rows)} rows has {key!r}")
     return [row["step"] for row in found], [row[key] for row in found]

@@ -16,7 +16,6 @@ A record is one line of JSON for each group (`rollouts/step_000012.jsonl` in the
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from itertools import groupby
@@ -28,6 +27,7 @@ from orchestrator.advantages import ScoredGroup, compute_advantages
 from orchestrator.env import Transition
 from orchestrator.state import readable
 from trireme.config import Config
+from trireme.core.finite_json import to_json
 from trireme.core.tokenizer import Decode as Decode
 
 DIGITS = 6
@@ -46,7 +46,7 @@ class Recorder:
         if not self._options.every or step % self._options.every:
             return []
         picked = self._picked(step, trained_P)
-        return [json.dumps(self._record(step, why, scored), default=str) for why, scored in picked]
+        return [to_json(self._record(step, why, scored), default=str) for why, scored in picked]
 
     def _picked(self, step: int, trained_P: Sequence[ScoredGroup]) -> list[tuple[str, ScoredGroup]]:
         """Picks the same groups whenever it is called with the same ones, so that a repeated step is recorded alike."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from orchestrator.advantages import ScoredGroup
 from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
 from trireme.checkpoint.files import FileRecord, write_bytes
+from trireme.core.finite_json import to_json
 from trireme.core.types import WeightIdentity
 
 STATE, ARRAYS = "state.json", "groups.safetensors"
@@ -59,7 +61,7 @@ class OrchestratorState:
         state = vars(self) | {name: [_group_to_json(scored) for scored in getattr(self, name)] for name in GROUPS}
         turns = [turn for scored in (*self.finished, *self.filtered) for turn in scored.turns]
         return [
-            write_bytes(directory, STATE, json.dumps(state).encode()),
+            write_bytes(directory, STATE, to_json(state).encode()),
             write_bytes(directory, ARRAYS, save(_columns(turns))),
         ]
 
@@ -124,7 +126,7 @@ def _group_from_json(values: Mapping[str, Any], turns: Iterator[dict[str, npt.ND
             for rollout in values["rollouts"]
         ),
         rewards_G=tuple(values["rewards"]),
-        metrics_G=tuple(values["metrics"]),
+        metrics_G=tuple(map(_from_null, values["metrics"])),
         tags=tuple(values["tags"]),
         temperature=values["temperature"],
     )
@@ -132,11 +134,17 @@ def _group_from_json(values: Mapping[str, Any], turns: Iterator[dict[str, npt.ND
 
 def _turn_from_json(values: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Transition:
     identities = tuple(WeightIdentity.parse(label) for label in values["identities"])
-    return Transition(**(dict(values) | dict(arrays) | {"identities": identities}))
+    metrics = _from_null(values["metrics"])
+    return Transition(**(dict(values) | dict(arrays) | {"identities": identities, "metrics": metrics}))
 
 
 def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _from_null(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Returns metrics as they were before `to_json` wrote null for what is no finite number."""
+    return {name: nan if value is None else value for name, value in metrics.items()}
 
 
 def readable(logged: Any) -> Any:

@@ -6,7 +6,6 @@ The tensors are written from the buckets that the replicas get, so they are not 
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -21,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from trireme.checkpoint.files import FileRecord, storage_errors, write_bytes
 from trireme.core.base_digest import INDEX
+from trireme.core.finite_json import to_json
 from trireme.core.weights import TensorEntry
 
 FILE_BYTES = 4 * 2**30
@@ -72,14 +72,14 @@ def write_weights(
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for e, end in zip(part, accumulate(e.nbytes for e in part), strict=True):
             header[e.name] = {"dtype": e.dtype, "shape": e.shape, "data_offsets": [end - e.nbytes, end]}
-        text = json.dumps(header).encode()
+        text = to_json(header).encode()
         text += b" " * (-len(text) % 8)
         tensors = (buckets[e.bucket][e.offset : e.offset + e.nbytes].data for e in part)
         records.append(write_bytes(path, name, len(text).to_bytes(8, "little"), text, *tensors))
         weight_map.update({entry.name: name for entry in part})
     if not adapter:
         index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weight_map}
-        records.append(write_bytes(path, INDEX, json.dumps(index, indent=1).encode()))
+        records.append(write_bytes(path, INDEX, to_json(index, indent=1).encode()))
     return records
 
 

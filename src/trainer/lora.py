@@ -9,7 +9,6 @@ With adapters off the model is its base: a reference policy that takes no memory
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 
 from trireme.config.trainer import LoraConfig
 from trireme.core.errors import BadInput
+from trireme.core.finite_json import to_json
 from trireme.core.weights import Adapter
 
 ADAPTER = "default"
@@ -104,4 +104,4 @@ def adapter_files(lora: LoraConfig, adapter: Adapter, base: str) -> dict[str, by
     config = peft_config(lora).to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
     config["target_modules"] = sorted(lora.target_modules)
     files = {"adapter_config.json": config, "base.json": {"name": base, "digest": adapter.base}}
-    return {name: (json.dumps(values, indent=2, sort_keys=True) + "\n").encode() for name, values in files.items()}
+    return {name: (to_json(values, indent=2, sort_keys=True) + "\n").encode() for name, values in files.items()}

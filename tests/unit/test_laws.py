@@ -118,6 +118,19 @@ def test_only_waits_waits() -> None:
     } >= BARE_WAITS  # the check sees such calls
 
 
+def test_no_number_becomes_json_that_is_none() -> None:
+    """NaN and infinities become null in one place, `to_json`; other calls refuse them."""
+    strict = "allow_nan=False"
+    loose = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in SOURCES
+        for module, name, line in calls(path)
+        if module == "json" and name in ("dump", "dumps", "JSONEncoder")
+        if strict not in path.read_text().splitlines()[line - 1]
+    ]
+    assert loose == []
+
+
 @pytest.mark.parametrize("room", ["trainer", "orchestrator", "inference", "trireme"])
 def test_the_rooms_are_ours(room: str) -> None:
     """Packages of these names exist on the registry: what is imported must be this repository."""

@@ -33,6 +33,7 @@ from orchestrator.env import Env, EnvContext, EnvGroup, EnvGroupBuilder, RLDatas
 from orchestrator.envs.text import is_held_out
 from orchestrator.workers import run_in_worker
 from trireme.core.errors import BadInput
+from trireme.core.finite_json import to_json
 from trireme.renderers import Message, Renderer
 
 SUPPORTED = "0.4."
@@ -131,7 +132,7 @@ def make_trace(task: Any, prompt: Sequence[int], action: Sequence[int], message:
     )
     nodes = [vf.MessageNode(parent=n - 1 if n else None, message=said) for n, said in enumerate(spoken(task.data))]
     calls = [
-        vf.ToolCall(id=f"call_{n}", name=call["name"], arguments=json.dumps(call["arguments"]))
+        vf.ToolCall(id=f"call_{n}", name=call["name"], arguments=to_json(call["arguments"]))
         for n, call in enumerate(message.get("tool_calls", []))
     ]
     answer = vf.MessageNode(

@@ -80,7 +80,7 @@ class Manifest:
         values = {"format": FORMAT, **asdict(self), "identities": [str(i) for i in self.identities]}
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
         values["checksum"] = xxhash.xxh3_128_hexdigest(canonical.encode())
-        return json.dumps(values, indent=1) + "\n"
+        return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:

@@ -16,6 +16,7 @@ from trireme.checkpoint.rows import ROW_FILES, read_rows, write_rows
 from trireme.checkpoint.store import CheckpointStore, VerifiedCommit
 from trireme.config.resume_compat import REFERENCE_WEIGHTS
 from trireme.core.errors import CheckpointInvalid
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 
 ABSENT = "(absent)"
@@ -77,10 +78,10 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def differences(committed: Mapping[str, Any], now: Mapping[str, Any], then: str = "in the commit") -> list[str]:
     """Returns a line for each difference between two nested dicts of JSON values; `then` says where the first is."""
-    before, after = _leaves(committed), _leaves(json.loads(json.dumps(now)))
+    before, after = _leaves(committed), _leaves(json.loads(to_json(now)))
     return [
-        f"{name}: {json.dumps(before[name]) if name in before else ABSENT} {then}, "
-        f"{json.dumps(after[name]) if name in after else ABSENT} now"
+        f"{name}: {to_json(before[name]) if name in before else ABSENT} {then}, "
+        f"{to_json(after[name]) if name in after else ABSENT} now"
         for name in dict.fromkeys([*before, *after])
         if before.get(name, ABSENT) != after.get(name, ABSENT)
     ]

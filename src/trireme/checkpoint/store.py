@@ -24,6 +24,7 @@ from trireme.checkpoint.files import fsync_directory, make_directory, replace_fi
 from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest, step_name, step_of
 from trireme.checkpoint.rows import ROLLOUTS, ROW_FILES, StepRow, move_rows, read_rows, recorded_steps, write_rows
 from trireme.core.errors import CheckpointInvalid
+from trireme.core.finite_json import to_json
 from trireme.process.faults import fault_point
 
 HEAD = "HEAD"
@@ -58,7 +59,7 @@ class Head:
 
     def write(self, file: Path) -> None:
         """Replaces the contents of `file`. Raises OSError."""
-        replace_file(file, (json.dumps(asdict(self), indent=1) + "\n").encode())
+        replace_file(file, (to_json(asdict(self), indent=1) + "\n").encode())
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class CheckpointStore:
             "path": str(commit.relative_to(self.root)),
             "identity": str(manifest.identity),
         }
-        return StepRow((json.dumps(values) + "\n").encode(), values)
+        return StepRow((to_json(values) + "\n").encode(), values)
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Deletes commits, but for the `keep_last` newest, those of a step divisible by `keep_every`, those marked by a

@@ -22,6 +22,7 @@ from trireme.checkpoint.files import replace_file, storage_errors
 from trireme.cli.common import Parser
 from trireme.config.installed import check_installed
 from trireme.core.errors import EXIT_OK
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SamplingParams
@@ -76,7 +77,7 @@ def main(words: Sequence[str]) -> int:
             "raise it",
         ).error()
     with storage_errors(options.output):
-        replace_file(options.output.absolute(), "".join(json.dumps(e) + "\n" for e in examples).encode())
+        replace_file(options.output.absolute(), "".join(to_json(e) + "\n" for e in examples).encode())
     left_out = f"; {cut} answers were cut at {options.max_tokens} tokens, and are left out" if cut else ""
     print(f"{options.output}: {len(examples)} answers to {len(questions)} questions{left_out}")
     return EXIT_OK

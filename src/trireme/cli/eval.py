@@ -33,6 +33,7 @@ from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig
 from trireme.core.errors import CheckpointInvalid
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.core.types import WeightIdentity
 from trireme.launch.common import StartProgress, prepare_cluster
@@ -118,7 +119,7 @@ def evaluate(argv: Sequence[str], console: Console) -> None:
         row = _measure(config, plan, subject.identity, console)
     console.print(table(row))
     if options.output:
-        options.output.write_text(json.dumps({"model": subject.model, "identity": str(subject.identity), **row}) + "\n")
+        options.output.write_text(to_json({"model": subject.model, "identity": str(subject.identity), **row}) + "\n")
         console.print(f"{options.output}: the same numbers as JSON")
 
 

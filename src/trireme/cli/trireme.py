@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from trireme.cli.common import Parser, run_command
 from trireme.cli.distill import main as distill
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_OK, TriremeError
 from trireme.core.extras import require
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import load_tokenizer
 from trireme.tools.export import DTYPES, export
@@ -104,7 +104,7 @@ def _inspect(options: argparse.Namespace) -> None:
     with Console(stderr=True).status("reading commits") as status:
         report = inspect(root, lambda commit: status.update(f"reading {commit}"), options.quick)
     if options.json:
-        print(json.dumps(asdict(report), indent=1))
+        print(to_json(asdict(report), indent=1))
         return
     console = Console(highlight=False)
     if not console.is_terminal:

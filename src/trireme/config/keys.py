@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,7 @@ from pydantic import AliasChoices, BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from trireme.config.schema import CommonConfig
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 
 Path = tuple[str, ...]
@@ -80,7 +80,7 @@ class Key:
     def default(self) -> str:
         """Its default, as text."""
         default = self.field.default
-        return "required" if self.field.is_required() else "none" if default is None else json.dumps(default)
+        return "required" if self.field.is_required() else "none" if default is None else to_json(default)
 
     @property
     def description(self) -> str:
@@ -110,9 +110,9 @@ def _words(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(_words(part) for part in schema["anyOf"])
     if "enum" in schema:
-        return "one of " + ", ".join(json.dumps(value) for value in schema["enum"])
+        return "one of " + ", ".join(to_json(value) for value in schema["enum"])
     if "const" in schema:
-        return json.dumps(schema["const"])
+        return to_json(schema["const"])
     if schema.get("type") == "array":
         return f"list of {_words(schema['items'])}"
     if schema.get("type") == "object":

@@ -29,6 +29,7 @@ from typing import Any, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from trireme.config.keys import Keys, Path
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 
 PREFIX = "TRIREME__"
@@ -49,7 +50,7 @@ class GivenValue:
     @property
     def said(self) -> str:
         """The value and its place, for a person."""
-        shown = self.value if self.text else json.dumps(self.value, default=str)
+        shown = self.value if self.text else to_json(self.value, default=str)
         return f"{'.'.join(self.spelling)} = {shown} ({self.place})"
 
 

@@ -19,7 +19,6 @@ milliseconds under NTP, by which a span may seem to begin before its cause on an
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -32,6 +31,8 @@ from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, BinaryIO
+
+from trireme.core.finite_json import to_json
 
 WRITE_EVERY_S = 0.1
 CLOSE_S = 5.0
@@ -46,7 +47,7 @@ ROOMS = ("driver", "orchestrator", "trainer", "inference")
 _log = logging.getLogger(__name__)
 _numbers = count()
 _nothing = nullcontext()
-_to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII: as many bytes as characters
+_to_json = partial(to_json, separators=(",", ":"))  # ASCII: as many bytes as characters
 _writer: TraceWriter | None = None
 
 

@@ -6,7 +6,6 @@ thinking leaves the history: then it renders the conversation anew, and here eac
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from trireme.core.errors import BadInput
 from trireme.core.extras import require
+from trireme.core.finite_json import to_json
 from trireme.renderers.base import PROBE, PROBE_TOOL, trained_messages
 from trireme.renderers.history import HistoryRule
 from trireme.renderers.qwen_tags import read_json, tool_schema
@@ -238,5 +238,5 @@ def _schemas(tools: Sequence[ToolSpec]) -> list[dict[str, Any]] | None:
 
 def _call(call: Any) -> ToolCall | None:
     """Returns a call of a tool that the package has read; None if it is malformed."""
-    arguments = read_json(json.dumps(call.arguments)) if call.status == "ok" else None
+    arguments = read_json(to_json(call.arguments)) if call.status == "ok" else None
     return ToolCall(name=call.name, arguments=arguments) if call.name and isinstance(arguments, dict) else None

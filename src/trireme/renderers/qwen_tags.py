@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from trireme.core.finite_json import to_json
 from trireme.renderers.types import Message, ToolCall, ToolSpec
 
 THINK, THINK_END = "<think>", "</think>"
@@ -23,7 +24,7 @@ def tool_schema(tool: ToolSpec) -> dict[str, Any]:
 
 def describe_tools(tools: Sequence[ToolSpec]) -> str:
     """Writes what a system message says about tools."""
-    listed = "".join(f"\n{json.dumps(tool_schema(tool), ensure_ascii=False)}" for tool in tools)
+    listed = "".join(f"\n{to_json(tool_schema(tool), ensure_ascii=False)}" for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
         f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>{listed}\n</tools>\n\n"
@@ -42,7 +43,7 @@ def thinking_block(thinking: str) -> str:
 def with_tool_calls(content: str, calls: Sequence[ToolCall]) -> str:
     """Writes tool calls after the content of a message."""
     blocks = [
-        f'{CALL}\n{{"name": "{call["name"]}", "arguments": {json.dumps(call["arguments"], ensure_ascii=False)}}}\n'
+        f'{CALL}\n{{"name": "{call["name"]}", "arguments": {to_json(call["arguments"], ensure_ascii=False)}}}\n'
         f"{CALL_END}"
         for call in calls
     ]
@@ -87,7 +88,7 @@ def read_json(text: str) -> Any:
     """Reads JSON; None for text that is not JSON, is nested too deeply, or cannot be written in UTF-8."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
-        json.dumps(value, ensure_ascii=False).encode()
+        to_json(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
     return value

@@ -11,7 +11,6 @@ If a part fails, the draft is removed and the commit counts as missed.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from trireme.checkpoint.rows import ROW_FILES
 from trireme.config import CommonConfig
 from trireme.config.installed import package_versions
 from trireme.core.errors import LimitReached, RoomFailed, StorageFailed, TriremeError, WeightsRefused
+from trireme.core.finite_json import to_json
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import trace
@@ -215,7 +215,7 @@ class Commits:
             shards=self._config.trainer.processes,
             replicas=self._config.num_replicas,
             fixed=self._fixed,
-            config_hash=hashlib.blake2b(json.dumps(resolved, sort_keys=True).encode(), digest_size=8).hexdigest(),
+            config_hash=hashlib.blake2b(to_json(resolved, sort_keys=True).encode(), digest_size=8).hexdigest(),
             packages=package_versions(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             files=tuple(files),

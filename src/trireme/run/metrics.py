@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from trireme.checkpoint.rows import METRICS, ROLLOUTS, TRAINED
 from trireme.config import CommonConfig
+from trireme.core.finite_json import to_json
 from trireme.process import trace
 from trireme.run.rollout_records import TABLE_COLUMNS, table_rows, write_records
 from trireme.supervision.roster import Incident, Roster
@@ -83,9 +84,9 @@ class Journal:
     def write(self, row: Mapping[str, Any], trained: Mapping[str, Any], records: Sequence[str] = ()) -> None:
         """Writes the metrics in `row`, and in `trained` the `groups` or `examples` that the step trained on. Each line
         is with the operating system when this returns."""
-        self._trained.write(json.dumps({"step": row["step"], "attempt": row["attempt"], **trained}) + "\n")
+        self._trained.write(to_json({"step": row["step"], "attempt": row["attempt"], **trained}) + "\n")
         write_records(self._rollouts, row["step"], records)
-        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.write(to_json(row) + "\n")
         print(self._line(row), file=self._out, flush=True)
         if self._wandb:
             self._wandb.write(row, records)

@@ -28,6 +28,7 @@ from trireme.config.schema import CommonConfig, Config
 from trireme.config.sft import SftConfig
 from trireme.config.trust import FLAG, RECORD, named_code
 from trireme.core.errors import BadInput, CheckpointInvalid
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.supervision.status import LOCK
 
@@ -241,7 +242,7 @@ def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> None:
     """Writes config.json, then HEAD: a directory without HEAD holds an interrupted fork or no run (`_begun`)."""
     # Without `clean` and `resume`: to run it again must not delete anything.
     resolved = config.model_dump(mode="json", exclude={"clean", "resume"}) | {WRITTEN_BY: _written_by()}
-    replace_file(store.root / CONFIG, (json.dumps(resolved, indent=2) + "\n").encode())
+    replace_file(store.root / CONFIG, (to_json(resolved, indent=2) + "\n").encode())
     store.write_head(head)
 
 

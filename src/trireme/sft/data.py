@@ -17,6 +17,7 @@ import xxhash
 from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.config.model_facts import ModelFacts
 from trireme.config.sft import SftConfig
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import TokenBatch
@@ -185,7 +186,7 @@ class SftData:
 
     def save_state(self, path: Path) -> WrittenFiles:
         """Writes the state of the cursor into directory `path`. Raises StorageFailed."""
-        return WrittenFiles((write_bytes(path, STATE, json.dumps(self.cursor.state_dict()).encode()),))
+        return WrittenFiles((write_bytes(path, STATE, to_json(self.cursor.state_dict()).encode()),))
 
     def load_state(self, path: Path | None) -> None:
         """Restores the state that `save_state` wrote; None: the beginning."""

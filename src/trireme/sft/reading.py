@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal, refuse
 from trireme.renderers.types import Message, Renderer, TrainOn
 
@@ -252,5 +253,5 @@ def _checked(
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
+    text = to_json(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -28,6 +28,7 @@ from pydantic import TypeAdapter
 
 from trireme.checkpoint.rows import read_rows
 from trireme.core.errors import EXIT_FAILED, EXIT_OK
+from trireme.core.finite_json import to_json
 from trireme.supervision.roster import Incident, Roster, RunPart
 
 STATUS, INCIDENTS, SCALE = "STATUS", "incidents.jsonl", "scale"
@@ -119,7 +120,7 @@ class StatusWriter:
     def _listen(self, _roster: Roster, incident: Incident | None) -> None:
         if incident:
             with self._warning(), (self._root / INCIDENTS).open("a") as file:
-                file.write(json.dumps(asdict(incident)) + "\n")
+                file.write(to_json(asdict(incident)) + "\n")
         self._changed.set()
 
     def _follow(self) -> None:
@@ -158,7 +159,7 @@ def _replace_json(file: Path, value: dict[str, Any]) -> None:
     """Replaces `file` whole, so that no reader sees half of it. Does not force it onto the disk: after a crash of the
     machine it is out of date anyway."""
     new = file.with_name(f"{file.name}.new")
-    new.write_text(json.dumps(value, indent=1) + "\n")
+    new.write_text(to_json(value, indent=1) + "\n")
     new.replace(file)
 
 

@@ -18,6 +18,7 @@ from trireme.checkpoint.files import FileRecord, storage_errors
 from trireme.checkpoint.manifest import Manifest, file_of, step_of
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.errors import CheckpointInvalid
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.tools.merge import ADAPTER, merged_files
 
@@ -160,7 +161,7 @@ def _edit(file: Path, changes: Mapping[str, Any]) -> None:
     if not file.exists():
         return
     values = json.loads(file.read_bytes())
-    _write(file, (json.dumps(values | changes, indent=2) + "\n").encode())
+    _write(file, (to_json(values | changes, indent=2) + "\n").encode())
 
 
 def cast_tensors(data: bytes, dtype: str) -> tuple[bytes, int]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from trireme.checkpoint.manifest import step_of
 from trireme.checkpoint.store import CheckpointStore
+from trireme.core.finite_json import to_json
 from trireme.supervision.status import read_incidents
 from trireme.tools.inspection import age
 from trireme.tools.timeline import KINDS, KINDS_OF_TRACKS, Process, Span, Timeline, json_lines, target_of
@@ -95,8 +96,7 @@ def page(root: Path, timeline: Timeline | None, now: datetime) -> str:
     text = parts.joinpath("report.html").read_text()
     for name in ("report.css", "report.js"):
         text = text.replace(f"{{{{{name}}}}}", parts.joinpath(name).read_text())
-    finite = json.loads(json.dumps(data), parse_constant=lambda _: None)  # JSON has no NaN and no infinities
-    embedded = json.dumps(finite, separators=(",", ":")).replace("<", "\\u003c")  # no end of the script element
+    embedded = to_json(data, separators=(",", ":")).replace("<", "\\u003c")  # no end of the script element
     return text.replace("{{data}}", embedded)
 
 
@@ -169,7 +169,7 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for title, unit, legend in PANELS:
         series = {
-            label or name.removeprefix("eval/"): thinned([(row["step"], row[name]) for row in rows if name in row])
+            label or name.removeprefix("eval/"): thinned([(row["step"], row.get(name)) for row in rows])
             for pattern, label in legend.items()
             for name in names
             if fnmatchcase(name, pattern) and not name.endswith("/ci95")
@@ -180,13 +180,14 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def thinned(points: Sequence[tuple[float, float]], buckets: int = CURVE_BUCKETS) -> list[tuple[float, float]]:
-    """Returns the finite `points`: all, or the lowest and the highest of each of `buckets` groups of neighbours.
+def thinned(points: Sequence[tuple[float, float | None]], buckets: int = CURVE_BUCKETS) -> list[tuple[float, float]]:
+    """Returns the `points` that are finite numbers: all, or the lowest and the highest of each of `buckets` groups of
+    neighbours.
 
     >>> thinned([(0, 1.0), (1, 5.0), (2, 3.0), (3, 2.0)], buckets=1)
     [(0, 1.0), (1, 5.0)]
     """
-    finite = [point for point in points if math.isfinite(point[1])]
+    finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
     size = -(-len(finite) // buckets)
     if size <= 2:
         return finite

@@ -35,6 +35,7 @@ from trireme.config.load import load_as
 from trireme.config.sft import SftConfig
 from trireme.core.errors import EXIT_FAILED, EXIT_OK
 from trireme.core.extras import require
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.process.signals import EXIT_CODES
 from trireme.tools.plot import draw_knob, knob_text
@@ -80,7 +81,7 @@ class Sweep:
         runs = request.runs()
         config, shared = _common(request, runs.values())
         known = {"command": request.kind, "config": shared}
-        name = request.name or f"sweep-{config.label}-{short_digest(json.dumps(known, sort_keys=True))}"
+        name = request.name or f"sweep-{config.label}-{short_digest(to_json(known, sort_keys=True))}"
         sweep = cls(request, Path(config.run.output_dir).expanduser().absolute() / name)
         if not request.dry_run:
             sweep._claim(known)
@@ -103,7 +104,7 @@ class Sweep:
         elif self.root.is_dir() and any(self.root.iterdir()):
             raise Refusal(f"{self.root}, which holds no sweep", "a new directory", "choose another --name").error()
         (self.root / "logs").mkdir(parents=True, exist_ok=True)
-        _write(file, json.dumps(known, indent=1))
+        _write(file, to_json(known, indent=1))
 
     def log(self, name: str) -> Path:
         return self.root / "logs" / f"{name}.log"
@@ -281,7 +282,7 @@ def _record_end(sweep: Sweep, name: str, code: int, seconds: float, say: Callabl
     """Stores and says how a run ended, and draws all results so far."""
     error = "" if code == EXIT_OK else last_error(sweep.log(name).read_text(errors="replace"))
     sweep.results[name] = replace(sweep.results[name], code=code, seconds=seconds, error=error)
-    _write(sweep.root / "results.json", json.dumps([asdict(each) for each in sweep.results.values()], indent=1))
+    _write(sweep.root / "results.json", to_json([asdict(each) for each in sweep.results.values()], indent=1))
     sweep.tabulate()
     found = "" if (metric := sweep.metric(name)) is None else f", {sweep.request.metric} {metric:.4g}"
     say(f"{name}: {sweep.state(name)} after {seconds:.0f} s{found}")

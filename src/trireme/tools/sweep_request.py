@@ -10,6 +10,7 @@ from hashlib import blake2b
 from itertools import product
 from typing import Any
 
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 
 LONGEST_NAME = 120
@@ -114,7 +115,7 @@ def _read_grid(text: str) -> tuple[str, tuple[str, ...]]:
         values = value_of(listed)
         if not isinstance(values, list):
             raise Refusal(f"the values {listed}", "a list in JSON", "correct it").error()
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        texts = [value if isinstance(value, str) else to_json(value) for value in values]
     if not key or not texts or not all(texts):
         raise Refusal(f"--grid {text}", "a key and its values: KEY=VALUE,VALUE,...", "correct it").error()
     if len(set(texts)) < len(texts):

@@ -11,6 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.process.trace import ROOMS
 
@@ -137,7 +138,7 @@ def export_trace(root: Path, attempt: int, out: Path) -> None:
     files = [*found[attempt], *_outlived(found, attempt)]
     with out.open("w") as joined:
         joined.write("[\n")
-        joined.write(",\n".join(json.dumps(event) for file in files for event in json_lines(file)))
+        joined.write(",\n".join(to_json(event) for file in files for event in json_lines(file)))
         joined.write("\n]\n")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,6 +111,14 @@ def test_whatever_an_environment_logged_can_be_saved(tmp_path: Path) -> None:
         "3": [1, None],
         "more": {"('x', 1)": "{2.0}"},
     }
+
+
+def test_a_metric_that_is_no_number_is_saved_and_is_none_afterwards_either(tmp_path: Path) -> None:
+    group = dataclasses.replace(scored(0, [1]), metrics_G=({"a": float("nan"), "b": 1.0},))
+    snapshot_of((group,), ()).write(tmp_path / "o")
+    json.loads((tmp_path / "o" / "state.json").read_text(), parse_constant=pytest.fail)
+    ((metrics,),) = (read.metrics_G for read in OrchestratorState.read(tmp_path / "o").finished)
+    assert (np.isnan(metrics["a"]), metrics["b"]) == (True, 1.0)
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -63,6 +63,15 @@ def test_rows_are_whole_lines(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [0, 1]
 
 
+def test_what_is_no_number_is_null_in_rows(tmp_path: Path) -> None:
+    """JSON has no NaN: readers in other languages would refuse the whole line."""
+    journal = journal_of(tmp_path)
+    journal.write({"step": 0, "attempt": 1, "optim/grad_norm": float("nan"), "optim/ratio_max": float("inf")}, {})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=pytest.fail)
+    assert (row["optim/grad_norm"], row["optim/ratio_max"]) == (None, None)
+
+
 def evaluated(version: int, all_bad: float = 0.0, all_good: float = 0.0, failed: int = 0) -> dict[str, Any]:
     values = {"version": version, "n": 30, "failed": failed, "avg@2": 0.5, "avg@2/ci95": 0.125, "pass@2": 1.0}
     kinds = {"by_group/frac_all_bad": all_bad, "by_group/frac_all_good": all_good}

@@ -120,8 +120,8 @@ def curve_names(rows: Sequence[Row]) -> list[str]:
 
 
 def curve(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
-    """Returns the steps and values of a metric, in the rows that have it."""
-    points = [(float(row["step"]), float(row[name])) for row in rows if name in row]
+    """Returns the steps and values of a metric, in the rows that have a number for it."""
+    points = [(float(row["step"]), float(row[name])) for row in rows if row.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 

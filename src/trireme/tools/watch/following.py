@@ -102,7 +102,7 @@ def follow(follower: Follower, say: Callable[[str], None]) -> None:
             say("the run has gone back to a commit")
         lines = []
         for row in follower.rows[steps:]:
-            told = "  ".join(f"{name} {row[name]:.4g}" for name in drawing.FIRST_CURVES if name in row)
+            told = "  ".join(f"{name} {row[name]:.4g}" for name in drawing.FIRST_CURVES if row.get(name) is not None)
             line = f"step {row['step'] + 1}/{target_of(follower.config, row)}  {told}"
             lines.append((row.get("time/unix", 0.0), line))
         lines += [(incident.at, f"! {drawing.incident_line(incident)}") for incident in happened[incidents:]]

@@ -1,0 +1,29 @@
+"""The one place where values become JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """Returns `value` as JSON, with the `options` of `json.dumps`. JSON has no NaN and no infinities, which other
+    readers than Python's refuse: they become null.
+
+    >>> to_json({"grad_norm": float("nan"), "lr": 0.5})
+    '{"grad_norm": null, "lr": 0.5}'
+    """
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
