@@ -16,6 +16,7 @@ from trireme.config.keys import Key, Keys, Path, keys_of
 from trireme.config.layers import PREFIX, GivenValue, MergedLayers, read_literal, unknown_key
 from trireme.config.schema import CommonConfig, Config
 from trireme.config.trust import FLAG, RECORD, named_code, untrusted
+from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal, refuse
 
 C = TypeVar("C", bound=CommonConfig)
@@ -102,7 +103,7 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
 
 def _ask_for_trust(line: CommandLine, named: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuses, or lists where it is trusted, the code that only recorded configurations name."""
-    foreign = [f"{key} = {json.dumps(value)}" for key, value in named.items() if own.get(key, ()) != value]
+    foreign = [f"{key} = {to_json(value)}" for key, value in named.items() if own.get(key, ()) != value]
     if foreign and line.trusts:
         print(f"{FLAG}: " + ", ".join(foreign), file=sys.stderr)
     elif foreign:
