@@ -15,6 +15,7 @@ from trireme.core.errors import EXIT_OK, TriremeError
 from trireme.core.refusals import Refusal
 from trireme.plan.base import Plan
 from trireme.process import signals
+from trireme.process.faults import fault_point
 from trireme.run.rundir import resume_command
 
 
@@ -23,9 +24,11 @@ def run_command(command: Callable[[list[str], Console], None], argv: Sequence[st
     signals.arm()
     console = Console(highlight=False, soft_wrap=True)
     try:
-        command(list(argv), console)
+        with signals.as_stopped():
+            fault_point("driver.command")
+            command(list(argv), console)
     except (TriremeError, signals.Stopped) as error:
-        said = f"error: {error}" if isinstance(error, TriremeError) else f"{error}; all rooms are down"
+        said = f"error: {error}" if isinstance(error, TriremeError) else f"{error}; nothing is left running"
         print("\n".join([said, *getattr(error, "__notes__", [])]), file=sys.stderr)
         return error.exit_code
     return EXIT_OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from trireme.cli.eval import evaluate
 
         return run_command(evaluate, given[1:])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if given[:1] == ["sweep"]:
             return sweep(given[1:])  # takes all keys of `rl` or `sft`

@@ -94,14 +94,20 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
         if run.start.step >= config.max_steps:
             say(f"{run.root} is at step {run.start.step} of {config.max_steps}: nothing to do")
             return None
-        with ray_cluster(config, training.plan.resources) as resources:
+        roster = Roster(time.time)
+        roster.attempt, roster.step = run.start.attempt, run.start.step
+        with (
+            StatusWriter(run.root, roster),
+            signals.as_stopped(),
+            ray_cluster(config, training.plan.resources) as resources,
+        ):
             signals.arm()
             training.plan = replace(training.plan, config=config, resources=resources, run_dir=run.root)
             training.plan.check_resources()
             say(training.plan.render())
             with (
-                supervised(training, run, console) as (supervisor, where),
-                wandb_run(config, run.head.run_id, run.root, supervisor.roster) as wandb,
+                supervised(training, run, roster, console) as (supervisor, where),
+                wandb_run(config, run.head.run_id, run.root, roster) as wandb,
             ):
 
                 def work(run: RunDir) -> None:
@@ -128,18 +134,18 @@ def resume_hint(run: RunDir) -> Iterator[None]:
 
 
 @contextmanager
-def supervised(training: TrainingRun, run: RunDir, console: Console) -> Iterator[tuple[Supervisor, str]]:
+def supervised(
+    training: TrainingRun, run: RunDir, roster: Roster, console: Console
+) -> Iterator[tuple[Supervisor, str]]:
     """Reserves places for all actors, and watches them; says how many nodes they are on. What happens to them is
-    printed, and written to the run directory."""
+    printed."""
 
     def tell(_roster: Roster, incident: Incident | None) -> None:
         if incident:
             console.print(f"! {incident.part}: {incident.what}")
 
-    roster = Roster(time.time)
-    roster.attempt, roster.step = run.start.attempt, run.start.step
     roster.listen(tell)
-    with StatusWriter(run.root, roster), ExitStack() as ending:
+    with ExitStack() as ending:
         config, plan = training.config, training.plan
         group, options = reserve(plan.options, config.timeouts.place_s, StartProgress(console), ending, plan.blocks)
         training.places = plan.by_room(options)

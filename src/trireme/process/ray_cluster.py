@@ -24,6 +24,7 @@ from trireme.core.errors import RoomFailed
 from trireme.core.refusals import Refusal
 from trireme.process import waits
 from trireme.process.environ import Resources, cluster_address
+from trireme.process.faults import fault_point
 
 Progress = Callable[[list[str], float], None]
 SHUTDOWN_S = 15.0
@@ -111,6 +112,7 @@ def _start_ray(cpus: int, directory: str) -> None:
     The services get process groups of their own, so that signals to the driver's group do not reach them. A SIGTERM
     would end them before the driver could commit; the driver would hang for a minute without them, and Ray would end
     it. (They still end with the driver: the kernel ensures that.)"""
+    fault_point("driver.cluster")
     popen = ray_services.ConsolePopen
     ray_services.ConsolePopen = partial(popen, process_group=0)
     quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_SIGTERM, RoomFailed
@@ -52,9 +54,32 @@ def _end_at_the_next(first: int) -> None:
         signal.signal(each, end)
 
 
+_came: list[int] = []
+"""The exit code of the signal that raised Stopped."""
+
+
 def _stop(signum: int, _frame: FrameType | None) -> None:
     _end_at_the_next(signum)
-    raise Stopped(EXIT_CODES[signal.Signals(signum)])
+    _came.append(EXIT_CODES[signal.Signals(signum)])
+    raise Stopped(_came[0])
+
+
+def check() -> None:
+    """Raises Stopped if a signal came. Ray's compiled code may have swallowed the one that was raised then."""
+    if _came:
+        raise Stopped(_came[0])
+
+
+@contextmanager
+def as_stopped() -> Iterator[None]:
+    """Raises Stopped in place of any error of the block after a signal: Ray's compiled code, interrupted by a Stopped,
+    raises another error, and other libraries turn it into their own."""
+    try:
+        yield
+    except Exception as error:
+        if _came:
+            raise Stopped(_came[0]) from error
+        raise
 
 
 def arm() -> None:

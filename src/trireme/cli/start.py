@@ -1,0 +1,38 @@
+"""The entry points of the commands: they end in order on Ctrl-C from their first moment on, before all is imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from importlib import import_module
+from types import FrameType
+
+from trireme.core.errors import EXIT_INTERRUPTED
+
+
+def _end(_signum: int, _frame: FrameType | None) -> None:
+    print("stopped by a signal; nothing was started", file=sys.stderr, flush=True)
+    os._exit(EXIT_INTERRUPTED)
+
+
+def _start(module: str) -> int:
+    signal.signal(signal.SIGINT, _end)
+    main = import_module(module).main
+    code: int = main()
+    return code
+
+
+def rl() -> int:
+    """Runs the command `rl` and returns its exit code."""
+    return _start("trireme.cli.rl")
+
+
+def sft() -> int:
+    """Runs the command `sft` and returns its exit code."""
+    return _start("trireme.cli.sft")
+
+
+def trireme() -> int:
+    """Runs the command `trireme` and returns its exit code."""
+    return _start("trireme.cli.trireme")

@@ -1,0 +1,69 @@
+"""Ctrl-C at any moment of a start: exit code 130, what was started or the command that continues, and no traceback."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_support import DEADLINE_S, RL, ROOT, TINY, Ended, Running, in_directory, wait_until_gone
+
+from trireme.core.errors import EXIT_INTERRUPTED
+
+
+def interrupt(tmp_path: Path, point: str) -> Ended:
+    """Sends Ctrl-C to the driver once a process of the run stands at a fault point, and then lets that go on."""
+    reached = tmp_path / "reached"
+    environ = {"TRIREME_FAULTS": f"{point}=freeze", "TRIREME_FAULT_REACHED": str(reached)}
+    running = Running.start(*in_directory(tmp_path), *TINY, environ=environ, module=RL)
+    try:
+        wait_for(reached, running.process)
+        running.process.send_signal(signal.SIGINT)
+        if point.startswith("driver."):  # the signal is handled there, in Python
+            reached.unlink()
+        out, _ = running.process.communicate(timeout=DEADLINE_S)
+    except BaseException:
+        running.kill_tree()
+        raise
+    left = wait_until_gone(running.mark, 20.0)
+    return Ended(running.process.returncode, out, tmp_path / "run", left, running.files_left(), running.shm_left())
+
+
+def wait_for(file: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not file.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"no {file}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("point", ["driver.cluster", "inference.start", "trainer.start", "orchestrator.start"])
+def test_while_the_run_starts(point: str, tmp_path: Path) -> None:
+    """At the last three points the driver waits in Ray's compiled code, which raises an error of its own then."""
+    ended = interrupt(tmp_path, point)
+    assert ended.code == EXIT_INTERRUPTED, ended.out
+    assert "Traceback" not in ended.out
+    assert "stopped by a signal" in ended.out
+    assert "There is no commit yet; resume the run with:\n" in ended.out
+    status = json.loads((ended.root / "STATUS").read_text())
+    assert status["ended"] == {"exit_code": EXIT_INTERRUPTED, "why": "stopped by a signal"}
+    ended.assert_nothing_left()
+
+
+def test_before_the_run_has_a_directory(tmp_path: Path) -> None:
+    ended = interrupt(tmp_path, "driver.command")
+    assert (ended.code, ended.out) == (EXIT_INTERRUPTED, "stopped by a signal; nothing is left running\n")
+    assert not ended.root.exists()
+    ended.assert_nothing_left()
+
+
+def test_while_the_command_is_imported(tmp_path: Path) -> None:
+    """A module that is imported first, which is searched before that of the standard library, holds it up."""
+    (tmp_path / "rich.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(600)\n")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from trireme.cli.start import rl; sys.exit(rl())"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (ended.returncode, ended.stderr) == (EXIT_INTERRUPTED, "stopped by a signal; nothing was started\n")
