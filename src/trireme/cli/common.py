@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 def show(plan: Plan, config: CommonConfig, console: Console) -> None:
     """Prints the plan and the configuration as JSON, for a dry run."""
-    console.print(plan.render())
+    console.print(plan.render(whole=True))
     console.print(config.model_dump_json(indent=2), markup=False)
 
 

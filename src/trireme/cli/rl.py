@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from trireme.launch.environments import checked_environments
 from trireme.plan.base import Plan
 from trireme.plan.rl import RL_ROOMS
 from trireme.process.environ import Resources, cluster_address
+from trireme.run.rollout_records import newest_prompt
 from trireme.run.rundir import rerun_command
 from trireme.train.kl_reference import resolve_reference
 
@@ -38,7 +40,7 @@ def _rl(argv: list[str], console: Console) -> None:
     config = loaded.config
     facts = ModelFacts.of(config, required=not loaded.dry_run)
     warnings = check(config, facts)
-    plan = Plan(config, facts, Resources.of_this_machine(), RL_ROOMS, notes=warnings)
+    plan = Plan(config, facts, Resources.of_this_machine(), RL_ROOMS, notes=warnings, verbose=loaded.verbose)
     if facts is None:  # a dry run without a hub, where no tokenizer can be reached either
         show(plan, config, console)
         return
@@ -67,9 +69,8 @@ def _next_steps(config: Config, root: Path, seconds: float) -> str:
     own = [
         "the reward curve, as an SVG file:",
         f"  uv run --no-sync python scripts/plot_reward.py {root}/metrics.jsonl",
-        "the trained model, in Hugging Face layout (put your prompt in):",
-        '  uv run --no-sync python -c "from transformers import pipeline; '
-        f"print(pipeline('text-generation', '{weights}')('PROMPT'))\"",
+        "the trained model, in Hugging Face layout, on a prompt of the run:",
+        f"  uv run --no-sync python -c {shlex.quote(_ask(weights, newest_prompt(root), config))}",
     ]
     seed = config.seed + 1
     last = [
@@ -77,6 +78,15 @@ def _next_steps(config: Config, root: Path, seconds: float) -> str:
         f"  {rerun_command(root, '--run.name', f'{root.name}-seed-{seed}', '--seed', str(seed), own=True)}",
     ]
     return next_steps(root, config.max_steps, seconds, own, last)
+
+
+def _ask(weights: Path, prompt: str | None, config: Config) -> str:
+    """Returns code that prints an answer of the model; without a recorded prompt it has a place for one."""
+    longest = config.inference.sampling.max_tokens
+    return (
+        f"from transformers import pipeline; print(pipeline('text-generation', '{weights}')("
+        f"{(prompt or 'PROMPT')!r}, max_new_tokens={longest})[0]['generated_text'])"
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -39,7 +40,7 @@ def _sft(argv: list[str], console: Console) -> None:
     if loaded.dry_run:
         show(sft_plan(data.cursor.with_steps(config, 0), facts, resources, data), config, console)
         return
-    plan = sft_plan(config, facts, resources, data)
+    plan = replace(sft_plan(config, facts, resources, data), verbose=loaded.verbose)
     prepare_cluster(config, plan)
     from trireme.launch.run import launch  # imports Ray, which reads the environment that was just prepared
     from trireme.launch.sft import SftRun

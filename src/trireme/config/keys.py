@@ -17,11 +17,12 @@ from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 
 Path = tuple[str, ...]
-USAGE = """usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key value ...] [--dry-run]
+USAGE = """usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key value ...] [--dry-run] [--verbose]
 
   @ FILE              read a TOML or JSON file; several overlay each other from left to right
   --trainer @ FILE    the same, its keys rooted at that section
-  --dry-run           print the resolved configuration and the plan, and stop
+  --dry-run           print the resolved configuration and the whole plan, and stop
+  --verbose           print the whole plan at a start too
   --trust-config      run the code that a config.json of a run names (docs/checkpoints.md)
   --version, --help, --help SECTION (for example --help trainer)
 

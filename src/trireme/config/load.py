@@ -32,6 +32,8 @@ class Loaded(Generic[C]):
     config: C
     dry_run: bool
     """True: only the plan is wanted."""
+    verbose: bool = False
+    """True: the whole plan is wanted."""
 
 
 @dataclass
@@ -44,6 +46,7 @@ class CommandLine:
     dry_run: bool = False
     trusts: bool = False
     """True: code that recorded configurations name may run."""
+    verbose: bool = False
     refusals: list[Refusal] = field(default_factory=list)
 
     @classmethod
@@ -57,6 +60,8 @@ class CommandLine:
                 line.dry_run = True
             elif word == FLAG:
                 line.trusts = True
+            elif word == "--verbose":
+                line.verbose = True
             elif word.startswith("@"):
                 _take_file(line, (), word, words)
             elif word.startswith("--"):
@@ -98,7 +103,7 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
     options = () if line.refusals else known.options.values()
     missing = [refusal for key in options for refusal in _missing(key, layers.named, known)]
     refuse([*line.refusals, *layers.refusals, *missing, *_unnumbered(layers, known)])
-    return Loaded(schema.model_validate(layers.tree), line.dry_run)
+    return Loaded(schema.model_validate(layers.tree), line.dry_run, line.verbose)
 
 
 def _ask_for_trust(line: CommandLine, named: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -104,7 +104,7 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
             signals.arm()
             training.plan = replace(training.plan, config=config, resources=resources, run_dir=run.root)
             training.plan.check_resources()
-            say(training.plan.render())
+            say(training.plan.render(whole=training.plan.verbose))
             with (
                 supervised(training, run, roster, console) as (supervisor, where),
                 wandb_run(config, run.head.run_id, run.root, roster) as wandb,

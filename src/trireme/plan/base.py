@@ -29,6 +29,8 @@ ORDER = (
     *("memory", "staleness", "in flight", "each update", "evaluation", "commits", "recovery", "written to", "warning"),
 )
 """The rows of a plan, in the order in which they are printed."""
+SHORT = ("trainer", "orchestrator", "inference", "model", "data", "steps", "tokens", "written to", "warning")
+"""The rows that a start prints; a dry run, and a start with --verbose, print all."""
 HOPELESS = 2
 """Times the memory of the machines, beyond which a run is refused: the estimate may be too high, but not by so much."""
 SHARED_GPU_UTILIZATION = 0.5
@@ -116,6 +118,8 @@ class Plan:
     """The run directory; None if there is none yet, in a dry run."""
     notes: Sequence[str] = ()
     """Warnings of the checks of the configuration."""
+    verbose: bool = False
+    """True: a start prints all rows."""
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -261,10 +265,10 @@ class Plan:
         rows = sorted(found.items(), key=lambda row: ORDER.index(row[0]))
         return [*rows, *(("warning", text) for text in self.warnings)]
 
-    def render(self) -> Table:
-        """Returns the plan as a table for rich."""
+    def render(self, *, whole: bool) -> Table:
+        """Returns the plan as a table for rich, `whole` or what matters most."""
         table = Table.grid(padding=(0, 2))
-        for what, text in self.rows():
+        for what, text in (row for row in self.rows() if whole or row[0] in SHORT):
             table.add_row(Text(what), Text(text), style="yellow" if what == "warning" else None)
         return table
 

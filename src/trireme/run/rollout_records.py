@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trireme.checkpoint.rows import ROLLOUTS
+
 
 def write_records(directory: Path, step: int, records: Sequence[str]) -> None:
     """Writes the file of a step, if it has records, as a whole. Raises OSError."""
@@ -22,6 +24,13 @@ def write_records(directory: Path, step: int, records: Sequence[str]) -> None:
 def read_records(file: Path) -> list[Mapping[str, Any]]:
     """Reads the groups in a file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def newest_prompt(root: Path) -> str | None:
+    """Returns the prompt of a rollout that the run in `root` recorded last, as text; None if it recorded none."""
+    files = sorted((root / ROLLOUTS).glob("step_*.jsonl"))
+    prompts = (read_records(file)[0]["rollouts"][0]["turns"][0].get("observation_text") for file in files[-1:])
+    return next(prompts, None)
 
 
 TABLE_COLUMNS = ["step", "why", "problem", "prompt", "conversation", "reward", "stop_reason", "versions"]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
+import shlex
 from pathlib import Path
 
 import pytest
 
-from trireme.cli.rl import main
+from trireme.cli.rl import _next_steps, main
+from trireme.config.load import load
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+from trireme.run.rollout_records import write_records
 
 pytestmark = pytest.mark.usefixtures("in_the_repository", "no_cluster")
 
@@ -56,3 +61,23 @@ def test_every_config_passes_a_dry_run(name: str, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert '"max_steps"' in out
     assert "staleness" in out
+
+
+def test_the_command_that_asks_the_model_has_a_prompt_of_the_run(tmp_path: Path) -> None:
+    """Whatever is in it: quotes, line ends, what a shell would read."""
+    prompt = "Sort: \"$HOME\" `ls` 'it'\n"
+    turns = [{"observation_text": prompt, "action_text": "1", "versions": []}]
+    group = {"rewards": [1.0], "rollouts": [{"turns": turns, "stop_reason": "stop"}]}
+    write_records(tmp_path / "rollouts", 3, [json.dumps(group)])
+    config = load(["@", "configs/quickstart.toml"], {}).config
+    (line,) = [line for line in _next_steps(config, make_root(tmp_path), 1.0).splitlines() if "pipeline" in line]
+    *_, flag, code = shlex.split(line)
+    assert flag == "-c"
+    (call,) = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords]
+    assert ast.literal_eval(call.args[0]) == prompt
+    assert [(each.arg, ast.literal_eval(each.value)) for each in call.keywords] == [("max_new_tokens", 10)]
+
+
+def make_root(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path

@@ -7,11 +7,19 @@ from dataclasses import replace
 
 import pytest
 from plan_support import LAPTOP, gpus, plan, text_of
+from rich.console import Console
 
 from trireme.config import installed
 from trireme.core.errors import BadInput
 from trireme.plan.base import GIB
 from trireme.process.environ import Resources
+
+
+def test_a_start_prints_the_rows_that_matter_most_and_all_warnings() -> None:
+    console = Console(record=True, width=200)
+    console.print(plan(resources=replace(LAPTOP, cpus=2)).render(whole=False))
+    rows = [line.split()[0] for line in console.export_text().splitlines()]
+    assert rows == ["trainer", "orchestrator", "inference", "model", "tokens", "written", "warning"]
 
 
 class TestDevices:

@@ -50,7 +50,7 @@ def plan(
 
 def text_of(given: Plan) -> str:
     console = Console(width=400, record=True, file=io.StringIO())
-    console.print(given.render())
+    console.print(given.render(whole=True))
     return console.export_text()
 
 
