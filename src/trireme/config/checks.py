@@ -9,6 +9,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig, Config
 from trireme.config.sft import SftConfig
 from trireme.config.trainer_checks import trainer_refusals
+from trireme.core.extras import require
 from trireme.core.refusals import Refusal, refuse
 from trireme.core.tokenizer import without_tokenizer
 from trireme.renderers import unknown_renderer
@@ -22,6 +23,8 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
 
     `facts` None (a dry run without a hub) leaves out what depends on the model's sizes.
     """
+    if config.tensorboard:
+        require("tensorboard", extra="tensorboard", what_for="--tensorboard")
     own: list[Refusal] = []
     warnings: list[str] = []
     if isinstance(config, SftConfig):

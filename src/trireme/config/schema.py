@@ -67,6 +67,8 @@ class CommonConfig(Section, ABC):
     cluster: ClusterConfig = ClusterConfig()
     timeouts: CommonTimeouts = CommonTimeouts()
     trace: TraceConfig = TraceConfig()
+    tensorboard: bool = False
+    """Write files for TensorBoard to `tensorboard/` in the run directory (extra `tensorboard`)."""
     wandb: WandbConfig = WandbConfig()
 
     @property

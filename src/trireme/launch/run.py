@@ -24,7 +24,7 @@ from trireme.plan.base import Plan
 from trireme.process import signals, trace, waits
 from trireme.process.ray_cluster import Progress, await_places, ray_cluster, reserve
 from trireme.run.commits import Commits
-from trireme.run.metrics import Journal, WandbSink, wandb_run
+from trireme.run.metrics import Journal, Tracker, trackers
 from trireme.run.rundir import RunDir, resume_command
 from trireme.supervision.replica_manager import ReplicaUser
 from trireme.supervision.roster import Incident, Roster
@@ -107,12 +107,14 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
             say(training.plan.render(whole=training.plan.verbose))
             with (
                 supervised(training, run, roster, console) as (supervisor, where),
-                wandb_run(config, run.head.run_id, run.root, roster) as wandb,
+                trackers(config, run.head.run_id, run.root, roster) as tracked,
             ):
+                for tracker in tracked:
+                    say(tracker.place)
 
                 def work(run: RunDir) -> None:
                     with attempt(training, run, supervisor, where, console) as core:
-                        train_and_commit(training, run, core, supervisor, wandb, console)
+                        train_and_commit(training, run, core, supervisor, tracked, console)
 
                 attempts(training, run, supervisor, work, say)
         return run.root
@@ -227,14 +229,14 @@ def await_ready(rooms: Sequence[Any], timeout_s: float, log_dir: Path, on_tick: 
 
 
 def train_and_commit(
-    training: TrainingRun, run: RunDir, core: Core, supervisor: Supervisor, wandb: WandbSink | None, console: Console
+    training: TrainingRun, run: RunDir, core: Core, supervisor: Supervisor, tracked: Sequence[Tracker], console: Console
 ) -> None:
     """Trains, and commits where the run ends: at its last step, or where a signal or a limit of its own stops it."""
     config, facts, say = training.config, training.facts, console.print
     with ExitStack() as ending:
         trace.start(run.logs, "driver_0", config.trace.max_mb)
         ending.callback(trace.stop)
-        journal = ending.enter_context(closing(Journal(run.root, training.step_line, sys.stdout, wandb)))
+        journal = ending.enter_context(closing(Journal(run.root, training.step_line, sys.stdout, tracked)))
         stop = ending.enter_context(signals.Stop(config.checkpoint.grace_s))
         commits = ending.enter_context(Commits(config, run, training.fixed, core.trainer, core.others, say))
         surroundings = Attempt(

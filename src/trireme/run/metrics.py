@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from trireme.checkpoint.rows import METRICS, ROLLOUTS, TRAINED
 from trireme.config import CommonConfig
@@ -72,13 +72,13 @@ class Clock:
 
 
 class Journal:
-    """Writes about each step of the run in `root`: its row to metrics.jsonl, `out` and W&B, what it trained on to
-    trained.jsonl, and the records of some rollouts. Close it at the end, as `closing` does."""
+    """Writes about each step of the run in `root`: its row to metrics.jsonl, `out` and the trackers, what it trained on
+    to trained.jsonl, and the records of some rollouts. Close it at the end, as `closing` does."""
 
     def __init__(
-        self, root: Path, line: Callable[[Mapping[str, Any]], str], out: TextIO, wandb: WandbSink | None
+        self, root: Path, line: Callable[[Mapping[str, Any]], str], out: TextIO, trackers: Sequence[Tracker]
     ) -> None:
-        self._rollouts, self._line, self._out, self._wandb = root / ROLLOUTS, line, out, wandb
+        self._rollouts, self._line, self._out, self._trackers = root / ROLLOUTS, line, out, trackers
         self._metrics, self._trained = ((root / name).open("a", buffering=1) for name in (METRICS, TRAINED))
 
     def write(self, row: Mapping[str, Any], trained: Mapping[str, Any], records: Sequence[str] = ()) -> None:
@@ -88,8 +88,8 @@ class Journal:
         write_records(self._rollouts, row["step"], records)
         self._metrics.write(to_json(row) + "\n")
         print(self._line(row), file=self._out, flush=True)
-        if self._wandb:
-            self._wandb.write(row, records)
+        for tracker in self._trackers:
+            tracker.write(row, records)
 
     def close(self) -> None:
         self._metrics.close()
@@ -133,6 +133,57 @@ def step_line(row: Mapping[str, Any], max_steps: int) -> str:
     )
 
 
+class Tracker(Protocol):
+    """A service or a program that shows the metrics of runs."""
+
+    @property
+    def place(self) -> str:
+        """Says where a person finds the run there."""
+
+    def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
+        """Writes the row of a step, and the rollouts in `records`, a group each."""
+
+    def alert(self, roster: Roster, incident: Incident | None) -> None:
+        """Tells of an incident, as a listener of the roster."""
+
+    def close(self) -> None:
+        """Writes what is left, and ends."""
+
+
+class TensorboardSink:
+    """Writes files for TensorBoard to the directory `tensorboard` of a run. Steps from `start` on, which an earlier
+    attempt may have written, are superseded there."""
+
+    def __init__(self, root: Path, start: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._directory = root / "tensorboard"
+        self._writer = SummaryWriter(str(self._directory), purge_step=start)
+
+    @property
+    def place(self) -> str:
+        return f"TensorBoard: uv run --no-sync tensorboard --logdir {self._directory}"
+
+    def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
+        for name, value in row.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, row["step"])
+        if records:
+            rows = [
+                dict(zip(TABLE_COLUMNS, each, strict=True)) for each in table_rows([json.loads(r) for r in records])
+            ]
+            texts = [f"reward {each['reward']:g}\n\n{each['prompt']}{each['conversation']}" for each in rows]
+            self._writer.add_text("rollouts", "\n\n---\n\n".join(texts), row["step"])
+        self._writer.flush()
+
+    def alert(self, roster: Roster, incident: Incident | None) -> None:
+        if incident:
+            self._writer.add_text("incidents", f"{incident.part}: {incident.what}", incident.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class WandbSink:
     """Writes to Weights & Biases, on an explicit `step` axis. Offline mode needs no account.
 
@@ -145,27 +196,33 @@ class WandbSink:
         import wandb
 
         self._wandb, options = wandb, config.wandb
+        self._offline = options.mode == "offline"
         self._run = wandb.init(
             **options.model_dump(include={"project", "entity", "tags", "mode"}),
             name=options.name or run_name,
             id=run_id,
             resume="allow",
             dir=str(directory),
+            settings=wandb.Settings(quiet=True),
             config=config.model_dump(mode="json"),
         )
         self._run.define_metric("*", step_metric="step")
 
+    @property
+    def place(self) -> str:
+        if self._offline:
+            return f"W&B, offline; to upload: uv run --no-sync wandb sync {self._run.settings.sync_dir}"
+        return f"W&B: {self._run.url}"
+
     def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
-        """Writes the row of a step, and a table with a line for each rollout in `records`."""
         if records:
             rows = table_rows([json.loads(line) for line in records])
             table = self._wandb.Table(columns=TABLE_COLUMNS, data=rows)
             self._run.log({"step": row["step"], "rollouts": table}, commit=False)
         self._run.log(dict(row))
 
-    def alert(self, _roster: Roster, incident: Incident | None) -> None:
-        """Sends an alert for each incident, as a listener of the roster. (W&B drops equal titles within a minute.)"""
-        if incident:
+    def alert(self, roster: Roster, incident: Incident | None) -> None:
+        if incident:  # W&B drops equal titles within a minute
             said = f"{incident.part}: {incident.what}"
             self._run.alert(said[:LONGEST_TITLE], f"{said}\n\nat step {incident.step}", level="WARN")
 
@@ -176,14 +233,17 @@ class WandbSink:
 
 
 @contextmanager
-def wandb_run(config: CommonConfig, run_id: str, root: Path, roster: Roster) -> Iterator[WandbSink | None]:
-    """Opens Weights & Biases, if configured, for all attempts of the command whose run lies in `root`: rows, rollouts,
-    and an alert for each incident."""
-    if not config.wandb.project:
-        yield None
-        return
+def trackers(config: CommonConfig, run_id: str, root: Path, roster: Roster) -> Iterator[list[Tracker]]:
+    """Opens the trackers that are configured, for all attempts of the command whose run lies in `root`: they get rows,
+    rollouts, and each incident."""
+    opened: list[Tracker] = []
     with ExitStack() as ending:
-        wandb = WandbSink(config, run_id, root.name, root)
-        ending.callback(wandb.close)
-        ending.callback(roster.listen(wandb.alert))
-        yield wandb
+        if config.wandb.project:
+            opened.append(WandbSink(config, run_id, root.name, root))
+            ending.callback(opened[-1].close)
+        if config.tensorboard:
+            opened.append(TensorboardSink(root, roster.step))
+            ending.callback(opened[-1].close)
+        for tracker in opened:
+            ending.callback(roster.listen(tracker.alert))
+        yield opened

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     check(config(model={"name": str(tmp_path), "tokenizer": "m"}), FACTS)
     (tmp_path / "tekken.json").touch()  # a tokenizer of some kind may be in it
     check(config(**given), FACTS)
+
+
+def test_tensorboard_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert "uv sync --extra tensorboard" in refusal(config().model_copy(update={"tensorboard": True}))
 
 
 def test_what_is_right_passes() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trireme.config.load import load
-from trireme.run.metrics import Clock, Journal, WandbSink, evaluation_text, reduce_metrics, step_line
+from trireme.run.metrics import Clock, Journal, WandbSink, evaluation_text, reduce_metrics, step_line, trackers
 from trireme.supervision.roster import Roster
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -49,7 +49,7 @@ def test_the_clock_counts_only_the_wait_for_items() -> None:
 
 
 def journal_of(root: Path, line: Callable[[Mapping[str, Any]], str] = str, out: io.StringIO | None = None) -> Journal:
-    return Journal(root, line, out or io.StringIO(), None)
+    return Journal(root, line, out or io.StringIO(), [])
 
 
 def test_rows_are_whole_lines(tmp_path: Path) -> None:
@@ -125,3 +125,28 @@ def test_an_incident_is_an_alert_of_weights_and_biases(tmp_path: Path) -> None:
         assert time.monotonic() < deadline, "no such alert"
         time.sleep(0.05)
     assert said[:63] in written.read_bytes().replace(said, b""), "and a title that is short enough"
+
+
+def test_tensorboard_has_the_numbers_rollouts_and_incidents_of_a_run(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    record = {
+        **{"step": 5, "why": "best", "problem": "p", "rewards": [1.0]},
+        "rollouts": [
+            {"turns": [{"observation_text": "Sort: 21", "action_text": "12", "versions": []}], "stop_reason": "stop"}
+        ],
+    }
+    config = load(["@", str(QUICKSTART), "--tensorboard"], {}).config
+    for start, reward in ((4, 0.1), (5, 0.7)):  # step 5 is done again after a resume
+        roster = Roster(lambda: 0.0)
+        roster.at_step(start)
+        with trackers(config, "0123abcd", tmp_path, roster) as (tracker,):
+            for step in range(start, 6):
+                tracker.write({"step": step, "reward/total": reward, "name": "text"}, [json.dumps(record)])
+            roster.note("inference_1", "its engine died")
+    assert str(tmp_path) in tracker.place
+    read = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert [(e.step, round(e.value, 3)) for e in read.Scalars("reward/total")] == [(4, 0.1), (5, 0.7)]
+    texts = {tag: read.Tensors(tag)[-1].tensor_proto.string_val[0] for tag in read.Tags()["tensors"]}
+    assert b"Sort: 2112" in texts["rollouts/text_summary"]
+    assert texts["incidents/text_summary"] == b"inference_1: its engine died"
