@@ -81,6 +81,12 @@ class TrainerHandle:
         """Returns references that resolve when the shards are ready, and the shards' names."""
         return list(self._ready_R), [f"trainer shard {rank}" for rank in range(len(self._actors_R))]
 
+    def shown(self) -> tuple[str, str]:
+        """Says what the model showed at the start, and why rows are not packed although the configuration would have
+        them so ("" otherwise): `trainer.proof`."""
+        text, why_rows = self._call("shown")[0]
+        return text, why_rows
+
     def forward_backward(
         self,
         data: Data,

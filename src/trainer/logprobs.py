@@ -24,21 +24,17 @@ CHUNK_LOGITS = 2**24
 METHOD = "token_logprobs"
 
 
-def add_token_logprobs(model: PreTrainedModel) -> None:
+def add_token_logprobs(model: PreTrainedModel) -> PreTrainedModel:
     """Gives `model`, after `fully_shard`, the method that `token_logprobs` calls; FSDP treats it as a forward pass.
 
-    Raises BadInput for a model whose logits are not simply hidden states times a matrix.
+    Returns the model. Raises BadInput for one without an output matrix. That its logits are hidden states times this
+    matrix is shown at the start (`trainer.proof`).
     """
-    head, name = model.get_output_embeddings(), type(model).__name__
-    if head is None or getattr(head, "bias", None) is not None:
-        raise BadInput(f"{name} has no output matrix, or one with a bias: its logprobs are not supported")
-    config = model.config.get_text_config()
-    options = ("logit_scale", "final_logit_softcapping", "logits_scaling")
-    scaled = [option for option in options if getattr(config, option, None) not in (None, 1, 1.0)]
-    if scaled:
-        raise BadInput(f"{name} changes its logits ({', '.join(scaled)}): not supported yet")
+    if model.get_output_embeddings() is None:
+        raise BadInput(f"{type(model).__name__} has no output matrix: its logprobs are not supported")
     setattr(model, METHOD, MethodType(_forward, model))
     register_fsdp_forward_method(model, METHOD)
+    return model
 
 
 def _forward(model: PreTrainedModel, tokens: Tensor, targets: Tensor, temperatures: Tensor, **sequences: Any) -> Tensor:
@@ -48,14 +44,18 @@ def _forward(model: PreTrainedModel, tokens: Tensor, targets: Tensor, temperatur
 
 
 def _head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the factors of the logits: hidden states [T, H] and the output matrix [V, H]. An adapter of rank r adds r
-    columns to both: W h + B (A h) = [W B] [h; A h]."""
+    """Returns the factors of the logits: hidden states [T, H] and the output matrix [V, H]. A bias b adds a column to
+    both, and an adapter of rank r adds r: W h + b + B (A h) = [W b B] [h; 1; A h]."""
     head = model.get_output_embeddings()
-    if getattr(head, "disable_adapters", True):  # or there are none
-        return hidden, head.weight
-    adapters = head.active_adapters
-    narrow = [head.lora_A[name](head.lora_dropout[name](hidden)) * head.scaling[name] for name in adapters]
-    return torch.cat([hidden, *narrow], -1), torch.cat([head.weight, *(head.lora_B[n].weight for n in adapters)], -1)
+    columns, weights = [hidden], [head.weight]
+    if getattr(head, "bias", None) is not None:
+        columns.append(torch.ones_like(hidden[:, :1]))
+        weights.append(head.bias[:, None])
+    if not getattr(head, "disable_adapters", True):  # or there are none
+        for name in head.active_adapters:
+            columns.append(head.lora_A[name](head.lora_dropout[name](hidden)) * head.scaling[name])
+            weights.append(head.lora_B[name].weight)
+    return (columns[0], weights[0]) if len(columns) == 1 else (torch.cat(columns, -1), torch.cat(weights, -1))
 
 
 def token_logprobs(

@@ -8,7 +8,7 @@ over one dimension of the mesh, and gradients summed over both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, revert_weight_conversion
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from trainer.attention import PACKED, has_kernel
 from trainer.logprobs import add_token_logprobs
@@ -28,7 +27,9 @@ from trainer.mesh import Mesh
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig
+from trireme.core.base_digest import stored_shapes
 from trireme.core.errors import BadInput
+from trireme.core.refusals import Refusal
 from trireme.plan.memory import ModelMemory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,7 +39,8 @@ class Sharding:
     """The way in which models are held and computed.
 
     `dtype` is that in which the model computes and is published: with dtype auto, bfloat16 on GPUs and float32 on CPUs.
-    `packed`: rows are packed; with packing auto, where there is a kernel for it.
+    `packed`: rows are packed; with packing auto, where there is a kernel for it, and the models have shown that they
+    can be packed (`trainer.proof`).
     """
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, mesh: Mesh) -> None:
@@ -48,8 +50,7 @@ class Sharding:
         self._mesh, self._master, self._compiled = mesh, DTYPES[options.master_dtype], options.compile
         auto = options.packing == "auto" and attention == "auto" and has_kernel(mesh.device, self.dtype)
         self.packed = auto or options.packing == "packed"
-        whole_rows = "sdpa" if attention == "auto" else attention
-        self._attention = PACKED if self.packed else whole_rows
+        self._attention = attention
         memory = ModelMemory(facts, self.dtype.itemsize, on_gpus=on_gpus)
         # A layer that gets more tokens keeps only its input, and is computed again in the backward pass.
         self._kept_tokens = memory.kept_tokens(options.checkpointing)
@@ -66,9 +67,12 @@ class Sharding:
         """
         source = load_source(weights) if self._mesh.is_first else None
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        attention = self._attention
+        if attention == "auto":
+            attention = "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=self._master, attn_implementation=self._attention, trust_remote_code=False
+                config, dtype=self._master, attn_implementation=attention, trust_remote_code=False
             )
         model.eval()  # no dropout: p must be the distribution that was sampled from
         if lora:
@@ -91,8 +95,8 @@ class Sharding:
                 layer.forward = partial(self.again_if_large, layer.forward, self._kept_tokens)
         if source is not None:
             model.generation_config = source.generation_config
-        add_token_logprobs(model)
-        return model
+        model._weight_conversions = self._mesh.broadcast_object(source and source._weight_conversions)
+        return add_token_logprobs(model)
 
     def _fill(self, unit: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:
         """Allocates the unit's tensors on the device and fills them with the values of the first rank."""
@@ -119,6 +123,13 @@ class Sharding:
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
 
+    def lay_out(self, models: Sequence[PreTrainedModel], *, packed: bool) -> None:
+        """Has the sequences of a micro-batch packed, or in rows."""
+        self.packed = packed
+        for model in models:
+            if packed:
+                model.set_attn_implementation(PACKED)
+
     @staticmethod
     def again_if_large(forward: Callable[..., Any], kept_tokens: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Runs a layer on `hidden` [B, L, H]. With more than `kept_tokens` tokens it keeps only its input, and is
@@ -135,7 +146,7 @@ class Sharding:
         Where memory allows (`ModelMemory.stays_whole`) the model stays gathered from pass to pass: gradients are added
         up whole and summed over ranks in the last pass. At the end nothing is left gathered, also after an error.
         """
-        units = _fsdp_units(model)
+        units = fsdp_units(model)
         root = units[0]
 
         def next_pass(last: bool) -> None:
@@ -155,24 +166,58 @@ class Sharding:
 def load_source(name: str) -> PreTrainedModel:
     """Loads a model, a local directory or a name on the hub, into host memory, float32.
 
-    Raises BadInput for an architecture whose layout in memory `gathered_units` cannot undo.
+    Raises BadInput unless the tensors that would be published of it have the names and shapes of those in its files.
     """
-    source = AutoModelForCausalLM.from_pretrained(
+    source, report = AutoModelForCausalLM.from_pretrained(
         name,
         dtype=torch.float32,
         attn_implementation="eager",  # never runs; else a config.json could name a kernel to fetch and load
         trust_remote_code=False,
+        output_loading_info=True,
     )
-    for transform in get_model_conversion_mapping(source, add_legacy=False):
-        # It may only stack the matrices of experts, and join gate and up.
-        operations = getattr(transform, "operations", None)
-        if operations is None or not all(isinstance(o, MergeModulelist | Concatenate) for o in operations):
-            raise BadInput(
-                f"{name} is a {source.config.model_type} model, whose tensors have other names or shapes in a "
-                f"checkpoint than in memory ({transform}); only fused experts can be taken apart again: use a dense "
-                "model, or one of the Qwen3-MoE kind"
-            )
+    stored = stored_shapes(name)
+    invented, reshaped = ([], []) if stored is None else _differences(source, stored)
+    found = {
+        "lacks": {*report["missing_keys"], *invented},
+        "has in addition": report["unexpected_keys"],
+        "has in another shape": {*(key[0] for key in report["mismatched_keys"]), *reshaped},
+    }
+    wrong = [f"{what} {len(names)}: {', '.join(sorted(names)[:3])}" for what, names in found.items() if names]
+    if wrong:
+        raise Refusal(
+            f"model.name = {name}, whose files differ from what {type(source).__name__} computes with and writes: of "
+            f"these tensors it {'; it '.join(wrong)}",
+            "a model whose files have the tensors of its class, so that what is trained is written like them",
+            "save it again with save_pretrained of the installed transformers, or train another model",
+        ).error()
     return source
+
+
+def _differences(source: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> tuple[list[str], list[str]]:
+    """Names the tensors that would be published of `source` but are not `stored`, and those with another shape.
+
+    One of tied tensors is enough, and files may leave out the prefix of the base model. Stored tensors that the class
+    leaves out knowingly, such as layers for speculative decoding, are not published.
+    """
+
+    def published(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(source, empty).items()}
+
+    def short(name: str) -> str:
+        return name.removeprefix(f"{source.base_model_prefix}.")
+
+    known = {short(name): shape for name, shape in stored.items()}
+    tied: dict[int, dict[str, Tensor]] = {}
+    for name, parameter in source.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), {})[name] = parameter
+    for group in tied.values():
+        aliases = {short(name): shape for name, shape in published(group).items()} if len(group) > 1 else {}
+        if aliases.keys() & known.keys():
+            known |= aliases
+    shapes = published(_saved_tensors(source))
+    invented = [name for name in shapes if short(name) not in known]
+    return invented, [name for name, shape in shapes.items() if known.get(short(name), shape) != shape]
 
 
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
@@ -183,23 +228,39 @@ def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
             yield from _own_modules(child)
 
 
-def _fsdp_units(model: PreTrainedModel) -> list[Any]:
+def fsdp_units(model: PreTrainedModel) -> list[Any]:
     """Returns the root and then the decoder layers, each of which `fully_shard` made an FSDPModule."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+@torch.no_grad()
 def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yields the names and whole tensors of one unit (layer, or root) after the other, in the inference dtype, on every
-    rank's device. Names and shapes are those of a checkpoint, with experts apart. Tensors live until the next unit.
-    Tied ones come once, under the embedding's name. Collective."""
-    root, *layers = _fsdp_units(model)
-    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    root.unshard()
-    yield [(name, parameter.detach()) for name, parameter in model.named_parameters() if id(parameter) not in inside]
-    root.reshard()
-    names = {module: f"{prefix}." for prefix, module in model.named_modules()}
-    for layer in layers:
-        layer.unshard()
-        tensors = {names[layer] + name: parameter.detach() for name, parameter in layer.named_parameters()}
-        yield list(revert_weight_conversion(model, tensors).items())
-        layer.reshard()
+    """Yields the names and whole tensors of one unit (layer, or root) after the other, on every rank's device.
+
+    Parameters are in the inference dtype, persistent buffers as the model holds them: what the model's class saves.
+    Names and shapes are those of a checkpoint, with experts apart. Tensors live until the next unit. Tied ones come
+    once, under the embedding's name. Collective.
+    """
+    root, *layers = fsdp_units(model) or [model]
+    inside = {id(tensor) for layer in layers for tensor in _saved_tensors(layer).values()}
+    names = {module: prefix and f"{prefix}." for prefix, module in model.named_modules()}
+    for unit in (root, *layers):
+        if isinstance(unit, FSDPModule):
+            unit.unshard()
+        tensors = {names[unit] + name: tensor for name, tensor in _saved_tensors(unit).items()}
+        if unit is root:
+            tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) not in inside}
+        yield list(revert_weight_conversion(model, {name: tensor.detach() for name, tensor in tensors.items()}).items())
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def _saved_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the module's parameters and persistent buffers by name, tied ones once."""
+    buffers = {
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, owner in module.named_modules()
+        for name in owner._buffers.keys() - owner._non_persistent_buffers_set
+    }
+    saved = {name: buffer for name, buffer in module.named_buffers() if name in buffers}
+    return {**dict(module.named_parameters()), **saved}

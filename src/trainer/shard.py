@@ -31,6 +31,7 @@ from trainer.losses import Metrics, backward, monitors, resolve_loss
 from trainer.mesh import Mesh, find_device
 from trainer.mfu import peak_flops, train_flops
 from trainer.model import Sharding, gathered_units
+from trainer.proof import prove_models
 from trainer.publish import compute_canary
 from trainer.state import Checkpointer, make_adam_state
 from trireme.checkpoint.files import FileRecord
@@ -70,6 +71,8 @@ class Shard:
         self._max_seq_len = min(limit, config.max_seq_len or limit)
         self._adapter = self._name_adapter() if lora.on else None
         self._reference = self._load_reference()
+        models = [self._model, *([self._reference] if self._reference else [])]
+        self.proof = prove_models(models, self._mesh, self._sharding, config.trainer.packing)
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._parameters = list(parameters.values())
         self._optimizer = torch.optim.AdamW(self._parameters, fused=True)
@@ -106,6 +109,11 @@ class Shard:
         digest = self._mesh.broadcast_object(base_digest(self._config.model.name) if self._mesh.is_first else "")
         assert lora.rank is not None
         return Adapter(digest, lora.rank, lora.alpha)
+
+    def shown(self) -> tuple[str, str]:
+        """Says what the model showed at the start, and why rows are not packed although the configuration would have
+        them so ("" otherwise)."""
+        return self.proof.text, self.proof.why_rows
 
     def forward_backward(
         self, batch: TokenBatch, loss_fn: str, loss_fn_config: Mapping[str, float], provenance: Provenance | None

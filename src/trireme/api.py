@@ -143,7 +143,8 @@ def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[t
         plan = replace(plan, resources=ending.enter_context(ray_cluster(config, plan.resources)))
         plan.check_resources()
         config = plan.with_device(config)
-        progress = StartProgress(Console(highlight=False, soft_wrap=True))
+        console = Console(highlight=False, soft_wrap=True)
+        progress = StartProgress(console)
         logs.mkdir(parents=True, exist_ok=True)
         _, options = reserve(plan.options, config.timeouts.place_s, progress, ending, plan.blocks)
         of_room = plan.by_room(options)
@@ -154,4 +155,6 @@ def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[t
         ending.callback(trainer.stop)
         started = [trainer, inference] if inference else [trainer]
         await_ready(started, config.timeouts.start_s, logs, progress)
+        text, why_rows = trainer.shown()
+        console.print(f"{text}, not packed: {why_rows}" if why_rows else text)
         yield trainer, inference

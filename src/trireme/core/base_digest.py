@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import looks_like_path
@@ -29,15 +30,32 @@ def base_digest(name: str) -> str:
     entries: list[TensorEntry] = []
     for file in weight_files(name):
         data = np.memmap(file, dtype=np.uint8, mode="r")
-        begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-        header: dict[str, Any] = json.loads(data[8:begin].tobytes())
-        header.pop("__metadata__", None)
+        begin, header = _header(data)
         for tensor, about in header.items():
             start, end = about["data_offsets"]
             digest = hash_bytes(data[begin + start : begin + end])
             shape = tuple(about["shape"])
             entries.append(TensorEntry(tensor, about["dtype"], shape, 0, begin + start, end - start, digest))
     return weights_digest(entries)
+
+
+def stored_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
+    """Returns the shapes of the stored tensors by name, from the headers of the files; None without safetensors files.
+
+    Raises BadInput for a model that lacks some of its files.
+    """
+    if _find(name, INDEX) is None and _find(name, SINGLE) is None:
+        return None
+    headers = (_header(np.memmap(file, dtype=np.uint8, mode="r"))[1] for file in weight_files(name))
+    return {tensor: tuple(about["shape"]) for header in headers for tensor, about in header.items()}
+
+
+def _header(data: npt.NDArray[np.uint8]) -> tuple[int, dict[str, Any]]:
+    """Returns where the tensors begin in a safetensors file, and what its header says of each."""
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header: dict[str, Any] = json.loads(data[8:begin].tobytes())
+    header.pop("__metadata__", None)
+    return begin, header
 
 
 def weight_files(name: str) -> list[Path]:

@@ -195,6 +195,10 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         supervisor.expect(*core.rooms)
         await_ready(core.rooms, training.config.timeouts.start_s, log_dir, tick)
         supervisor.attach(*core.rooms, serving=core.serving)
+        text, why_rows = core.trainer.shown()
+        console.print(text)
+        if why_rows:
+            supervisor.roster.note("trainer_0", f"rows are padded, not packed: {why_rows}")
         supervisor.await_replicas(log_dir, progress)
         if start.commit and start.manifest:
             core.trainer.load_state(start.commit / "trainer", start.manifest.identities)

@@ -18,7 +18,17 @@ from trireme.core.weights import TensorEntry, hash_bytes
 
 BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 64
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By their names in safetensors. Parameters have the first three; buffers can have any."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FUSED = re.compile(r"\b(?:[qkv]|gate|up)_proj\b")
 

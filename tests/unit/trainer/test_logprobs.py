@@ -6,7 +6,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer import logprobs
-from trainer.logprobs import SelectedLogprobs, add_token_logprobs
+from trainer.logprobs import SelectedLogprobs, add_token_logprobs, token_logprobs
 from trireme.core.errors import BadInput
 
 TOKENS, HIDDEN, VOCABULARY = 37, 8, 50
@@ -55,13 +55,17 @@ def tiny(**options):
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=16, num_key_value_heads=1, head_dim=16, **sizes, **options))
 
 
-def test_models_that_change_their_logits_are_refused():
+def test_a_bias_of_the_output_matrix_counts_and_is_trained():
     model = tiny()
-    add_token_logprobs(model)
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(BadInput, match="final_logit_softcapping"):
-        add_token_logprobs(model)
-    model.config.final_logit_softcapping = None
     model.lm_head = nn.Linear(32, 16, bias=True)
-    with pytest.raises(BadInput, match="bias"):
-        add_token_logprobs(model)
+    tokens, targets = torch.arange(6)[None], torch.arange(1, 7)[None]
+    expected = model(tokens).logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
+    p = token_logprobs(add_token_logprobs(model), tokens, targets, torch.ones(1, 6))
+    torch.testing.assert_close(p, expected)
+    wanted, got = (torch.autograd.grad(values.sum(), model.lm_head.bias)[0] for values in (expected, p))
+    torch.testing.assert_close(got, wanted)
+
+
+def test_a_model_without_an_output_matrix_is_refused():
+    with pytest.raises(BadInput, match="Qwen3Model has no output matrix"):
+        add_token_logprobs(tiny().model)

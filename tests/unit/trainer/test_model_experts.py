@@ -11,10 +11,8 @@ from safetensors.torch import load_file
 
 # The tiny models and batches are the end-to-end tests' too.
 from trainer_support import EXPERTS, make_batch, make_model
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM
 
-from trainer.model import load_source
-from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams
 from trireme.core.weights import check_received, weights_digest
 
@@ -76,10 +74,3 @@ def test_what_was_trained_opens_with_from_pretrained(shard, tmp_path):
     start = sum(int(batch.lengths[d]) for d in output.datums[: output.datums.index(0)])
     np.testing.assert_allclose(output.logprobs[start : start + 5], expected, atol=1e-5)
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["num_experts_per_tok"] == 2
-
-
-def test_other_layouts_in_memory_are_refused(tmp_path):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
-    MixtralForCausalLM(MixtralConfig(vocab_size=8, intermediate_size=32, **sizes)).save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match=r"mixtral.*use a dense model"):
-        load_source(str(tmp_path))

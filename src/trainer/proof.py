@@ -1,0 +1,342 @@
+"""A model proves itself before the first step: the ways in which the trainer computes it agree with its own.
+
+Log-probabilities of two short samples are computed by the model's own forward pass, one sample after the other, as
+padded rows, and packed into one row. Nothing is decided by the name of an architecture. A model whose rows differ is
+refused. One that only differs when packed is computed in rows, or refused if packed rows were asked for.
+
+This is tried on the sharded model, within the rounding of the dtype in which it computes, and on a small twin of the
+same configuration (`trainer.twin`), in float32, where every constant matters and windows are as short as the samples.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PretrainedConfig, PreTrainedModel
+
+from trainer.attention import PACKED
+from trainer.export import write_weights
+from trainer.logprobs import add_token_logprobs, token_logprobs
+from trainer.mesh import Mesh
+from trainer.model import Sharding, fsdp_units, gathered_units, load_source
+from trainer.publish import canary_tolerance
+from trainer.state import random_state, set_random_state
+from trainer.twin import make_twin
+from trireme.core.errors import BadInput
+from trireme.core.refusals import Refusal
+from trireme.transports.packing import Packer
+
+LENGTHS = (13, 11)
+"""Tokens of the two samples: more than a twin's windows and a convolution's kernel, few beside a training batch."""
+MAGNIFIED = 30.0
+"""Largest logit of a twin, whose hidden states are multiplied until it is reached: soft caps and scales show."""
+RELOADED = 1e-4
+"""Largest difference, in nats, between a twin and what opens of it, both in float32."""
+IN_TWIN = " (in a small twin of it, float32)"
+INPUTS, TARGETS = slice(None, -1), slice(1, None)
+
+Packing = Literal["auto", "rows", "packed"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far log-probabilities of the same samples differ between ways to compute them: the largest, in nats."""
+
+    tolerance: float
+    """Largest difference that rounding explains."""
+    rows: float
+    """Padded rows, against each sample alone by the model's own `.logits`."""
+    packed: float | None = None
+    """One packed row, against the same; None if that was not tried, infinite if it cannot be computed."""
+    leak: float = 0.0
+    """How much the second sample of a packed row moves when the first one changes."""
+    future: float = 0.0
+    """How much earlier tokens of a row move when a later one changes."""
+    error: str = ""
+    """Why a packed row cannot be computed."""
+
+    @property
+    def not_rows(self) -> str:
+        """Says what is wrong with rows; empty if they are right."""
+        if not self.future <= self.tolerance:
+            return f"a token's log-probability moves by {self.future:.3g} when a later token changes"
+        if not self.rows <= self.tolerance:
+            return f"log-probabilities differ by {self.rows:.3g} from those of the model's own logits"
+        return ""
+
+    @property
+    def not_packed(self) -> str:
+        """Says what is wrong with packed rows; empty if they are right."""
+        if self.packed is None:
+            return ""
+        if self.error:
+            return f"a packed row cannot be computed ({self.error})"
+        if not self.leak <= self.tolerance:
+            return f"a sample of a packed row moves by {self.leak:.3g} when the sample before it changes"
+        if not self.packed <= self.tolerance:
+            return f"log-probabilities of a packed row differ by {self.packed:.3g} from those of the samples alone"
+        return ""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Records the layout in which a model is computed, and the differences that it showed at the start."""
+
+    architecture: str
+    packed: bool
+    """True: rows are packed."""
+    model: Agreement
+    """On the sharded model."""
+    twin: Agreement | None
+    """On its small twin; None if its configuration cannot be made small."""
+    why_rows: str = ""
+    """Why rows are not packed although `trainer.packing` would have them so."""
+
+    @property
+    def text(self) -> str:
+        """Says in one line what was shown."""
+        layout = "packed" if self.packed else "padded"
+        return (
+            f"{self.architecture}: the trainer's log-probabilities are those of the model's own logits within "
+            f"{self.model.rows:.1g}, rows are {layout}"
+        )
+
+
+def prove_models(models: Sequence[PreTrainedModel], mesh: Mesh, sharding: Sharding, packing: Packing) -> Proof:
+    """Shows how the models of a run, the policy first, can be computed, and sets `sharding` and them to it.
+
+    Weights and random generators stay as they are. Collective. Raises BadInput on all ranks, as `decide` does.
+    """
+    before = random_state(mesh.device)
+    proofs = [_prove_model(model, mesh, sharding, packing) for model in models]
+    sharding.lay_out(models, packed=all(proof.packed for proof in proofs))
+    set_random_state(before)
+    why_rows = next((proof.why_rows for proof in proofs if proof.why_rows), "")
+    return replace(proofs[0], packed=sharding.packed, why_rows=why_rows)
+
+
+def _prove_model(model: PreTrainedModel, mesh: Mesh, sharding: Sharding, packing: Packing) -> Proof:
+    twin = _on_first(mesh, partial(_try_twin, model.config, packed=sharding.packed))
+    packed = sharding.packed and not (isinstance(twin, Agreement) and twin.not_packed)
+    found = prove(model, mesh.device, sharding.dtype, packed=packed)
+    name = type(model).__name__.removeprefix("FSDP")
+    return _on_first(mesh, partial(decide, name, found, twin, packing=packing))
+
+
+def _try_twin(config: PretrainedConfig, *, packed: bool) -> Agreement | str:
+    """Returns what the twin of `config` showed, or why there is none."""
+    try:
+        twin = make_twin(config)
+    except BadInput as error:
+        return str(error)
+    return prove_twin(twin, packed=packed)
+
+
+def _on_first(mesh: Mesh, compute: Callable[[], T]) -> T:
+    """Returns what the first rank computes, or raises its BadInput, on all ranks alike. Collective."""
+    outcome: T | BadInput | None = None
+    if mesh.is_first:
+        try:
+            outcome = compute()
+        except BadInput as error:
+            outcome = error
+    outcome = mesh.broadcast_object(outcome)
+    if isinstance(outcome, BadInput):
+        raise outcome
+    return cast("T", outcome)
+
+
+def decide(architecture: str, model: Agreement, twin: Agreement | str, *, packing: Packing) -> Proof:
+    """Returns how a model is computed: packed if that was tried and agrees, else in rows. `twin`: what a small twin
+    showed, or why there is none.
+
+    Raises BadInput when rows do not agree, and when packed rows do not although `packing` asks for them.
+    """
+    found = {"": model} | ({IN_TWIN: twin} if isinstance(twin, Agreement) else {})
+    for where, agreement in found.items():
+        if agreement.not_rows:
+            raise Refusal(
+                f"{architecture}: {agreement.not_rows}{where}",
+                f"a difference that rounding explains, at most {agreement.tolerance:.2g}",
+                "train another model: the trainer would not compute this one's probabilities",
+            ).error()
+    why = next((agreement.not_packed + where for where, agreement in found.items() if agreement.not_packed), "")
+    if why and packing == "packed":
+        raise Refusal(
+            f"trainer.packing = packed for {architecture}: {why}",
+            f"a difference that rounding explains, at most {model.tolerance:.2g}",
+            "leave --trainer.packing out, or set it to rows",
+        ).error()
+    packed = model.packed is not None and not why
+    return Proof(architecture, packed, model, twin if isinstance(twin, Agreement) else None, why)
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # else compiled layers would be compiled for the samples' shapes first
+def prove(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, packed: bool, magnified: float | None = None
+) -> Agreement:
+    """Computes the samples in each way by `model`, sharded or not, whose passes compute in `dtype` on `device`.
+
+    `packed`: also in a packed row. `magnified`: hidden states are multiplied by what makes this the largest logit.
+    Uses no gradients and no random numbers, and changes nothing. Collective for a sharded model. Raises BadInput when
+    the model's own forward pass, or rows, cannot be computed.
+    """
+    config = model.config.get_text_config()
+    samples = [_sample(config, number, length).to(device) for number, length in enumerate(LENGTHS)]
+    later, other = _with_changed(samples[0], slice(-2, -1), config), _with_changed(samples[0], slice(None), config)
+    with _refusing(model):
+        largest = max(float(own_logits(model, sample).abs().max()) for sample in samples)
+    with _multiplied(model, magnified / largest if magnified else 1.0):
+        with _refusing(model):
+            own = [_chosen(own_logits(model, sample), sample) for sample in samples]
+            first, last, second = _in_rows(model, [samples[0], later, samples[1]])
+        in_one_row = _try_packed(model, samples, other, own) if packed else {}
+    return Agreement(
+        tolerance=canary_tolerance(dtype, magnified or largest, config.num_hidden_layers),
+        rows=max(_distance(first, own[0]), _distance(second, own[1])),
+        future=_distance(first[:-2], last[:-2]),
+        **in_one_row,
+    )
+
+
+@contextmanager
+def _refusing(model: PreTrainedModel) -> Iterator[None]:
+    """Turns an error inside the block into a BadInput that names the architecture."""
+    try:
+        yield
+    except Exception as error:  # each architecture fails in its own way
+        raise Refusal(
+            f"{type(model).__name__}, which cannot be computed: {type(error).__name__}: {error}",
+            "a causal language model whose forward pass takes token ids alone",
+            "train another model",
+        ).error() from error
+
+
+def _try_packed(
+    model: PreTrainedModel, samples: Sequence[Tensor], other: Tensor, own: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Returns the fields of an Agreement about packed rows. `other`: what the first sample is changed to."""
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(PACKED)
+        first, second = _in_one_row(model, samples)
+        moved = _in_one_row(model, [other, samples[1]])[1]
+    except Exception as error:  # each architecture fails in its own way
+        for unit in fsdp_units(model):
+            unit.reshard()
+        return {"packed": math.inf, "error": f"{type(error).__name__}: {error}"}
+    finally:
+        model.set_attn_implementation(before)
+    return {
+        "packed": max(_distance(first, own[0]), _distance(second, own[1])),
+        "leak": _distance(second, moved),
+    }
+
+
+def prove_twin(twin: PreTrainedModel, *, packed: bool) -> Agreement:
+    """Does the same for a small model (`trainer.twin`) with logits up to MAGNIFIED, after opening what is published of
+    it with Hugging Face. Raises BadInput for the same reasons, and when what opens computes something else."""
+    prove_reload(twin)
+    cpu = torch.device("cpu")
+    return prove(add_token_logprobs(twin), cpu, torch.float32, packed=packed, magnified=MAGNIFIED)
+
+
+@torch.no_grad()
+def prove_reload(model: PreTrainedModel) -> None:
+    """Writes what is published of a small model, float32 and on the CPU, and opens it with Hugging Face.
+
+    Raises BadInput when tensors are missing or unknown there, or the probabilities are others.
+    """
+    entries, buckets = Packer(np.copy).send(gathered_units(model))
+    with tempfile.TemporaryDirectory() as directory:
+        config = {"config.json": model.config.to_json_string(use_diff=False).encode()}
+        write_weights(Path(directory), entries, buckets, config)
+        opened = load_source(directory)
+    sample = _sample(model.config.get_text_config(), 0, LENGTHS[0])
+    distance = _distance(*(_chosen(own_logits(each, sample), sample) for each in (model, opened)))
+    if not distance <= RELOADED:
+        raise Refusal(
+            f"{type(model).__name__}: what is written of it, and opened again by Hugging Face's transformers, computes "
+            f"log-probabilities that differ by {distance:.3g}",
+            f"the same ones, within {RELOADED:g}",
+            "train another model, or update transformers",
+        ).error()
+
+
+def own_logits(model: PreTrainedModel, sample: Tensor) -> Tensor:
+    """Returns the logits by the model's own forward pass, float32 [T - 1, V], after each token of `sample` [T] but the
+    last."""
+    logits: Tensor = model(input_ids=sample[None, :-1], use_cache=False).logits[0]
+    return logits.float()
+
+
+@contextmanager
+def _multiplied(model: PreTrainedModel, factor: float) -> Iterator[None]:
+    """Within the block the hidden states from which logits are computed are multiplied by `factor`."""
+
+    def multiply(_module: Any, _inputs: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state * factor
+        return output
+
+    hook = model.base_model.register_forward_hook(multiply)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _sample(config: PretrainedConfig, number: int, length: int) -> Tensor:
+    """Returns the tokens of a sample, int64."""
+    place = torch.arange(min(length, getattr(config, "max_position_embeddings", None) or length))
+    return (31 * place**2 + 17 * place + 3 + 7 * number) % config.vocab_size
+
+
+def _with_changed(sample: Tensor, places: slice, config: PretrainedConfig) -> Tensor:
+    changed = sample.clone()
+    changed[places] = (changed[places] + 1) % config.vocab_size
+    return changed
+
+
+def _chosen(logits: Tensor, sample: Tensor) -> Tensor:
+    """Returns the log-probabilities of the tokens of `sample` after the first: [T - 1], from logits [T - 1, V]."""
+    return logits.log_softmax(-1).gather(-1, sample[1:, None]).squeeze(-1)
+
+
+def _in_rows(model: PreTrainedModel, samples: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the log-probabilities of each sample, computed as padded rows."""
+    tokens, targets = (pad_sequence([s[part] for s in samples], batch_first=True) for part in (INPUTS, TARGETS))
+    rows = token_logprobs(model, tokens, targets, torch.ones(tokens.shape, device=tokens.device))
+    return [row[: len(sample) - 1] for row, sample in zip(rows, samples, strict=True)]
+
+
+def _in_one_row(model: PreTrainedModel, samples: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the log-probabilities of each sample, computed one after the other in a packed row."""
+    tokens, targets = (torch.cat([s[part] for s in samples])[None] for part in (INPUTS, TARGETS))
+    lengths = [len(sample) - 1 for sample in samples]
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens.device)
+    positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])[None]
+    ones = torch.ones(tokens.shape, device=tokens.device)
+    row = token_logprobs(
+        model, tokens, targets, ones, position_ids=positions, cu_seq_lens_q=starts, max_length_q=max(lengths)
+    )
+    return list(row[0].split(lengths))
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Returns the largest difference; infinite when one is not finite."""
+    difference = float((one - other).abs().max())
+    return difference if math.isfinite(difference) else math.inf

@@ -1,0 +1,252 @@
+"""A model that does not compute what its own forward pass computes is refused by its behaviour, or laid out in rows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+# The tiny models and batches are the end-to-end tests' too.
+from trainer_support import make_batch, make_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer import model as trainer_model
+from trainer import proof
+from trainer.batching import scatter_outputs
+from trainer.logprobs import add_token_logprobs
+from trainer.proof import Agreement, decide, prove, prove_reload
+from trainer.twin import make_twin
+from trireme.core.errors import BadInput
+from trireme.core.types import AdamParams
+from trireme.transports.packing import tensor_of
+
+LENGTHS = (5, 9, 1, 7, 9)
+CPU = torch.device("cpu")
+
+LEAKING = {
+    "stablelm": {},  # its layers drop the arguments that say where sequences begin
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
+}
+"""Architectures whose packed sequences see each other, with a layer of each kind."""
+
+OTHER_LOGITS = {
+    "falcon_h1": {"lm_head_multiplier": 0.25},
+    "recurrent_gemma": {},
+    "gemma2": {"final_logit_softcapping": 30.0},
+    "cohere": {"logit_scale": 0.0625},
+    "granite": {"logits_scaling": 8.0},
+}
+"""Architectures that change the product of hidden states and output matrix."""
+
+BUFFERS = {
+    "glm4_moe": ("e_score_correction_bias", {}),
+    "dots1": ("e_score_correction_bias", {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}),
+    "apertus": ("act_fn.beta", {}),
+    "gemma4_text": ("layer_scalar", {}),
+}
+"""Architectures with persistent buffers: the last part of the name of one, and sizes that have no default."""
+
+
+def twin_of(kind, **options):
+    return make_twin(AutoConfig.for_model(kind, **options))
+
+
+def saved(kind, directory, **options):
+    """Saves a small model with weights and buffers of its own, and a tokenizer; returns the directory."""
+    make_model(directory, "llama", False)  # whose tokenizer is taken
+    (directory / "model.safetensors").unlink()
+    twin_of(kind, **options).save_pretrained(directory)
+    return str(directory)
+
+
+def agreement(kind, **options):
+    return prove(add_token_logprobs(twin_of(kind, **options)), CPU, torch.float32, packed=True, magnified=30.0)
+
+
+@pytest.mark.parametrize("kind", LEAKING)
+def test_sequences_that_see_each_other_in_a_packed_row_are_noticed(kind):
+    found = agreement(kind, **LEAKING[kind])
+    assert found.not_rows == ""
+    assert "when the sample before it changes" in found.not_packed
+    assert found.leak > 100 * found.tolerance
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3_text", "deepseek_v3"])
+def test_what_can_be_packed_agrees_within_rounding(kind):
+    found = agreement(kind)
+    assert (found.not_rows, found.not_packed) == ("", "")
+    assert max(found.rows, found.packed, found.leak, found.future) < found.tolerance / 2
+
+
+@pytest.mark.parametrize("kind", OTHER_LOGITS)
+def test_logits_that_are_not_a_product_are_noticed(kind):
+    assert "of the model's own logits" in agreement(kind, **OTHER_LOGITS[kind]).not_rows
+
+
+def test_a_model_that_sees_later_tokens_is_noticed():
+    assert "when a later token changes" in agreement("bert").not_rows
+
+
+def test_a_small_softcap_shows_although_logits_are_small_at_first():
+    found = prove(add_token_logprobs(twin_of("gemma2")), CPU, torch.float32, packed=False)
+    magnified = agreement("gemma2")
+    assert magnified.rows > 10 * found.rows
+    assert magnified.not_rows
+
+
+def test_packed_rows_that_leak_are_refused_by_name(shard, tmp_path):
+    with pytest.raises(BadInput, match=r"(?s)packing = packed for StableLmForCausalLM.*moves by.*--trainer.packing"):
+        shard(saved("stablelm", tmp_path), trainer__packing="packed")
+
+
+def test_where_packing_is_chosen_such_a_model_is_computed_in_rows_and_it_is_said(shard, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_model, "has_kernel", lambda device, dtype: True)  # so that auto packs, as on GPUs
+    source, batch = saved("stablelm", tmp_path), make_batch(LENGTHS)
+    one = shard(source)
+    assert not one.proof.packed
+    assert "StableLmForCausalLM" in one.proof.text
+    assert one.shown() == (one.proof.text, one.proof.why_rows)
+    assert "a sample of a packed row moves by" in one.proof.why_rows
+    unsharded = AutoModelForCausalLM.from_pretrained(source)
+    expected = [
+        (unsharded(torch.from_numpy(t.astype(np.int64))[None]).logits[0] / batch.temperatures[0])
+        .log_softmax(-1)
+        .gather(-1, torch.from_numpy(c).long()[:, None])[:, 0]
+        for t, c in zip(
+            np.split(batch.tokens, batch.offsets[1:-1]),
+            np.split(batch.columns["target_tokens"], batch.offsets[1:-1]),
+            strict=True,
+        )
+    ]
+    computed = scatter_outputs(batch, [one.forward(batch)])
+    np.testing.assert_allclose(computed, torch.cat(expected).detach().numpy(), atol=1e-5)
+
+
+def test_a_model_that_can_be_packed_is(shard, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_model, "has_kernel", lambda device, dtype: True)
+    one = shard(saved("qwen2", tmp_path))
+    assert one.proof.packed
+    assert one.proof.text.endswith("rows are packed")
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "gemma2"])
+def test_changed_logits_are_refused_by_name(shard, tmp_path, kind):
+    with pytest.raises(BadInput, match=r"(?s)F\w*|G\w* differ by .* from those of the model's own logits"):
+        shard(saved(kind, tmp_path, **OTHER_LOGITS[kind]))
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_persistent_buffers_are_published_saved_and_opened_again(shard, tmp_path, kind):
+    ending, sizes = BUFFERS[kind]
+    source = saved(kind, tmp_path / "source", **sizes)
+    stored = load_file(Path(source) / "model.safetensors")
+    buffers = [name for name in stored if name.endswith(ending)]
+    assert buffers, "the class saves them"
+    one, batch = shard(source), make_batch((9, 6))
+    one.forward_backward(batch, "importance_sampling", {}, None)
+    one.optim_step(AdamParams(learning_rate=1e-2), 20.0)
+    published = one.publish_weights(1)
+    entries = {entry.name: entry for entry in published.manifest.entries}
+    assert {name: entry.shape for name, entry in entries.items()} == {n: tuple(t.shape) for n, t in stored.items()}
+    one.save_weights(tmp_path / "saved", published.manifest.entries, published.source)
+    weights = {}
+    for file in (tmp_path / "saved").glob("*.safetensors"):
+        weights |= load_file(file)
+    for name in buffers:
+        assert torch.equal(weights[name], stored[name].float()), name
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    tokens, targets = (torch.from_numpy(c[:9]).long() for c in (batch.tokens, batch.columns["target_tokens"]))
+    logits = reopened(tokens[None]).logits[0] / batch.temperatures[0]
+    expected = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].detach().numpy()
+    np.testing.assert_allclose(scatter_outputs(batch, [one.forward(batch)])[:9], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_neox", "gpt_oss"])
+def test_tensors_are_published_under_their_names_in_the_files(shard, tmp_path, kind):
+    """In memory they have other names, or several are one."""
+    source = saved(kind, tmp_path)
+    stored, published = load_file(Path(source) / "model.safetensors"), shard(source).publish_weights(0)
+    assert {e.name: e.shape for e in published.manifest.entries} == {n: tuple(t.shape) for n, t in stored.items()}
+    for entry in published.manifest.entries:
+        assert torch.equal(tensor_of(entry, published.source), stored[entry.name]), entry.name
+
+
+def test_what_is_written_without_a_buffer_is_refused(monkeypatch):
+    twin = twin_of("glm4_moe")
+    prove_reload(twin)
+    whole = proof.gathered_units
+    units = [[(n, t) for n, t in unit if "e_score" not in n] for unit in whole(twin)]
+    monkeypatch.setattr(proof, "gathered_units", lambda _: iter(units))
+    with pytest.raises(BadInput, match="e_score_correction_bias"):
+        prove_reload(twin)
+
+
+def test_what_opens_as_another_model_is_refused(monkeypatch):
+    twin = twin_of("llama")
+    units = [[(n, t * 1.01 if n.endswith("norm.weight") else t) for n, t in u] for u in proof.gathered_units(twin)]
+    monkeypatch.setattr(proof, "gathered_units", lambda _: iter(units))
+    with pytest.raises(BadInput, match=r"LlamaForCausalLM.*differ by"):
+        prove_reload(twin)
+
+
+def edit_tensors(directory, change):
+    """Changes the stored tensors of a saved model by `change`, in place."""
+    file = Path(directory) / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"lacks 1: model.norm.weight"),
+        (lambda t: t.update(extra=torch.ones(3)), r"has in addition 1: extra"),
+    ],
+)
+def test_files_with_other_tensors_are_refused_by_name(shard, tmp_path, change, message):
+    source = saved("llama", tmp_path)
+    edit_tensors(source, change)
+    with pytest.raises(BadInput, match=rf"(?s)LlamaForCausalLM.*{message}"):
+        shard(source)
+
+
+def test_the_proof_changes_nothing(shard, tmp_path, monkeypatch):
+    """A step, and the random numbers after it, bit for bit those of a shard that proved nothing; with dropout."""
+    source = saved("qwen3", tmp_path)
+    options = {"trainer__lora": {"rank": 8, "dropout": 0.3}, "trainer__checkpointing": True, "model__dtype": "bfloat16"}
+
+    def step():
+        one = shard(source, **options)
+        one.forward_backward(make_batch(LENGTHS), "importance_sampling", {}, None)
+        one.optim_step(AdamParams(learning_rate=1e-2), 20.0)
+        return one.publish_weights(1).identity.digest, torch.rand(1).item(), np.random.random()
+
+    proved = step()
+    unproved = proof.Proof("none", packed=False, model=Agreement(1.0, 0.0), twin=None)
+    monkeypatch.setattr("trainer.shard.prove_models", lambda *_: unproved)
+    assert step() == proved
+
+
+def test_a_verdict_needs_both_the_model_and_its_twin():
+    good = Agreement(tolerance=0.1, rows=0.01, packed=0.02)
+    leaking = Agreement(tolerance=1e-4, rows=0.0, packed=3.0, leak=3.0)
+    broken = Agreement(tolerance=0.1, rows=0.0, packed=math.inf, error="TypeError: no such argument")
+    assert decide("A", good, good, packing="auto").packed
+    assert decide("A", good, "no twin", packing="auto").packed
+    assert not decide("A", Agreement(0.1, 0.0), good, packing="auto").packed
+    for model, twin in ((good, leaking), (leaking, good), (broken, "no twin")):
+        decided = decide("A", model, twin, packing="auto")
+        assert not decided.packed
+        assert decided.why_rows
+        with pytest.raises(BadInput, match="packing = packed for A"):
+            decide("A", model, twin, packing="packed")
+    with pytest.raises(BadInput, match=r"A: log-probabilities differ by nan.*in a small twin"):
+        decide("A", good, Agreement(tolerance=1e-4, rows=math.nan), packing="rows")
