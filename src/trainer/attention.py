@@ -43,10 +43,13 @@ def packed_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Computes causal attention within each sequence: [B, L, heads, dim], from `query` [B, heads, L, dim] and `key`,
-    `value` [B, key heads, L, dim]. Raises BadInput for features that the kernel lacks: sinks, soft caps."""
-    unknown = [name for name in ("s_aux", "softcap", "position_bias") if others.get(name) is not None]
-    if unknown or attention_mask is not None or dropout:
-        what = ", ".join(unknown) or ("a mask" if attention_mask is not None else "dropout")
+    `value` [B, key heads, L, dim].
+
+    Other arguments are not used. That none of them matters is shown at the start (`trainer.proof`); a soft cap is the
+    one that could not be seen there, because it changes only large scores. Raises BadInput for it, and for a mask.
+    """
+    if others.get("softcap") is not None or attention_mask is not None or dropout:
+        what = "a mask" if attention_mask is not None else "dropout" if dropout else "a soft cap"
         raise BadInput(f"{type(module).__name__} uses {what}, which packed rows lack: set --trainer.packing rows")
     batch, _, length, _ = query.shape
     starts, longest = cu_seq_lens_q, max_length_q

@@ -255,12 +255,16 @@ def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]
             unit.reshard()
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers, by name, that belong to what the module saves."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name not in owner._non_persistent_buffers_set
+    }
+
+
 def _saved_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Returns the module's parameters and persistent buffers by name, tied ones once."""
-    buffers = {
-        f"{prefix}.{name}".removeprefix(".")
-        for prefix, owner in module.named_modules()
-        for name in owner._buffers.keys() - owner._non_persistent_buffers_set
-    }
-    saved = {name: buffer for name, buffer in module.named_buffers() if name in buffers}
-    return {**dict(module.named_parameters()), **saved}
+    return {**dict(module.named_parameters()), **persistent_buffers(module)}

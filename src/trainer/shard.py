@@ -30,7 +30,7 @@ from trainer.lora import adapter_files, adapter_mode, adapter_units
 from trainer.losses import Metrics, backward, monitors, resolve_loss
 from trainer.mesh import Mesh, find_device
 from trainer.mfu import peak_flops, train_flops
-from trainer.model import Sharding, gathered_units
+from trainer.model import Sharding, gathered_units, persistent_buffers
 from trainer.proof import prove_models
 from trainer.publish import compute_canary
 from trainer.state import Checkpointer, make_adam_state
@@ -79,7 +79,10 @@ class Shard:
         make_adam_state(self._optimizer)
         self._refreshed = self._refreshed_tensors()
         base = self._adapter.base if self._adapter else None
-        self._checkpointer = Checkpointer(config, self._mesh, parameters, self._optimizer, self._refreshed, base)
+        buffers = {} if self._adapter else persistent_buffers(self._model)
+        self._checkpointer = Checkpointer(
+            config, self._mesh, parameters, self._optimizer, self._refreshed, base, buffers
+        )
         self._sender = sender
         self._attempt = attempt
         self._published = PublishedVersions(config.max_steps_off_policy)

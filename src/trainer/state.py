@@ -4,6 +4,7 @@ Saved are, under these names, for any number of ranks to read:
   parameters.<names>     [3, n, *shape], in the dtype of the master weights: n parameters of one kind, all of the same
                          shape (`trainer.snapshot.kinds`), and AdamW's exp_avg and exp_avg_sq of them, stacked
   reference.<names>      [1, n, *shape]: of a reference policy that changes (`trainer.kl.reference.update_every`)
+  buffers.<name>         the persistent buffers of a whole model (commits of before have none)
   base                   [16], uint8: for adapters, the digest of the weights they belong to
   steps                  [parameters], float32: AdamW's count of steps of each, in order of name
   random.<rank>.<kind>   see `random_state`
@@ -43,6 +44,8 @@ from trireme.config import CommonConfig
 from trireme.core.errors import CheckpointInvalid, StorageFailed
 from trireme.process.environ import yield_to_others
 from trireme.process.faults import fault_point
+
+BUFFERS = "buffers."
 
 
 def make_adam_state(optimizer: torch.optim.AdamW) -> None:
@@ -122,7 +125,7 @@ class Checkpointer:
 
     `parameters` are the sharded ones by name; `optimizer` has its state (`make_adam_state`). `reference` has the
     tensors of a reference policy that changes, by name. `base` is the digest of the weights that the parameters are
-    adapters of; None if they are the whole model.
+    adapters of; None if they are the whole model, whose persistent `buffers` are then saved by name.
     """
 
     def __init__(
@@ -133,6 +136,7 @@ class Checkpointer:
         optimizer: torch.optim.AdamW,
         reference: Mapping[str, Tensor],
         base: str | None,
+        buffers: Mapping[str, Tensor],
     ) -> None:
         self._beside_training = config.checkpoint.async_save
         self._device = mesh.device
@@ -142,6 +146,7 @@ class Checkpointer:
         self._steps = [optimizer.state[parameter]["step"] for parameter in self._parameters.values()]
         self._optimizer = optimizer
         self._reference = reference
+        self._buffers = {BUFFERS + name: buffer for name, buffer in buffers.items()}
         self._group = mesh.new_cpu_group(config.timeouts.checkpoint_s)
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._saves: dict[Path, Future[list[FileRecord]]] = {}
@@ -208,14 +213,17 @@ class Checkpointer:
         """Copies the small parts of the state."""
         generators = {self._random_prefix + kind: tensor for kind, tensor in random_state(self._device).items()}
         base = {"base": torch.tensor(list(bytes.fromhex(self._base)), dtype=torch.uint8)} if self._base else {}
-        return {"steps": torch.stack(self._steps).cpu(), **base, **generators}
+        buffers = {name: buffer.cpu().clone() for name, buffer in self._buffers.items()}
+        return {"steps": torch.stack(self._steps).cpu(), **buffers, **base, **generators}
 
     @torch.no_grad()
     def _take_over(self, small: Mapping[str, Tensor]) -> None:
-        """Sets the state to the buffers' contents and `small`."""
+        """Sets the state to the contents of the copies in host memory and `small`."""
         for tensor in self._staging.tensors:
             tensor.live.copy_(tensor.host)
         torch._foreach_copy_(self._steps, list(small["steps"].unbind()))
+        for name, buffer in self._buffers.items():
+            buffer.copy_(small.get(name, buffer))
         prefix = self._random_prefix
         set_random_state({name.removeprefix(prefix): t for name, t in small.items() if name.startswith(prefix)})
 
@@ -254,9 +262,9 @@ def _cause(error: dcp.CheckpointException) -> Exception:
 
 
 def _refuse_other_tensors(path: Path, saved: set[str], expected: set[str]) -> None:
-    """Raises CheckpointInvalid unless both have the same tensors, random generators and reference apart."""
+    """Raises CheckpointInvalid unless both have the same tensors, random generators, reference and buffers apart."""
     missing, unknown = (
-        sorted(name for name in names if not name.startswith(("random.", REFERENCE)))
+        sorted(name for name in names if not name.startswith(("random.", REFERENCE, BUFFERS)))
         for names in (expected - saved, saved - expected)
     )
     if missing or unknown:

@@ -88,7 +88,7 @@ def test_where_there_is_a_kernel():
     assert not attention.has_kernel(cpu, torch.bfloat16)
 
 
-@pytest.mark.parametrize("option", [{"s_aux": torch.ones(HEADS)}, {"softcap": 30.0}, {"dropout": 0.1}])
+@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"dropout": 0.1}])
 def test_what_packed_rows_cannot_is_refused(option):
     with pytest.raises(BadInput, match=r"--trainer.packing rows"):
         packed_attention(nn.Module(), *states(), None, **option)

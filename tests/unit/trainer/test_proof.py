@@ -18,6 +18,7 @@ from trainer import model as trainer_model
 from trainer import proof
 from trainer.batching import scatter_outputs
 from trainer.logprobs import add_token_logprobs
+from trainer.model import persistent_buffers
 from trainer.proof import Agreement, decide, prove, prove_reload
 from trainer.twin import make_twin
 from trireme.core.errors import BadInput
@@ -83,6 +84,14 @@ def test_what_can_be_packed_agrees_within_rounding(kind):
     found = agreement(kind)
     assert (found.not_rows, found.not_packed) == ("", "")
     assert max(found.rows, found.packed, found.leak, found.future) < found.tolerance / 2
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "bloom"])
+def test_what_attention_is_given_beyond_packed_rows_is_noticed(kind):
+    """Sinks, and a bias for each distance."""
+    found = agreement(kind)
+    assert found.not_rows == ""
+    assert found.not_packed
 
 
 @pytest.mark.parametrize("kind", OTHER_LOGITS)
@@ -166,6 +175,26 @@ def test_persistent_buffers_are_published_saved_and_opened_again(shard, tmp_path
     logits = reopened(tokens[None]).logits[0] / batch.temperatures[0]
     expected = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].detach().numpy()
     np.testing.assert_allclose(scatter_outputs(batch, [one.forward(batch)])[:9], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["saved", "saved before buffers were"])
+def test_buffers_return_with_the_state(shard, tmp_path, monkeypatch, older):
+    if older:
+        monkeypatch.setattr("trainer.shard.persistent_buffers", lambda _: {})
+    source = saved("apertus", tmp_path / "source")
+    one = shard(source)
+    one.begin_save(tmp_path / "trainer")
+    one.finish_save(tmp_path / "trainer")
+    monkeypatch.undo()
+    two = shard(source)
+    buffers = {name: buffer.clone() for name, buffer in persistent_buffers(two._model).items()}
+    if not older:  # else they are those of the source
+        for buffer in persistent_buffers(two._model).values():
+            buffer += 1
+    two.load_state(tmp_path / "trainer", [])
+    assert buffers
+    for name, buffer in persistent_buffers(two._model).items():
+        assert torch.equal(buffer, buffers[name]), name
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_neox", "gpt_oss"])
