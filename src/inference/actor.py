@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 Step = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 NAMED = 8
 WARM_UP = SampleRequest("warm-up", (0, 0), SamplingParams(max_tokens=2, seed=0), "")
+FETCH = "fetch"
 CANARY_REQUEST = "trireme-canary"
 CANARY_PRIORITY = -1
 """vLLM runs lower numbers first; normal requests use 0."""
@@ -146,6 +147,7 @@ class ReplicaActor(SamplingEngine):
         if self.config.trainer.lora.on:
             self.base = await asyncio.to_thread(base_digest, self.config.model.name)
         await (await self._submit(WARM_UP, salt="warm-up")).get()
+        self.engine_stats.answered = self.note_step  # from now on: the first steps of all are slow
         self.proved.set()
         return await self.health()
 
@@ -158,14 +160,8 @@ class ReplicaActor(SamplingEngine):
     async def heartbeat(self) -> Heartbeat:
         """Answers immediately. Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken."""
         self._raise_if_broken()
-        # Nothing is expected of the engine while it stands still for an update, which has a deadline of its own.
-        works = (self._has_requests or self.halting) and not self.standing
-        behind_s = self.engine_stats.silent_s if works else 0.0
-        return Heartbeat((os.getpid(), self._engine_pid), ray.get_runtime_context().get_node_id(), behind_s)
-
-    @property
-    def _engine_pid(self) -> int:
-        return self.engine.engine_core.resources.engine_manager.processes[0].pid
+        node = ray.get_runtime_context().get_node_id()
+        return Heartbeat((os.getpid(), self._engine_pid), node, *self.behind())
 
     async def weight_version(self) -> WeightIdentity | None:
         """Returns the engine's label of its tokens; None before the first update."""
@@ -200,7 +196,7 @@ class ReplicaActor(SamplingEngine):
         self._raise_if_broken()
         step = partial(self._step, deadline=started + self.config.timeouts.update_s)
         try:
-            buckets = await step("fetch", self.receiver.open(published.source))
+            buckets = await step(FETCH, self.receiver.open(published.source))
         except Exception as error:
             raise as_failure(f"{self.name}, fetching version {published.identity.version}", error) from error
         async with self.updating:  # one that a dead orchestrator began may still run
@@ -321,7 +317,8 @@ class ReplicaActor(SamplingEngine):
 
     async def _step(self, name: str, awaitable: Awaitable[Value], *, deadline: float) -> Value:
         with trace.span(name, "update"):
-            return await self._guarded(f"update step {name!r}", awaitable, max(deadline - time.monotonic(), 0.0))
+            usual = None if name == FETCH else self.call_deadline  # the engine has no part in it
+            return await self._guarded(f"update step {name!r}", awaitable, max(deadline - time.monotonic(), 0.0), usual)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Asking the engine instead would wait for the step in progress.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -23,7 +24,9 @@ class EngineStats(PrometheusStatLogger):
         self.kv_used = 0.0
         self.preemptions = 0
         self._excused = 0
-        self._heard = 0.0
+        self._heard = time.monotonic()
+        self.answered: Callable[[float], None] = lambda _silent_s: None
+        """Called when a step has ended, with the seconds since the engine answered before."""
 
     def record(
         self,
@@ -32,6 +35,7 @@ class EngineStats(PrometheusStatLogger):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
+        self.answered(self.silent_s)
         self.listen()
         if scheduler_stats is not None:
             self.running = scheduler_stats.num_running_reqs

@@ -14,7 +14,9 @@ import numpy as np
 
 from inference.engine import give_tokenizer, sampled_sequence, vllm_params
 from inference.handover import NOTHING, Outcome, Progress
+from inference.stalls import StallClock, cpu_seconds
 from trireme.config import Config
+from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.process import trace
@@ -72,6 +74,9 @@ class SamplingEngine:
         self.halting = self.standing = False  # told to stop between two steps; stands still
         self.pausing = asyncio.Lock()  # held while the engine is paused, so that nothing else resumes it
         self.proved = asyncio.Event()  # while it is not set, tokens may come from wrong weights
+        self._stalls = StallClock(self._cpu_s)
+        self._step_deadline = LearnedDeadline(config.timeouts.update_s)  # of a step of the engine without progress
+        self.call_deadline = LearnedDeadline(config.timeouts.update_s)  # of a call in an update without progress
         self._era = 0  # counts how often all requests were given up
         self._keeps_kv = config.inference.on_update == "keep_kv"
         self._drains = config.inference.on_update == "drain"
@@ -79,6 +84,13 @@ class SamplingEngine:
     @property
     def _has_requests(self) -> bool:
         return bool(self.engine.output_processor.request_states)
+
+    @property
+    def _engine_pid(self) -> int:
+        return self.engine.engine_core.resources.engine_manager.processes[0].pid
+
+    def _cpu_s(self) -> float:
+        return cpu_seconds(self._engine_pid)
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, Outcome]]]:
         """Samples all `requests` at the same time. Yields (index, sequence or that request's error) of those that have
@@ -235,17 +247,41 @@ class SamplingEngine:
 
     # ------------------------------------------------------------------------------------------------------ failures
 
-    async def _guarded(self, what: str, awaitable: Awaitable[Value], timeout_s: float) -> Value:
+    def note_step(self, silent_s: float) -> None:
+        """Learns from a step of the engine, which ends now, that so many seconds are nothing unusual."""
+        self._step_deadline.note(self._stalls.answered(silent_s))
+
+    def behind(self) -> tuple[float, float]:
+        """Returns for how many seconds the engine, which has work, has not answered, and the deadline for that; or, if
+        that is closer to its deadline, for how many it has not even made progress."""
+        # Nothing is expected of the engine while it stands still for an update, which has a deadline of its own.
+        works = (self._has_requests or self.halting) and not self.standing
+        silent_s, limit_s = self.engine_stats.silent_s if works else 0.0, self.config.timeouts.update_s
+        stalled = self._stalls.look(silent_s), self._step_deadline.seconds
+        return max((silent_s, limit_s), stalled, key=lambda pair: pair[0] / pair[1])
+
+    async def _guarded(
+        self, what: str, awaitable: Awaitable[Value], timeout_s: float, usual: LearnedDeadline | None = None
+    ) -> Value:
         """Returns the value of `awaitable`. vLLM leaves calls pending for ever when its engine process is dead, so the
-        process is checked while waiting. Raises RoomFailed when it died or after `timeout_s` seconds."""
+        process is checked while waiting. Raises RoomFailed when it died, after `timeout_s` seconds, or when it made no
+        progress for `usual` seconds: only for what the engine does itself."""
         task = asyncio.ensure_future(awaitable)
-        deadline = time.monotonic() + timeout_s
+        started, stalls, stalled_s = time.monotonic(), StallClock(self._cpu_s), 0.0
         while not task.done():
             await asyncio.wait({task}, timeout=HEALTH_TICK_S)
-            if not task.done() and (self.engine.errored or time.monotonic() > deadline):
+            waited_s = time.monotonic() - started
+            if usual and not task.done():
+                stalled_s = stalls.look(waited_s)
+            stands_still = usual is not None and stalled_s > usual.seconds and waited_s <= timeout_s
+            if not task.done() and (self.engine.errored or waited_s > timeout_s or stands_still):
                 task.cancel()
                 self._raise_if_broken()
-                raise RoomFailed(f"{self.name}: no answer for {what} within {timeout_s:.0f} s")
+                late = f"no progress of its engine for {stalled_s:.0f} s, which has not answered"
+                why = f"{late} {what}" if stands_still else f"no answer for {what} within {timeout_s:.0f} s"
+                raise RoomFailed(f"{self.name}: {why}")
+        if usual:
+            usual.note(stalls.answered(time.monotonic() - started))
         return task.result()
 
     def _failure(self) -> TriremeError | None:

@@ -57,7 +57,7 @@ def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPa
         _, options = reserve([RESOURCES] * 2, DEADLINE_S, lambda *_: None, ending)
         group = InferenceHandle.start(config, options, None)
         roster = Roster(time.time)
-        monitor = HeartbeatMonitor(roster, 30.0, 30.0, lambda *_: None)
+        monitor = HeartbeatMonitor(roster, 30.0, lambda *_: None)
         manager = ReplicaManager(config, group, roster, monitor, lambda *_: None, PlacePool(RESOURCES, ending))
         manager.begin()
         for _ in range(2):

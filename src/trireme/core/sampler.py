@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +34,9 @@ class Heartbeat:
     node: str
     """Ray's id of their node."""
     behind_s: float = 0.0
-    """Seconds for which a process that the actor started, and that has work, has not answered it."""
+    """Seconds for which a process that the actor started, and that has work, has not answered, or made no progress."""
+    limit_s: float = math.inf
+    """After so many it counts as dead."""
 
 
 class Sampler(Protocol):

@@ -62,11 +62,12 @@ class HeartbeatMonitor:
     """Asks processes for heartbeats, and waits for other answers of theirs. Not thread-safe.
 
     Calls `lost(name, failure, died)` once for each lost process; `died` is False if the process itself reported that it
-    failed. A process may be silent for `heartbeat_s`; an engine, which answers only between two steps, for `engine_s`.
+    failed. A process may be silent for `heartbeat_s`; an engine, which answers only between two steps, for as long as
+    its heartbeat says.
     """
 
-    def __init__(self, roster: Roster, heartbeat_s: float, engine_s: float, lost: Lost) -> None:
-        self._roster, self._heartbeat_s, self._engine_s, self._lost = roster, heartbeat_s, engine_s, lost
+    def __init__(self, roster: Roster, heartbeat_s: float, lost: Lost) -> None:
+        self._roster, self._heartbeat_s, self._lost = roster, heartbeat_s, lost
         self._awaited: dict[Any, tuple[str, Handle]] = {}
         self._monitored: dict[str, _Monitored] = {}
         self._condemned: list[Silent] = []
@@ -138,12 +139,12 @@ class HeartbeatMonitor:
                 self._end(name, outcome, waits.died(outcome))
             return
         self._monitored[name] = _Monitored(process.ask, next=self._awake() + EVERY_S)
-        is_late = outcome.behind_s >= SUSPECT * self._engine_s
+        is_late = outcome.behind_s >= SUSPECT * outcome.limit_s
         self._roster.answered(name, outcome.pids, outcome.node, in_time=not is_late)
         if is_late:
-            limit = f"(timeouts.update_s = {self._engine_s:g})"
-            why = f"has had no answer of its engine, which has work, for {outcome.behind_s:.0f} s {limit}"
-            self._judge(name, why, outcome.behind_s >= self._engine_s)
+            limit = f"(the limit is {outcome.limit_s:.0f} s, learned from this run or timeouts.update_s)"
+            why = f"has had no sign of life of its engine, which has work, for {outcome.behind_s:.0f} s {limit}"
+            self._judge(name, why, outcome.behind_s >= outcome.limit_s)
 
     def _judge(self, name: str, why: str, is_dead: bool) -> None:
         if not is_dead:

@@ -15,7 +15,6 @@ scale       `trireme scale` asks for more or fewer replicas (`status.py`).
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -69,8 +68,7 @@ class Supervisor:
         self.roster = roster
         self._config, self._core, self._elastic = config, core, elastic
         self._restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
-        engine_s = elastic.config.timeouts.update_s if elastic else math.inf
-        self._monitor = HeartbeatMonitor(roster, config.timeouts.heartbeat_s, engine_s, self._lost)
+        self._monitor = HeartbeatMonitor(roster, config.timeouts.heartbeat_s, self._lost)
         self._manager: ReplicaManager | None = None
         if elastic:
             replicas, places = elastic.replicas, elastic.places

@@ -247,7 +247,7 @@ def test_a_heartbeat_tells_for_how_long_an_engine_with_work_is_silent(monkeypatc
     async def run() -> None:
         made = PulsingReplica(deterministic=False)
         now[0] = 100.0
-        assert await made.heartbeat() == Heartbeat((os.getpid(), 4242), "a node", 0.0), "it has nothing to do"
+        assert await made.heartbeat() == Heartbeat((os.getpid(), 4242), "a node", 0.0, 60.0), "it has nothing to do"
         made.engine.going.clear()
         sampling = asyncio.create_task(outcomes(made, requests_of("a")))
         await turns()

@@ -30,7 +30,7 @@ class Processes:
         monkeypatch.setattr(module, "signal_processes", self._send)
         self.roster = Roster(lambda: self.now)
         self.monitor = HeartbeatMonitor(
-            self.roster, HEARTBEAT_S, 90.0, lambda name, failure, _died: self.lost.update({name: failure})
+            self.roster, HEARTBEAT_S, lambda name, failure, _died: self.lost.update({name: failure})
         )
         for number, name in enumerate(names, 1):
             self.roster.set(name, PartHealth.HEALTHY, pids=(number,), node=f"node {number}")

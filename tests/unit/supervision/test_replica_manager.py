@@ -35,7 +35,7 @@ class World:
         monkeypatch.setattr(heartbeats_module, "send", self._send)
         self.roster, self.room = Roster(lambda: self.now), Room(indices, reserved)
         places: Any = self.room
-        self.monitor = HeartbeatMonitor(self.roster, HEARTBEAT_S, ENGINE_S, self._lost)
+        self.monitor = HeartbeatMonitor(self.roster, HEARTBEAT_S, self._lost)
         config = Config.model_validate(
             {
                 "model": {"name": "m"},
@@ -234,10 +234,10 @@ class TestLoss:
     def test_an_engine_that_does_not_answer_its_living_actor_counts_as_silent(self, world: World) -> None:
         world.serve()
         world.look()
-        world.answer("heartbeat", 1, value=Heartbeat((11, 12), "node", behind_s=ENGINE_S / 2))
+        world.answer("heartbeat", 1, value=Heartbeat((11, 12), "node", behind_s=ENGINE_S / 2, limit_s=ENGINE_S))
         assert world.health()["inference_1"] is PartHealth.SUSPECT
         world.look(2.0)
-        world.answer("heartbeat", 1, value=Heartbeat((11, 12), "node", behind_s=ENGINE_S))
+        world.answer("heartbeat", 1, value=Heartbeat((11, 12), "node", behind_s=ENGINE_S, limit_s=ENGINE_S))
         world.look()
         assert ("replace", 1) in world.room.told
 

@@ -1,0 +1,67 @@
+"""How an engine process that stands still is told from one that is busy.
+
+An engine says nothing in the middle of a step. A long prefill, a compilation, a KV cache that is computed again or a
+machine with other work make a step a hundred times longer than all before; a stopped or blocked process makes it
+endless. What tells them apart is CPU time: whatever works uses some, however little it gets, and what waits for ever
+uses none. So a deadline that is learned from the run is about the time without any (`StallClock`), and the configured
+one about all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+
+LEAST_CPU_S, LEAST_SHARE = 0.01, 0.01
+"""Using less CPU time than this, and than this share of the time, is no progress: idle threads wake up now and then."""
+QUIET_S = 1.0
+"""A shorter silence is not looked into."""
+LONGEST_GAP_S = 2.0
+"""The most that counts of the time between two looks: this process, or its machine, may have been stopped itself."""
+
+
+class StallClock:
+    """Counts the seconds in which a process that is to answer made no progress. Look about once a second meanwhile.
+
+    `cpu_s` returns the CPU seconds that the process has used so far. `silent_s` is always the time since it answered
+    last, or was asked.
+    """
+
+    def __init__(self, cpu_s: Callable[[], float]) -> None:
+        self._cpu_s = cpu_s
+        self._used_s = self._stalled_s = self._longest_s = 0.0
+        self._looked = self._progressed = time.monotonic()
+
+    def look(self, silent_s: float) -> float:
+        """Returns for how many seconds it has made none."""
+        now = time.monotonic()
+        gap_s, self._looked = now - self._looked, now
+        self._stalled_s = min(self._stalled_s + min(gap_s, LONGEST_GAP_S), silent_s)
+        if self._stalled_s >= QUIET_S:
+            used_s = self._cpu_s()
+            if abs(used_s - self._used_s) >= max(LEAST_CPU_S, LEAST_SHARE * self._stalled_s):  # less: a child ended
+                self._longest_s = max(self._longest_s, self._stalled_s - gap_s)  # in the last gap it did something
+                self._used_s, self._stalled_s, self._progressed = used_s, 0.0, now
+        return self._stalled_s
+
+    def answered(self, silent_s: float) -> float:
+        """Returns the longest time without progress in the silence that ends now: all of it, as far as is known, if
+        nobody looked."""
+        longest_s = max(self._longest_s, min(silent_s, time.monotonic() - self._progressed))
+        self._longest_s = self._stalled_s = 0.0
+        return longest_s
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the CPU seconds that a process and all below it have used so far, with their waits for a disk where the
+    kernel counts them; 0 when it has ended."""
+    used_s = 0.0
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                used_s += sum(each.cpu_times())
+    return used_s

@@ -1,0 +1,143 @@
+"""Engines that are slow for a reason are left alone, and one that is stopped is found in seconds: the clocks of a
+replica, and the monitor of the driver, in virtual time. The engine is a script of what it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inference import engine_stats, stalls
+from inference.engine_stats import EngineStats
+from inference.sampling import SamplingEngine
+from trireme.core.errors import TriremeError
+from trireme.core.sampler import Heartbeat
+from trireme.supervision import heartbeats
+from trireme.supervision.heartbeats import HeartbeatMonitor
+from trireme.supervision.roster import PartHealth, Roster
+
+UPDATE_S = 300.0
+TICK_S = 0.25
+NAME = "inference_0"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the engine: its seconds, and the share of a core that it gets in them."""
+
+    seconds: float
+    share: float = 1.0
+
+
+USUAL = [Step(0.02)] * 500
+STOPPED = Step(10_000.0, share=0.0)
+PLANTED = {
+    "a long prefill": [Step(250.0)],
+    "a compilation, in a process below the engine's": [Step(120.0, share=1.9)],
+    "recompute_kv of all that is in flight": [Step(25.0), Step(30.0), Step(20.0)],
+    "a machine with other work: each step takes a hundred times as long": [Step(2.0, share=0.02)] * 60,
+    "and some steps of it far longer": [Step(200.0, share=0.03)],
+    "a wait for a disk": [Step(4.0, share=0.0)],
+}
+
+
+class Busy(SamplingEngine):
+    """A replica that always has requests, and whose engine has used so many CPU seconds."""
+
+    _has_requests = True
+    used_s = 0.0
+
+    def _cpu_s(self) -> float:
+        return self.used_s
+
+
+class Simulated:
+    """A replica whose engine does what it is told, and a monitor that asks it once a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=lambda _s: None)
+        for module in (stalls, engine_stats, heartbeats):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(heartbeats, "signal_processes", lambda _pids, _number: None)
+        self.lost_at: float | None = None
+        self.health: set[PartHealth] = set()
+        self.roster = Roster(lambda: self.now)
+        self.roster.set(NAME, PartHealth.HEALTHY)
+        self.monitor = HeartbeatMonitor(self.roster, 60.0, self._lost)
+        self.monitor.add(NAME, object)
+        config: Any = SimpleNamespace(
+            timeouts=SimpleNamespace(update_s=UPDATE_S), inference=SimpleNamespace(on_update="recompute_kv")
+        )
+        self.replica = Busy(config, "inference replica 0")
+        self.replica.engine_stats = EngineStats(None)
+        self.replica.engine_stats.answered = self.replica.note_step
+
+    def _lost(self, _name: str, _failure: TriremeError, _died: bool) -> None:
+        self.lost_at = self.now
+
+    def run(self, *script: Step) -> float | None:
+        """Until the script has ended or the replica is lost. Returns the seconds of its last step by then; None if it
+        lives."""
+        for step in script:
+            began = self.now
+            while self.now < began + step.seconds:
+                passed = min(TICK_S, began + step.seconds - self.now)
+                self.now += passed
+                self.replica.used_s += step.share * passed
+                self._monitor()
+                if self.lost_at is not None:
+                    return self.lost_at - began
+            self.replica.engine_stats.record(None, None)
+        return None
+
+    def _monitor(self) -> None:
+        if silent := self.monitor.look():
+            heartbeats.kill(silent)
+            self.monitor.end(silent)
+        for ref in self.monitor.refs():
+            self.monitor.arrived(ref, Heartbeat((1, 2), "node", *self.replica.behind()))
+        if part := self.roster.part(NAME):
+            self.health.add(part.health)
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Simulated:
+    return Simulated(monkeypatch)
+
+
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_one_that_is_slow_for_a_reason_is_left_alone_and_a_stopped_one_costs_seconds(
+    simulated: Simulated, planted: list[Step]
+) -> None:
+    assert simulated.run(*USUAL, *planted, *USUAL, *planted, *USUAL) is None
+    stopped_s = simulated.run(STOPPED)
+    assert stopped_s is not None
+    assert stopped_s < (45.0 if any(not step.share for step in planted) else 20.0), "whatever was slow before"
+    assert PartHealth.SUSPECT in simulated.health
+
+
+def test_a_stopped_engine_costs_seconds(simulated: Simulated) -> None:
+    stopped_s = simulated.run(*USUAL, STOPPED)
+    assert stopped_s is not None
+    assert 5.0 <= stopped_s < 8.0
+
+
+def test_before_ten_steps_the_configured_deadline_holds(simulated: Simulated) -> None:
+    stopped_s = simulated.run(*USUAL[:9], STOPPED)
+    assert stopped_s is not None
+    assert UPDATE_S <= stopped_s < UPDATE_S + 3.0
+
+
+def test_steps_of_a_second_make_ten(simulated: Simulated) -> None:
+    stopped_s = simulated.run(*[Step(1.0, share=0.0)] * 20, STOPPED)
+    assert stopped_s is not None
+    assert 10.0 <= stopped_s < 13.0
+
+
+def test_one_that_is_busy_for_ever_is_lost_after_the_configured_deadline(simulated: Simulated) -> None:
+    busy_s = simulated.run(*USUAL, Step(10_000.0))
+    assert busy_s is not None
+    assert UPDATE_S <= busy_s < UPDATE_S + 3.0

@@ -1,0 +1,113 @@
+"""An engine that works, however slowly, is told from one that stands still."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference import stalls as module
+from inference.stalls import QUIET_S, StallClock, cpu_seconds
+
+MOST_S = 2 * QUIET_S
+"""What works is never said to have stood still for longer."""
+SPIN = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'while True: pass'])"
+
+
+class Process:
+    """One that gets a share of a core; its clock is the one that `StallClock` reads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.used_s = self.silent_s = 0.0
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.clock = StallClock(lambda: self.used_s)
+
+    def work(self, seconds: float, share: float, look_every_s: float = 1.0) -> float:
+        """Time passes without an answer. Returns the longest time without progress that was seen."""
+        longest_s, end = 0.0, self.now + seconds
+        while self.now < end:
+            self.now += look_every_s
+            self.silent_s += look_every_s
+            self.used_s += share * look_every_s
+            longest_s = max(longest_s, self.clock.look(self.silent_s))
+        return longest_s
+
+    def answer(self) -> float:
+        taught_s, self.silent_s = self.clock.answered(self.silent_s), 0.0
+        return taught_s
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Process:
+    return Process(monkeypatch)
+
+
+@pytest.mark.parametrize("share", [0.02, 1.0, 30.0])
+def test_what_uses_cpu_time_makes_progress_however_long_it_takes(process: Process, share: float) -> None:
+    assert process.work(3600.0, share) <= MOST_S
+    assert process.answer() <= MOST_S, "and teaches nothing of longer stalls"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.003])
+def test_what_uses_none_stands_still_also_if_threads_wake_up_now_and_then(process: Process, share: float) -> None:
+    process.work(20.0, 1.0)
+    assert process.work(60.0, share) >= 55.0
+
+
+def test_an_answer_ends_a_stall(process: Process) -> None:
+    process.work(10.0, 0.0)
+    assert process.answer() == pytest.approx(10.0)
+    assert process.work(1.0, 0.0) == 1.0
+
+
+def test_nobody_looked(process: Process) -> None:
+    process.now = process.silent_s = 3.0
+    assert process.answer() == 3.0
+
+
+def test_who_looks_was_stopped_itself(process: Process) -> None:
+    """Ctrl-Z, or a machine that sleeps."""
+    process.work(2.0, 1.0)
+    assert process.work(600.0, 0.0, look_every_s=600.0) <= module.LONGEST_GAP_S
+
+
+phases = st.tuples(st.floats(1.0, 300.0), st.floats(0.02, 8.0))
+
+
+@given(st.lists(phases, max_size=6), st.floats(5.0, 60.0))
+def test_a_stop_is_seen_in_time_whatever_came_before_and_only_a_stop(
+    before: list[tuple[float, float]], stopped_s: float
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        process = Process(monkeypatch)
+        for seconds, share in before:
+            assert process.work(seconds, share) <= MOST_S
+        assert stopped_s - MOST_S <= process.work(stopped_s, 0.0) <= stopped_s + MOST_S
+
+
+def test_cpu_time_of_a_real_process_counts_what_it_started_and_stops_with_it() -> None:
+    """As compilers that an engine starts."""
+    with subprocess.Popen([sys.executable, "-c", SPIN]) as parent:
+        try:
+            deadline = time.monotonic() + 60.0
+            while (before := cpu_seconds(parent.pid)) < 0.3:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            child = module.psutil.Process(parent.pid).children()[0]
+            for process in (parent, child):
+                process.send_signal(signal.SIGSTOP)
+            while child.status() != "stopped":
+                assert time.monotonic() < deadline
+            stopped = cpu_seconds(parent.pid)
+            time.sleep(0.3)
+            assert cpu_seconds(parent.pid) == stopped >= before
+        finally:
+            child.kill()
+            parent.kill()
+    assert cpu_seconds(parent.pid) == 0.0
