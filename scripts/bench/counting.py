@@ -73,8 +73,8 @@ class CountingEnv(Env):
 class CountingBuilder(EnvGroupBuilder):
     envs_G: tuple[CountingEnv, ...]
 
-    async def make_envs(self) -> Sequence[Env]:
-        return self.envs_G
+    async def make_env(self, sample: int) -> Env:
+        return self.envs_G[sample]
 
 
 class CountingDataset(RLDataset):

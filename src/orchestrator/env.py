@@ -1,12 +1,12 @@
 """Environments: they ask a policy, and reward its answers.
 
-    RLDataset --get_batch(i)--> [EnvGroupBuilder] --make_envs()--> [Env] x group_size --one rollout each--> Trajectory
-                                       |                                                                      |
-                                       +---------------- compute_group_rewards(trajectories_G) <--------------+
+    RLDataset --get_batch(i)--> [EnvGroupBuilder] --make_env(sample)--> Env --one rollout--> Trajectory, close()
+                                       |            (group_size of them)                         |
+                                       +------- compute_group_rewards(trajectories_G) <----------+
 
 Everything here speaks tokens: an environment gets the tokens that were sampled, and answers with tokens. Sampled text
-is never tokenised again. A new single-turn environment is an `Env` of two methods, a builder that makes `group_size` of
-them for one problem (`EnvGroup`), and a dataset that lists the builders.
+is never tokenised again. A new single-turn environment is an `Env` of two methods, a builder that makes them for one
+problem (`EnvGroup`), and a dataset that lists the builders.
 """
 
 from __future__ import annotations
@@ -133,14 +133,32 @@ class Env(ABC):
         overridden, the rewards stay as they are."""
         return None
 
+    async def close(self) -> None:
+        """Gives back what the environment holds, within `env.close_s` seconds. Called exactly once for each environment
+        that was made, used or not, when its rollout has ended; while another method runs only if that has ignored its
+        cancellation for as long."""
+        return
 
-class EnvGroupBuilder(ABC):
-    """One problem. Must be picklable."""
 
-    @abstractmethod
+class EnvGroupBuilder:
+    """One problem. Must be picklable. A subclass has `make_env`; or `make_envs`, where the environments of a group are
+    made together because they share something."""
+
+    async def make_env(self, sample: int) -> Env:
+        """Makes a new environment for a try of rollout `sample` of the group, 0 <= sample < group_size."""
+        raise NotImplementedError(f"{type(self).__qualname__} has neither make_env nor make_envs")
+
     async def make_envs(self) -> Sequence[Env]:
-        """Makes new environments, one for each rollout of the group. Called again when a rollout is retried; then only
-        that rollout's environment is used."""
+        """Makes a new environment for each rollout of the group, in order. Called again when a rollout is retried; the
+        others are then kept for their rollouts' retries."""
+        raise NotImplementedError(f"{type(self).__qualname__} makes its environments one by one (make_env)")
+
+    @property
+    def makes_one(self) -> bool:
+        """True if environments are made one by one: `make_env` is defined, by no base of a class that has only
+        `make_envs`."""
+        nearest = next(kind for kind in type(self).__mro__ if {"make_env", "make_envs"} & vars(kind).keys())
+        return "make_env" in vars(nearest)
 
     async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
         """Returns for each trajectory a reward that needs the whole group, which is added to the rewards of its steps,
@@ -162,6 +180,9 @@ class EnvGroup(EnvGroupBuilder):
 
     make: Callable[[], Env]
     size: int
+
+    async def make_env(self, sample: int) -> Env:
+        return self.make()
 
     async def make_envs(self) -> Sequence[Env]:
         return [self.make() for _ in range(self.size)]

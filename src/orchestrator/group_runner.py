@@ -1,31 +1,26 @@
 """Runs a group: all rollouts of one problem, with their retries, and their rewards. Training and evaluation share this;
-they differ in problems, sampling, pace, and in how many rollouts must succeed.
-
-Tasks that environments start (a tool that runs beside the model, a connection) belong to their group: a rollout that is
-cancelled, because it is too late or too old, may never get to ending them. What is still running once the group has
-been cleaned up is cancelled and counted.
+they differ in problems, sampling, pace, and in how many rollouts must succeed. What environments hold is given back
+when a rollout ends, and when the group does (`lifetimes.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from orchestrator.admission import Permit
 from orchestrator.advantages import ScoredGroup
-from orchestrator.env import Env, EnvGroupBuilder, Trajectory
+from orchestrator.env import EnvGroupBuilder, Trajectory
 from orchestrator.ledger import Group
+from orchestrator.lifetimes import GroupEnvs, LeakedTasks, TaskOwner, start_contained, uninterrupted
 from orchestrator.lockstep import OwnPace
 from orchestrator.rollout import (
     BadStep,
     EnvCancelled,
-    EnvExited,
     PromptTooLong,
-    RolloutError,
     RolloutKey,
     RolloutLimits,
     Sample,
@@ -39,41 +34,6 @@ from trireme.core.types import SampledSequence, SampleRequest
 from trireme.process import trace
 
 T = TypeVar("T")
-
-_owner: ContextVar[set[asyncio.Task[Any]] | None] = ContextVar("owner", default=None)
-
-
-class LeakedTasks(Exception):
-    """An environment left tasks behind."""
-
-
-class TaskOwner:
-    """Context manager: tasks that are started within the block, and within these, belong to `tasks` until they end;
-    with None to no group. Not a generator, which would take three times as long."""
-
-    __slots__ = ("_tasks", "_token")
-
-    def __init__(self, tasks: set[asyncio.Task[Any]] | None) -> None:
-        self._tasks = tasks
-
-    def __enter__(self) -> None:
-        self._token = _owner.set(self._tasks)
-
-    def __exit__(self, *_error: object) -> None:
-        _owner.reset(self._token)
-
-    @staticmethod
-    def watch(loop: asyncio.AbstractEventLoop) -> None:
-        """Makes the loop note the owner of each task from now on."""
-
-        def start(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-            task = asyncio.Task(work, loop=loop, **options)
-            if (tasks := _owner.get()) is not None:
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-            return task
-
-        loop.set_task_factory(start)
 
 
 @dataclass(frozen=True)
@@ -119,99 +79,93 @@ class GroupRunner:
         self, group: Group, builder: EnvGroupBuilder, permit: Permit, over: Callable[[], object]
     ) -> GroupOutcome:
         """Runs all rollouts, scores them and cleans up. Each rollout that ends gives its place of `permit` back; `over`
-        is called before cleaning up, however the group ended."""
+        is called before cleaning up, however the group ended. Cleaning up is not interrupted by a cancellation."""
         started: set[asyncio.Task[Any]] = set()
+        place = f"environment {self.env.label}, problem {group.problem}"
+        envs = GroupEnvs(builder, self.size, place, self.env.close_s, self.note)
         try:
             with TaskOwner(started):
-                outcomes_G = await self._rollouts(group, builder, permit, started)
+                outcomes_G = await self._rollouts(group, envs, permit)
                 scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
         finally:
             over()
-            with TaskOwner(started):
-                await self._attempt(builder.cleanup(), self._deadline())
-            self._end_leaked(started, group.problem)
+            await uninterrupted(self._end(envs, started, place))
         return GroupOutcome(outcomes_G, scored)
 
-    def _end_leaked(self, tasks: set[asyncio.Task[Any]], problem: str) -> None:
+    async def _end(self, envs: GroupEnvs, tasks: set[asyncio.Task[Any]], place: str) -> None:
+        """Ends what the environments hold, and the tasks that they have left."""
+        with TaskOwner(tasks):
+            await envs.end()
         left = sorted(task.get_coro().__qualname__ for task in tasks)  # type: ignore[union-attr]
         for task in list(tasks):
             task.cancel()
         if left:
             self.note(
                 LeakedTasks(
-                    f"environment {self.env.label}, problem {problem}: {len(left)} tasks were still running after "
-                    f"cleanup(), and were cancelled: {', '.join(left[:5])}. End them in cleanup()"
+                    f"{place}: {len(left)} tasks were still running after cleanup(), and were cancelled: "
+                    f"{', '.join(left[:5])}. End them in close() or cleanup()"
                 )
             )
 
-    async def _rollouts(
-        self, group: Group, builder: EnvGroupBuilder, permit: Permit, started: set[asyncio.Task[Any]]
-    ) -> list[Trajectory | Exception]:
-        envs = asyncio.ensure_future(self._make_envs(group, builder))
-        try:
-            await asyncio.sleep(0)  # most environments are made by then, and no rollout has to wait for them
-        except asyncio.CancelledError:
-            envs.cancel()
-            raise
-        rollouts = [asyncio.ensure_future(self._rollout(group, builder, envs, sample)) for sample in range(self.size)]
-        started.difference_update((envs, *rollouts))
+    async def _rollouts(self, group: Group, envs: GroupEnvs, permit: Permit) -> list[Trajectory | Exception]:
+        """Runs all rollouts. When it ends early, they are cancelled, and awaited for at most `env.close_s`."""
+        rollouts = [start_contained(self._rollout(group, envs, sample)) for sample in range(self.size)]
         for rollout in rollouts:
             rollout.add_done_callback(permit.leave_one)
         try:
-            return await asyncio.gather(*rollouts)
+            done, _ = await asyncio.wait(rollouts, return_when=asyncio.FIRST_EXCEPTION)
+            for rollout in done:
+                rollout.result()
         finally:
-            for task in (envs, *rollouts):
-                task.cancel()
+            envs.give_up()
+            if left := [rollout for rollout in rollouts if not rollout.done()]:
+                for rollout in left:
+                    rollout.cancel()
+                await uninterrupted(asyncio.wait(left, timeout=self.env.close_s))
+        return [rollout.result() for rollout in rollouts]
 
-    async def _rollout(
-        self, group: Group, builder: EnvGroupBuilder, envs: asyncio.Future[Sequence[Env]], sample: int
-    ) -> Trajectory | Exception:
-        """Runs one rollout with its retries. A prompt that was refused is not tried again."""
+    async def _rollout(self, group: Group, envs: GroupEnvs, sample: int) -> Trajectory | Exception:
+        """Runs one rollout with its retries, each with an environment of its own. A prompt that was refused is not
+        tried again."""
         tries = self.config.orchestrator.retries + 1
+        closing: asyncio.Task[None] | None = None
         for retry in range(tries):
+            if closing:  # a rollout has one environment at a time
+                await asyncio.wait([closing])
             attempt = group.requeues * tries + retry
             key = RolloutKey(self.env.label, group.problem, sample, attempt, f"{group.problem}/{group.requeues}")
-            if retry:
-                made: Awaitable[Sequence[Env]] = self._make_envs(group, builder)
-            else:  # shared by all rollouts, any of which may be cancelled
-                made = envs if envs.done() else asyncio.shield(envs)
             deadline = self._deadline()
-            outcome = await self._attempt(self._play(group, made, key, deadline), deadline)
+            try:
+                outcome = await self._attempt(self._play(group, envs, key, deadline), deadline)
+            finally:
+                closing = envs.close(sample)
             if isinstance(outcome, Trajectory | PromptTooLong):
                 break
         self.pace.rollout_over(group.index)
         return outcome
 
-    async def _make_envs(self, group: Group, builder: EnvGroupBuilder) -> Sequence[Env]:
-        with trace.overlapping("make_envs", "environment", problem=group.problem):
-            try:
-                return await builder.make_envs()
-            except SystemExit as exit:  # in a task of its own it would end the whole process
-                raise self._exited(exit) from exit
-
-    async def _play(
-        self, group: Group, made: Awaitable[Sequence[Env]], key: RolloutKey, deadline: asyncio.Timeout
-    ) -> Trajectory:
-        envs = await made
-        if len(envs) != self.size:
-            raise RolloutError(f"{key}: make_envs gave {len(envs)} environments, expected group_size = {self.size}")
+    async def _play(self, group: Group, envs: GroupEnvs, key: RolloutKey, deadline: asyncio.Timeout) -> Trajectory:
+        with trace.overlapping("make_env", "environment", problem=group.problem):
+            env = await envs.make(key.sample)
 
         async def sample(request: SampleRequest) -> SampledSequence:
+            envs.check()
             await self.pace.before_sample(group.index, key.sample, deadline)
             with TaskOwner(None):
                 return await self.sample(request)
 
-        return await run_rollout(envs[key.sample], sample, key, self.limits, self._sampling, self.config.seed)
+        return await run_rollout(env, sample, key, self.limits, self._sampling, self.config.seed)
 
     def _deadline(self) -> asyncio.Timeout:
         return asyncio.timeout(self.config.orchestrator.generation_timeout_s)
 
-    async def _attempt(self, work: Awaitable[T], deadline: asyncio.Timeout) -> T | Exception:
+    async def _attempt(self, work: Coroutine[Any, Any, T], deadline: asyncio.Timeout) -> T | Exception:
         """Returns the result of an environment's work, or notes and returns what it raises: the one place that catches
-        it. Errors of the rooms themselves (TriremeError) are raised, for the driver."""
+        it. Errors of the rooms themselves (TriremeError) are raised, for the driver. The work has a task of its own, so
+        that a cancellation of this one is never the environment's doing."""
         try:
             async with deadline:
-                return await work
+                return await start_contained(work)
         except TriremeError:
             raise
         except asyncio.CancelledError as cancelled:
@@ -220,21 +174,12 @@ class GroupRunner:
                 raise
             error: Exception = EnvCancelled(f"environment {self.env.label}: raised CancelledError by itself")
             error.__cause__ = cancelled
-        except SystemExit as exit:
-            error = self._exited(exit)
         except Exception as raised:
             error = raised
         self.note(error)
         # The traceback is not read any more. It and its frames hold each other, and all data of the rollout, until the
         # cycle collector runs, which is after thousands of rollouts.
         error.__traceback__ = error.__cause__ = error.__context__ = None
-        return error
-
-    def _exited(self, exit: SystemExit) -> EnvExited:
-        error = EnvExited(
-            f"environment {self.env.label}: called sys.exit({exit.code!r}), which would have ended the orchestrator"
-        )
-        error.__cause__ = exit
         return error
 
     async def _score(

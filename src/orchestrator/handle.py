@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from orchestrator.actor import OrchestratorActor
+from orchestrator.lifetimes import end_deadline_s
 from orchestrator.replicas import update_deadline_s
 from trireme.config import Config
 from trireme.core.errors import TriremeError
@@ -139,9 +140,10 @@ class OrchestratorHandle:
         return self._actor.next_failure.remote()
 
     def stop(self) -> None:
-        """Cancels all rollouts, lets environments clean up, and ends the actor in whatever state it is."""
+        """Cancels all rollouts, closes their environments, and ends the actor in whatever state it is."""
         with suppress(TriremeError):  # it is dead or hangs already
-            waits.get(self._actor.stop.remote(), who="orchestrator (its end)", timeout_s=STOP_S, log=self._log)
+            limit_s = STOP_S + end_deadline_s(self._config)
+            waits.get(self._actor.stop.remote(), who="orchestrator (its end)", timeout_s=limit_s, log=self._log)
         ray.kill(self._actor)
 
     def _wait(self, ref: Any, what: str, timeout_s: float, on_tick: Callable[[], None] = lambda: None) -> Any:

@@ -7,11 +7,14 @@ import asyncio
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrator.ledger import Tally
+from orchestrator.lifetimes import start_contained
 from trireme.config import Config
 from trireme.core.errors import LimitReached
+
+T = TypeVar("T")
 
 MIN_WINDOW = 32
 """The failure rate is judged over as many rollouts as a batch has, but never over fewer than this."""
@@ -89,17 +92,17 @@ class BackgroundTasks:
 
     def __init__(self, failed: Callable[[], None]) -> None:
         self._failed = failed
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._error: BaseException | None = None
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Starts a task."""
-        task = asyncio.create_task(work, name=name)
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Starts a task. What a dataset raises in it (KeyboardInterrupt, SystemExit) does not end the event loop."""
+        task = start_contained(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             self._error = self._error or error

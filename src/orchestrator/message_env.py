@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from typing import Any
 
 from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Truncation
@@ -59,6 +60,10 @@ class MessageEnv(ABC):
         as they are."""
         return None
 
+    async def close(self) -> None:
+        """Gives back what the environment holds, as `Env.close`."""
+        return
+
 
 class RenderedEnv(Env):
     """A MessageEnv behind a renderer. Metric `parse_error`: 1 for a malformed message, else 0; its stop reason tells of
@@ -88,7 +93,14 @@ class RenderedEnv(Env):
 
     async def truncated(self, reason: Truncation) -> StepResult | None:
         last = await self._env.truncated(reason)
-        return last and StepResult(last.reward, True, metrics=last.metrics, logs=last.logs, in_loss=last.in_loss)
+        if last is None:
+            return None
+        return StepResult(last.reward, True, metrics=last.metrics, logs=last.logs, in_loss=last.in_loss)
+
+    async def close(self) -> None:
+        ended: Any = self._env.close()
+        if isawaitable(ended):
+            await ended
 
     def _next_prompt(self) -> list[int]:
         self._prompt = self._renderer.generation_prompt(self._messages, self._env.tools)
@@ -103,5 +115,8 @@ class MessageEnvGroup(EnvGroupBuilder):
     renderer: Renderer
     size: int
 
+    async def make_env(self, sample: int) -> Env:
+        return RenderedEnv(self.make(), self.renderer)
+
     async def make_envs(self) -> Sequence[Env]:
-        return [RenderedEnv(self.make(), self.renderer) for _ in range(self.size)]
+        return [await self.make_env(sample) for sample in range(self.size)]

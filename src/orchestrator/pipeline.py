@@ -45,8 +45,9 @@ from orchestrator.advantages import ScoredGroup, build_minibatch, is_constant
 from orchestrator.cursor import Mix
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
-from orchestrator.group_runner import GroupOutcome, GroupRunner, TaskOwner
+from orchestrator.group_runner import GroupOutcome, GroupRunner
 from orchestrator.ledger import Group, Ledger
+from orchestrator.lifetimes import TaskOwner
 from orchestrator.limits import BackgroundTasks, RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import IdleClock, StepMeter
@@ -142,8 +143,10 @@ class Pipeline:
         """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
         metrics."""
         await self._sampler.adopt(identity)
-        self._idle = IdleClock(asyncio.get_running_loop().time)
-        return await self.evaluator.evaluate(identity.version)
+        loop = asyncio.get_running_loop()
+        self._idle = IdleClock(loop.time)
+        TaskOwner.watch(loop)
+        return await self._background.spawn(self.evaluator.evaluate(identity.version), "evaluation")
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         """Returns the next minibatch of a substep, as soon as its groups are finished.
@@ -187,7 +190,7 @@ class Pipeline:
         return StepSummary(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
 
     async def stop(self) -> None:
-        """Cancels everything and waits for it; environments are cleaned up."""
+        """Cancels everything and waits for it; all environments are closed."""
         await asyncio.gather(self._background.stop(), self.replicas.stop())
 
     # ---- state

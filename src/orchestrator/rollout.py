@@ -65,11 +65,15 @@ class OutOfVocabulary(RolloutError):
 
 
 class EnvExited(RolloutError):
-    """The environment asked the whole process to end (`sys.exit`)."""
+    """The environment raised what would end the whole process (`sys.exit`, KeyboardInterrupt)."""
 
 
 class EnvCancelled(RolloutError):
     """The environment raised CancelledError although its rollout was not cancelled."""
+
+
+class EnvNotClosed(RolloutError):
+    """The environment's `close` or `cleanup` did not end within `env.close_s`."""
 
 
 class BadSample(RolloutError):

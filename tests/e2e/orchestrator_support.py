@@ -58,8 +58,8 @@ class GuessBuilder(EnvGroupBuilder):
     def __init__(self, number: int, group_size: int, broken: bool, hangs: bool) -> None:
         self.number, self.group_size, self.broken, self.hangs = number, group_size, broken, hangs
 
-    async def make_envs(self) -> Sequence[Env]:
-        return [GuessEnv(self.number, self.broken, self.hangs) for _ in range(self.group_size)]
+    async def make_env(self, sample: int) -> Env:
+        return GuessEnv(self.number, self.broken, self.hangs)
 
 
 class ComputingEnv(GuessEnv):
@@ -71,8 +71,8 @@ class ComputingEnv(GuessEnv):
 
 
 class ComputingBuilder(GuessBuilder):
-    async def make_envs(self) -> Sequence[Env]:
-        return [ComputingEnv(self.number, broken=False, hangs=False) for _ in range(self.group_size)]
+    async def make_env(self, sample: int) -> Env:
+        return ComputingEnv(self.number, broken=False, hangs=False)
 
 
 def compute(number: int, token: int) -> float:

@@ -174,16 +174,16 @@ class Problem(EnvGroupBuilder):
     def __init__(self, dataset: Problems, number: int) -> None:
         self._dataset, self._number = dataset, number
 
-    async def make_envs(self) -> Sequence[Env]:
-        self._dataset.made[self._number] += 1
-        return [Answer(self._dataset, self._number, sample) for sample in range(self._dataset.scenario.group_size)]
+    async def make_env(self, sample: int) -> Env:
+        self._dataset.made[self._number] += sample == 0
+        return Answer(self._dataset, self._number, sample)
 
     async def cleanup(self) -> None:
         self._dataset.cleaned[self._number] += 1
 
 
 class Problems(RLDataset):
-    """Problem n shows its number; `made` and `cleaned` count how often its environments were."""
+    """Problem n shows its number; `made` and `cleaned` count its groups."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib
 import re
 import shlex
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,16 +66,17 @@ def play(problem: Any, texts: Sequence[str]) -> tuple[Trajectory, list[str]]:
     """One episode in which the policy says these texts; and its prompts."""
 
     async def episode() -> tuple[Trajectory, list[str]]:
-        (env, _), sampler = await problem.make_envs(), Says(*texts)
+        env, sampler = await problem.make_env(0), Says(*texts)
         key = RolloutKey("tutorial", "0.0.0", 0, 0, "0")
         trajectory = await run_rollout(env, sampler.sample, key, LIMITS, SamplingConfig(max_tokens=40), 0)
+        await env.close()
         return trajectory, [characters().decode(request.prompt) for request in sampler.requests]
 
     return asyncio.run(episode())
 
 
 def test_the_document_shows_both() -> None:
-    assert list(FILES) == ["letters.py", "higher_lower.py", "capitals.py"]
+    assert list(FILES) == ["letters.py", "higher_lower.py", "code_service.py", "run_code.py", "capitals.py"]
     assert len(FILES["letters.py"].strip().splitlines()) < 35
 
 
@@ -125,6 +129,73 @@ class Talks(Says):
     async def sample(self, request: SampleRequest) -> SampledSequence:
         self.texts.append(" 7")
         return await super().sample(request)
+
+
+class Directories:
+    """Stands in for the containers of the service: a session is a directory, a program a process."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.started = root, 0
+
+    def put(self, session: str, _body: str) -> None:
+        (self.root / session).mkdir()
+        self.started += 1
+
+    def post(self, session: str, program: str) -> str:
+        run = [sys.executable, "-I", "-"]
+        return subprocess.run(run, input=program, cwd=self.root / session, capture_output=True, text=True).stdout
+
+    def delete(self, session: str, _body: str) -> None:
+        (self.root / session).rmdir()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[tuple[str, Directories]]:
+    """The service of the document on the loopback: its address, and its sessions."""
+    (tmp_path / "sessions").mkdir()
+    sessions = Directories(tmp_path / "sessions")
+    server = importlib.import_module("code_service").serve(0, sessions)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", sessions
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize(("program", "reward"), [(" print(sum(range(101)))", 1.0), (" print(1)", 0.0), (" 1 /", 0.0)])
+def test_a_program_runs_behind_a_service(service: tuple[str, Directories], program: str, reward: float) -> None:
+    url, sessions = service
+    trajectory, _ = play(dataset("run_code:Programs", service=url).get_batch(0)[0], [program])
+    assert trajectory.reward == reward
+    assert (sessions.started, list(sessions.root.iterdir())) == (1, []), "closed"
+
+
+def test_no_session_is_left_when_a_run_stops(service: tuple[str, Directories]) -> None:
+    url, sessions = service
+
+    async def scenario() -> None:
+        sampler = Holds()
+        async with Run(small_config(), dataset("run_code:Programs", service=url), LIMITS, sampler):
+            await sampler.asked.wait()
+            assert len(list(sessions.root.iterdir())) >= 4
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert list(sessions.root.iterdir()) == []
+
+
+class Holds(FakeSampler):
+    """Never answers; `asked` is set from the fourth request on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        self.requests.append(request)
+        if len(self.requests) >= 4:
+            self.asked.set()
+        return await asyncio.Future()
 
 
 def test_the_command_is_a_valid_one() -> None:

@@ -60,6 +60,8 @@ class EnvConfig(Section):
     """With several environments: this one's share of the problems, relative to the others'."""
     group_size: PositiveInt | None = None
     """Rollouts per problem of this environment; none = orchestrator.group_size."""
+    close_s: PositiveFloat = 30.0
+    """Seconds for each close() and cleanup() of this environment; then they are cancelled, and counted."""
 
     @property
     def label(self) -> str:

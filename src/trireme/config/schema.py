@@ -234,10 +234,10 @@ class Config(CommonConfig):
         return tuple(map(self._held_out, self.eval.env)) or self.env
 
     def _held_out(self, given: HeldOutConfig) -> EnvConfig:
-        if given.id is not None:
-            return EnvConfig(**given.model_dump())
         own = next((env for env in self.env if env.label == given.name), self.env[0])
-        return EnvConfig(id=own.id, args=own.args | given.args, name=given.name or own.name)
+        if given.id is not None:
+            return EnvConfig(**given.model_dump(), close_s=own.close_s)
+        return EnvConfig(id=own.id, args=own.args | given.args, name=given.name or own.name, close_s=own.close_s)
 
     @property
     def eval_sampling(self) -> SamplingConfig:

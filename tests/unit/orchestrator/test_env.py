@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,8 +29,8 @@ class Named(EnvGroupBuilder):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    async def make_envs(self) -> Sequence[Env]:
-        return []
+    async def make_env(self, sample: int) -> Env:
+        raise AssertionError(f"rollout {sample} is not to be played")
 
 
 class Ragged(RLDataset):

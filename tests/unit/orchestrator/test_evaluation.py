@@ -183,7 +183,7 @@ def test_training_goes_on_but_the_next_version_waits() -> None:
 
 
 class Busy(FakeSampler):
-    """Takes a few turns for each answer, and counts what is in flight."""
+    """Takes many turns for each answer, and counts what is in flight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Busy(FakeSampler):
         kind = "eval" if request.request_id.startswith("eval/") else "train"
         self.in_flight[kind] += 1
         self.seen.append((self.in_flight["eval"], self.in_flight["train"]))
-        for _ in range(3):
+        for _ in range(30):
             await asyncio.sleep(0)
         self.in_flight[kind] -= 1
         return await super().sample(request)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import virtual_time
 from orchestrator_fakes import OneStep, Problem, Problems, Run, problems_of, quiesce, small_config, whole_run
 from renderer_support import QWEN3, bpe
 
@@ -76,16 +77,25 @@ class FaultyProblem(Problem):
         return self.fault.tags
 
 
+class FaultyOneByOne(FaultyProblem):
+    """Makes its environments one by one."""
+
+    async def make_env(self, sample: int) -> Env:
+        made: Sequence[Env] = await super().make_envs()
+        return made[sample]
+
+
 class Faulty(Problems):
     """Problems of which one misbehaves, or all."""
 
-    def __init__(self, fault: Fault, everywhere: bool = False) -> None:
+    def __init__(self, fault: Fault, everywhere: bool = False, one_by_one: bool = False) -> None:
         super().__init__()
         self.fault, self.everywhere = fault, everywhere
+        self.builder = FaultyOneByOne if one_by_one else FaultyProblem
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
         return [
-            FaultyProblem(self, n, self.fault) if n == BAD or self.everywhere else Problem(self, n)
+            self.builder(self, n, self.fault) if n == BAD or self.everywhere else Problem(self, n)
             for n in range(3 * index, 3 * index + 3)
         ]
 
@@ -143,11 +153,13 @@ def trained(run: Run) -> set[int]:
     return {problem for batch in run.batches for problem in problems_of(batch)}
 
 
-def played(fault: Fault, **options: Any) -> Run:
-    given = {"max_steps": 3, "retries": 1, "generation_timeout_s": 0.3, "stale_policy": "wait"} | options
-    return asyncio.run(whole_run(Run(small_config(**given), Faulty(fault))))
+def played(fault: Fault, one_by_one: bool = False, run: Any = virtual_time.run, **options: Any) -> Run:
+    """Under a virtual clock, unless the time that code itself takes matters."""
+    given: dict[str, Any] = {"max_steps": 3, "retries": 1, "generation_timeout_s": 5, "stale_policy": "wait"} | options
+    return run(whole_run(Run(small_config(**given), Faulty(fault, one_by_one=one_by_one))))  # type: ignore[no-any-return]
 
 
+TOO_FEW = gives([])
 IN_A_ROLLOUT: dict[str, tuple[Fault, str]] = {
     "a step that raises": (Fault(step=raises(KeyError("x"))), "KeyError"),
     "a step that hangs": (Fault(step=hangs), "TimeoutError"),
@@ -168,8 +180,8 @@ IN_A_ROLLOUT: dict[str, tuple[Fault, str]] = {
     "environments that cannot be made": (Fault(make=raises(MemoryError())), "MemoryError"),
     "environments that exit": (Fault(make=exits), "EnvExited"),
     "environments that hang": (Fault(make=hangs), "TimeoutError"),
-    "too few environments": (Fault(make=gives([])), "RolloutError"),
-    "no environments": (Fault(make=gives([None, None])), "AttributeError"),
+    "too few environments": (Fault(make=TOO_FEW), "RolloutError"),
+    "no environments": (Fault(make=gives([None, None])), "RolloutError"),
 }
 
 
@@ -245,9 +257,12 @@ def test_a_batch_that_environments_hold_for_too_long_is_said_to_be_theirs() -> N
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["make_envs", "make_env"])
 @pytest.mark.parametrize(("fault", "counted"), IN_A_ROLLOUT.values(), ids=IN_A_ROLLOUT.keys())
-def test_a_fault_in_a_rollout_is_counted_tried_again_and_given_up(fault: Fault, counted: str) -> None:
-    run = played(fault)
+def test_a_fault_in_a_rollout_is_counted_tried_again_and_given_up(fault: Fault, counted: str, one_by_one: bool) -> None:
+    if one_by_one and fault.make is TOO_FEW:
+        counted = "IndexError"
+    run = played(fault, one_by_one)
     assert errors(run, counted) == 4, "two rollouts, each tried twice"
     assert run.rows[-1]["ledger/failed"] == 1
     assert trained(run) == {0, 2, 3, 4, 5, 6}, "another problem in its place"
@@ -278,7 +293,7 @@ def test_a_fault_of_the_whole_group_is_counted_and_fails_it(fault: Fault, counte
     ("fault", "counted"),
     [
         (Fault(clean=raises(OSError())), "OSError"),
-        (Fault(clean=hangs), "TimeoutError"),
+        (Fault(clean=hangs), "EnvNotClosed"),
         (Fault(clean=exits), "EnvExited"),
     ],
 )
@@ -400,7 +415,7 @@ async def holds_the_loop() -> StepResult:
 
 
 def test_an_environment_that_holds_the_event_loop_is_seen_in_the_row_of_its_step() -> None:
-    run = played(Fault(step=holds_the_loop))
+    run = played(Fault(step=holds_the_loop), run=asyncio.run)
     lag = [row["perf/event_loop_lag"] for row in run.rows]
     assert lag[0] > 2 * LAG_TICK_S
     assert BAD in trained(run), "it is slow, not wrong"

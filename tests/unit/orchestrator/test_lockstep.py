@@ -126,8 +126,8 @@ def test_waiting_for_others_does_not_count_as_time_of_a_rollout() -> None:
             return [Hanging(self, 3 * index + i) for i in range(3)]
 
     class Hanging(Problem):
-        async def make_envs(self) -> Sequence[Env]:
-            return [HangingGame(self, sample, Jitter(0)) for sample in range(2)]
+        async def make_env(self, sample: int) -> Env:
+            return HangingGame(self, sample, Jitter(0))
 
     class HangingGame(Game):
         async def step(self, action: Sequence[int]) -> StepResult:

@@ -182,8 +182,8 @@ def test_waiting_for_room_does_not_count_as_time_of_a_rollout_but_all_its_turns_
             )
 
     class Two(Problem):
-        async def make_envs(self) -> Sequence[Env]:
-            return [TwoTurns(self, sample) for sample in range(2)]
+        async def make_env(self, sample: int) -> Env:
+            return TwoTurns(self, sample)
 
     class Slow(Problems):
         def get_batch(self, index: int) -> list[EnvGroupBuilder]:

@@ -88,9 +88,9 @@ class GameProblem(Problem):
 
     dataset: Games
 
-    async def make_envs(self) -> Sequence[Env]:
+    async def make_env(self, sample: int) -> Env:
         await self.dataset.jitter()
-        return [Game(self, sample, self.dataset.jitter) for sample in range(2)]
+        return Game(self, sample, self.dataset.jitter)
 
     async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
         await self.dataset.jitter()

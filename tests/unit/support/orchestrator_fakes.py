@@ -142,8 +142,8 @@ class Problem(EnvGroupBuilder):
     def __init__(self, dataset: Problems, number: int, padding: int = 0) -> None:
         self.dataset, self.number, self.padding = dataset, number, padding
 
-    async def make_envs(self) -> Sequence[Env]:
-        return [OneStep(self, sample) for sample in range(self.dataset.group_size)]
+    async def make_env(self, sample: int) -> Env:
+        return OneStep(self, sample)
 
     async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
         return [(np.float32(10), {"shared": np.float32(2)}) for _ in trajectories_G]  # type: ignore[misc]
@@ -183,6 +183,7 @@ def small_config(
     update_s: float = 60,
     deterministic: bool = False,
     temperature: float = 1.0,
+    close_s: float = 30.0,
     **options: Any,
 ) -> Config:
     return Config.model_validate(
@@ -192,7 +193,7 @@ def small_config(
             "model": {"name": "none"},
             "trainer": {"num_substeps": substeps, "num_minibatches": minibatches},
             "orchestrator": {"batch_size": batch_size, "group_size": 2, **options},
-            "env": {"id": "tests:Problems", "name": "fake"},
+            "env": {"id": "tests:Problems", "name": "fake", "close_s": close_s},
             "inference": {"sampling": {"max_tokens": 4, "temperature": temperature}},
             "timeouts": {"step_s": timeout_s, "update_s": update_s},
         }

@@ -65,7 +65,7 @@ def text_of(tokenizer: Any, turn: Transition) -> str:
 
 def test_a_game_is_one_growing_sequence_of_tokens(tokenizer: Any) -> None:
     problem = pickle.loads(pickle.dumps(game(tokenizer, "7")))
-    trajectory = play(tokenizer, asyncio.run(problem.make_envs())[0], ["5.", "8.", "7."])
+    trajectory = play(tokenizer, asyncio.run(problem.make_env(0)), ["5.", "8.", "7."])
     shown = [text_of(tokenizer, turn) for turn in trajectory.transitions]
     assert shown == ["Guess 0-9\n5.", "Guess 0-9\n5.>8.", "Guess 0-9\n5.>8.<7."]
     assert trajectory.reward == pytest.approx(0.8)
@@ -83,14 +83,14 @@ def test_a_game_is_one_growing_sequence_of_tokens(tokenizer: Any) -> None:
     ],
 )
 def test_rewards(tokenizer: Any, said: list[str], reward: float, turns: int) -> None:
-    (env, _) = asyncio.run(game(tokenizer, "3").make_envs())
+    env = asyncio.run(game(tokenizer, "3").make_env(0))
     trajectory = play(tokenizer, env, said)
     assert trajectory.reward == pytest.approx(reward)
     assert len(trajectory.transitions) == turns
 
 
 def test_what_is_no_digit_is_told_so(tokenizer: Any) -> None:
-    (env, _) = asyncio.run(game(tokenizer, "3").make_envs())
+    env = asyncio.run(game(tokenizer, "3").make_env(0))
     trajectory = play(tokenizer, env, ["a.", "12.", "9", "3."])
     assert text_of(tokenizer, trajectory.transitions[-1]) == "Guess 0-9\na.?12.?9?3."
 

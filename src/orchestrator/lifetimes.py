@@ -1,0 +1,203 @@
+"""The lifetimes of environments, and of the tasks that they start.
+
+    make_env ----+--> open --its try has ended--> close() --> closed
+    make_envs --(unused)------the group has ended-----^
+
+Each environment that was made is closed exactly once, also when its rollout is cancelled, because it is too late, too
+old, or the run stops. Closing runs in a task of its own, which no eviction cancels. Each end (of a rollout that was
+cancelled, of `close()`, of `cleanup()`) is awaited for at most `env.close_s`, also where code ignores its cancellation.
+
+Tasks that environments start (a tool that runs beside the model, a connection) belong to their group: a rollout that is
+cancelled may never get to ending them. Those that still run once the group has been cleaned up are cancelled and
+counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
+from inspect import isawaitable
+from typing import Any, TypeVar
+
+from orchestrator.env import Env, EnvGroupBuilder
+from orchestrator.rollout import EnvCancelled, EnvExited, EnvNotClosed, RolloutError
+from trireme.config import Config
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+_owner: ContextVar[set[asyncio.Task[Any]] | None] = ContextVar("owner", default=None)
+
+
+def end_deadline_s(config: Config) -> float:
+    """Returns the seconds after which all groups of a run have ended once they were cancelled: up to `env.close_s` for
+    each of their rollouts, `close()` and `cleanup()`."""
+    return 3 * max(env.close_s for env in (*config.env, *config.eval_envs))
+
+
+class LeakedTasks(Exception):
+    """An environment left tasks behind."""
+
+
+class TaskOwner:
+    """Context manager: tasks that are started within the block, and within these, belong to `tasks` until they end;
+    with None to no group. Not a generator, which would take three times as long."""
+
+    __slots__ = ("_tasks", "_token")
+
+    def __init__(self, tasks: set[asyncio.Task[Any]] | None) -> None:
+        self._tasks = tasks
+
+    def __enter__(self) -> None:
+        self._token = _owner.set(self._tasks)
+
+    def __exit__(self, *_error: object) -> None:
+        _owner.reset(self._token)
+
+    @staticmethod
+    def watch(loop: asyncio.AbstractEventLoop) -> None:
+        """Makes the loop note the owner of each task from now on, and contain what an owned one raises."""
+
+        def start(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+            if (tasks := _owner.get()) is None:
+                return asyncio.Task(work, loop=loop, **options)
+            task = start_contained(work, loop=loop, **options)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            return task
+
+        loop.set_task_factory(start)
+
+
+async def contained(work: Awaitable[T]) -> T:
+    """Returns the result of an environment's work. Raises EnvExited in place of exceptions that are no Exception: some
+    of them (KeyboardInterrupt, SystemExit) would end the event loop from within a task."""
+    task = asyncio.current_task()
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as raised:
+        if isinstance(raised, GeneratorExit) and task and asyncio.current_task(task.get_loop()) is not task:
+            raise  # this coroutine is being thrown away, from outside of its task
+        raise EnvExited(f"raised {raised!r}, which would have ended the orchestrator") from raised
+
+
+def start_contained(work: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
+    """Starts an environment's work in a task, so that a cancellation of the caller's own task is known from one by the
+    environment. The task itself belongs to no group; those that are started within it do."""
+    wrapped: Any = contained(work)
+    wrapped.__qualname__ = getattr(work, "__qualname__", wrapped.__qualname__)  # names it where it is leaked
+    task: asyncio.Task[T] = asyncio.Task(wrapped, **options)
+    task.add_done_callback(lambda _task: work.close())  # a task that is cancelled first has never begun it
+    return task
+
+
+async def uninterrupted(work: Coroutine[Any, Any, object]) -> None:
+    """Awaits work that has a deadline of its own to its end. A cancellation that comes meanwhile is raised then."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled:
+        raise cancelled
+
+
+class GroupEnvs:
+    """The environments of one group. `place` names the group in messages; `note` gets each error."""
+
+    def __init__(
+        self, builder: EnvGroupBuilder, size: int, place: str, close_s: float, note: Callable[[Exception], None]
+    ) -> None:
+        self._builder, self._size, self._place = builder, size, place
+        self._close_s, self._note = close_s, note
+        self._open: dict[int, Env] = {}
+        self._unused: defaultdict[int, list[Any]] = defaultdict(list)  # made by make_envs
+        self._making = asyncio.Lock()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._given_up = False
+
+    def give_up(self) -> None:
+        """Takes note that the rollouts are cancelled; `check` then raises CancelledError."""
+        self._given_up = True
+
+    def check(self) -> None:
+        """Ends a rollout whose environment has ignored its cancellation, and would play on."""
+        if self._given_up:
+            raise asyncio.CancelledError
+
+    async def make(self, sample: int) -> Env:
+        """Returns an environment for the next try of rollout `sample`. Raises what the builder raises, and RolloutError
+        for what is no environment."""
+        env = await (self._builder.make_env(sample) if self._builder.makes_one else self._one_of_a_group(sample))
+        if not isinstance(env, Env):
+            raise RolloutError(f"{self._place}: making an environment gave {env!r}; expected an Env")
+        self._open[sample] = env
+        self.check()
+        return env
+
+    async def _one_of_a_group(self, sample: int) -> Any:
+        """Takes an environment that was made for this rollout together with others and is not used yet. A retry makes
+        a whole group; its other environments are kept for retries of the other rollouts."""
+        async with self._making:
+            if not self._unused[sample]:
+                envs = list(await self._builder.make_envs())
+                if len(envs) != self._size:
+                    for number, env in enumerate(envs):
+                        self._begin_closing(env, number)
+                    raise RolloutError(
+                        f"{self._place}: make_envs gave {len(envs)} environments, expected group_size = {self._size}"
+                    )
+                for number, env in enumerate(envs):
+                    self._unused[number].append(env)
+            return self._unused[sample].pop()
+
+    def close(self, sample: int) -> asyncio.Task[None] | None:
+        """Begins to close the environment of the last try of rollout `sample`, if one was made. The task ends within
+        `close_s`, and raises nothing."""
+        env = self._open.pop(sample, None)
+        return None if env is None else self._begin_closing(env, sample)
+
+    async def end(self) -> None:
+        """Closes all that are open or unused, and then lets the builder clean up."""
+        for sample in list(self._open):
+            self.close(sample)
+        for sample, envs in self._unused.items():
+            for env in envs:
+                self._begin_closing(env, sample)
+        self._unused.clear()
+        if self._closing:
+            await asyncio.wait(self._closing)
+        await self._within_limit(self._builder.cleanup(), f"{self._place}: cleanup()")
+
+    def _begin_closing(self, env: Any, sample: int) -> asyncio.Task[None] | None:
+        if not isinstance(env, Env):  # refused when it was to be used
+            return None
+        closing = start_contained(self._within_limit(_close(env), f"{self._place}, rollout {sample}: close()"))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
+
+    async def _within_limit(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Awaits what ends something. Whatever goes wrong is counted and logged: more cannot be done about it."""
+        task = start_contained(work)
+        error: BaseException | None = EnvNotClosed(f"took longer than env.close_s = {self._close_s:g} s")
+        if (await asyncio.wait([task], timeout=self._close_s))[0]:
+            error = EnvCancelled("raised CancelledError by itself") if task.cancelled() else task.exception()
+        task.cancel()
+        if isinstance(error, Exception):
+            log.warning("%s: %s: %s; what it holds may be left", what, type(error).__name__, error)
+            error.add_note(f"in {what}")
+            self._note(error)
+
+
+async def _close(env: Env) -> None:
+    ended: Any = env.close()  # of a class that has long had a `close`, it may be no coroutine
+    if isawaitable(ended):
+        await ended

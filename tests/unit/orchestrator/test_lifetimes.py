@@ -1,0 +1,351 @@
+"""What environments hold is given back: each that was made is closed, once, however its rollout ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import virtual_time
+from orchestrator_fakes import Run, quiesce, small_config, whole_run
+from watched_envs import Act, Watched, WatchedProblem, WatchedProblems, WatchedTogether, at, hangs, nothing, raises
+
+from orchestrator.env import Env, EnvGroup
+from orchestrator.lifetimes import contained
+from orchestrator.message_env import MessageEnv, RenderedEnv
+from orchestrator.rollout import EnvExited
+from trireme.config import Config
+
+BUILDERS = [WatchedProblem, WatchedTogether]
+
+
+def config_of(size: int = 2, close_s: float = 5.0, **options: Any) -> Config:
+    given = {"max_steps": 1, "batch_size": 1, "max_steps_off_policy": 0, "stale_policy": "wait", "timeout_s": 1000}
+    config = small_config(**{**given, "group_size": size, **options})
+    return config.model_copy(update={"env": (config.env[0].model_copy(update={"close_s": close_s}),)})
+
+
+def played(
+    act: Act = nothing, size: int = 2, builder: Any = WatchedProblem, **options: Any
+) -> tuple[Run, WatchedProblems]:
+    dataset = WatchedProblems(act, size, builder)
+    return virtual_time.run(whole_run(Run(config_of(size, **options), dataset))), dataset
+
+
+def of_problem(dataset: WatchedProblems, problem: int) -> int:
+    return sum(made for (number, _), made in dataset.made_for.items() if number == problem)
+
+
+@pytest.mark.parametrize(
+    ("builder", "failing", "made"),
+    [
+        (WatchedProblem, {"sample": 7}, 16 + 2),
+        (WatchedProblem, {}, 16 * 3),
+        (WatchedTogether, {"sample": 7}, 16 * 3),
+        (WatchedTogether, {}, 16 * 3),
+    ],
+)
+def test_a_retry_makes_one_environment_or_takes_one_that_was_made_with_others(
+    builder: Any, failing: dict[str, int], made: int
+) -> None:
+    act = at("initial_observation", raises, problem=0, **failing)
+    _, dataset = played(act, 16, builder, retries=2, max_failure_rate=1.0)
+    assert of_problem(dataset, 0) == made, "16 rollouts of problem 0; not 528"
+    dataset.assert_each_closed_once()
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_an_environment_is_closed_when_its_rollout_ends_not_when_its_group_does(builder: Any) -> None:
+    async def scenario() -> None:
+        dataset = WatchedProblems(at("step", asyncio.Event().wait, sample=1), builder=builder)
+        async with Run(config_of(), dataset):
+            await quiesce()
+            assert dict(dataset.closed) == {0: 1}
+            assert not dataset.cleaned
+        dataset.assert_each_closed_once()
+        assert dataset.cleaned == {0: 1}
+
+    virtual_time.run(scenario())
+
+
+def test_before_a_retry_the_environment_of_the_failed_try_is_closed() -> None:
+    """A rollout never has two, though closing takes a while."""
+    open_now: Counter[int] = Counter()
+    most = []
+
+    async def act(env: Watched, method: str) -> None:
+        if method == "initial_observation":
+            open_now[env.sample] += 1
+            most.append(open_now[env.sample])
+            await (raises() if env.problem == 0 else nothing(env, method))
+        if method == "close":
+            await asyncio.sleep(2)
+            open_now[env.sample] -= 1
+
+    played(act, retries=2)
+    assert (len(most), max(most)) == (3 * 2 + 2, 1)
+
+
+CLOSES_BADLY = {
+    "raises": (raises, "OSError", "the tool backend is down"),
+    "hangs": (hangs, "EnvNotClosed", "took longer than env.close_s = 5 s"),
+}
+
+
+@pytest.mark.parametrize(("act", "counted", "said"), CLOSES_BADLY.values(), ids=CLOSES_BADLY.keys())
+def test_a_close_that_fails_is_counted_and_named_and_the_rollout_counts(
+    act: Any, counted: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "orchestrator"):
+        run, dataset = played(at("close", act, problem=0, sample=1))
+    assert run.rows[0][f"rollout_errors/{counted}"] == 1
+    assert [group["problem"] for group in run.released[0].trained] == ["0.0.0"]
+    (warning,) = [record.getMessage() for record in caplog.records if "close()" in record.getMessage()]
+    assert "environment fake, problem 0.0.0, rollout 1" in warning
+    assert said in warning
+    dataset.assert_each_closed_once()
+
+
+def test_a_close_that_does_not_let_itself_be_cancelled_holds_nothing_up() -> None:
+    async def stays() -> None:
+        for _ in range(5):
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                continue
+
+    async def scenario() -> float:
+        run = Run(config_of(), WatchedProblems(at("close", stays, problem=0, sample=1)))
+        async with run:
+            await run.step(0)
+            return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(scenario()) < 10
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("method", ["initial_observation", "step", "close"])
+def test_a_stop_closes_all_and_waits_for_it(builder: Any, method: str) -> None:
+    async def slowly() -> None:
+        await asyncio.sleep(3)
+
+    async def act(env: Watched, called: str) -> None:
+        if called == method:
+            await (slowly() if called == "close" else hangs())
+        elif called == "close":
+            await slowly()
+
+    async def scenario() -> WatchedProblems:
+        dataset = WatchedProblems(act, builder=builder)
+        run = Run(config_of(), dataset)
+        async with run:
+            await asyncio.sleep(1)
+        assert dataset.whole_closes == dataset.made, "the stop waited until they were closed"
+        return dataset
+
+    virtual_time.run(scenario()).assert_each_closed_once()
+
+
+def test_a_stop_waits_for_a_group_that_was_just_evicted() -> None:
+    async def slowly() -> None:
+        await asyncio.sleep(3)
+
+    async def scenario() -> None:
+        dataset = WatchedProblems(at("close", slowly))
+        run = Run(config_of(max_steps=3, max_steps_off_policy=1, stale_policy="drop"), dataset)
+        run.sampler.hold(0)
+        async with run:
+            await run.step(0)
+            await run.step(1)
+            assert run.rows[1]["off_policy/expired_running"] == 1
+        assert dataset.whole_closes == dataset.made
+        dataset.assert_each_closed_once()
+
+    virtual_time.run(scenario())
+
+
+def test_a_stop_is_over_in_time_though_nothing_can_be_closed_or_cleaned_up() -> None:
+    class Hanging(WatchedProblem):
+        async def cleanup(self) -> None:
+            await hangs()
+
+    async def scenario() -> float:
+        run = Run(config_of(close_s=5), WatchedProblems(at("close", hangs), builder=Hanging))
+        run.sampler.hold(0)
+        async with run:
+            await quiesce()
+            before = asyncio.get_running_loop().time()
+        return asyncio.get_running_loop().time() - before
+
+    assert virtual_time.run(scenario()) <= 10, "once for environments, once for cleanup()"
+
+
+def test_a_close_that_is_no_coroutine_is_called_too() -> None:
+    closed = []
+
+    class Plain(Watched):
+        def close(self) -> None:  # type: ignore[override]
+            closed.append(self.number)
+
+    class Plains(WatchedProblem):
+        async def make_env(self, sample: int) -> Env:
+            return Plain(self.dataset, self.number, sample)
+
+    run, dataset = played(builder=Plains)
+    assert sorted(closed) == list(range(dataset.made))
+    assert not [name for name in run.rows[0] if name.startswith("rollout_errors/")]
+
+
+def test_a_chat_is_closed_with_its_environment() -> None:
+    closed = []
+
+    class Chat(MessageEnv):
+        async def initial_messages(self) -> Any: ...
+        async def step(self, message: Any) -> Any: ...
+        async def close(self) -> None:
+            closed.append(True)
+
+    asyncio.run(RenderedEnv(Chat(), None).close())  # type: ignore[arg-type]
+    assert closed == [True]
+
+
+# ---- which of the two ways
+
+
+class Overrides(EnvGroup):
+    """Made before there was `make_env`: what it overrides holds."""
+
+    async def make_envs(self) -> Sequence[Env]:
+        return [Watched(self.make.keywords["dataset"], 0, sample) for sample in range(self.size)]  # type: ignore[attr-defined]
+
+
+def test_the_way_that_a_class_defines_itself_holds_not_one_that_it_inherits() -> None:
+    def builder(dataset: WatchedProblems, number: int) -> EnvGroup:
+        return Overrides(partial(Env, dataset=dataset), 2)  # type: ignore[call-arg]  # its make would raise
+
+    _, dataset = played(builder=builder)
+    dataset.assert_each_closed_once()
+
+
+@pytest.mark.parametrize(
+    ("made", "said"), [(None, "gave None; expected an Env"), (7, "gave 7; expected an Env")], ids=["none", "a number"]
+)
+def test_what_is_no_environment_is_refused_by_name(made: Any, said: str) -> None:
+    class Odd(WatchedProblem):
+        async def make_env(self, sample: int) -> Env:
+            return made if self.number == 0 else await super().make_env(sample)  # type: ignore[no-any-return]
+
+    run, dataset = played(builder=Odd)
+    assert run.rows[0]["rollout_errors/RolloutError"] == 2 * 3
+    assert said in run.pipeline._run_limits.first_failure
+    dataset.assert_each_closed_once()
+
+
+def test_a_wrong_number_of_environments_is_refused_and_they_are_closed() -> None:
+    class TooMany(WatchedTogether):
+        async def make_envs(self) -> Sequence[Env]:
+            more = self.number == 0
+            return [Watched(self.dataset, self.number, sample) for sample in range(2 + more)]
+
+    run, dataset = played(builder=TooMany)
+    assert run.rows[0]["rollout_errors/RolloutError"] == 2 * 3
+    dataset.assert_each_closed_once()
+
+
+# ---- what would end the event loop
+
+
+def interrupt() -> Any:
+    raise KeyboardInterrupt
+
+
+async def in_a_task_of_its_own() -> None:
+    async def child() -> None:
+        interrupt()
+
+    await asyncio.gather(child())
+
+
+async def cancels_its_own_task() -> None:
+    task = asyncio.current_task()
+    assert task
+    task.cancel()
+    await asyncio.sleep(1)
+
+
+def by(error: BaseException) -> Any:
+    async def act() -> None:
+        raise error
+
+    return act
+
+
+class Custom(BaseException):
+    """Of a library that wants to pass all handlers."""
+
+
+ENDS_LOOPS: dict[str, tuple[Any, str]] = {
+    "KeyboardInterrupt": (by(KeyboardInterrupt()), "EnvExited"),
+    "SystemExit": (by(SystemExit("no")), "EnvExited"),
+    "GeneratorExit": (by(GeneratorExit()), "EnvExited"),
+    "one of its own": (by(Custom()), "EnvExited"),
+    "in a task of its own": (in_a_task_of_its_own, "EnvExited"),
+    "CancelledError": (by(asyncio.CancelledError()), "EnvCancelled"),
+    "its own task is cancelled": (cancels_its_own_task, "EnvCancelled"),
+}
+
+
+@pytest.mark.parametrize("method", ["initial_observation", "step", "close"])
+@pytest.mark.parametrize(("act", "counted"), ENDS_LOOPS.values(), ids=ENDS_LOOPS.keys())
+def test_what_is_no_exception_fails_a_rollout_not_the_loop(act: Any, counted: str, method: str) -> None:
+    run, dataset = played(at(method, act, problem=0), retries=1)
+    tries = 1 if method == "close" else 2
+    assert run.rows[0][f"rollout_errors/{counted}"] == 2 * tries
+    assert [group["problem"] for group in run.released[0].trained] == ["0.0.0" if method == "close" else "0.0.1"]
+    dataset.assert_each_closed_once()
+
+
+@pytest.mark.parametrize("name", ["make_env", "compute_group_rewards", "cleanup"])
+@pytest.mark.parametrize(("act", "counted"), ENDS_LOOPS.values(), ids=ENDS_LOOPS.keys())
+def test_nor_does_it_in_a_builder(act: Any, counted: str, name: str) -> None:
+    class Ending(WatchedProblem):
+        pass
+
+    async def method(self: WatchedProblem, *args: Any) -> Any:
+        return await (act() if self.number == 0 else getattr(WatchedProblem, name)(self, *args))
+
+    setattr(Ending, name, method)
+    run, dataset = played(builder=Ending, retries=0)
+    assert run.rows[0][f"rollout_errors/{counted}"] == (2 if name == "make_env" else 1)
+    dataset.assert_each_closed_once()
+
+
+def test_a_dataset_that_interrupts_ends_the_run_with_an_error_not_the_loop() -> None:
+    class Interrupting(WatchedProblems):
+        def get_batch(self, index: int) -> Any:
+            interrupt()
+
+    async def scenario() -> None:
+        run = Run(config_of(), Interrupting())
+        async with run:
+            with pytest.raises(EnvExited, match="KeyboardInterrupt"):
+                await run.pipeline.next_minibatch(0, 0)
+
+    virtual_time.run(scenario())
+
+
+def test_work_that_is_thrown_away_is_no_exit() -> None:
+    async def scenario() -> None:
+        work = contained(hangs())
+        task = asyncio.ensure_future(work)
+        await quiesce()
+        work.close()  # raises GeneratorExit in it
+        assert work.cr_frame is None
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
