@@ -113,6 +113,10 @@ class OrchestratorHandle:
         BadInput when the dataset lacks the problems that are to be sampled."""
         self._wait(self._actor.load_state.remote(path), f"its state from {path}", self._config.timeouts.checkpoint_s)
 
+    def views(self, file: Path) -> Mapping[str, Any]:
+        """Returns, by the name of the process, a reference to what it sees of `file` (`process.environ.view_of`)."""
+        return {"orchestrator_0": self._actor.view.remote(file)}
+
     # ---- for the supervisor: references, which it waits for
 
     def heartbeats(self) -> Mapping[str, Callable[[], Any]]:

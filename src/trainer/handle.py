@@ -180,6 +180,10 @@ class TrainerHandle:
         """Returns, by each shard's name in logs, a function that asks for its Heartbeat and returns a reference."""
         return {f"trainer_{rank}": actor.heartbeat.remote for rank, actor in enumerate(self._actors_R)}
 
+    def views(self, file: Path) -> dict[str, Any]:
+        """Returns, by each shard's name in logs, a reference to what it sees of `file` (`process.environ.view_of`)."""
+        return {f"trainer_{rank}": actor.view.remote(file) for rank, actor in enumerate(self._actors_R)}
+
     def stop(self) -> None:
         """Ends the shards' processes."""
         for actor in self._actors_R:

@@ -39,6 +39,7 @@ from run_support import (
 from trireme.checkpoint.resume import choose
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, BadInput
+from trireme.supervision.status import read_incidents
 
 START_UP = ["trainer.start@1", "inference.start@1", "orchestrator.start@1"]
 STEP = [
@@ -284,34 +285,49 @@ class TestAsynchronous:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """The run directory is a file system of 14 MB: two commits fit, a third does not. It may be missed, but not the
-    last, which is what a run is for; the others stay, and nothing is wrong with the newest."""
-    flags = [
-        *SMALL,
-        "--trainer.shards",
-        "1",
-        "--checkpoint.keep-last",
-        "9",
-        "--checkpoint.max-missed",
-        "9",
-    ]
-    with small_file_system(tmp_path / "run", "14m"):
+    """The run directory is a file system of 14 MB: two commits fit, a third does not. Training goes on, old commits
+    make room, and the last one is there. When nothing can be deleted any more the run ends, and resumes once there is
+    room."""
+    flags = [*SMALL, "--trainer.shards", "1", "--checkpoint.keep-last", "9"]
+    root = tmp_path / "run"
+    with small_file_system(root, "14m"):
         ended = run_rl(tmp_path, *flags, "--max-steps", "7")
+        assert ended.code == EXIT_OK, ended.out
+        assert [row["step"] for row in ended.rows] == list(range(7))
+        missed = [incident.what for incident in read_incidents(root) if incident.part == "commits"]
+        assert "commit missed (1 in a row; checkpoint.max_missed = 3): cannot write" in missed[0]
+        assert "MiB free" in missed[0]
+        assert "deleted step_000002" in missed[0]
+        assert f"! commits: {missed[0][:60]}" in ended.out
+        assert CheckpointStore(root).partial() == []
+        assert choose_newest(root) == ("step_000007", ())
+
+        (root / "ballast").write_bytes(bytes(shutil.disk_usage(root).free - (1 << 20)))
+        ended = run_rl(tmp_path, *flags, "--max-steps", "9", "--resume")
         assert ended.code == EXIT_FAILED, ended.out
-        assert len(ended.rows) == 7
-        assert "commit missed (1 of at most 9 in a row)" in ended.out
-        assert "MiB free" in ended.out
-        assert "newest commit is step_000004" in ended.out
-        assert CheckpointStore(tmp_path / "run").partial() == []
-        chosen = choose(CheckpointStore(tmp_path / "run"), None)
-        assert chosen is not None
-        assert (chosen.path.name, chosen.notes) == ("step_000004", ())
-        before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "run")], check=True)
+        assert "No space left on device" in ended.out
+        assert "newest commit is step_000007" in ended.out
+        assert choose_newest(root) == ("step_000007", ())
+        before = (root / "metrics.jsonl").read_bytes()
+        subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
         refused = run_rl(tmp_path, *flags, "--max-steps", "9", "--resume")
         assert refused.code == EXIT_BAD_INPUT, refused.out
         assert "Read-only file system" in refused.out
-        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+        assert (root / "metrics.jsonl").read_bytes() == before
+        subprocess.run(["mount", "-o", "remount,rw", str(root)], check=True)
+
+        (root / "ballast").unlink()
+        ended = run_rl(tmp_path, *flags, "--max-steps", "9", "--resume")
+        assert ended.code == EXIT_OK, ended.out
+        assert [row["step"] for row in ended.rows] == list(range(9))
+        assert choose_newest(root) == ("step_000009", ())
+
+
+def choose_newest(root: Path) -> tuple[str, tuple[str, ...]]:
+    """The commit that a resume takes, and what is said of it."""
+    chosen = choose(CheckpointStore(root), None)
+    assert chosen is not None
+    return chosen.path.name, chosen.notes
 
 
 @contextmanager

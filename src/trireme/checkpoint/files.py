@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from trireme.core.errors import StorageFailed
+from trireme.core.errors import DiskFull, StorageFailed
 
 Chunk = bytes | bytearray | memoryview
 Bytes = npt.NDArray[np.uint8]
@@ -49,13 +49,15 @@ class FileRecord:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError of the block into StorageFailed, which names `path` and the free space there."""
+    """Turns an OSError of the block into StorageFailed (DiskFull for lack of space), which names `path` and the free
+    space there."""
     try:
         yield
     except OSError as error:
         there = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
         free = f"{shutil.disk_usage(there).free / 2**20:,.1f} MiB free"
-        raise StorageFailed(
+        failed = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageFailed
+        raise failed(
             f"cannot write {path}: {error.strerror or error} ({free}); make room there, or correct its permissions"
         ) from error
 

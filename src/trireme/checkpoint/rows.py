@@ -58,7 +58,8 @@ def move_rows(file: Path, leaves: Callable[[StepRow], bool], branch_file: Path) 
     """Moves the rows of `file` for which `leaves` is true to the end of `branch_file`, and drops torn lines. Returns
     the numbers of both.
 
-    A crash at any point leaves each row in at least one of the files; another call completes the move. Raises OSError.
+    A crash at any point leaves each row in at least one of the files; another call completes the move. A process that
+    still has `file` open does not write to the new one. Raises OSError.
     """
     rows, torn = read_rows(file)
     leaving = [row for row in rows if leaves(row)]
@@ -67,7 +68,7 @@ def move_rows(file: Path, leaves: Callable[[StepRow], bool], branch_file: Path) 
         there, _ = read_rows(branch_file)
         lines = {row.line for row in there}
         write_rows(branch_file, [*there, *(row for row in leaving if row.line not in lines)])
-    if leaving or torn:
+    if file.exists():
         write_rows(file, [row for row in rows if not leaves(row)])
     return len(leaving), torn
 

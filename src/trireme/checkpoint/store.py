@@ -9,6 +9,11 @@
 
 A crash at any point loses nothing: each change is a rename or the replacement of a whole file, in an order that the
 next opening can complete. Nothing depends on the clock.
+
+A driver may lose its lock without noticing, on a file system whose locks do not hold. So each start takes a number that
+only one driver can take, and writes it to HEAD; and a look at HEAD precedes each change (`check_owner`). If the other
+driver starts between that look and the change, no harm is done either: its `checkout` takes away the drafts of others,
+so their rename fails, and gives the files of rows a new inode, so what others still append is lost.
 """
 
 from __future__ import annotations
@@ -17,17 +22,21 @@ import json
 import os
 import secrets
 import shutil
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from trireme.checkpoint.files import fsync_directory, make_directory, replace_file, storage_errors, write_bytes
 from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest, step_name, step_of
 from trireme.checkpoint.rows import ROLLOUTS, ROW_FILES, StepRow, move_rows, read_rows, recorded_steps, write_rows
-from trireme.core.errors import CheckpointInvalid
+from trireme.core.errors import CheckpointInvalid, LockLost
 from trireme.core.finite_json import to_json
+from trireme.core.refusals import Refusal
 from trireme.process.faults import fault_point
 
 HEAD = "HEAD"
+LOCK = "driver.lock"
+"""File that the driver of a run holds locked; its text names the process."""
 KEEP = "KEEP"
 """A file of this name in a commit protects it from deletion: something else refers to the commit."""
 
@@ -77,15 +86,6 @@ def _step(commit: Path) -> int:
     return step
 
 
-def _has_all_files(commit: Path) -> bool:
-    """Returns True if the manifest and the sizes of the files are right; does not read the contents."""
-    try:
-        Manifest.verified(commit, contents=False)
-    except CheckpointInvalid:
-        return False
-    return True
-
-
 def _rename_away(directory: Path) -> Path:
     """Renames a directory that will be deleted, so that it is neither a commit nor a draft. Returns its new path."""
     away = directory.with_name(f"{directory.name}.removed")
@@ -98,9 +98,16 @@ def _rename_away(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The commits under the run directory `root`. A process that changes anything must hold the run's lock."""
+    """The commits under the run directory `root`. A process that changes anything must hold the run's lock.
+
+    `owner`: run and attempt of the driver on whose behalf they are changed; then LockLost is raised instead of each
+    change after another driver has started. Without it nothing is checked.
+    """
 
     root: Path
+    owner: tuple[str, int] | None = None
+    _read: dict[Path, Manifest] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Manifests of the commits that this store has read whole and found unaltered."""
 
     @property
     def checkpoints(self) -> Path:
@@ -144,19 +151,43 @@ class CheckpointStore:
     def _entries(self) -> list[Path]:
         return sorted(e for e in self.checkpoints.iterdir() if e.is_dir()) if self.checkpoints.is_dir() else []
 
+    def _whole(self) -> dict[Path, Manifest]:
+        """Returns the commits that have all files in their sizes, in order of step; does not read the contents."""
+        whole = {}
+        for commit in self.commits():
+            with suppress(CheckpointInvalid):
+                whole[commit] = Manifest.verified(commit, contents=False)
+        return whole
+
     def newest(self) -> tuple[VerifiedCommit | None, dict[Path, str]]:
         """Finds the newest commit that verifies, contents included (None: there is none). Returns it and {newer commit:
         why it does not verify}."""
         passed_over: dict[Path, str] = {}
         for commit in reversed(self.commits()):
             try:
-                return VerifiedCommit(commit, Manifest.verified(commit)), passed_over
+                manifest = self._read[commit] = Manifest.verified(commit)
+                return VerifiedCommit(commit, manifest), passed_over
             except CheckpointInvalid as error:
                 passed_over[commit] = str(error)
         return None, passed_over
 
+    def check_owner(self) -> None:
+        """Raises LockLost if another driver, or a later attempt of this one, has started in the run directory."""
+        if self.owner is None or ((head := self.head()) and (head.run_id, head.attempt) == self.owner):
+            return
+        newer = f"attempt {head.attempt} of run {head.run_id}" if head else f"a driver that removed {HEAD}"
+        lock = self.root / LOCK
+        holder = lock.read_text().strip() if lock.exists() else "not known"
+        refusal = Refusal(
+            f"{self.root}, which {newer} ({holder}) has taken over from attempt {self.owner[1]} of run {self.owner[0]}",
+            f"one driver for a run directory; {LOCK} was deleted, or locks do not hold on its file system",
+            "leave the run to the new driver: this one ends, and has published, deleted and written nothing since",
+        )
+        raise LockLost(str(refusal))
+
     def draft(self, step: int, attempt: int) -> Path:
-        """Makes a new directory for writing the commit of `step`. Raises StorageFailed."""
+        """Makes a new directory for writing the commit of `step`. Raises StorageFailed, LockLost."""
+        self.check_owner()
         draft = self.checkpoints / f"{step_name(step)}.partial-{attempt}"
         with storage_errors(draft):
             make_directory(self.checkpoints)
@@ -167,19 +198,22 @@ class CheckpointStore:
     def publish(self, draft: Path, manifest: Manifest, contents: bool = False) -> Path:
         """Makes a commit of the draft, which must hold all of `manifest.files`. Returns its path.
 
-        Raises StorageFailed, and CheckpointInvalid if a file is missing or has the wrong size or (with `contents`) the
-        wrong checksum.
+        Raises StorageFailed, LockLost, and CheckpointInvalid if a file is missing or has the wrong size or (with
+        `contents`) the wrong checksum.
         """
         write_bytes(draft, MANIFEST, manifest.to_json().encode())
         Manifest.verified(draft, contents)
-        fault_point("commit.manifest")
         commit = self.commit(manifest.step)
         with storage_errors(commit):
+            fault_point("commit.manifest")
             for path, _, _ in os.walk(draft):
                 fsync_directory(Path(path))
+            self.check_owner()
+            fault_point("commit.checked")
             draft.rename(commit)
             fsync_directory(self.checkpoints)
             fault_point("commit.renamed")
+        with suppress(OSError):  # no space: the next commit, or the next checkout, adds the missing row
             self.record_commits()
         return commit
 
@@ -210,21 +244,24 @@ class CheckpointStore:
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Deletes commits, but for the `keep_last` newest, those of a step divisible by `keep_every`, those marked by a
-        file KEEP, and the newest that verifies (it reads the contents of that one first). Does not count damaged
-        commits, and leaves them to `checkout`. Returns the names of the deleted. Raises StorageFailed."""
-        whole = [commit for commit in self.commits() if _has_all_files(commit)]
-        old = [commit for commit in whole[:-keep_last] if not (commit / KEEP).exists()]
+        file KEEP, and the newest that verifies. Does not count damaged commits, and leaves them to `checkout`. Reads
+        the newest commit whole, unless one of the `keep_last` was already read: then what is older is not needed.
+        Returns the names of the deleted. Raises StorageFailed, LockLost."""
+        whole = self._whole()
+        old = [commit for commit in list(whole)[:-keep_last] if not (commit / KEEP).exists()]
         if keep_every:
             old = [commit for commit in old if _step(commit) % keep_every]
-        newest = self.newest()[0] if old else None
-        doomed = [commit for commit in old if newest is not None and commit != newest.path]
-        for commit in doomed:
+        if old and not any(self._read.get(each) == whole[each] for each in list(whole)[-keep_last:]):
+            newest, _ = self.newest()
+            old = [commit for commit in old if newest is not None and commit != newest.path]
+        for commit in old:
+            self.check_owner()
             with storage_errors(commit):
                 away = _rename_away(commit)
                 (away / MANIFEST).unlink()
                 fault_point("commit.prune")
                 shutil.rmtree(away)
-        return [commit.name for commit in doomed]
+        return [commit.name for commit in old]
 
     def checkout(self, step: int) -> list[str]:
         """Makes `step` the end of HEAD's branch. Call it before this attempt opens its row files.
@@ -232,13 +269,15 @@ class CheckpointStore:
         Deletes drafts. Parks later commits and damaged ones under `branches/<lineage>/`, the newest first; then moves
         rows of step >= `step` there (in checkpoints.jsonl: the rows of parked commits). If anything was parked, HEAD
         starts a new lineage. That is last, so another call, also with another step, can complete an interrupted one.
-        Returns what it did, for people. Raises StorageFailed, and CheckpointInvalid without a HEAD.
+        Returns what it did, for people. Raises StorageFailed, LockLost, and CheckpointInvalid without a HEAD.
         """
+        self.check_owner()
         if not (head := self.head()):
             raise CheckpointInvalid(f"{self.root / HEAD} is missing")
         with storage_errors(self.root):
             for leftover in self.partial():
-                shutil.rmtree(leftover)
+                with suppress(FileNotFoundError):  # its driver has just published it: it is parked below
+                    shutil.rmtree(_rename_away(leftover))
             branch = self.branch(head.lineage)
             done = self._park(step, branch)
             fault_point("checkout.parked")
@@ -249,13 +288,14 @@ class CheckpointStore:
                 head.write(branch / HEAD)
                 commit = self.commit(step)
                 base = CommitRef(Manifest.read(commit).lineage, step) if commit.exists() else None
+                self.check_owner()
                 self.write_head(replace(head, lineage=secrets.token_hex(4), base=base))
         return done
 
     def _park(self, step: int, branch: Path) -> list[str]:
-        done = []
+        done, whole = [], self._whole()
         for commit in reversed(self.commits()):
-            if _step(commit) <= step and _has_all_files(commit):
+            if _step(commit) <= step and commit in whole:
                 continue
             parked = branch / self.checkpoints.name / commit.name
             make_directory(parked.parent)

@@ -46,8 +46,8 @@ class CheckpointConfig(Section):
     """Continue training while a commit is written."""
     grace_s: PositiveFloat = 60.0
     """SIGTERM, Ctrl-C: seconds within which the run commits and ends."""
-    max_missed: NonNegativeInt = 0
-    """Commits in a row that may fail (a full disk) before the run stops; the old ones stay."""
+    max_missed: NonNegativeInt = 3
+    """Commits in a row that may fail (a full disk from which nothing can be deleted) before the run stops. 0 = none."""
 
 
 class ModelConfig(Section):

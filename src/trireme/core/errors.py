@@ -53,3 +53,11 @@ class CheckpointInvalid(TriremeError):
 
 class StorageFailed(TriremeError):
     """Something could not be written; names the path and the space that is free there."""
+
+
+class DiskFull(StorageFailed):
+    """Something could not be written for lack of space, or beyond a quota."""
+
+
+class LockLost(TriremeError):
+    """Another driver has taken over the run directory; names it. What this driver would write there is refused."""

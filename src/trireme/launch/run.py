@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from trainer.handle import TrainerHandle
 from trainer.schedule import learning_rate_schedule
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
-from trireme.core.errors import BadInput, LimitReached, RoomFailed, TriremeError
+from trireme.core.errors import BadInput, LimitReached, LockLost, RoomFailed, TriremeError
+from trireme.core.refusals import Refusal
 from trireme.launch.common import StartProgress
 from trireme.plan.base import Plan
 from trireme.process import signals, trace, waits
+from trireme.process.environ import view_of
 from trireme.process.ray_cluster import Progress, await_places, ray_cluster, reserve
 from trireme.run.commits import Commits
 from trireme.run.metrics import Journal, Tracker, trackers
@@ -126,7 +129,7 @@ def resume_hint(run: RunDir) -> Iterator[None]:
     try:
         yield
     except (TriremeError, signals.Stopped) as error:
-        if not isinstance(error, BadInput):
+        if not isinstance(error, BadInput | LockLost):
             commits = run.store.commits()
             newest = f"The newest commit is {commits[-1].name}" if commits else "There is no commit yet"
             if isinstance(error, LimitReached):
@@ -194,6 +197,7 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
         supervisor.expect(*core.rooms)
         await_ready(core.rooms, training.config.timeouts.start_s, log_dir, tick)
+        check_shared(core.rooms, run.nonce, training.config.timeouts.start_s)
         supervisor.attach(*core.rooms, serving=core.serving)
         text, why_rows = core.trainer.shown()
         console.print(text)
@@ -232,6 +236,22 @@ def await_ready(rooms: Sequence[Any], timeout_s: float, log_dir: Path, on_tick: 
     waits.get_all(refs, who=names, timeout_s=timeout_s, log=log_dir, on_tick=on_tick)
 
 
+def check_shared(rooms: Sequence[Any], nonce: Path, timeout_s: float) -> None:
+    """Checks that the processes of `rooms`, which write the parts of a commit, see the driver's file `nonce`. Raises
+    BadInput, which names the nodes that do not: else the first commit would fail, after hours of training."""
+    refs = {name: ref for room in rooms for name, ref in room.views(nonce).items()}
+    views = waits.get_all(list(refs.values()), who=list(refs), timeout_s=timeout_s, log=nonce.parent)
+    here, contents = view_of(nonce)
+    blind = [f"{node} ({name})" for name, (node, seen) in zip(refs, views, strict=True) if seen != contents]
+    if blind:
+        raise Refusal(
+            f"run.output_dir = {nonce.parents[3]}, in which {', '.join(blind)} does not see {nonce}, which the driver "
+            f"on {here} wrote",
+            "a directory that all nodes with a part of the trainer or the orchestrator share, under one path",
+            "put --run.output-dir on a file system that they share, or mount it on the nodes that are named",
+        ).error()
+
+
 def train_and_commit(
     training: TrainingRun, run: RunDir, core: Core, supervisor: Supervisor, tracked: Sequence[Tracker], console: Console
 ) -> None:
@@ -240,9 +260,11 @@ def train_and_commit(
     with ExitStack() as ending:
         trace.start(run.logs, "driver_0", config.trace.max_mb)
         ending.callback(trace.stop)
-        journal = ending.enter_context(closing(Journal(run.root, training.step_line, sys.stdout, tracked)))
+        note = partial(supervisor.roster.note, "commits")
+        commits = Commits(config, run, training.fixed, core.trainer, core.others, note)
+        journal = ending.enter_context(closing(Journal(run.root, training.step_line, sys.stdout, tracked, commits)))
         stop = ending.enter_context(signals.Stop(config.checkpoint.grace_s))
-        commits = ending.enter_context(Commits(config, run, training.fixed, core.trainer, core.others, say))
+        ending.enter_context(commits)
         surroundings = Attempt(
             config,
             number=run.start.attempt,

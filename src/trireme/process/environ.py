@@ -97,3 +97,8 @@ def yield_to_others() -> None:
     (Training waits often and briefly: for another shard, for a message.)
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread
+
+
+def view_of(file: Path) -> tuple[str, str]:
+    """Returns this machine's name, and the contents of `file` as it is seen here; empty if there is none."""
+    return os.uname().nodename, file.read_text() if file.is_file() else ""

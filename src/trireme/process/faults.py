@@ -4,9 +4,10 @@
 process with this number in its room (`number_process`) and its children; without it, in all. `@n`: the n-th time that a
 process passes the point (default 1); `@n+`: and each time after it.
 
-Actions here: `raise`; `kill` (SIGKILL to itself); `stop` (SIGSTOP to itself, until SIGCONT); and `freeze`, which makes
-the file `TRIREME_FAULT_REACHED` (if that is a directory, a file in it named like the item) and sleeps until a test has
-removed it, so that the test can kill processes at exactly this point. Any other word is returned to the caller.
+Actions here: `raise`; `full` (the OSError of a full disk); `kill` (SIGKILL to itself); `stop` (SIGSTOP to itself, until
+SIGCONT); and `freeze`, which makes the file `TRIREME_FAULT_REACHED` (if that is a directory, a file in it named like
+the item) and sleeps until a test has removed it, so that the test can kill processes at exactly this point. Any other
+word is returned to the caller.
 
 With `TRIREME_FAULT_ONCE`, a directory that all processes share, each item acts in one process only, so that the
 successor of a killed process passes the point. With `TRIREME_FAULTS` unset a point costs one dictionary look-up.
@@ -14,6 +15,7 @@ successor of a killed process passes the point. With `TRIREME_FAULTS` unset a po
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -66,6 +68,8 @@ class ArmedFault:
     def act(self) -> str:
         if self.action == "raise":
             raise InjectedFault(f"fault injected at {self.name}, passage {self.passage}")
+        if self.action == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.action in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
         if self.action == "freeze":

@@ -5,7 +5,8 @@
         commits.seal()                   its row is written: in the background all parts, manifest, rename, prune
         commits.leave_boundary()         the trainer is about to change
 
-If a part fails, the draft is removed and the commit counts as missed.
+If a part fails, the draft is removed and the commit counts as missed: an incident. On a full disk old commits are
+deleted down to the newest that verifies, only that one is kept from then on, and the next boundary is committed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.config import CommonConfig
 from trireme.config.installed import package_versions
-from trireme.core.errors import LimitReached, RoomFailed, StorageFailed, TriremeError, WeightsRefused
+from trireme.core.errors import DiskFull, LimitReached, RoomFailed, StorageFailed, TriremeError, WeightsRefused
 from trireme.core.finite_json import to_json
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import PublishedWeights
@@ -75,7 +76,7 @@ class CommitDraft:
 
 class Commits:
     """Takes the commits of one attempt. `fixed` is what a resume must find unchanged; `others` have a part in each
-    commit beside the trainer's, by its name; `say` prints a line."""
+    commit beside the trainer's, by its name; `note` records an incident."""
 
     def __init__(
         self,
@@ -84,9 +85,9 @@ class Commits:
         fixed: Mapping[str, Any],
         trainer: StatefulTrainer,
         others: Mapping[str, Stateful],
-        say: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
-        self._config, self._run, self._fixed, self._say = config, run, fixed, say
+        self._config, self._run, self._fixed, self._note = config, run, fixed, note
         self._trainer, self._others = trainer, others
         manifest = run.start.manifest
         self._parent = CommitRef(manifest.lineage, manifest.step) if manifest else None  # the newest commit
@@ -94,35 +95,42 @@ class Commits:
         self._boundary: tuple[int, PublishedWeights | None] | None = None
         self._draft: CommitDraft | None = None  # until the row of its step is written
         self._sealing: Future[None] | None = None
-        self._missed = 0
+        self._missed, self._is_last = 0, False
+        self._keep_last, self._has_room = config.checkpoint.keep_last, False  # True: made since a commit was missed
 
     def __enter__(self) -> Commits:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Takes the last commit. After training to the end it may not be missed. After a signal or a limit it is that
-        of the boundary that the run is at, if any. A run that failed still gets a commit in flight whose parts arrive
-        within END_S. Raises StorageFailed, RoomFailed."""
+        """Takes the last commit, after training to the end and, if the run is at a boundary, after a signal or a limit.
+        It may not be missed, and is tried again as long as that makes room. A run that failed still gets a commit in
+        flight whose parts arrive within END_S. Raises StorageFailed, RoomFailed, LockLost."""
+        may_commit = isinstance(error, Stopped | LimitReached) and not isinstance(error, StoppedWithoutCommit)
         try:
-            if error is None:
-                self._settle(may_miss=0)
-            elif isinstance(error, Stopped | LimitReached) and not isinstance(error, StoppedWithoutCommit):
+            if error is None or may_commit:
+                self._is_last = error is None
                 self._settle()
-                if self._boundary and (self._parent is None or self._boundary[0] != self._parent.step):
+                self._is_last = True
+                while (may_commit or self._missed) and self._is_uncommitted:
                     self._save()
                     self.seal()
-                self._settle(may_miss=0)
+                    self._settle()
         finally:
             if self._sealing:
                 with suppress(TriremeError, TimeoutError):
                     self._sealing.result(END_S)
 
+    @property
+    def _is_uncommitted(self) -> bool:
+        """True at a boundary of which there is no commit."""
+        return self._boundary is not None and (self._parent is None or self._boundary[0] != self._parent.step)
+
     def at_boundary(self, version: int, weights: PublishedWeights | None = None) -> None:
         """Says that the run starts with `version`, or that the step that made it is released, and begins a commit if
         one is due. Without `weights` they are published where they are committed.
 
-        Raises StorageFailed after too many missed commits, and WeightsRefused when a resumed trainer publishes other
-        weights than the commit was made of.
+        Raises StorageFailed after too many missed commits, LockLost, and WeightsRefused when a resumed trainer
+        publishes other weights than the commit was made of.
         """
         manifest = self._run.start.manifest
         if weights and manifest and version == manifest.step and weights.identity.digest != manifest.identity.digest:
@@ -137,7 +145,7 @@ class Commits:
             self._settle()
         every = self._config.checkpoint.every
         is_due = version == self._config.max_steps or (every > 0 and version % every == 0)
-        if is_due and version > self._run.start.step:
+        if (is_due or self._has_room) and version > self._run.start.step:
             self._save()
 
     def leave_boundary(self) -> None:
@@ -168,8 +176,9 @@ class Commits:
         try:
             path = self._run.store.draft(version, self._run.start.attempt)
         except StorageFailed as error:
-            self._miss(error, self._config.checkpoint.max_missed)
+            self._miss(error)
             return
+        self._has_room = False
         parts = {
             **{name: other.save_state(path / name) for name, other in self._others.items()},
             "trainer": self._trainer.save_state(path / "trainer"),
@@ -183,7 +192,7 @@ class Commits:
 
     def _publish(self, draft: CommitDraft) -> None:
         """Waits for all parts, and makes them a commit."""
-        store, options, limit_s = self._run.store, self._config.checkpoint, self._config.timeouts.checkpoint_s
+        store, limit_s = self._run.store, self._config.timeouts.checkpoint_s
         try:
             with trace.span("commit", "commits", version=draft.version):
                 fault_point("commit.parts")
@@ -196,13 +205,20 @@ class Commits:
                         os.fsync(file.fileno())
                 store.publish(draft.path, self._manifest(draft, files))
         except StorageFailed:
-            for part in draft.parts.values():  # the space is given back once all have stopped writing
-                with suppress(TriremeError):
-                    part.wait(limit_s)
-            store.discard(draft.path)
+            self._discard(draft)
             raise
         self._parent = CommitRef(self._run.head.lineage, draft.version)
-        store.prune(options.keep_last, options.keep_every)
+        try:
+            store.prune(self._keep_last, self._config.checkpoint.keep_every)
+        except StorageFailed as error:  # the commit is there
+            self._note(f"old commits stay: {error}")
+
+    def _discard(self, draft: CommitDraft) -> None:
+        """Gives the space of a draft back, once all parts have stopped writing."""
+        for part in draft.parts.values():
+            with suppress(TriremeError):
+                part.wait(self._config.timeouts.checkpoint_s)
+        self._run.store.discard(draft.path)
 
     def _manifest(self, draft: CommitDraft, files: list[FileRecord]) -> Manifest:
         resolved = self._config.model_dump(mode="json", exclude={"clean", "resume"})  # these concern only one start
@@ -221,8 +237,8 @@ class Commits:
             files=tuple(files),
         )
 
-    def _settle(self, may_miss: int | None = None) -> None:
-        """Waits for the commit in flight, if there is one. `may_miss`: how many in a row may fail."""
+    def _settle(self) -> None:
+        """Waits for the commit in flight, if there is one."""
         sealing, self._sealing = self._sealing, None
         if sealing is None:
             return
@@ -233,13 +249,43 @@ class Commits:
         except TimeoutError:
             raise RoomFailed(f"waited {limit:g} s (timeouts.checkpoint_s) for a commit in {self._run.root}") from None
         except StorageFailed as error:
-            self._miss(error, self._config.checkpoint.max_missed if may_miss is None else may_miss)
+            self._miss(error)
 
-    def _miss(self, error: StorageFailed, may_miss: int) -> None:
+    def _miss(self, error: StorageFailed) -> None:
+        """Counts a missed commit, and makes room for the next one. Raises `error` after too many in a row; if it is the
+        last of a run, unless there is room for another try."""
+        self.check_owner()  # what another driver's start took away is no failure of the storage
         self._missed += 1
-        if self._missed > may_miss:
+        deleted = self._prune_for_room() if isinstance(error, DiskFull) else []
+        made = f"; deleted {', '.join(deleted)}, and from now on only the newest commit is kept" if deleted else ""
+        limit = self._config.checkpoint.max_missed
+        self._note(f"commit missed ({self._missed} in a row; checkpoint.max_missed = {limit}): {error}{made}")
+        if not deleted and (self._is_last or self._missed > limit):
             raise error
-        self._say(f"commit missed ({self._missed} of at most {may_miss} in a row): {error}")
+
+    def _prune_for_room(self) -> list[str]:
+        """Deletes all commits but the newest that verifies and those that are kept for good. Returns their names."""
+        try:
+            deleted = self._run.store.prune(1, self._config.checkpoint.keep_every)
+        except StorageFailed as error:
+            self._note(f"old commits stay: {error}")
+            return []
+        if deleted:
+            self._keep_last, self._has_room = 1, True
+        return deleted
+
+    def check_owner(self) -> None:
+        """Raises LockLost if another driver has taken over the run directory."""
+        self._run.store.check_owner()
+
+    def make_room(self) -> None:
+        """Makes room for a row: waits for the commit in flight, deletes old commits and, if there are none, gives up
+        the draft of this boundary. Raises StorageFailed after too many missed commits."""
+        self._settle()
+        if not self._prune_for_room() and self._draft:
+            draft, self._draft = self._draft, None
+            self._discard(draft)
+            self._miss(StorageFailed("its space was needed for the rows of its step"))
 
 
 def _in_background(work: Callable[[], None], name: str) -> Future[None]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol, TextIO
 
+from trireme.checkpoint.files import storage_errors
 from trireme.checkpoint.rows import METRICS, ROLLOUTS, TRAINED
 from trireme.config import CommonConfig
+from trireme.core.errors import DiskFull, StorageFailed
 from trireme.core.finite_json import to_json
+from trireme.core.refusals import Refusal
 from trireme.process import trace
+from trireme.process.faults import fault_point
 from trireme.run.rollout_records import TABLE_COLUMNS, table_rows, write_records
 from trireme.supervision.roster import Incident, Roster
 
@@ -71,29 +77,77 @@ class Clock:
             yield item
 
 
+class RowGuard(Protocol):
+    """Looks after the directory in which rows are written (`run.commits`)."""
+
+    def check_owner(self) -> None:
+        """Raises LockLost if another driver has taken it over."""
+
+    def make_room(self) -> None:
+        """Deletes what is not needed. Raises StorageFailed."""
+
+
 class Journal:
     """Writes about each step of the run in `root`: its row to metrics.jsonl, `out` and the trackers, what it trained on
     to trained.jsonl, and the records of some rollouts. Close it at the end, as `closing` does."""
 
     def __init__(
-        self, root: Path, line: Callable[[Mapping[str, Any]], str], out: TextIO, trackers: Sequence[Tracker]
+        self,
+        root: Path,
+        line: Callable[[Mapping[str, Any]], str],
+        out: TextIO,
+        trackers: Sequence[Tracker],
+        guard: RowGuard,
     ) -> None:
-        self._rollouts, self._line, self._out, self._trackers = root / ROLLOUTS, line, out, trackers
-        self._metrics, self._trained = ((root / name).open("a", buffering=1) for name in (METRICS, TRAINED))
+        self._root, self._line, self._out, self._trackers, self._guard = root, line, out, trackers, guard
+        self._files = {name: (root / name).open("ab", buffering=0) for name in (METRICS, TRAINED)}
 
     def write(self, row: Mapping[str, Any], trained: Mapping[str, Any], records: Sequence[str] = ()) -> None:
         """Writes the metrics in `row`, and in `trained` the `groups` or `examples` that the step trained on. Each line
-        is with the operating system when this returns."""
-        self._trained.write(to_json({"step": row["step"], "attempt": row["attempt"], **trained}) + "\n")
-        write_records(self._rollouts, row["step"], records)
-        self._metrics.write(to_json(row) + "\n")
+        is with the operating system when this returns. Raises LockLost, and StorageFailed when there is no room even
+        after old commits were deleted."""
+        self._guard.check_owner()
+        self._with_room(partial(self._append, TRAINED, {"step": row["step"], "attempt": row["attempt"], **trained}))
+        self._with_room(partial(write_records, self._root / ROLLOUTS, row["step"], records))
+        self._with_room(partial(self._append, METRICS, row))
         print(self._line(row), file=self._out, flush=True)
         for tracker in self._trackers:
             tracker.write(row, records)
 
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Adds a line, or nothing: half of one would spoil the next."""
+        file, line = self._files[name], memoryview(to_json(row).encode() + b"\n")
+        whole = os.fstat(file.fileno()).st_size
+        try:
+            fault_point(f"row.{name}")
+            while line:
+                line = line[file.write(line) :]
+        except OSError:
+            file.truncate(whole)
+            raise
+
+    def _with_room(self, write: Callable[[], None]) -> None:
+        """Calls `write`, and on a full disk once more when room was made."""
+        try:
+            with storage_errors(self._root):
+                write()
+            return
+        except DiskFull:
+            self._guard.make_room()
+        try:
+            with storage_errors(self._root):
+                write()
+        except StorageFailed as error:
+            refusal = Refusal(
+                f"rows of a step in {self._root}, which have no room: {error}",
+                "some kilobytes for each step, beside the newest commit",
+                "make room, then resume: a step without its rows is no part of a run",
+            )
+            raise StorageFailed(str(refusal)) from error
+
     def close(self) -> None:
-        self._metrics.close()
-        self._trained.close()
+        for file in self._files.values():
+            file.close()
 
 
 def evaluation_text(row: Mapping[str, Any]) -> Iterator[str]:

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +22,7 @@ from trireme.checkpoint.files import replace_file
 from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.resume import check_fixed, choose, fork
 from trireme.checkpoint.rows import METRICS
-from trireme.checkpoint.store import HEAD, CheckpointStore, Head, VerifiedCommit
+from trireme.checkpoint.store import HEAD, LOCK, CheckpointStore, Head, VerifiedCommit
 from trireme.config.keys import keys_of
 from trireme.config.load import WRITTEN_BY
 from trireme.config.schema import CommonConfig, Config
@@ -30,7 +31,6 @@ from trireme.config.trust import FLAG, RECORD, named_code
 from trireme.core.errors import BadInput, CheckpointInvalid
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
-from trireme.supervision.status import LOCK
 
 CONFIG = RECORD
 MARKS = (CONFIG, METRICS)
@@ -79,8 +79,9 @@ class Start:
     step: int
     commit: Path | None  # None: from the beginning
     manifest: Manifest | None  # the commit's
-    attempt: int  # one more than ever before in this run directory
+    attempt: int  # more than ever before in this run directory, and taken by no other driver
     notes: tuple[str, ...]  # for people
+    run_id: str  # of HEAD
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,9 @@ class RunDir:
         return run
 
     def next_attempt(self, config: CommonConfig, fixed: Mapping[str, Any]) -> RunDir:
-        """Starts the next attempt of this run, after a failure, from the newest commit. Raises what `open` raises."""
+        """Starts the next attempt of this run, after a failure, from the newest commit. Raises LockLost, and what
+        `open` raises."""
+        self.store.check_owner()
         head = _begun(self.store)
         assert head is not None  # `open` wrote it
         with _writable(self.root):
@@ -126,7 +129,7 @@ class RunDir:
 
     def checkout(self) -> list[str]:
         """Parks what came after the commit that this attempt starts from. Call it when all rooms have loaded the
-        commit, before any row file is opened. Returns what it did, for people. Raises StorageFailed."""
+        commit, before any row file is opened. Returns what it did, for people. Raises StorageFailed, LockLost."""
         return self.store.checkout(self.start.step)
 
     def __enter__(self) -> RunDir:
@@ -135,14 +138,20 @@ class RunDir:
     def __exit__(self, *_: object) -> None:
         self.lock.close()
 
-    @property
+    @cached_property
     def store(self) -> CheckpointStore:
-        return CheckpointStore(self.root)
+        """The commits, as this attempt may change them."""
+        return CheckpointStore(self.root, (self.start.run_id, self.start.attempt))
 
     @property
     def logs(self) -> Path:
         """Directory of this attempt's log files."""
-        return self.root / "logs" / f"attempt_{self.start.attempt}"
+        return _logs(self.root, self.start.attempt)
+
+    @property
+    def nonce(self) -> Path:
+        """File of this attempt alone, by which other machines show that they see the run directory."""
+        return self.logs / HEAD
 
     @property
     def head(self) -> Head:
@@ -152,11 +161,10 @@ class RunDir:
         return head
 
     def _record_inputs(self) -> None:
-        """Writes code.diff, and copies it and config.json to the attempt's logs."""
+        """Writes code.diff, and copies it, config.json and HEAD to the attempt's logs."""
         code_diff = self.root / "code.diff"
         _write_code_diff(code_diff)
-        self.logs.mkdir(parents=True, exist_ok=True)
-        for file in (self.root / CONFIG, code_diff):
+        for file in (self.root / CONFIG, code_diff, self.root / HEAD):
             if file.exists():
                 shutil.copyfile(file, self.logs / file.name)
 
@@ -220,30 +228,47 @@ def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: V
         notes = (f"{root} holds nothing to resume: a new run",)
     else:
         _clear(root, config.clean)
-    head = Head.new()
-    _claim(config, store, head)
-    return Start(0, None, None, head.attempt, notes)
+    head = _claim(config, store, Head.new())
+    return Start(0, None, None, head.attempt, notes, head.run_id)
 
 
 def _go_on(
     config: CommonConfig, store: CheckpointStore, head: Head, fixed: Mapping[str, Any], chosen: VerifiedCommit | None
 ) -> Start:
     """Starts the attempt after that of `head`, from a commit or from the beginning."""
-    head = replace(head, attempt=head.attempt + 1)
     notes = check_fixed(chosen, fixed, config.resume.force) if chosen else ()
-    _claim(config, store, head)
+    head = _claim(config, store, replace(head, attempt=head.attempt + 1))
     if chosen is None:
-        return Start(0, None, None, head.attempt, (f"{store.root} holds no commit yet: it starts again at step 0",))
+        notes = (f"{store.root} holds no commit yet: it starts again at step 0",)
+        return Start(0, None, None, head.attempt, notes, head.run_id)
     notes = (*chosen.notes, *notes, f"resumed from {chosen.path}, attempt {head.attempt}")
-    return Start(chosen.manifest.step, chosen.path, chosen.manifest, head.attempt, notes)
+    return Start(chosen.manifest.step, chosen.path, chosen.manifest, head.attempt, notes, head.run_id)
 
 
-def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> None:
-    """Writes config.json, then HEAD: a directory without HEAD holds an interrupted fork or no run (`_begun`)."""
+def _logs(root: Path, attempt: int) -> Path:
+    return root / "logs" / f"attempt_{attempt}"
+
+
+def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> Head:
+    """Writes config.json, then HEAD: a directory without HEAD holds an interrupted fork or no run (`_begun`). Returns
+    HEAD with the number of the attempt, the first from `head.attempt` that is free: who makes its directory of logs
+    has it, also where locks do not hold."""
     # Without `clean` and `resume`: to run it again must not delete anything.
     resolved = config.model_dump(mode="json", exclude={"clean", "resume"}) | {WRITTEN_BY: _written_by()}
     replace_file(store.root / CONFIG, (to_json(resolved, indent=2) + "\n").encode())
+    while not _made(_logs(store.root, head.attempt)):
+        head = replace(head, attempt=head.attempt + 1)
     store.write_head(head)
+    return head
+
+
+def _made(directory: Path) -> bool:
+    """Makes `directory`; False if another process was faster. Raises OSError."""
+    directory.parent.mkdir(exist_ok=True)
+    with suppress(FileExistsError):
+        directory.mkdir()
+        return True
+    return False
 
 
 def _begun(store: CheckpointStore) -> Head | None:
@@ -269,8 +294,8 @@ def _fork(config: CommonConfig, store: CheckpointStore, source: VerifiedCommit) 
     if others or (store.root / HEAD).exists():
         raise _in_use(store.root, "continue it by --resume, without --resume.dir")
     forked, note = fork(source, store, attempt)
-    _claim(config, store, Head.new(attempt, CommitRef(forked.manifest.lineage, step)))
-    return Start(step, forked.path, forked.manifest, attempt, (*source.notes, note))
+    head = _claim(config, store, Head.new(attempt, CommitRef(forked.manifest.lineage, step)))
+    return Start(step, forked.path, forked.manifest, head.attempt, (*source.notes, note), head.run_id)
 
 
 def _clear(root: Path, clean: bool) -> None:

@@ -27,13 +27,12 @@ import psutil
 from pydantic import TypeAdapter
 
 from trireme.checkpoint.rows import read_rows
+from trireme.checkpoint.store import LOCK
 from trireme.core.errors import EXIT_FAILED, EXIT_OK
 from trireme.core.finite_json import to_json
 from trireme.supervision.roster import Incident, Roster, RunPart
 
 STATUS, INCIDENTS, SCALE = "STATUS", "incidents.jsonl", "scale"
-LOCK = "driver.lock"
-"""File that the driver of a run holds locked; its text names the process."""
 SHORTEST_S = 0.5
 """Shortest time between two versions of STATUS."""
 LONGEST_S = 10.0
@@ -87,7 +86,8 @@ def read_incidents(root: Path) -> list[Incident]:
 
 class StatusWriter:
     """Writes STATUS and incidents.jsonl of the run in `root` whenever `roster` changes, and how the block ended at its
-    end. Enter it in the process that holds the run's lock.
+    end. Enter it in the process that holds the run's lock; once another driver has written its name there, nothing more
+    is written.
 
     A file that cannot be written causes one warning and does not end the run.
     """
@@ -96,6 +96,7 @@ class StatusWriter:
         self._root, self._roster = root, roster
         self._changed, self._ending = threading.Event(), threading.Event()
         self._warned = False
+        self._driver = _driver_of(root)
         self._thread = threading.Thread(target=self._follow, name="status", daemon=True)
 
     def __enter__(self) -> StatusWriter:
@@ -118,7 +119,7 @@ class StatusWriter:
         self._write(RunEnd(exit_code, why[:1000]))
 
     def _listen(self, _roster: Roster, incident: Incident | None) -> None:
-        if incident:
+        if incident and _driver_of(self._root) == self._driver:
             with self._warning(), (self._root / INCIDENTS).open("a") as file:
                 file.write(to_json(asdict(incident)) + "\n")
         self._changed.set()
@@ -142,8 +143,9 @@ class StatusWriter:
             recent=tuple(roster.incidents[-RECENT:]),
             ended=ended,
         )
-        with self._warning():
-            _replace_json(self._root / STATUS, asdict(said))
+        if _driver_of(self._root) == self._driver:
+            with self._warning():
+                _replace_json(self._root / STATUS, asdict(said))
 
     @contextmanager
     def _warning(self) -> Iterator[None]:
@@ -153,6 +155,13 @@ class StatusWriter:
             if not self._warned:
                 log.warning("the status of the run cannot be written (%s); the run continues without it", error)
             self._warned = True
+
+
+def _driver_of(root: Path) -> str:
+    """Returns the text of the lock file, which is unique to each driver; empty if there is none."""
+    with suppress(FileNotFoundError):
+        return (root / LOCK).read_text()
+    return ""
 
 
 def _replace_json(file: Path, value: dict[str, Any]) -> None:
@@ -211,7 +220,7 @@ class ScaleRequests:
 
     def __init__(self, root: Path) -> None:
         self._place = root / SCALE
-        driver = (root / LOCK).read_text()
+        driver = _driver_of(root)
         for file, request in self._requests():
             if request.driver != driver:
                 file.unlink(missing_ok=True)
@@ -239,7 +248,7 @@ class ScaleRequests:
 def request_scale(root: Path, replicas: int) -> Iterator[Callable[[], str | None]]:
     """Asks the driver of the run in `root` for `replicas`. Yields a function that returns the answer, or None before
     there is one. The end of the block withdraws the request. Raises OSError."""
-    request = ScaleRequest(secrets.token_hex(8), time.time(), (root / LOCK).read_text(), replicas)
+    request = ScaleRequest(secrets.token_hex(8), time.time(), _driver_of(root), replicas)
     question, answer = (root / SCALE / f"{request.id}.{kind}" for kind in ("json", "answer"))
     question.parent.mkdir(exist_ok=True)
     _replace_json(question, asdict(request))

@@ -30,6 +30,7 @@ from checkpoint_support import (
     truncate,
 )
 
+from trireme.checkpoint import manifest as manifest_module
 from trireme.checkpoint.files import HashingWriter
 from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest
 from trireme.checkpoint.rows import ROLLOUTS, ROW_FILES, recorded_steps
@@ -310,6 +311,29 @@ class TestPrune:
         for each in store.commits():
             flip(each / PARTS[1])
         assert self.pruned(store, 1) == [2, 4, 6, 8]
+
+    def test_a_commit_is_read_once_and_only_if_no_other_of_those_kept_was(
+        self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read: list[str] = []
+        real = manifest_module.checksum_of
+        monkeypatch.setattr(manifest_module, "checksum_of", lambda file: read.append(file.parts[-3]) or real(file))
+        for step in range(2, 16, 2):
+            commit(store, step)
+            store.prune(3, None)
+            store.prune(3, None)
+        assert steps(store) == [10, 12, 14]
+        assert list(dict.fromkeys(read)) == ["step_000008", "step_000014"], "before 2 and 8 went"
+        assert len(read) == 2 * len(PARTS)
+
+    def test_what_was_read_is_remembered_by_what_it_is_not_by_its_name(self, store: CheckpointStore) -> None:
+        commit(store, 2)
+        commit(store, 4)
+        assert self.pruned(store, 1) == [4]
+        shutil.rmtree(store.commit(4))
+        commit(store, 3)
+        flip(commit(store, 4, state="another") / PARTS[0])
+        assert self.pruned(store, 1) == [3, 4]
 
     def test_a_draft_is_left_alone(self, store: CheckpointStore) -> None:
         a_run(store)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import errno
+import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -11,50 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commit_support import Room, weights
 
-from trireme.checkpoint.files import FileRecord, write_bytes
+from trireme.checkpoint import store as store_module
 from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.config import Config
-from trireme.core.errors import EXIT_SIGTERM, LimitReached, RoomFailed, StorageFailed, WeightsRefused
+from trireme.core.errors import EXIT_SIGTERM, DiskFull, LimitReached, RoomFailed, StorageFailed, WeightsRefused
 from trireme.core.types import WeightIdentity
+from trireme.process import faults
 from trireme.process.signals import Stopped, StoppedWithoutCommit
 from trireme.run.commits import Commits
 from trireme.run.rundir import Start
-
-
-@dataclass
-class Written:
-    """Stands for a room's `Pending`: `gate` holds it back, and it raises `error`."""
-
-    path: Path
-    gate: threading.Event
-    error: Exception | None = None
-
-    def wait(self, timeout_s: float) -> list[FileRecord]:
-        assert self.gate.wait(timeout_s)
-        if self.error:
-            raise self.error
-        return [write_bytes(self.path, "part", self.path.name.encode())]
-
-
-@dataclass
-class Room:
-    gate: threading.Event = field(default_factory=threading.Event)
-    errors: list[Exception] = field(default_factory=list)
-    calls: list[str] = field(default_factory=list)
-
-    def save_state(self, path: Path) -> Any:
-        self.calls.append(path.name)
-        return Written(path, self.gate, self.errors.pop(0) if self.errors else None)
-
-    def save_weights(self, path: Path, _published: Any) -> Any:
-        return self.save_state(path)
-
-    def publish_weights(self, version: int) -> Any:
-        self.calls.append(f"publish {version}")
-        return weights(version)
 
 
 @dataclass
@@ -86,10 +57,6 @@ class Bench:
         return [commit.name for commit in self.store.commits()]
 
 
-def weights(version: int, digest: str | None = None) -> Any:
-    return SimpleNamespace(identity=WeightIdentity(1, version, digest or f"{version:032x}"))
-
-
 def config(**checkpoint: Any) -> Config:
     return Config.model_validate(
         {
@@ -105,7 +72,7 @@ def config(**checkpoint: Any) -> Config:
 
 @pytest.fixture(params=[True, False], ids=["async", "sync"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    start = Start(step=0, commit=None, manifest=None, attempt=1, notes=())
+    start = Start(step=0, commit=None, manifest=None, attempt=1, notes=(), run_id="cafecafe")
     made = Bench(tmp_path, config(async_save=request.param), start)
     made.store.write_head(Head("cafecafe", "aaaaaaaa", 1, None))
     yield made
@@ -172,7 +139,8 @@ def test_nothing_is_a_commit_before_its_step_is_written_down(bench: Bench) -> No
     assert bench.steps == ["step_000002"]
 
 
-def test_a_missed_commit_stops_the_run(bench: Bench) -> None:
+def test_a_missed_commit_stops_the_run_where_none_may_be(bench: Bench) -> None:
+    bench.config = config(max_missed=0, async_save=bench.config.checkpoint.async_save)
     bench.trainer.errors.append(StorageFailed("cannot write: no space"))
     with pytest.raises(StorageFailed, match="no space"):
         run_all(bench, 2)
@@ -186,7 +154,7 @@ def test_commits_may_be_missed_if_allowed(bench: Bench) -> None:
     run_all(bench, 6)
     assert bench.steps == ["step_000004", "step_000006"]
     assert len(bench.said) == 1
-    assert "missed (1 of at most 1 in a row)" in bench.said[0]
+    assert "commit missed (1 in a row; checkpoint.max_missed = 1): cannot write: no space" in bench.said[0]
     assert Manifest.verified(bench.store.commit(4)).parent is None
 
 
@@ -196,6 +164,108 @@ def test_the_last_commit_may_not_be_missed(bench: Bench) -> None:
     bench.trainer.errors.append(StorageFailed("cannot write: no space"))
     with pytest.raises(StorageFailed, match="no space"):
         run_all(bench, 6)
+
+
+class TestFullDisk:
+    """No commit fits beside two others, or none at all."""
+
+    @pytest.fixture
+    def full(self, bench: Bench) -> Bench:
+        bench.config = config(keep_last=9, async_save=bench.config.checkpoint.async_save)
+        return bench
+
+    def test_room_is_made_and_the_next_boundary_is_committed(self, full: Bench) -> None:
+        full.config = full.config.model_copy(update={"max_steps": 10})
+        with full.commits() as commits:
+            commits.at_boundary(0, weights(0))
+            run_to(commits, 5)
+            full.orchestrator.errors.append(DiskFull("cannot write: no space"))
+            run_to(commits, 6, first=6)
+            commits._settle()
+            run_to(commits, 10, first=7)
+        assert full.steps == ["step_000010"], "no more than the newest from then on"
+        (incident,) = full.said
+        assert "commit missed (1 in a row; checkpoint.max_missed = 3): cannot write: no space" in incident
+        assert "deleted step_000002, and from now on only the newest commit is kept" in incident
+        parent = Manifest.verified(full.store.commit(10)).parent
+        assert parent is not None
+        assert parent.step == 8
+        assert full.trainer.calls.count("trainer") == 6, "at 2, 4, 6, 7, 8 and 10"
+
+    def test_the_last_commit_is_tried_again(self, full: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(faults, "_passed", Counter())
+        monkeypatch.setenv("TRIREME_FAULTS", "commit.manifest@3=full")
+        run_all(full, 6)
+        assert full.steps == ["step_000006"]
+        assert full.store.partial() == []
+        (incident,) = full.said
+        assert "No space left on device" in incident
+        assert "deleted step_000002" in incident
+
+    def test_of_a_signal_too(self, full: Bench) -> None:
+        with ended_by(Stopped(EXIT_SIGTERM), full) as commits:
+            commits.at_boundary(0, weights(0))
+            run_to(commits, 5)
+            commits._settle()
+            full.trainer.errors.append(DiskFull("cannot write: no space"))
+        assert full.steps == ["step_000005"]
+
+    def test_when_nothing_can_be_deleted_the_run_ends_after_so_many(self, full: Bench) -> None:
+        full.config = full.config.model_copy(update={"max_steps": 100})
+        full.trainer.errors += [DiskFull("cannot write: no space")] * 9
+        with pytest.raises(DiskFull):
+            run_all(full, 20)
+        assert len(full.said) == 4, "3 may be missed"
+        assert list(full.store.checkpoints.iterdir()) == []
+
+    def test_the_last_commit_ends_the_run_when_it_cannot_be_written(self, full: Bench) -> None:
+        """Each try that fails deletes a commit; when only the newest is left, it is over."""
+        full.trainer.errors += [None, None, None, None, *[DiskFull("cannot write: no space")] * 9]
+        with pytest.raises(DiskFull):
+            run_all(full, 6)
+        assert full.steps == ["step_000004"]
+        assert len(full.said) == 2
+
+    def test_no_commit_is_deleted_for_another_reason(self, full: Bench) -> None:
+        full.orchestrator.errors += [StorageFailed("cannot write: not permitted")]
+        run_all(full, 6)
+        assert full.steps == ["step_000004", "step_000006"]
+
+    def test_what_is_kept_for_good_stays(self, full: Bench) -> None:
+        full.config = config(keep_last=1, keep_every=2, async_save=full.config.checkpoint.async_save)
+        with full.commits() as commits:
+            commits.at_boundary(0, weights(0))
+            run_to(commits, 4)
+            commits.make_room()
+        assert full.steps == ["step_000002", "step_000004"]
+
+    def test_a_row_gets_the_room_of_the_draft_of_its_step_last(self, full: Bench) -> None:
+        with full.commits() as commits:
+            commits.at_boundary(0, weights(0))
+            run_to(commits, 3)
+            commits.leave_boundary()
+            commits.at_boundary(4, weights(4))
+            commits.make_room()
+            assert full.steps == ["step_000002"]
+            assert full.store.partial() == []
+            commits.seal()
+            run_to(commits, 6, first=5)
+        assert "its space was needed for the rows of its step" in full.said[0]
+        assert full.steps == ["step_000002", "step_000006"]
+
+    def test_a_commit_without_its_line_in_the_table_is_a_commit(
+        self, full: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store_module, "write_rows", refuse)
+            run_all(full, 4)
+        assert full.steps == ["step_000002", "step_000004"]
+        assert full.said == []
+        full.store.record_commits()
+        assert len(full.store.rows.read_text().splitlines()) == 2
 
 
 def test_a_dead_room_is_not_a_missed_commit(bench: Bench) -> None:
@@ -263,7 +333,9 @@ class TestResumed:
             created="",
             files=(),
         )
-        bench.start = Start(step=2, commit=bench.store.commit(2), manifest=manifest, attempt=2, notes=())
+        bench.start = Start(
+            step=2, commit=bench.store.commit(2), manifest=manifest, attempt=2, notes=(), run_id="cafecafe"
+        )
         return bench
 
     def test_identities_and_parent_go_on(self, resumed: Bench) -> None:

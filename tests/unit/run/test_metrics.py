@@ -1,9 +1,14 @@
 """Rows: reduction, the clock, and the file they are read from."""
 
+import errno
 import io
 import json
+import os
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,8 @@ from typing import Any
 import pytest
 
 from trireme.config.load import load
+from trireme.core.errors import StorageFailed
+from trireme.process import faults
 from trireme.run.metrics import Clock, Journal, WandbSink, evaluation_text, reduce_metrics, step_line, trackers
 from trireme.supervision.roster import Roster
 
@@ -48,8 +55,26 @@ def test_the_clock_counts_only_the_wait_for_items() -> None:
     assert set(clock.seconds) == {"wait"}
 
 
-def journal_of(root: Path, line: Callable[[Mapping[str, Any]], str] = str, out: io.StringIO | None = None) -> Journal:
-    return Journal(root, line, out or io.StringIO(), [])
+@dataclass
+class Directory:
+    """Looks after the directory of a run; counts how often room was made."""
+
+    made: int = 0
+
+    def check_owner(self) -> None:
+        """It is ours."""
+
+    def make_room(self) -> None:
+        self.made += 1
+
+
+def journal_of(
+    root: Path,
+    line: Callable[[Mapping[str, Any]], str] = str,
+    out: io.StringIO | None = None,
+    guard: Directory | None = None,
+) -> Journal:
+    return Journal(root, line, out or io.StringIO(), [], guard or Directory())
 
 
 def test_rows_are_whole_lines(tmp_path: Path) -> None:
@@ -70,6 +95,67 @@ def test_what_is_no_number_is_null_in_rows(tmp_path: Path) -> None:
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=pytest.fail)
     assert (row["optim/grad_norm"], row["optim/ratio_max"]) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "trained.jsonl"])
+def test_a_row_without_room_is_written_once_there_is_some(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "_passed", Counter())
+    monkeypatch.setenv("TRIREME_FAULTS", f"row.{name}@2=full")
+    guard = Directory()
+    journal = journal_of(tmp_path, guard=guard)
+    for step in range(3):
+        journal.write({"step": step, "attempt": 1}, {"groups": []}, ["{}"])
+    journal.close()
+    assert guard.made == 1
+    for each in ("metrics.jsonl", "trained.jsonl"):
+        assert [json.loads(line)["step"] for line in (tmp_path / each).open()] == [0, 1, 2]
+
+
+def test_rows_that_cannot_be_written_end_the_run_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "_passed", Counter())
+    monkeypatch.setenv("TRIREME_FAULTS", "row.metrics.jsonl@2+=full")
+    guard, out = Directory(), io.StringIO()
+    journal = journal_of(tmp_path, guard=guard, out=out)
+    journal.write({"step": 0, "attempt": 1}, {"groups": []})
+    with pytest.raises(StorageFailed) as failed:
+        journal.write({"step": 1, "attempt": 1}, {"groups": []})
+    journal.close()
+    assert guard.made == 1
+    text = str(failed.value)
+    assert all(part in text for part in ("given: ", "No space left on device", "expected: ", "to do: make room"))
+    assert len(out.getvalue().splitlines()) == 1, "a step without its row is not told as done"
+
+
+def test_half_a_row_is_taken_back(tmp_path: Path) -> None:
+    """The next line would be spoilt with it."""
+
+    class Nearly:
+        """A file in which only ten bytes fit at first."""
+
+        def __init__(self, file: Any) -> None:
+            self.file, self.left = file, 10
+
+        def write(self, line: memoryview) -> int:
+            if not self.left:
+                self.left = sys.maxsize
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = self.file.write(line[: self.left])
+            self.left -= min(self.left, written)
+            return written
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    journal = journal_of(tmp_path)
+    journal._files["metrics.jsonl"] = Nearly(journal._files["metrics.jsonl"])  # type: ignore[assignment]
+    for step in range(2):
+        journal.write({"step": step, "attempt": 1}, {"groups": []})
+    journal.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [0, 1]
 
 
 def evaluated(version: int, all_bad: float = 0.0, all_good: float = 0.0, failed: int = 0) -> dict[str, Any]:

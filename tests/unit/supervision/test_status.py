@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from supervision_support import DEADLINE_S, driven, roster_of
 
+from trireme.checkpoint.store import LOCK
 from trireme.core.errors import LimitReached
 from trireme.supervision import status as module
 from trireme.supervision.roster import Incident, PartHealth, Roster, RunPart
 from trireme.supervision.status import (
     INCIDENTS,
-    LOCK,
     STATUS,
     DriverProcess,
     RunEnd,
@@ -56,6 +56,15 @@ def said(root: Path) -> Status:
 
 
 class TestStatus:
+    def test_of_a_driver_that_lost_its_lock_nothing_is_written(self, tmp_path: Path, roster: Roster) -> None:
+        (tmp_path / LOCK).write_text("pid 1 on a, start 1")
+        with StatusWriter(tmp_path, roster):
+            (tmp_path / LOCK).write_text("pid 2 on b, start 2")
+            (tmp_path / STATUS).write_text("of the other driver")
+            roster.note("trainer_0", "died")
+        assert (tmp_path / STATUS).read_text() == "of the other driver"
+        assert read_incidents(tmp_path) == []
+
     def test_what_is_read_is_what_the_roster_says(self, tmp_path: Path, roster: Roster) -> None:
         roster.attempt = 2
         roster.at_step(5)
