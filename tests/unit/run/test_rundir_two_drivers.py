@@ -52,7 +52,7 @@ class Driver:
         self.run.checkout()
         others = {"orchestrator": orchestrator}
         self.commits = Commits(given, self.run, FIXED, self.trainer, others, self.incidents.append)
-        self.journal = Journal(self.run.root, str, io.StringIO(), None, self.commits)
+        self.journal = Journal(self.run.root, str, io.StringIO(), [], self.commits)
         self.version = self.run.start.step
         self.commits.at_boundary(self.version)
 
