@@ -30,6 +30,8 @@ UPDATE_S = 0.5
 WATCHED_S = 2.0
 """After so long somebody sees that a replica hangs."""
 PATIENCE_S = 1000.0
+SLOW_S = 40.0
+"""Longer than updates wait for a replica in these tests."""
 SHARE = 1000
 """A token is SHARE times its place, and the version that sampled it."""
 
@@ -51,6 +53,7 @@ class Slow:
         self.made: dict[str, list[tuple[int, WeightIdentity]]] = {}
         self.dead: TriremeError | None = None
         self.hangs = self.engine_dead = False
+        self.slow_s = 0.0
         self.given_up: set[str] = set()
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
@@ -89,7 +92,8 @@ class Slow:
         return {name: progress for name, progress in found.items() if len(progress.tokens)}
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
-        await asyncio.sleep(UPDATE_S)
+        slow_s, self.slow_s = self.slow_s, 0.0
+        await asyncio.sleep(UPDATE_S + slow_s)
         await self.alive()
         self.identity = published.identity
         return UpdateReport(self.index, published.identity, 0.0, 0, UPDATE_S)
@@ -158,6 +162,8 @@ class Fleet:
             replica.dead = RoomFailed(f"{replica.name} died")
         elif what == "its engine dies":
             replica.engine_dead = True
+        elif what == "its next update is slow":
+            replica.slow_s = SLOW_S
         elif what == "leaves":
             await self.router.drain(index, 1.0)
             await self.replace(index)
@@ -170,7 +176,7 @@ class Fleet:
                 await self.replace(index)
 
 
-EVENTS = ["dies", "its engine dies", "leaves", "hangs"]
+EVENTS = ["dies", "its engine dies", "leaves", "hangs", "its next update is slow"]
 times = st.floats(0.0, 30.0, allow_nan=False)
 
 
@@ -193,7 +199,7 @@ def test_each_request_is_answered_once_and_whole(
 ) -> None:
     async def run() -> None:
         first = {index: Slow(index) for index in range(replicas)}
-        router = Router(first, one_version=one_version, patience_s=PATIENCE_S)
+        router = Router(first, one_version=one_version, patience_s=PATIENCE_S, update_s=PATIENCE_S)
         fleet = Fleet(router, dict(first), restart_s)
         await router.update_weights(weights(0))
 
@@ -231,7 +237,8 @@ def test_each_request_is_answered_once_and_whole(
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
 
-    with mock.patch("inference.router.PROGRESS_S", 0.7):
+    early = mock.patch.multiple("trireme.core.deadline", TAUGHT_BY=1, LEAST_S=1.0)
+    with mock.patch("inference.router.PROGRESS_S", 0.7), early:
         virtual_time.run(run())
 
 
