@@ -41,7 +41,7 @@ from trireme.plan.base import Plan
 from trireme.plan.rl import EVALUATION_ROOMS
 from trireme.process import signals
 from trireme.process.environ import Resources
-from trireme.tools.export import chosen_commit, export
+from trireme.tools.export import chosen_commit, export, refuse_incomplete
 from trireme.tools.merge import BASE
 
 AS_LOADED = "as-loaded"
@@ -92,10 +92,13 @@ class Subject:
 
     def whole(self, console: Console, ending: ExitStack) -> str:
         """Returns a directory, or a name, of the whole model. `ending` removes what is made for it. Raises BadInput if
-        the base has changed, StorageFailed."""
-        if self.base is None or self.run is None:
+        the base has changed, or the model lacks buffers, StorageFailed."""
+        if self.run is None:
             return self.model
         commit = Path(self.model).parent
+        if self.base is None:
+            refuse_incomplete(commit)
+            return self.model
         out = self.run / "exports" / f"{commit.name}-evaluated-{secrets.token_hex(4)}"
         console.print(f"merging the adapters of {commit.name} into {self.base}")
         ending.callback(shutil.rmtree, out, ignore_errors=True)

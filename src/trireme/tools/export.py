@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import xxhash
 from trireme.checkpoint.files import FileRecord, storage_errors
 from trireme.checkpoint.manifest import Manifest, file_of, step_of
 from trireme.checkpoint.store import CheckpointStore
+from trireme.core.base_digest import stored_shapes
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
@@ -48,7 +49,8 @@ def export(
     Compares every file with its checksum in the commit, and casts floating-point tensors to `dtype` (None: no cast),
     one file after the other; `on_file` is called with the name of each. `merge`: a whole model, where the commit holds
     an adapter. `out` appears when it is complete. Raises BadInput for a commit that is missing or damaged, one without
-    an adapter to merge, a base that has changed, and an `out` that is in use; StorageFailed.
+    an adapter to merge, a base that has changed, a model without its persistent buffers, and an `out` that is in use;
+    StorageFailed.
     """
     commit = chosen_commit(CheckpointStore(root), step)
     try:
@@ -70,8 +72,7 @@ def export(
                 "a new or an empty directory: nothing is overwritten",
                 "choose another --out, or remove it",
             ).error()
-        plain = ((name, get()) for name, get in read.items())
-        files = merged_files(read, on_file, exact=dtype is not None) if merge else plain
+        files = merged_files(read, on_file, exact=dtype is not None) if merge else _copied(commit, read)
         return ExportedModel(commit, out, *_write_beside(out, files, dtype))
     except CheckpointInvalid as error:
         raise Refusal(
@@ -79,6 +80,35 @@ def export(
             "a commit whose inference/ is as it was written",
             "choose another --step; without one the newest that verifies is taken",
         ).error() from None
+
+
+def _copied(commit: Path, read: Mapping[str, Callable[[], bytes]]) -> Iterator[tuple[str, bytes]]:
+    """Yields the files of a commit as they are. Raises CheckpointInvalid, BadInput."""
+    yield from ((name, get()) for name, get in read.items())
+    if ADAPTER not in read:
+        refuse_incomplete(commit)  # now that its files are known to be undamaged
+
+
+def refuse_incomplete(commit: Path) -> None:
+    """Raises BadInput for a commit of a whole model whose files lack persistent buffers that its class saves: commits
+    of earlier versions of Trireme do. What opened it would compute with the buffers' initial values."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    directory = commit / PART
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    missing = sorted(revert_weight_conversion(model, buffers).keys() - (stored_shapes(str(directory)) or {}).keys())
+    if missing:
+        raise Refusal(
+            f"the commit {commit}, whose {type(model).__name__} lacks {len(missing)} buffers: {', '.join(missing[:3])}",
+            "all that the class saves; earlier versions of Trireme left persistent buffers out",
+            "resume the run for a step: the next commit has them",
+        ).error()
 
 
 def chosen_commit(store: CheckpointStore, step: int | None) -> Path:
