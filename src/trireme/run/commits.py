@@ -203,11 +203,13 @@ class Commits:
                 for rows in map(self._run.root.joinpath, ROW_FILES):  # on the disk before the commit that covers them
                     with storage_errors(rows), rows.open("rb") as file:
                         os.fsync(file.fileno())
-                store.publish(draft.path, self._manifest(draft, files))
+                store.check_owner()  # HEAD, which names the lineage, is this attempt's
+                manifest = self._manifest(draft, files)
+                store.publish(draft.path, manifest)
         except StorageFailed:
             self._discard(draft)
             raise
-        self._parent = CommitRef(self._run.head.lineage, draft.version)
+        self._parent = CommitRef(manifest.lineage, manifest.step)
         try:
             store.prune(self._keep_last, self._config.checkpoint.keep_every)
         except StorageFailed as error:  # the commit is there
