@@ -6,7 +6,9 @@ Importing this module imports neither torch nor transformers: the actor's proces
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -50,9 +52,11 @@ class ShardActor:
         self._config, self._rank, self._attempt = config, rank, attempt
 
     def rendezvous(self) -> tuple[str, int]:
-        """Opens the store and returns its address; on rank 0 only."""
+        """Opens the store and returns its address; on rank 0 only. It listens only where other shards look for it: at
+        the address that this node has in the cluster, which is 127.0.0.1 in one that was started here."""
         host = ray.util.get_node_ip_address()
-        self._store = self._open_store(host, 0, hosts=True)
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._store = self._open_store(host, listening.getsockname()[1], listening.detach())
         return host, self._store.port
 
     def setup(self, address: tuple[str, int]) -> None:
@@ -67,17 +71,21 @@ class ShardActor:
         interface = next((name for name, found in interfaces if any(a.address == ip for a in found)), None)
         if interface:  # else gloo takes the address of the host's name, which other nodes may not reach
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        store = self._store if self._rank == 0 else self._open_store(*address, hosts=False)
+        if ipaddress.ip_address(ip).is_loopback and interface:  # else NCCL listens at the address of another
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        store = self._store if self._rank == 0 else self._open_store(*address)
         sender = load_transport(self._config.transport).make_sender(self._rank)
         self._shard = Shard(self._config, self._rank, store, sender, self._attempt)
 
-    def _open_store(self, host: str, port: int, *, hosts: bool) -> Any:
+    def _open_store(self, host: str, port: int, listening: int | None = None) -> Any:
+        """Connects to the store; hosts it if it is given the descriptor of a listening socket, which the store owns."""
         from datetime import timedelta
 
         from torch.distributed import TCPStore
 
         timeout = timedelta(seconds=self._config.timeouts.start_s)
-        return TCPStore(host, port, None, hosts, timeout, wait_for_workers=False)
+        hosts = listening is not None
+        return TCPStore(host, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening)
 
     def call(self, verb: str, *args: Any) -> Any:
         """Calls a method of `Shard`, one after the other."""

@@ -17,6 +17,7 @@ from trireme.config.layers import PREFIX, GivenValue, MergedLayers, read_literal
 from trireme.config.schema import CommonConfig, Config
 from trireme.config.trust import FLAG, RECORD, named_code, untrusted
 from trireme.core.finite_json import to_json
+from trireme.core.redaction import MASK
 from trireme.core.refusals import Refusal, refuse
 
 C = TypeVar("C", bound=CommonConfig)
@@ -102,7 +103,7 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
     _ask_for_trust(line, named_code(layers.tree, known), named_code(own.tree, known))
     options = () if line.refusals else known.options.values()
     missing = [refusal for key in options for refusal in _missing(key, layers.named, known)]
-    refuse([*line.refusals, *layers.refusals, *missing, *_unnumbered(layers, known)])
+    refuse([*line.refusals, *layers.refusals, *missing, *_unnumbered(layers, known), *_left_out(layers.tree)])
     return Loaded(schema.model_validate(layers.tree), line.dry_run, line.verbose)
 
 
@@ -136,6 +137,18 @@ def _entries(table: Path | None, named: set[Path]) -> list[Path]:
         return []
     numbers = [int(path[len(table)]) for path in named if path[: len(table)] == table]
     return [(*table, str(n)) for n in range(max(numbers, default=-1) + 1)]
+
+
+def _left_out(tree: Mapping[str, Any], place: Path = ()) -> Iterator[Refusal]:
+    """Refuses a secret that the run which wrote its configuration left out."""
+    for name, value in tree.items():
+        path = (*place, name)
+        if isinstance(value, Mapping):
+            yield from _left_out(value, path)
+        elif MASK in json.dumps(value, default=str):
+            dotted = ".".join(path)
+            do = f"give it again with --{dotted} VALUE; better, read it from an environment variable where it is used"
+            yield Refusal(f"{dotted} = {value}", f"the secret, which {RECORD} does not hold", do)
 
 
 def _unnumbered(layers: MergedLayers, known: Keys) -> Iterator[Refusal]:

@@ -14,6 +14,7 @@ import xxhash
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig, Config
+from trireme.core.redaction import redact_values
 from trireme.core.tokenizer import looks_like_path
 
 IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
@@ -31,7 +32,7 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
     """Returns a nested dict of JSON values that is the same at each start of a run that may resume the same commits."""
     alone = len(config.env) == 1  # else names and weights are in the order of the problems too
     envs = [
-        {"id": env.id, "args": env.args} | ({} if alone else {"name": env.label, "weight": env.weight})
+        {"id": env.id, "args": redact_values(env.args)} | ({} if alone else {"name": env.label, "weight": env.weight})
         for env in config.env
     ]
     kl, reference = config.trainer.kl, config.trainer.kl.reference

@@ -17,6 +17,7 @@ from trireme.checkpoint.rows import METRICS, ROLLOUTS, TRAINED
 from trireme.config import CommonConfig
 from trireme.core.errors import DiskFull, StorageFailed
 from trireme.core.finite_json import to_json
+from trireme.core.redaction import redact_values
 from trireme.core.refusals import Refusal
 from trireme.process import trace
 from trireme.process.faults import fault_point
@@ -258,7 +259,7 @@ class WandbSink:
             resume="allow",
             dir=str(directory),
             settings=wandb.Settings(quiet=True),
-            config=config.model_dump(mode="json"),
+            config=redact_values(config.model_dump(mode="json")),
         )
         self._run.define_metric("*", step_metric="step")
 

@@ -30,6 +30,7 @@ from trireme.config.sft import SftConfig
 from trireme.config.trust import FLAG, RECORD, named_code
 from trireme.core.errors import BadInput, CheckpointInvalid
 from trireme.core.finite_json import to_json
+from trireme.core.redaction import MASK, redact, redact_values
 from trireme.core.refusals import Refusal
 
 CONFIG = RECORD
@@ -111,8 +112,9 @@ class RunDir:
             _refuse_foreign(root, config.clean)
             lock = ending.enter_context(_locked(root))
             start = _start(config, root, fixed, source)
-            run = cls(root, lock, replace(start, notes=(*found, *start.notes)))
-            run._record_inputs()
+            run = cls(root, lock, start)
+            left_out = run._record_inputs()
+            run = replace(run, start=replace(start, notes=(*found, *start.notes, *left_out)))
             ending.pop_all()
         return run
 
@@ -160,13 +162,14 @@ class RunDir:
         assert head is not None  # `open` wrote it
         return head
 
-    def _record_inputs(self) -> None:
-        """Writes code.diff, and copies it, config.json and HEAD to the attempt's logs."""
+    def _record_inputs(self) -> list[str]:
+        """Writes code.diff, and copies it, config.json and HEAD to the attempt's logs. Returns what they leave out."""
         code_diff = self.root / "code.diff"
-        _write_code_diff(code_diff)
+        left_out = {CONFIG: (self.root / CONFIG).read_text().count(MASK), code_diff.name: _write_code_diff(code_diff)}
         for file in (self.root / CONFIG, code_diff, self.root / HEAD):
             if file.exists():
                 shutil.copyfile(file, self.logs / file.name)
+        return [f"{name} leaves out {n} values that look like secrets: {MASK}" for name, n in left_out.items() if n]
 
 
 def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> VerifiedCommit | None:
@@ -255,7 +258,7 @@ def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> Head:
     has it, also where locks do not hold."""
     # Without `clean` and `resume`: to run it again must not delete anything.
     resolved = config.model_dump(mode="json", exclude={"clean", "resume"}) | {WRITTEN_BY: _written_by()}
-    replace_file(store.root / CONFIG, (to_json(resolved, indent=2) + "\n").encode())
+    replace_file(store.root / CONFIG, (to_json(redact_values(resolved), indent=2) + "\n").encode())
     while not _made(_logs(store.root, head.attempt)):
         head = replace(head, attempt=head.attempt + 1)
     store.write_head(head)
@@ -367,12 +370,17 @@ def _locked(root: Path) -> IO[str]:
     return lock
 
 
-def _write_code_diff(file: Path) -> None:
-    """Writes the last git commit and what differs from it. Writes no file outside a git checkout."""
+def _write_code_diff(file: Path) -> int:
+    """Writes the last git commit and what differs from it, without secrets, whose number it returns. Writes no file
+    outside a git checkout."""
     file.unlink(missing_ok=True)
     with suppress(FileNotFoundError, subprocess.CalledProcessError):  # no git, or no checkout
         head, diff = (
             subprocess.run(["git", *command, "HEAD"], capture_output=True, check=True).stdout
             for command in (["rev-parse"], ["diff"])
         )
-        file.write_bytes(b"commit " + head + diff)
+        text = diff.decode(errors="surrogateescape")
+        redacted = redact(text)
+        file.write_bytes(b"commit " + head + redacted.encode(errors="surrogateescape"))
+        return redacted.count(MASK) - text.count(MASK)
+    return 0

@@ -104,6 +104,13 @@ def test_the_weights_of_the_reference_may_not_change_but_may_move(tmp_path: Path
     assert parts("--trainer.kl.reference.base-model", str(tmp_path / "trained")) == parts(), "no penalty, no matter"
 
 
+def test_a_secret_is_not_kept_to_be_compared() -> None:
+    """What is fixed is written to each manifest."""
+    flags = ("--env.args.api-key", "correct horse")
+    assert "correct horse" not in str(parts(*flags))
+    assert parts(*flags) == parts(*flags) != parts()
+
+
 def test_with_several_environments_names_and_weights_are_fixed_too() -> None:
     def data(*flags: str) -> dict:
         return parts("--env", '[{id = "sort"}, {id = "guess"}]', *flags)["data"]

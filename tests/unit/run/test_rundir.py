@@ -516,6 +516,34 @@ class TestCodeDiff:
         assert re.match(r"commit [0-9a-f]{40}\n", diff)
         assert "-before\n+after\n" in diff
 
+    def test_no_secret_is_in_what_a_run_writes(
+        self, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of the working tree, of the configuration, and of the environment."""
+        planted = {
+            "diff": "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bD2fG4h",
+            "key": "correct horse",
+            "env": "battery staple",
+        }
+        monkeypatch.setenv("ANSWERER_API_KEY", planted["env"])
+        (checkout / "a.txt").write_text(f"after {planted['diff']} {planted['env']}\n")
+        (checkout / "untracked.txt").write_text(planted["diff"])
+        flags = ("--env.args.api-key", planted["key"], "--env.args.url", f"http://{planted['env']}@host")
+        with open_run(config(tmp_path / "out", "r", *flags)) as run:
+            written = [file for file in run.root.rglob("*") if file.is_file()]
+            texts = "".join(file.read_text() for file in written)
+            assert {"config.json", "code.diff"} <= {file.name for file in written}
+            assert [name for name, secret in planted.items() if secret in texts] == []
+            assert "-before\n+after (secret" in texts
+            assert [note for note in run.start.notes if "secret" in note] == [
+                "config.json leaves out 2 values that look like secrets: (secret, left out)",
+                "code.diff leaves out 2 values that look like secrets: (secret, left out)",
+            ]
+            again = ["@", str(run.root / "config.json"), "--trust-config"]
+            with pytest.raises(BadInput, match=r"env.0.args.api_key = \(secret, left out\)"):
+                load(again, {})
+            assert load([*again, *flags], {}).config.env[0].args["api_key"] == planted["key"]
+
     def test_elsewhere_an_old_one_goes(self, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         open_run(config(tmp_path / "out")).lock.close()
         monkeypatch.chdir(tmp_path)

@@ -1,0 +1,47 @@
+"""Leaves secrets out of what a run writes: code.diff, config.json, manifests, what Weights & Biases gets.
+
+A secret is the value of an environment variable with the name of one, a text in the format of a known service, and a
+long random text that is assigned to such a name. Other long texts (digests, paths) stay.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MASK = "(secret, left out)"
+CERTAIN = r"(?:api_?key|access_?key|secret(?:_?key)?|private_?key|auth_?key|password|passwd|credentials?)"
+NAME = rf"(?:{CERTAIN}|(?<![a-z])token)"
+"""Tokens are also what models read: only a random one is a secret."""
+_certain, _names = (re.compile(rf"{name}$", re.IGNORECASE) for name in (CERTAIN, NAME))
+_formats = re.compile(
+    r"hf_[A-Za-z0-9]{30,}|sk-[\w-]{20,}|gh[oprsu]_\w{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|xox[abeoprs]-[\w-]{10,}"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{35}|wandb_v1_\w{20,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
+)
+_assigned = re.compile(rf"({NAME}[\"']?\s*[=:]\s*[\"']?)(?=[\w+/=.-]*\d)([\w+/=.-]{{16,}})", re.IGNORECASE)
+SHORTEST = 8
+"""Characters. Shorter values of variables are words that may stand anywhere."""
+
+
+def redact(text: str) -> str:
+    """Returns `text` with MASK in place of each secret."""
+    named = {value for name, value in os.environ.items() if _names.search(name) and len(value) >= SHORTEST}
+    for value in sorted(named, key=len, reverse=True):
+        text = text.replace(value, MASK)
+    return _assigned.sub(rf"\1{MASK}", _formats.sub(MASK, text))
+
+
+def redact_values(values: Any, name: str = "") -> Any:
+    """Returns JSON values with MASK in place of texts that are, or hold, a secret."""
+    if isinstance(values, Mapping):
+        return {key: redact_values(value, str(key)) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [redact_values(value, name) for value in values]
+    if isinstance(values, str) and values:
+        certain = _certain.search(name) and len(values) >= SHORTEST
+        return MASK if certain or MASK in redact(f"{name}={values}") else values
+    return values

@@ -1,0 +1,34 @@
+"""Where the store of a trainer listens. tests/e2e/test_listening.py looks at all processes of a run."""
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from trainer import actor
+
+
+def listening() -> set[str]:
+    return {each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN}
+
+
+@pytest.fixture
+def shard() -> actor.ShardActor:
+    """One that loads no model."""
+    made = object.__new__(actor.ShardActor)
+    made._config = SimpleNamespace(timeouts=SimpleNamespace(start_s=30))  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("ip", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_the_store_listens_where_the_node_is_in_the_cluster_and_nowhere_else(
+    shard: actor.ShardActor, ip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor.ray.util, "get_node_ip_address", lambda: ip)
+    before = listening()
+    address = shard.rendezvous()
+    other = shard._open_store(*address)
+    shard._store.set("key", "value")
+    assert (other.get("key"), other.host) == (b"value", ip)
+    assert listening() - before == {ip} - before
+    del shard._store
