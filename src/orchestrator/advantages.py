@@ -22,6 +22,8 @@ from trireme.core.types import Minibatch, Provenance, TokenBatch
 
 STD_EPS = 1e-6
 """Added to the deviation, so that rewards which differ by rounding only do not become advantages of size 1."""
+SMALLEST = np.finfo(np.float32).tiny
+"""Smallest advantage beside 0: a smaller one would be rounded to 0, and the group's others would all have one sign."""
 
 
 def compute_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> npt.NDArray[np.float32]:
@@ -32,13 +34,16 @@ def compute_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> npt.N
     `leave_one_out`: r_i minus the mean of the others (RLOO, arXiv:2402.14740); needs at least two rollouts.
     """
     rewards = np.array(rewards_G, dtype=np.float64)
+    exponent = np.frexp(np.abs(rewards).max())[1]
+    rewards = np.ldexp(rewards, -exponent)  # within -1 and 1, exactly: neither overflows nor underflows from here
     rewards -= rewards[0]  # the mean of equal rewards may be rounded to another number; that of zeros is zero
     centred = rewards - rewards.mean()
-    if kind == "std":
-        centred /= rewards.std() + STD_EPS
     if kind == "leave_one_out":
         centred *= len(rewards) / (len(rewards) - 1)
-    return centred.astype(np.float32)
+    size = np.abs(np.ldexp(centred, exponent))
+    if kind == "std":
+        size /= np.ldexp(rewards.std(), exponent) + STD_EPS
+    return np.where(centred == 0, 0, np.copysign(np.maximum(size, SMALLEST), centred)).astype(np.float32)
 
 
 def is_constant(rewards_G: Sequence[float]) -> bool:

@@ -34,6 +34,8 @@ Sample = Callable[[SampleRequest], Awaitable[SampledSequence]]
 NUMBERS = (float, int, Real, np.bool_)
 """Types of rewards and metrics. The first two are Real as well, and found sooner."""
 MAPPINGS = (dict, Mapping)
+LARGEST_REWARD = 2.0**53
+"""Beyond it float64 cannot tell r from r + 1, and a gradient in float32 is near its end."""
 
 
 class RolloutError(Exception):
@@ -45,7 +47,7 @@ class PromptTooLong(RolloutError):
 
 
 class BadReward(RolloutError):
-    """The environment gave a reward that is no number."""
+    """The environment gave a reward that is no number, or one too large to compute with."""
 
 
 class NonFiniteReward(RolloutError):
@@ -264,14 +266,16 @@ def _check_result(result: StepResult, method: str, key: RolloutKey) -> None:
 
 
 def check_report(reward: float, metrics: Mapping[str, float], place: object) -> None:
-    """Raises NonFiniteReward for a reward of NaN or infinity, BadReward for one that is no number, and BadStep for
-    metrics that are no numbers."""
+    """Raises NonFiniteReward for a reward of NaN or infinity, BadReward for one that is no number or too large, and
+    BadStep for metrics that are no numbers."""
     if not isinstance(reward, NUMBERS):
         raise BadReward(
             f"{place}: gave the reward {str(reward)[:100]!r} of type {type(reward).__name__}; expected a number"
         )
-    if not math.isfinite(reward):
+    if not (size := abs(reward)) < math.inf:
         raise NonFiniteReward(f"{place}: gave the reward {reward}; expected a finite number")
+    if size > LARGEST_REWARD:
+        raise BadReward(f"{place}: gave the reward {str(reward)[:30]}; expected one within -2^53 and 2^53")
     given = metrics if isinstance(metrics, MAPPINGS) else {"all of them": metrics}
     for name, value in given.items():
         if not isinstance(value, NUMBERS):

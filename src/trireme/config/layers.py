@@ -29,6 +29,7 @@ from typing import Any, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from trireme.config.keys import Keys, Path
+from trireme.config.section import Section
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 
@@ -150,7 +151,7 @@ def _convert(path: Path, given: GivenValue, known: Keys) -> Any:
     elif given.text and value.lower() in ("none", "null") and key and key.expected.endswith("none"):
         value = None
     value_type = key.value_type if key else table.entry_type if table else Any
-    return TypeAdapter(value_type).validate_python(value, strict=not given.text)
+    return TypeAdapter(value_type, config=Section.model_config).validate_python(value, strict=not given.text)
 
 
 def read_literal(text: str) -> Any:

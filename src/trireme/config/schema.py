@@ -76,6 +76,11 @@ class CommonConfig(Section, ABC):
     def label(self) -> str:
         """A word for what the run learns, which begins its default name."""
 
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Problems (`sft`: examples) of a step."""
+
     def default_name(self, suffix: str) -> str:
         """Returns the name of a run that was given none."""
         return f"{self.label}-{Path(self.model.name).name}-{suffix}"
@@ -172,6 +177,10 @@ class Config(CommonConfig):
     @property
     def label(self) -> str:
         return "+".join(env.label for env in self.env)
+
+    @property
+    def batch_size(self) -> int:
+        return self.orchestrator.batch_size
 
     @property
     def max_steps_off_policy(self) -> int:

@@ -15,8 +15,14 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values never change, and the text below a key describes it."""
+    """Base of all sections: unknown keys are errors, numbers are finite, values never change, and the text below a key
+    describes it."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), validate_default=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        validate_default=True,
+        use_attribute_docstrings=True,
     )

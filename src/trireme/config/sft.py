@@ -54,6 +54,10 @@ class SftConfig(CommonConfig):
     def label(self) -> str:
         return re.sub(r"[^\w.-]+", "-", Path(self.data.train).stem).strip("-.") or "data"
 
+    @property
+    def batch_size(self) -> int:
+        return self.data.batch_size
+
     def with_absolute_paths(self) -> Self:
         """Also makes the paths of the data absolute, so that config.json is valid from any directory."""
         paths = {"train": self.data.train, "test": self.data.test}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
 import numpy as np
@@ -34,7 +35,8 @@ LOSS_FN_INPUT_DTYPES: dict[str, TensorDtype] = {
 
 
 class TensorData:
-    """A numpy array `data` of `dtype` (by default float32, or int64 for whole numbers) and `shape`.
+    """A numpy array `data` of `dtype` (by default float32, or int64 for whole numbers) and `shape`. Raises ValueError
+    for what is no number of that type.
 
     >>> TensorData([0.5, 1]).dtype, TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2]).tolist()
     ('float32', [[1, 2], [3, 4]])
@@ -44,8 +46,7 @@ class TensorData:
 
     def __init__(self, data: ColumnLike, dtype: TensorDtype | None = None, shape: Sequence[int] | None = None) -> None:
         array = _as_array(data)
-        wanted = dtype or ("float32" if array.dtype.kind == "f" else "int64")
-        array = array.astype(wanted, copy=False)
+        array = _cast(array, dtype or ("float32" if array.dtype.kind == "f" else "int64"))
         self.data: npt.NDArray[Any] = array if shape is None else array.reshape(shape)
 
     @classmethod
@@ -96,6 +97,23 @@ def _as_array(values: ColumnLike) -> npt.NDArray[Any]:
     return np.asarray(values)
 
 
+def _cast(array: npt.NDArray[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
+    """Returns the numbers as `dtype`. They may be rounded, but raises ValueError for one that would become another."""
+    if array.dtype == dtype:
+        return array
+    whole, of_numbers = np.dtype(dtype).kind == "i", array.dtype.kind in "biuf"
+    wrong = np.ones(array.shape, np.bool_)
+    if of_numbers:
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast: npt.NDArray[Any] = array.astype(dtype)
+            wrong = cast != array if whole else np.isinf(cast) & np.isfinite(array)
+        if not wrong.any():
+            return cast
+    bounds = f"from {np.iinfo(dtype).min} to {np.iinfo(dtype).max}" if whole else f"within the range of {dtype}"
+    given = f"the number {array[wrong].flat[0]}" if of_numbers else f"{str(array.tolist())[:100]}"
+    raise ValueError(f"{given}; expected {'whole ' * whole}numbers {bounds}")
+
+
 @dataclass(frozen=True, eq=False)
 class EncodedTextChunk:
     """A part of a `ModelInput`."""
@@ -112,7 +130,7 @@ class EncodedTextChunk:
 class ModelInput:
     """The tokens that a model reads, given as such or as `chunks` in order.
 
-    Raises ValueError for chunks of images: trainer and samplers read tokens only.
+    Raises ValueError for chunks of images, because trainer and samplers read tokens only, and for what is no token id.
 
     >>> ModelInput.from_ints([1, 2]).append_int(3).to_ints()
     [1, 2, 3]
@@ -124,7 +142,7 @@ class ModelInput:
         whole = _as_array(tokens)
         if chunks:
             whole = np.concatenate([whole, *map(_tokens_of, chunks)])
-        object.__setattr__(self, "tokens", whole.astype(np.int32, copy=False))
+        object.__setattr__(self, "tokens", _cast(whole, "int32"))
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int]) -> ModelInput:
@@ -167,7 +185,7 @@ def _tokens_of(chunk: EncodedTextChunk) -> npt.NDArray[Any]:
 @dataclass(frozen=True, eq=False, init=False)
 class Datum:
     """One training sequence of T tokens. Raises ValueError for an unknown column, one whose length is not T, and a
-    temperature that is not positive.
+    temperature that is not positive and finite.
 
     >>> Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "mask": [0, 1]}).loss_fn_inputs["mask"].tolist()
     [0.0, 1.0]
@@ -181,7 +199,7 @@ class Datum:
     def __init__(
         self, model_input: ModelInput, loss_fn_inputs: Mapping[str, ColumnLike], temperature: float = 1.0
     ) -> None:
-        if not temperature > 0:
+        if not 0 < temperature < inf:
             raise ValueError(
                 f"a datum with temperature {temperature:g}; expected the positive one that its tokens were sampled at: "
                 "the trainer divides logits by it, and a greedy choice (0) has no probability to train on"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 import numpy as np
@@ -59,7 +60,7 @@ class VersionSpan:
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample one sequence. Trainers match the temperature only: top_p, top_k, min_p and repetition_penalty alter
-    the distribution without their knowledge."""
+    the distribution without their knowledge. Raises ValueError for a temperature that is negative or not finite."""
 
     max_tokens: int | None = None  # None: as many as the context has room for
     temperature: float = 1.0  # 0: greedy
@@ -71,6 +72,10 @@ class SamplingParams:
     """Token ids or strings that end the sequence, besides the model's end-of-sequence token. A string ends it anywhere
     in the text, with the token that completes it."""
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < inf:
+            raise ValueError(f"sampling at temperature {self.temperature:g}; expected a finite one, at least 0")
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

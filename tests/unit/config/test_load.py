@@ -47,6 +47,14 @@ def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toml:
     return write
 
 
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
+@pytest.mark.parametrize("key", ["inference.sampling.temperature", "trainer.loss-fn-config.max-ratio"])
+def test_numbers_are_finite(key: str, value: str) -> None:
+    text = refusal(*REQUIRED, f"--{key}", value)
+    assert f"= {value} (flag --{key})" in text
+    assert "takes: number" in text
+
+
 class TestOrder:
     def test_default(self) -> None:
         assert config().trainer.shards == 1

@@ -96,6 +96,31 @@ def test_inputs_are_tokens_however_they_are_put_together() -> None:
     assert empty.append_int(7).to_ints() == [7]
 
 
+@pytest.mark.parametrize("token", [1.9, 2**31, -(2**31) - 1, 2**70, float("nan"), float("inf"), "a", None])
+def test_what_is_no_token_is_refused_and_never_made_one(token: Any) -> None:
+    for make in (ModelInput.from_ints, lambda given: Datum(ModelInput([1, 2]), {"target_tokens": given})):
+        with pytest.raises(ValueError, match="expected whole numbers from -2147483648 to 2147483647"):
+            make([1, token])
+    assert ModelInput([1.0, 2**31 - 1]).to_ints() == [1, 2**31 - 1]
+    assert ModelInput(np.array([7], np.uint64)).to_ints() == [7]
+
+
+def test_a_number_beyond_the_range_of_a_column_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"1e\+39; expected numbers within the range of float32"):
+        TensorData([0.5, 1e39], "float32")
+    assert TensorData([float("-inf"), 0.1], "float32").tolist() == [-np.inf, np.float32(0.1)]
+    with pytest.raises(ValueError, match=r"0\.5; expected whole numbers"):
+        TensorData([0.5], "int64")
+
+
+@pytest.mark.parametrize("temperature", [float("inf"), float("nan"), -1.0])
+def test_a_temperature_is_a_finite_number(temperature: float) -> None:
+    with pytest.raises(ValueError, match=f"temperature {temperature:g}"):
+        SamplingParams(temperature=temperature)
+    with pytest.raises(ValueError, match=f"temperature {temperature:g}"):
+        Datum(ModelInput([1]), {"target_tokens": [1]}, temperature)
+
+
 @pytest.mark.parametrize("kind", ["image", "image_asset_pointer"])
 def test_images_are_refused(kind: str) -> None:
     image: Any = SimpleNamespace(type=kind, data=b"", format="png")

@@ -112,6 +112,22 @@ def test_of_rewards_that_differ_some_are_better_and_some_are_worse(
     assert advantages_G[np.argmin(rewards_G)] == advantages_G.min()
 
 
+@given(st.lists(st.floats(-1e30, 1e30), min_size=2, max_size=20), KINDS)
+@example([0.0, 5e-324], "mean")
+@example([1e-46, -1e-45, 0.0, 0.0], "leave_one_out")
+@example([0.0, 1e-40, 0.0], "std")
+@example([1e30, 1.0, 0.0], "mean")
+@example([1e8, 1e8 + 1], "mean")
+@example([1e30, 1e30 - 2**47], "std")
+def test_advantages_are_never_of_one_sign(rewards_G: list[float], kind: AdvantageKind) -> None:
+    advantages_G = compute_advantages(rewards_G, kind)
+    assert np.isfinite(advantages_G).all()
+    if is_constant(rewards_G):
+        assert not advantages_G.any()
+    else:
+        assert advantages_G.min() < 0 < advantages_G.max()
+
+
 @pytest.mark.parametrize("vector", VECTORS["remove_constant_reward_groups"])
 def test_groups_of_constant_rewards_are_those_of_the_vectors(vector: dict[str, Any]) -> None:
     kept = [rewards_G for rewards_G in vector["groups"] if not is_constant(rewards_G)] or vector["groups"][:1]

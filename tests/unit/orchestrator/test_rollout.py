@@ -182,6 +182,12 @@ def test_rewards_must_be_finite(reward: float) -> None:
         play(Counting(reward=reward))
 
 
+@pytest.mark.parametrize("reward", [1e30, -1e30, 10**400])
+def test_rewards_must_be_of_a_size_to_compute_with(reward: float) -> None:
+    with pytest.raises(BadReward, match=r"environment counting, problem 0\.1\.2: gave the reward .*2\^53"):
+        play(Counting(reward=reward))
+
+
 @pytest.mark.parametrize("first", [[100], [-1]])
 def test_observations_must_be_of_the_vocabulary(first: list[int]) -> None:
     with pytest.raises(OutOfVocabulary, match=r"environment counting.*0 \.\. 99"):
