@@ -145,7 +145,7 @@ def _left_out(tree: Mapping[str, Any], place: Path = ()) -> Iterator[Refusal]:
         path = (*place, name)
         if isinstance(value, Mapping):
             yield from _left_out(value, path)
-        elif MASK in json.dumps(value, default=str):
+        elif MASK in to_json(value, default=str):
             dotted = ".".join(path)
             do = f"give it again with --{dotted} VALUE; better, read it from an environment variable where it is used"
             yield Refusal(f"{dotted} = {value}", f"the secret, which {RECORD} does not hold", do)
