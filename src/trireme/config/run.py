@@ -98,7 +98,7 @@ class CommonTimeouts(Section):
 class TimeoutsConfig(CommonTimeouts):
     update_s: PositiveFloat = 300.0
     """Deadline for a replica to take new weights (drain: with its wait for requests in flight), and for a step of
-    its engine."""
+    its engine. The run learns shorter ones: see docs/recovery.md."""
 
 
 class TraceConfig(Section):

@@ -17,11 +17,12 @@ import psutil
 import pytest
 
 from inference import actor as replica_module
-from inference.actor import ReplicaActor
+from inference.actor import FETCH, ReplicaActor
 from inference.engine_stats import EngineStats
 from inference.handover import NOTHING
 from inference.sampling import wrong_answer
 from trireme.config import Config
+from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import RoomFailed, WeightsRefused
 from trireme.core.sampler import Heartbeat
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
@@ -43,8 +44,8 @@ def config(deterministic: bool = False, update_s: float = 60.0, **inference: Any
     )
 
 
-def replica(engine_dead: bool = False) -> ReplicaActor:
-    made = ReplicaActor(config(), 0, None)
+def replica(engine_dead: bool = False, kind: type[ReplicaActor] = ReplicaActor) -> ReplicaActor:
+    made = kind(config(), 0, None)
     made.engine = SimpleNamespace(errored=engine_dead)
     made.engine_stats = EngineStats(None)
     return made
@@ -53,6 +54,41 @@ def replica(engine_dead: bool = False) -> ReplicaActor:
 def test_a_call_that_never_answers_has_a_deadline() -> None:
     with pytest.raises(RoomFailed, match="inference replica 0: no answer for update step 'pause' within 0 s"):
         asyncio.run(replica()._guarded("update step 'pause'", asyncio.sleep(3600), 0.01))
+
+
+class Stalling(ReplicaActor):
+    """Its engine uses a share of a core."""
+
+    share = 0.0
+
+    def _cpu_s(self) -> float:
+        return self.share * time.monotonic()
+
+
+def test_an_engine_that_makes_no_progress_in_a_call_is_found_before_the_deadline_of_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("inference.sampling.HEALTH_TICK_S", 0.01)
+    monkeypatch.setattr("inference.stalls.QUIET_S", 0.05)
+    made = replica(kind=Stalling)
+    call = partial(made._guarded, "update step 'take'", timeout_s=3600, usual=LearnedDeadline(0.3))
+    with pytest.raises(
+        RoomFailed, match=r"no progress of its engine for 0 s, which has not answered update step 'take'"
+    ):
+        asyncio.run(call(asyncio.sleep(3600)))
+    monkeypatch.setattr(Stalling, "share", 1.0)
+    asyncio.run(call(asyncio.sleep(0.6, "taken")))
+
+
+def test_a_slow_fetch_is_not_the_engines_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.sampling.HEALTH_TICK_S", 0.01)
+    monkeypatch.setattr("inference.stalls.QUIET_S", 0.05)
+    made = replica(kind=Stalling)
+    made.call_deadline = LearnedDeadline(0.1)
+    step = partial(made._step, deadline=time.monotonic() + 60.0)
+    asyncio.run(step(FETCH, asyncio.sleep(0.4)))
+    with pytest.raises(RoomFailed, match="no progress"):
+        asyncio.run(step("take", asyncio.sleep(0.4)))
 
 
 def test_a_dead_engine_is_seen_while_waiting() -> None:

@@ -11,10 +11,12 @@ import pytest
 
 from trireme.config.load import load
 from trireme.core.errors import BadInput, LimitReached, RoomFailed
+from trireme.launch import run as run_module
 from trireme.launch.run import attempts, check_shared
 from trireme.process import waits
 from trireme.process.environ import view_of
 from trireme.run.rundir import RunDir
+from trireme.supervision.roster import Roster
 
 ENOUGH = 3
 
@@ -115,3 +117,28 @@ def test_the_file_of_an_attempt_is_its_own(tmp_path: Path) -> None:
         one = first.nonce.read_text()
     with RunDir.open(load([*flags, *place, "--resume"], {}).config, {}) as second:
         assert second.nonce.read_text() not in ("", one)
+
+
+def test_an_attempt_waits_for_the_places_of_what_it_starts_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas, which outlive it, wait for theirs beside it."""
+    waited_for: list[str] = []
+
+    def await_places(options: dict[str, Any], timeout_s: float, progress: Any) -> None:
+        waited_for.extend([*options, str(timeout_s)])
+        for waited_s in (0.0, 1.0, 7.0):
+            progress(["a place in the cluster for the trainer (1 of 2 actors)"], waited_s)
+
+    monkeypatch.setattr(run_module, "await_places", await_places)
+    training: Any = SimpleNamespace(
+        places={"trainer": [{}], "orchestrator": [{}], "inference": [{}]},
+        lasting=frozenset({"inference"}),
+        core="trainer and orchestrator",
+        config=SimpleNamespace(timeouts=SimpleNamespace(place_s=60.0)),
+    )
+    supervisor: Any = SimpleNamespace(roster=Roster(lambda: 0.0), check=lambda: None)
+    console: Any = SimpleNamespace(print=waited_for.append)
+    run_module.await_own_places(training, supervisor, console)
+    assert waited_for[:3] == ["trainer", "orchestrator", "60.0"]
+    assert waited_for[3:] == ["waiting for a place in the cluster for the trainer (1 of 2 actors) (7 s)"]
+    (incident,) = supervisor.roster.incidents
+    assert "waits for a place in the cluster for the trainer (1 of 2 actors); add a node" in incident.what
