@@ -100,8 +100,8 @@ class Proof:
     """True: rows are packed."""
     model: Agreement
     """On the sharded model."""
-    twin: Agreement | None
-    """On its small twin; None if its configuration cannot be made small."""
+    twin: Agreement | str
+    """On its small twin; why there is none, if its configuration cannot be made small."""
     why_rows: str = ""
     """Why rows are not packed although `trainer.packing` would have them so."""
 
@@ -112,6 +112,7 @@ class Proof:
         return (
             f"{self.architecture}: the trainer's log-probabilities are those of the model's own logits within "
             f"{self.model.rows:.1g}, rows are {layout}"
+            + (f" (not tried on a small twin: {self.twin})" if isinstance(self.twin, str) else "")
         )
 
 
@@ -181,7 +182,7 @@ def decide(architecture: str, model: Agreement, twin: Agreement | str, *, packin
             "leave --trainer.packing out, or set it to rows",
         ).error()
     packed = model.packed is not None and not why
-    return Proof(architecture, packed, model, twin if isinstance(twin, Agreement) else None, why)
+    return Proof(architecture, packed, model, twin, why)
 
 
 @torch.no_grad()

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ranks_support import run_ranks
 from safetensors.torch import load_file, save_file
 
 # The tiny models and batches are the end-to-end tests' too.
-from trainer_support import make_batch, make_model
+from trainer_support import make_batch, make_config, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer import model as trainer_model
@@ -20,10 +21,11 @@ from trainer.batching import scatter_outputs
 from trainer.logprobs import add_token_logprobs
 from trainer.model import persistent_buffers
 from trainer.proof import Agreement, decide, prove, prove_reload
+from trainer.shard import Shard
 from trainer.twin import make_twin
 from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams
-from trireme.transports.packing import tensor_of
+from trireme.transports.packing import Packer, tensor_of
 
 LENGTHS = (5, 9, 1, 7, 9)
 CPU = torch.device("cpu")
@@ -113,6 +115,32 @@ def test_a_small_softcap_shows_although_logits_are_small_at_first():
 def test_packed_rows_that_leak_are_refused_by_name(shard, tmp_path):
     with pytest.raises(BadInput, match=r"(?s)packing = packed for StableLmForCausalLM.*moves by.*--trainer.packing"):
         shard(saved("stablelm", tmp_path), trainer__packing="packed")
+
+
+def refusal(rank, world_size, store, source):
+    config = make_config(source, trainer__packing="packed", trainer__shards=world_size)
+    try:
+        Shard(config, rank, store, Packer(np.copy, rank))
+    except BadInput as error:
+        return str(error)
+    return "none"
+
+
+def test_every_shard_refuses_with_the_same_words(tmp_path):
+    first, second = run_ranks(2, refusal, saved("stablelm", tmp_path))
+    assert "packing = packed for StableLmForCausalLM" in first
+    assert second == first
+
+
+def test_a_packed_row_that_fails_half_way_leaves_a_sharded_model_as_it_was(shard, tmp_path):
+    one, batch = shard(saved("gemma2", tmp_path, final_logit_softcapping=None)), make_batch(LENGTHS)
+    before = scatter_outputs(batch, [one.forward(batch)])
+    found = prove(one._model, CPU, torch.float32, packed=True)
+    assert found.packed == math.inf
+    assert "a packed row cannot be computed (BadInput: Gemma2Attention uses a soft cap" in found.not_packed
+    np.testing.assert_array_equal(scatter_outputs(batch, [one.forward(batch)]), before)
+    one.forward_backward(batch, "importance_sampling", {}, None)
+    assert one.optim_step(AdamParams(), 1.0).metrics["grad_norm"] > 0
 
 
 def test_where_packing_is_chosen_such_a_model_is_computed_in_rows_and_it_is_said(shard, tmp_path, monkeypatch):
@@ -259,7 +287,7 @@ def test_the_proof_changes_nothing(shard, tmp_path, monkeypatch):
         return one.publish_weights(1).identity.digest, torch.rand(1).item(), np.random.random()
 
     proved = step()
-    unproved = proof.Proof("none", packed=False, model=Agreement(1.0, 0.0), twin=None)
+    unproved = proof.Proof("none", packed=False, model=Agreement(1.0, 0.0), twin="")
     monkeypatch.setattr("trainer.shard.prove_models", lambda *_: unproved)
     assert step() == proved
 
@@ -269,7 +297,9 @@ def test_a_verdict_needs_both_the_model_and_its_twin():
     leaking = Agreement(tolerance=1e-4, rows=0.0, packed=3.0, leak=3.0)
     broken = Agreement(tolerance=0.1, rows=0.0, packed=math.inf, error="TypeError: no such argument")
     assert decide("A", good, good, packing="auto").packed
-    assert decide("A", good, "no twin", packing="auto").packed
+    untried = decide("A", good, "sizes do not fit", packing="auto")
+    assert untried.packed
+    assert untried.text.endswith("(not tried on a small twin: sizes do not fit)")
     assert not decide("A", Agreement(0.1, 0.0), good, packing="auto").packed
     for model, twin in ((good, leaking), (leaking, good), (broken, "no twin")):
         decided = decide("A", model, twin, packing="auto")
