@@ -76,6 +76,10 @@ class OrchestratorActor:
     async def give_up_evaluation(self) -> None:
         self._pipeline.evaluator.give_up()
 
+    async def progress(self) -> str:
+        """Says how far the step or the evaluation is."""
+        return self._pipeline.progress()
+
     async def heartbeat(self) -> Heartbeat:
         """Shows that the event loop runs."""
         import ray  # here, because code that only builds a pipeline needs none

@@ -122,6 +122,15 @@ class Evaluator:
         self._owed = False
         self._rows: dict[int, dict[str, float]] = {}
         self._waited_s = 0.0
+        self._running: Sequence[Evaluation] = ()
+
+    @property
+    def progress(self) -> str:
+        """Says how far the running evaluation is; empty without one."""
+        return ", ".join(
+            f"{len(e.problems_P) - e.missing} of {len(e.problems_P)} problems of {e.env.label} are evaluated"
+            for e in self._running
+        )
 
     def begin(self, weights: PublishedWeights, spawn: Spawn) -> None:
         """Begins the evaluation of `weights`, which all replicas but the reserved ones hold, if it is due."""
@@ -195,6 +204,7 @@ class Evaluator:
         fault_point("orchestrator.evaluation")
         now, limit_s = asyncio.get_running_loop().time, self._config.timeouts.step_s
         started, evaluations = now(), self._evaluations(version)
+        self._running = evaluations
         try:
             async with asyncio.timeout(limit_s):
                 with trace.span("evaluation", "evaluation", version=version):
@@ -207,6 +217,8 @@ class Evaluator:
                 f"{', '.join(missing)}, with {self._config.eval.samples} rollouts each, are not done. "
                 f"Failed tries so far: {dict(errors)}. Lower eval.problems or eval.samples, or raise the deadline"
             ) from None
+        finally:
+            self._running = ()
         row = {"perf/evaluation_s": now() - started}
         for e in evaluations:
             row |= e.metrics(self._config.eval.samples)

@@ -23,6 +23,8 @@ from trireme.process.ray_cluster import seeing_own_gpus
 ANSWER_S = 30.0
 """Added to a deadline that the actor keeps itself, so that its message, which says what is missing, comes first."""
 STOP_S = 10.0
+PROGRESS_S, EVALUATION_PROGRESS_S = 30.0, 5.0
+"""Seconds between lines about a long wait, and about an evaluation that is all that a command does."""
 
 
 class OrchestratorHandle:
@@ -79,7 +81,8 @@ class OrchestratorHandle:
     def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
         """Labels the weights that the replicas loaded from disk as `identity` and evaluates them, without training.
         Returns the metrics. Raises RoomFailed when it takes longer than `timeouts.step_s`."""
-        return self._wait(self._actor.evaluate.remote(identity), "an evaluation", self._config.timeouts.step_s)
+        evaluated = self._actor.evaluate.remote(identity)
+        return self._wait(evaluated, "an evaluation", self._config.timeouts.step_s, every_s=EVALUATION_PROGRESS_S)
 
     def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] = lambda: None) -> Iterator[Minibatch]:
         """Yields the minibatches of a substep as their groups finish: one unless streaming. While there is none,
@@ -150,6 +153,20 @@ class OrchestratorHandle:
             waits.get(self._actor.stop.remote(), who="orchestrator (its end)", timeout_s=limit_s, log=self._log)
         ray.kill(self._actor)
 
-    def _wait(self, ref: Any, what: str, timeout_s: float, on_tick: Callable[[], None] = lambda: None) -> Any:
+    def _wait(
+        self,
+        ref: Any,
+        what: str,
+        timeout_s: float,
+        on_tick: Callable[[], None] = lambda: None,
+        every_s: float = PROGRESS_S,
+    ) -> Any:
+        """Waits, and says every `every_s` seconds how far the orchestrator is."""
+        said = waits.LongWait(f"waiting for {what}", every_s, self._actor.progress.remote)
+
+        def tick(names: list[str], waited_s: float) -> None:
+            on_tick()
+            said(names, waited_s)
+
         who, limit_s = [f"orchestrator ({what})"], timeout_s + ANSWER_S
-        return waits.get_all([ref], who=who, timeout_s=limit_s, log=self._log, on_tick=lambda *_: on_tick())[0]
+        return waits.get_all([ref], who=who, timeout_s=limit_s, log=self._log, on_tick=tick)[0]

@@ -189,6 +189,11 @@ class Pipeline:
         self._boundary = self._state() if self._config.deterministic else None
         return StepSummary(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
 
+    def progress(self) -> str:
+        """Says how far the step or the evaluation is, for people."""
+        groups = f"{len(self._finished)} groups are finished, and {len(self._running)} are being sampled"
+        return self.evaluator.progress or groups
+
     async def stop(self) -> None:
         """Cancels everything and waits for it; all environments are closed."""
         await asyncio.gather(self._background.stop(), self.replicas.stop())

@@ -38,6 +38,8 @@ from trireme.run.metrics import reduce_metrics
 
 INQUEST_S = 3.0
 """Time limit, after a failure, for asking the other shards about it."""
+PROGRESS_S = 30.0
+"""Seconds between lines about a call that takes long."""
 
 NAMED = 8
 """Number of datums that an error names."""
@@ -191,8 +193,9 @@ class TrainerHandle:
 
     def _call(self, verb: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         refs_R = [actor.call.remote(verb, *args) for actor in self._actors_R]
+        said = waits.LongWait(verb.replace("_", " "), PROGRESS_S)
         try:
-            return waits.get_all(refs_R, who=self._names_R, timeout_s=timeout_s or self._timeouts.step_s)
+            return waits.get_all(refs_R, who=self._names_R, timeout_s=timeout_s or self._timeouts.step_s, on_tick=said)
         except RoomFailed as error:
             raise self._inquest(verb, error, refs_R) from error.__cause__
 

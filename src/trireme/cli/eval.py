@@ -90,6 +90,12 @@ class Subject:
         run = next((place for place in commit.parents if (place / "config.json").exists()), commit.parents[1])
         return cls(str(model), Manifest.read(commit).identities[-1], run, base)
 
+    def __str__(self) -> str:
+        if self.run is None:
+            return f"the model {self.model}"
+        commit = Path(self.model).parent
+        return f"{commit.name} of {self.run} (weights {self.identity.version}:{self.identity.digest[:8]})"
+
     def whole(self, console: Console, ending: ExitStack) -> str:
         """Returns a directory, or a name, of the whole model. `ending` removes what is made for it. Raises BadInput if
         the base has changed, or the model lacks buffers, StorageFailed."""
@@ -119,6 +125,7 @@ def evaluate(argv: Sequence[str], console: Console) -> None:
     with ExitStack() as ending:
         model = config.model.model_copy(update={"name": subject.whole(console, ending)})
         config = config.model_copy(update={"model": model}).with_absolute_paths()
+        console.print(f"evaluating {subject}, on {' and '.join(env.label for env in config.eval_envs)}")
         row = _measure(config, plan, subject.identity, console)
     console.print(table(row))
     if options.output:
@@ -160,7 +167,7 @@ def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Cons
         plan = replace(plan, config=config, resources=resources)
         plan.check_resources()
         with ExitStack() as ending:
-            orchestrator = launch.evaluation_rooms(config, plan, logs, StartProgress(console), ending)
+            orchestrator = launch.evaluation_rooms(config, plan, logs, StartProgress(console, logs), ending)
             console.print(f"rooms ready after {time.monotonic() - started:.1f} s")
             row = orchestrator.evaluate(identity)
     shutil.rmtree(logs)

@@ -9,7 +9,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,6 +77,33 @@ def get_all(
         if on_tick and not ready:
             on_tick([owner[ref] for ref in pending], time.monotonic() - started)
     return [values[ref] for ref in refs]
+
+
+@dataclass
+class LongWait:
+    """Prints a line every `every_s` seconds of a wait, as `on_tick` of `get_all`. `ask` returns a reference to a text
+    that says how far the work is; without it the line says only how long the wait has been."""
+
+    what: str
+    every_s: float
+    ask: Callable[[], Any] | None = None
+    _asked: dict[Any, str] = field(default_factory=dict)
+    _said_s: float = 0.0
+
+    def __call__(self, names: list[str], waited_s: float) -> None:
+        if self._asked and (answers := ready(self._asked, 0)):
+            self._asked = {}
+            self._say(waited_s, *(words for words in answers.values() if isinstance(words, str)))
+        if waited_s - self._said_s < self.every_s:
+            return
+        self._said_s = waited_s
+        if self.ask:
+            self._asked = {self.ask(): "progress"}
+        else:
+            self._say(waited_s, f"waiting for {', '.join(names)}")
+
+    def _say(self, waited_s: float, *words: str) -> None:
+        print("  ", ": ".join([f"{self.what} ({waited_s:.0f} s)", *words]), sep="", flush=True)
 
 
 def ready(refs: Mapping[Any, str], timeout_s: float) -> dict[Any, Any]:

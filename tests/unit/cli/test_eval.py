@@ -36,6 +36,8 @@ def test_of_a_run_the_newest_commit_is_taken_or_the_one_that_is_asked_for(run: P
     assert newest.model == str(run / "checkpoints" / "step_000004" / "inference")
     assert (newest.identity.version, older.identity.version) == (4, 2)
     assert newest.run == run
+    assert str(newest).startswith(f"step_000004 of {run} (weights 4:")
+    assert str(Subject.of("some/model", None)) == "the model some/model"
 
 
 @pytest.mark.parametrize("part", ["", "inference"])

@@ -459,6 +459,23 @@ def test_weights_that_are_there_can_be_evaluated_without_training() -> None:
     assert run.asked() == run.sampler.requests, "no problem of training was sampled"
 
 
+def test_a_long_evaluation_says_how_far_it_is() -> None:
+    class Asks(FakeSampler):
+        async def sample(self, request: SampleRequest) -> SampledSequence:
+            said.append(run.pipeline.progress())
+            return await super().sample(request)
+
+    said: list[str] = []
+    run = EvalRun(with_evaluation(small_config(2, 6)), sampler=Asks())
+
+    async def scenario() -> None:
+        await run.pipeline.evaluate(WeightIdentity(2, 40, "loaded"))
+
+    asyncio.run(scenario())
+    assert said[0] == "0 of 6 problems of fake are evaluated"
+    assert run.pipeline.progress() == "0 groups are finished, and 0 are being sampled"
+
+
 # ---- replicas of its own
 
 

@@ -1,0 +1,32 @@
+"""What a long wait says. (Waits themselves are tried with Ray, in tests/e2e/test_waits.py.)"""
+
+from __future__ import annotations
+
+import pytest
+
+from trireme.process import waits
+from trireme.process.waits import LongWait
+
+
+def test_a_long_wait_says_from_time_to_time_who_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    said = LongWait("forward backward", 30.0)
+    for waited_s in range(70):
+        said(["trainer shard 0"], waited_s)
+    assert capsys.readouterr().out.splitlines() == [
+        "  forward backward (30 s): waiting for trainer shard 0",
+        "  forward backward (60 s): waiting for trainer shard 0",
+    ]
+
+
+def test_a_long_wait_asks_how_far_the_work_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers: dict[str, object] = {}
+    monkeypatch.setattr(waits, "ready", lambda asked, _: {ref: answers[ref] for ref in asked if ref in answers})
+    said = LongWait("a minibatch", 30.0, lambda: "asked")
+    said([], 30.0)
+    said([], 31.0)
+    answers["asked"] = "5 groups are finished"
+    said([], 32.0)
+    said([], 33.0)
+    assert capsys.readouterr().out == "  a minibatch (32 s): 5 groups are finished\n"
