@@ -29,7 +29,10 @@ FORBIDDEN_IMPORTS = {
     "inference": RAY | ROOMS - {"inference"},
 }
 """What a new module may not import, by the package in which it lies."""
-WITHOUT_MODULE = {"checkpoint/test_crashes.py": "sequences of training, commits, crashes and resumes, over all modules"}
+WITHOUT_MODULE = {
+    "checkpoint/test_crashes.py": "sequences of training, commits, crashes and resumes, over all modules",
+    "trainer/test_against_verl.py": "recorded numbers of another implementation, for losses, weighting and advantages",
+}
 """Unit tests of a folder as a whole, and why."""
 BARE_WAITS = {("ray", "get"), ("ray", "wait")}
 
