@@ -149,11 +149,16 @@ class InferenceHandle:
         for a replica that is ready."""
         return self.replicas[index].heartbeat.remote()
 
-    def replace(self, index: int) -> Any:
+    def replace(self, index: int, *, died: bool = False) -> Any:
         """Starts a new replica in the place of replica `index`; returns its `ready_ref`. An actor that lost nothing but
-        its engine starts another one; else what is left is killed."""
+        its engine starts another one; else what is left is killed. `died`: the actor is dead, and is not asked: a lost
+        node would not answer."""
         lost, replica = self._info(index), self.replicas[index]
-        if lost and True in ready({replica.has_lost_engine.remote(): self.name(index)}, timeout_s=ALIVE_S).values():
+        if (
+            lost
+            and not died
+            and True in ready({replica.has_lost_engine.remote(): self.name(index)}, timeout_s=ALIVE_S).values()
+        ):
             self._ready[index] = replica.restart.remote()
             return self._ready[index]
         ray.kill(replica)  # its engine process dies with it (`inference.engine_startup`)

@@ -54,7 +54,8 @@ class ReplicaActors(Protocol):
 
     def heartbeat_ref(self, index: int) -> Any: ...
 
-    def replace(self, index: int) -> Any: ...
+    def replace(self, index: int, *, died: bool) -> Any:
+        """`died`: its actor has ended or was killed, and need not be asked what it has left."""
 
     def add(self, options: dict[str, Any]) -> int: ...
 
@@ -188,7 +189,7 @@ class ReplicaManager:
         if isinstance(failure, BadInput):
             raise failure
         self._again(f"inference replica {index}", failure, died)
-        self._starts(index, self._replicas.replace(index), successor=True)
+        self._starts(index, self._replicas.replace(index, died=died), successor=True)
 
     def scale(self, wanted: int) -> str:
         """Changes the number of replicas to `wanted`, reserved ones included. Returns what happens now."""

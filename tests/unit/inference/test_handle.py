@@ -173,6 +173,14 @@ def test_what_is_more_than_the_loss_of_an_engine_ends_the_actor(world: World, st
     assert world.group.ready_ref(0) == (world.made[-1], "start")
 
 
+def test_a_replica_that_was_killed_is_not_asked_what_it_lost(world: World) -> None:
+    """On a lost node it would not answer."""
+    replica = world.made[0]
+    replica.lost_engine = True
+    world.group.replace(0, died=True)
+    assert world.killed == [replica]
+
+
 def test_a_replica_that_never_started_is_started_anew(world: World) -> None:
     for spare in world.spares():
         world.prepare(spare)

@@ -213,6 +213,7 @@ class TestLoss:
         world.look()
         world.answer("heartbeat", 0, value=WeightsRefused("canary"))
         assert ("replace", 0) in world.room.told
+        assert world.room.asked == [0], "its actor lives, and may have lost nothing but its engine"
 
     def test_a_silent_one_is_suspect_then_writes_its_stacks_and_is_killed(self, world: World) -> None:
         world.serve()
@@ -227,6 +228,7 @@ class TestLoss:
         assert world.health()["inference_1"] is PartHealth.HEALTHY
         world.look(1.5)
         world.look(HEARTBEAT_S)
+        assert world.room.asked == [], "they were killed"
         assert world.signals[:2] == [("inference_0", heartbeats_module.STACKS), ("inference_0", 9)]
         assert set(world.pids) == {(11, 12)}, "its engine too"
         assert ("replace", 1) in world.room.told

@@ -70,6 +70,8 @@ class Room:
         self.told: list[tuple[object, ...]] = []
         self.lost_places: set[int] = set()
         self.added: list[int] = []
+        self.asked: list[int] = []
+        """The replicas whose actors are asked what they lost."""
 
     def _ref(self, *what: object) -> Ref:
         self.told.append(what)
@@ -78,8 +80,9 @@ class Room:
     def ready_ref(self, index: int) -> Ref:
         return Ref("start", index)
 
-    def replace(self, index: int) -> Ref:
+    def replace(self, index: int, *, died: bool) -> Ref:
         self._ref("replace", index)
+        self.asked += [index] * (not died)
         return Ref("start", index)
 
     def add(self, _options: dict[str, Any]) -> int:
