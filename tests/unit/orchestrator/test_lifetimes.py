@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import virtual_time
-from orchestrator_fakes import Run, quiesce, small_config, whole_run
+from orchestrator_fakes import FakeSampler, Run, quiesce, small_config, whole_run
 from watched_envs import Act, Watched, WatchedProblem, WatchedProblems, WatchedTogether, at, hangs, nothing, raises
 
 from orchestrator.env import Env, EnvGroup
 from orchestrator.lifetimes import contained
 from orchestrator.message_env import MessageEnv, RenderedEnv
-from orchestrator.rollout import EnvExited
+from orchestrator.pipeline import Pipeline
+from orchestrator.rollout import EnvExited, RolloutLimits
 from trireme.config import Config
+from trireme.config.schema import EvalConfig
+from trireme.core.types import WeightIdentity
 
 BUILDERS = [WatchedProblem, WatchedTogether]
 
@@ -182,6 +185,23 @@ def test_a_stop_is_over_in_time_though_nothing_can_be_closed_or_cleaned_up() -> 
         return asyncio.get_running_loop().time() - before
 
     assert virtual_time.run(scenario()) <= 10, "once for environments, once for cleanup()"
+
+
+def test_a_stop_ends_an_evaluation_without_training_too() -> None:
+    async def scenario() -> None:
+        held_out, sampler = WatchedProblems(), FakeSampler()
+        sampler.hold(0)
+        config = config_of().model_copy(update={"eval": EvalConfig(every=1, samples=2)})
+        pipeline = Pipeline(config, [WatchedProblems()], sampler, RolloutLimits(1000, 100), [held_out])
+        evaluation = asyncio.create_task(pipeline.evaluate(WeightIdentity(0, 3, "d3")))
+        await quiesce()
+        assert held_out.made > len(held_out.closed), "some are being played"
+        await pipeline.stop()
+        held_out.assert_each_closed_once()
+        with pytest.raises(asyncio.CancelledError):
+            await evaluation
+
+    virtual_time.run(scenario())
 
 
 def test_a_close_that_is_no_coroutine_is_called_too() -> None:
