@@ -229,7 +229,7 @@ class Router:
         refused = len(failures) == len(members) and all(isinstance(failure, WeightsRefused) for failure in failures)
         if failures and (self._fixed or refused):
             raise failures[0]
-        reports = [member.report for member in members if member.serves and member.report]
+        reports = [member.report for member in members if member.report and not (member.gone or member.behind)]
         return reports or [member.report for member in await self._members.wait_for_serving() if member.report]
 
     async def _update_in_turn(self, member: Member, turns: asyncio.Semaphore) -> None:
@@ -239,8 +239,8 @@ class Router:
             if member.gone or not await self._wait_for(member, limit_s):
                 return
             log.warning(
-                "%s has not taken the newest weights within %.0f s, where the slowest update so far took a tenth of "
-                "that: the update does not wait for it, and it gets no requests until it has them",
+                "%s has not taken the newest weights within %.0f s, far longer than any update so far: the update does "
+                "not wait for it, and it gets no requests until it has them",
                 member.name,
                 limit_s,
             )

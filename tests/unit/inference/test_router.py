@@ -614,6 +614,20 @@ async def test_when_all_take_far_longer_than_usual_the_update_waits_for_the_firs
 
 
 @in_loop
+async def test_an_update_of_one_that_is_being_drained_counts() -> None:
+    """The others may have died meanwhile."""
+    only = Updated("replica 0", 0)
+    router = Router({0: only})
+    busy = asyncio.create_task(router.sample(request("a")))
+    await turns()
+    drain = asyncio.create_task(router.drain(0, 20.0))
+    await turns()
+    assert [report.replica for report in await router.update_weights(version(0))] == [0]
+    only.go.set()
+    await asyncio.gather(busy, drain)
+
+
+@in_loop
 async def test_a_late_one_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
     steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
