@@ -8,6 +8,7 @@ over one dimension of the mesh, and gradients summed over both.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -85,6 +86,8 @@ class Sharding:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
         if not lists:
             raise BadInput(f"{name} has no list of {count} decoder layers: this architecture cannot be sharded")
+        if any(held > 1 for held in Counter(id(p) for layer in lists[0] for p in layer.parameters()).values()):
+            raise BadInput(f"{name} has decoder layers that share parameters: this architecture cannot be sharded")
         for unit in [*lists[0], model]:
             self._fill(unit, names[unit], tensors)
             self._shard(unit)

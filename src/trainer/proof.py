@@ -268,7 +268,8 @@ def prove_reload(model: PreTrainedModel) -> None:
         write_weights(Path(directory), entries, buckets, config)
         opened = load_source(directory)
     sample = _sample(model.config.get_text_config(), 0, LENGTHS[0])
-    distance = _distance(*(_chosen(own_logits(each, sample), sample) for each in (model, opened)))
+    with _refusing(model):
+        distance = _distance(*(_chosen(own_logits(each, sample), sample) for each in (model, opened)))
     if not distance <= RELOADED:
         raise Refusal(
             f"{type(model).__name__}: what is written of it, and opened again by Hugging Face's transformers, computes "
@@ -293,7 +294,7 @@ def _multiplied(model: PreTrainedModel, factor: float) -> Iterator[None]:
         output.last_hidden_state = output.last_hidden_state * factor
         return output
 
-    hook = model.base_model.register_forward_hook(multiply)
+    hook = model.get_decoder().register_forward_hook(multiply)  # part of the model's own pass, and of ours
     try:
         yield
     finally:

@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from inference.actor import ReplicaActor
@@ -41,37 +34,35 @@ VOCAB = 64
 MAX_MODEL_LEN = 1024
 START_S = 900.0
 """Limit for several replicas that start side by side: 13 CPU seconds each, on a machine that may be busy."""
-FAMILIES: dict[str, Any] = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {"hidden_size": 128},  # as wide as all heads together, as vLLM takes it
+    "qwen2": {"hidden_size": 128},
 }
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+"""By model type: what it needs beside the common sizes."""
 
 
 def random_model(family: str, tied: bool, seed: int) -> Any:
     """Two layers with logits that are far from flat: a wrong weight moves logprobs by far more than 1e-4."""
-    config_class, model_class = FAMILIES[family]
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.15,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        **OPTIONS.get(family, {}),
+    }
     torch.manual_seed(seed)
-    model = model_class(
-        config_class(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=MAX_MODEL_LEN,
-            tie_word_embeddings=tied,
-            initializer_range=0.15,
-            eos_token_id=None,
-            bos_token_id=None,
-            pad_token_id=None,
-            **(EXPERTS if family == "qwen3_moe" else {}),
-        )
-    )
-    return model.float().eval()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).float().eval()
 
 
 @torch.no_grad()

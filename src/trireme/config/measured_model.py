@@ -6,6 +6,7 @@ import of torch and transformers, 4 s.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ def measure(described: Mapping[str, Any]) -> dict[str, Any]:
         "tied_embeddings": _shares_embeddings(model),
         "max_position_embeddings": _longest(text),
         "windows": windows,
+        "linear_widths": _linear_widths(model),
     }
 
 
@@ -131,6 +133,16 @@ def _multiplied(model: PreTrainedModel, experts: int, text: PretrainedConfig) ->
     routed = sum(n for key, n in own.items() if key in in_experts)
     share = chosen / _size(text, *EXPERTS) if in_experts else 0
     return shared + round(routed * share) + (head.weight.numel() if head is not None else 0), chosen
+
+
+def _linear_widths(model: PreTrainedModel) -> dict[str, int]:
+    from torch import nn
+
+    widths: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            widths[name.rpartition(".")[2]] += module.in_features + module.out_features
+    return dict(widths)
 
 
 def _shares_embeddings(model: PreTrainedModel) -> bool:

@@ -60,6 +60,8 @@ class ModelFacts:
     """The longest sequence of the model, in tokens."""
     windows: tuple[int | None, ...]
     """For each layer with attention: how many tokens a token sees at most, itself included; None: all before it."""
+    linear_widths: Mapping[str, int] = field(hash=False)
+    """Inputs and outputs of all linear layers of a name, such as q_proj, together."""
     described: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The whole config.json."""
 
@@ -90,13 +92,7 @@ class ModelFacts:
         all parameters."""
         if lora.rank is None:
             return self.num_parameters
-        targets = lora.target_modules
-        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        widths = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
-        widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.mlp_size)
-        layer = sum(self.hidden_size + width for name, width in widths.items() if name in targets)
-        head = self.hidden_size + self.vocab_size if "lm_head" in targets else 0
-        return lora.rank * (self.num_layers * layer + head)
+        return lora.rank * sum(self.linear_widths.get(name, 0) for name in lora.target_modules)
 
     @classmethod
     def of(cls, config: CommonConfig, *, required: bool) -> ModelFacts | None:
@@ -141,20 +137,27 @@ def _plain_sizes(described: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden, experts = described["num_attention_heads"], described["hidden_size"], _num_experts(described)
     chosen, tied = described["num_experts_per_tok"] if experts else 0, bool(described.get("tie_word_embeddings"))
     looked_up = 0 if tied else described["vocab_size"] * hidden
+    layers, kv_heads = described["num_hidden_layers"], described.get("num_key_value_heads") or heads
+    head_dim = described.get("head_dim") or hidden // heads
+    outputs = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+    outputs |= {"o_proj": heads * head_dim}
+    outputs |= {} if experts else dict.fromkeys(("gate_proj", "up_proj", "down_proj"), described["intermediate_size"])
+    widths = {name: layers * (hidden + width) for name, width in outputs.items()}
     return {
         "hidden_size": hidden,
-        "num_layers": described["num_hidden_layers"],
+        "num_layers": layers,
         "vocab_size": described["vocab_size"],
         "num_heads": heads,
-        "num_kv_heads": described.get("num_key_value_heads") or heads,
-        "head_dim": described.get("head_dim") or hidden // heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
         "mlp_size": chosen * described["moe_intermediate_size"] if experts else described["intermediate_size"],
         "num_chosen": chosen,
         "num_parameters": count_parameters(described),
         "multiplied_parameters": count_parameters(described, active=True) - looked_up,
         "tied_embeddings": tied,
         "max_position_embeddings": described["max_position_embeddings"],
-        "windows": (None,) * described["num_hidden_layers"],
+        "windows": (None,) * layers,
+        "linear_widths": widths | {"lm_head": hidden + described["vocab_size"]},
     }
 
 

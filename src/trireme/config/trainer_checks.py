@@ -136,6 +136,12 @@ def _targets(lora: LoraConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
             f"at least one of {', '.join((*ATTENTION, *MLP))}",
             "set --trainer.lora.train-attn true, or --trainer.lora.train-mlp true",
         )
+    elif facts and not any(name in facts.linear_widths for name in targets):
+        yield Refusal(
+            f"adapters for {', '.join(targets)} of {facts.name}, which has no such layers",
+            f"at least one that it has: {', '.join(name for name in LINEAR if name in facts.linear_widths) or 'none'}",
+            "correct --trainer.lora.targets, or train the whole model without --trainer.lora.rank",
+        )
     if facts and "lm_head" in targets and facts.tied_embeddings:
         yield Refusal(
             f"an adapter for lm_head of {facts.name}, whose output matrix is that of its embeddings",

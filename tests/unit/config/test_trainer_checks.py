@@ -166,6 +166,25 @@ def test_parameters_are_counted_as_peft_makes_them(lora: dict[str, Any]) -> None
     assert facts.trained_parameters(options) == adapted.get_nb_trainable_parameters()[0]
 
 
+@pytest.mark.parametrize("model_type", ["mistral", "starcoder2", "deepseek_v3"])
+def test_so_are_those_of_other_architectures(model_type: str) -> None:
+    options = LoraConfig.model_validate({"rank": 8, "train_mlp": model_type != "deepseek_v3"})  # experts get none
+    described = AutoConfig.for_model(model_type, num_hidden_layers=2)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(described)
+    facts = ModelFacts.from_json("m", described.to_json_string(use_diff=False))
+    adapted = get_peft_model(model, PeftConfig(r=8, target_modules=list(options.target_modules)))
+    assert facts.trained_parameters(options) == adapted.get_nb_trainable_parameters()[0]
+
+
+def test_layers_that_the_model_does_not_have() -> None:
+    facts = replace(FACTS, linear_widths={"o_proj": 1, "fused": 1})
+    check(config({"rank": 8}), facts)
+    text = refusal({"rank": 8, "train_attn": False}, facts)
+    assert "adapters for gate_proj, up_proj, down_proj of m, which has no such layers" in text
+    assert "at least one that it has: o_proj" in text
+
+
 def test_what_a_resume_must_find_unchanged() -> None:
     def parts(**lora: Any) -> dict[str, Any]:
         given = config(lora)

@@ -19,4 +19,6 @@ FACTS = ModelFacts(
     tied_embeddings=True,
     max_position_embeddings=64,
     windows=(None, None),
+    linear_widths={"q_proj": 512, "k_proj": 384, "v_proj": 384, "o_proj": 512, "lm_head": 160}
+    | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 768),
 )

@@ -1,0 +1,36 @@
+"""vLLM takes the published weights of several architectures, and computes what Hugging Face computes with them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from inference_support import prompt_of, request, start_rooms
+
+FAMILIES = ("llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
+TOLERANCE = 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_of_every_version_are_those_of_the_published_model(
+    ray_cluster: str, tmp_path: Path, family: str
+) -> None:
+    room = start_rooms({family: (family, False)}, set(), {}, tmp_path)[family]
+
+    async def run() -> None:
+        for _ in range(2):
+            report = await room.update()
+            assert 0 < report.canary_max_diff < TOLERANCE
+            for length in (1, 40):
+                prompt = prompt_of(length, seed=length)
+                answer = await room.router.sample(request(f"p{length}", prompt, 24))
+                assert len(answer.tokens) == 24
+                assert {span.identity for span in answer.spans} == {report.identity}
+                assert room.difference(prompt, answer) < TOLERANCE
+
+    try:
+        asyncio.run(run())
+    finally:
+        room.group.stop()
