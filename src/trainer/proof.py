@@ -303,7 +303,8 @@ def _multiplied(model: PreTrainedModel, factor: float) -> Iterator[None]:
 
 def _sample(config: PretrainedConfig, number: int, length: int) -> Tensor:
     """Returns the tokens of a sample, int64."""
-    place = torch.arange(min(length, getattr(config, "max_position_embeddings", None) or length))
+    limit = getattr(config, "max_position_embeddings", None) or length
+    place = torch.arange(min(length, limit) if limit > 0 else length)  # -1: XLNet has no limit
     return (31 * place**2 + 17 * place + 3 + 7 * number) % config.vocab_size
 
 

@@ -81,7 +81,7 @@ def test_sequences_that_see_each_other_in_a_packed_row_are_noticed(kind):
     assert found.leak > 100 * found.tolerance
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3_text", "deepseek_v3", "opt"])
 def test_what_can_be_packed_agrees_within_rounding(kind):
     found = agreement(kind)
     assert (found.not_rows, found.not_packed) == ("", "")
