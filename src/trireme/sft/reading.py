@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trireme.core.datum import ModelInput, TensorData
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal, refuse
 from trireme.renderers.types import Message, Renderer, TrainOn
@@ -179,15 +180,16 @@ def _from_tokens(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
         raise BadExample(f"weights = {_short(weights)}", "a list of numbers, one for each token")
     if len(weights) != len(tokens):
         raise BadExample(f"{len(tokens)} tokens with {len(weights)} weights", "a weight for each token")
-    return _as_ids(tokens), np.asarray(weights, np.float32)
+    return _as_columns(tokens, weights)
 
 
-def _as_ids(tokens: Any) -> Tokens:
-    """Converts to int32. Raises BadExample for ids that do not fit, which are in no vocabulary either."""
-    ids = np.asarray(tokens, np.int64)
-    if ids.max(initial=0) >= 2**31:
-        raise BadExample(f"token id {ids.max()}", "ids of the model's vocabulary")
-    return ids.astype(np.int32)
+def _as_columns(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
+    """Converts to int32 and float32. Raises BadExample for numbers that do not fit."""
+    try:
+        return ModelInput(tokens).tokens, TensorData(weights, "float32").data
+    except ValueError as error:
+        given, _, expected = str(error).partition("; expected ")
+        raise BadExample(given, expected) from None
 
 
 def _from_arrays(file: Path) -> Iterator[tuple[str, Maker]]:
@@ -203,7 +205,7 @@ def _from_arrays(file: Path) -> Iterator[tuple[str, Maker]]:
 
 
 def _part(arrays: Mapping[str, npt.NDArray[Any]], part: slice) -> tuple[Tokens, Weights]:
-    return _as_ids(arrays["tokens"][part]), arrays["weights"][part].astype(np.float32)
+    return _as_columns(arrays["tokens"][part], arrays["weights"][part])
 
 
 def _check_arrays(file: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from trainer.batch_checks import PublishedVersions
 from trainer.batching import MicroBatch, ShardOutput, scatter_outputs
-from trainer.losses import resolve_loss
+from trainer.losses import resolve_loss, with_sequence_ratios
 from trainer.publish import canary_tokens, canary_tolerance
 from trireme.core.errors import BadInput, ProvenanceError
+from trireme.core.normalization import Normalization
 from trireme.core.types import AdamParams, Provenance, TokenBatch, WeightIdentity
 from trireme.core.weights import check_canary, check_received
 from trireme.transports.packing import Packer, fused_group
@@ -209,6 +210,30 @@ def test_other_losses_too_do_not_depend_on_micro_batches(shard, model, loss_fn, 
     )
     assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
     assert output.metrics["loss_tokens:sum"] == sum(LENGTHS) - len(LENGTHS)
+
+
+@pytest.mark.parametrize("options", [{"micro_batch_size": 1}, {"micro_batch_size": 5}, {"packing": "packed"}])
+def test_gspo_of_rollouts_in_several_datums_is_that_of_the_whole_model(shard, model, options):
+    whole, wide = make_batch(LENGTHS), {"clip_low_threshold": 0.2, "clip_high_threshold": 5.0}
+    batch, divisor = Normalization("sequence_mean_token_mean", None).apply(
+        replace(whole, sequences=np.array([0, 1, 1, 0, 2])), "mask"
+    )
+    one = shard(**{f"trainer__{name}": value for name, value in options.items()})
+    _, config = resolve_loss("gspo", wide)
+    logprobs = scatter_outputs(batch, [one.forward(batch)])
+    one.forward_backward(with_sequence_ratios(batch, logprobs, config), "gspo", wide, None)
+
+    p, unsharded = reference(model, batch)
+    q, a, m = (torch.from_numpy(whole.columns[name]) for name in ("logprobs", "advantages", "mask"))
+    loss = torch.zeros(())
+    for number in range(3):
+        own = torch.from_numpy(np.repeat(batch.sequences == number, batch.lengths)) & (m != 0)
+        s = ((p - q)[own].mean().detach() + p - p.detach()).exp()[own]
+        loss = loss - torch.minimum(s * a[own], s.clamp(0.2, 5.0) * a[own]).mean()
+    loss.backward()
+    assert divisor == 3
+    for (name, expected), parameter in zip(unsharded.named_parameters(), one._parameters, strict=True):
+        torch.testing.assert_close(parameter.grad.to_local(), expected.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def mean_over_the_micro_batch(p, columns, config):
