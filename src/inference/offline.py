@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import TextIO
+
+from tqdm.auto import tqdm
 
 from inference.engine import give_tokenizer, import_engine, vllm_params
 from trireme.core.types import SampleRequest, SamplingParams
@@ -30,14 +34,18 @@ class OfflineEngine:
             **(cpu if on_cpu else {"gpu_memory_utilization": gpu_memory_utilization}),
         )
 
-    def answers(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[list[int] | None]:
-        """Returns the tokens of one answer to each prompt; None for one that was cut at `max_tokens`."""
+    def answers(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], progress: TextIO
+    ) -> list[list[int] | None]:
+        """Returns the tokens of one answer to each prompt; None for one that was cut at `max_tokens`. Draws a bar on
+        `progress`."""
         from vllm.inputs import TokensPrompt
 
         if any(each.stop_strings for each in params):
             give_tokenizer(self._llm.llm_engine, self._model)
         requests = [SampleRequest("", tuple(p), each, "") for p, each in zip(prompts, params, strict=True)]
         asked = [TokensPrompt(prompt_token_ids=list(request.prompt)) for request in requests]
-        outputs = self._llm.generate(asked, [vllm_params(request, []) for request in requests])
+        bar = partial(tqdm, file=progress)
+        outputs = self._llm.generate(asked, [vllm_params(request, []) for request in requests], use_tqdm=bar)
         ends = [output.outputs[0] for output in outputs]
         return [None if end.finish_reason == "length" else list(end.token_ids) for end in ends]

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trireme.checkpoint.files import replace_file, storage_errors
 from trireme.cli.common import Parser
@@ -68,8 +71,13 @@ def main(words: Sequence[str]) -> int:
     check_installed()
     from inference.offline import OfflineEngine  # takes seconds to import
 
-    engine = OfflineEngine(model, options.seed, options.max_model_len, options.gpu_memory_utilization)
-    examples, cut = sample(engine, questions, options)
+    log = options.output.with_name(f"{options.output.name}.log")
+    with storage_errors(log):
+        log.touch()
+    with output_to(log) as terminal:
+        print(f"starting vLLM with {model}; its output: {log}", file=terminal, flush=True)
+        engine = OfflineEngine(model, options.seed, options.max_model_len, options.gpu_memory_utilization)
+        examples, cut = sample(engine, questions, options, terminal)
     if not examples:
         raise Refusal(
             f"--max-tokens {options.max_tokens}, at which all {cut} answers were cut",
@@ -81,6 +89,20 @@ def main(words: Sequence[str]) -> int:
     left_out = f"; {cut} answers were cut at {options.max_tokens} tokens, and are left out" if cut else ""
     print(f"{options.output}: {len(examples)} answers to {len(questions)} questions{left_out}")
     return EXIT_OK
+
+
+@contextmanager
+def output_to(log: Path) -> Iterator[TextIO]:
+    """Sends what this process and its children print in the block to the file `log`. Yields the terminal."""
+    with log.open("w") as file, os.fdopen(os.dup(1), "w") as out, os.fdopen(os.dup(2), "w") as err:
+        try:
+            for number in (1, 2):
+                os.dup2(file.fileno(), number)
+            yield out
+        finally:
+            for stream, kept, number in ((sys.stdout, out, 1), (sys.stderr, err, 2)):
+                stream.flush()
+                os.dup2(kept.fileno(), number)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,7 +173,7 @@ def _of_text(prompt: str, teacher: str, tokenizer: Any) -> TeacherQuestion:
 
 
 def sample(
-    engine: OfflineEngine, questions: Sequence[TeacherQuestion], options: argparse.Namespace
+    engine: OfflineEngine, questions: Sequence[TeacherQuestion], options: argparse.Namespace, progress: TextIO
 ) -> tuple[list[dict[str, list[int]]], int]:
     """Returns `samples` answers to each question, as examples of the student, and how many were cut and left out."""
     asked = [question for question in questions for _ in range(options.samples)]
@@ -159,6 +181,6 @@ def sample(
         SamplingParams(options.max_tokens, options.temperature, stop=question.stop, seed=options.seed + number)
         for number, question in enumerate(asked)
     ]
-    answers = engine.answers([question.teacher for question in asked], params)
+    answers = engine.answers([question.teacher for question in asked], params, progress)
     examples = [q.example(answer) for q, answer in zip(asked, answers, strict=True) if answer is not None]
     return examples, len(asked) - len(examples)

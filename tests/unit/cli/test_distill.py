@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
-from trireme.cli.distill import TeacherQuestion, main, questions_of, sample
+from trireme.cli.distill import TeacherQuestion, main, output_to, questions_of, sample
 from trireme.core.errors import BadInput
 from trireme.core.tokenizer import load_tokenizer
 
@@ -82,7 +84,7 @@ def test_a_teacher_that_goes_on_for_the_user_is_stopped_and_the_student_learns_t
 def test_answers_that_were_cut_are_left_out_and_each_sample_has_a_seed_of_its_own() -> None:
     seen: list[Any] = []
 
-    def answers(prompts: list[Any], params: list[Any]) -> list[list[int] | None]:
+    def answers(prompts: list[Any], params: list[Any], _progress: TextIO) -> list[list[int] | None]:
         assert prompts == [[1, 2], [1, 2], [1, 3], [1, 3]]
         seen.extend(params)
         return [[5], None, [5], [5]]
@@ -90,7 +92,7 @@ def test_answers_that_were_cut_are_left_out_and_each_sample_has_a_seed_of_its_ow
     options = argparse.Namespace(samples=2, max_tokens=3, temperature=0.5, seed=10)
     questions = [TeacherQuestion([1, 2], [2], (9,)), TeacherQuestion([1, 3], [3], (9, "ab"))]
     engine: Any = SimpleNamespace(answers=answers)
-    examples, cut = sample(engine, questions, options)
+    examples, cut = sample(engine, questions, options, sys.stdout)
     assert cut == 1
     assert [each["tokens"] for each in examples] == [[2, 5], [3, 5], [3, 5]]
     assert [params.seed for params in seen] == [10, 11, 12, 13]
@@ -105,3 +107,12 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         main(words)
     with pytest.raises(BadInput, match="--prompts"):
         main(["m"])
+
+
+def test_what_the_engine_prints_goes_to_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with output_to(tmp_path / "log") as terminal:
+        subprocess.run(["sh", "-c", "echo noise; echo warning >&2"], check=True)
+        print("progress", file=terminal)
+    subprocess.run(["echo", "done"], check=True)
+    assert capfd.readouterr() == ("progress\ndone\n", "")
+    assert sorted((tmp_path / "log").read_text().split()) == ["noise", "warning"]
