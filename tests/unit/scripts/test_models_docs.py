@@ -1,0 +1,120 @@
+"""Small models of the architectures train, publish and open again, or are refused; docs/models.md says which."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+ROOT = Path(__file__).parents[3]
+PACKED = (
+    "deepseek_v3",
+    "gemma3",
+    "glm4_moe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "opt",  # its own forward pass goes round the base model
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+ROWS = {"gpt_oss": "of a packed row differ", "qwen3_5": "when the sample before it changes"}
+REFUSED = {
+    "bert": "moves by .* when a later token changes",
+    "gemma2": "differ by .* from those of the model's own logits",
+    "xmod": "cannot be computed: ValueError: Input language unknown",
+    "zamba": "decoder layers that share parameters",
+    "bloom": "write max_position_embeddings into it",
+}
+
+
+@pytest.fixture(scope="module")
+def docs() -> Iterator[ModuleType]:
+    """`scripts/make_models_docs.py` as a module."""
+    spec = importlib.util.spec_from_file_location("make_models_docs", ROOT / "scripts" / "make_models_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def lines_of(page: str) -> dict[str, list[str]]:
+    """Returns the cells of each row of the table, by model type."""
+    rows = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in page.splitlines() if line.startswith("| `")]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+@pytest.mark.parametrize("model_type", PACKED)
+def test_it_trains_packed(docs: ModuleType, model_type: str) -> None:
+    assert docs.walk(model_type).layout == "packed"
+
+
+@pytest.mark.parametrize("model_type", ROWS)
+def test_it_trains_in_rows(docs: ModuleType, model_type: str) -> None:
+    found = docs.walk(model_type)
+    assert found.layout == "rows"
+    assert ROWS[model_type] in found.why
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_it_is_refused_and_the_reason_said(docs: ModuleType, model_type: str) -> None:
+    found = docs.walk(model_type)
+    assert found.layout == ""
+    assert re.search(REFUSED[model_type], found.why)
+
+
+def test_none_of_the_required_is_left_out(docs: ModuleType) -> None:
+    assert {*PACKED, *ROWS} >= docs.REQUIRED
+
+
+def test_a_model_that_opens_otherwise_is_noticed(docs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk itself fails, if what opens computes something else by a little."""
+    opened = docs.opened_logprobs
+    monkeypatch.setattr(docs, "opened_logprobs", lambda *args: opened(*args) + np.float32(2 * docs.TOLERANCE))
+    with pytest.raises(AssertionError, match="from those of what Hugging Face opens"):
+        docs.walk("llama")
+
+
+def test_the_page_is_of_the_installed_packages(docs: ModuleType) -> None:
+    """On failure: python scripts/make_models_docs.py"""
+    page = docs.TARGET.read_text(encoding="utf-8")
+    assert f"with {docs.versions()}." in page
+    rows = lines_of(page)
+    assert {name: cells[0] for name, cells in rows.items()} == dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    trains = {name for name, cells in rows.items() if cells[1] in ("packed", "rows")}
+    refused = {name for name, cells in rows.items() if cells[1] == "refused"}
+    assert trains >= docs.REQUIRED
+    assert len(trains) >= 40
+    assert len(trains | refused) >= 60
+    assert all(rows[name][3] for name in rows.keys() - trains)  # each has its reason
+    assert rows["llama"][1:3] == ["packed", "yes"]
+
+
+@pytest.mark.long
+def test_every_architecture_trains_and_opens_again_or_is_refused(docs: ModuleType) -> None:
+    """And the page says the same, but for numbers."""
+    said = lines_of(docs.TARGET.read_text(encoding="utf-8"))
+    wrong: dict[str, str] = {}
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            (found,) = lines_of(docs.line(docs.walk(model_type), ())).values()
+        except Exception as error:  # all of them are wanted in the report
+            wrong[model_type] = repr(error)
+            continue
+        for cell, expected in zip((found[1], found[3]), (said[model_type][1], said[model_type][3]), strict=True):
+            if re.sub(r"[\d.e-]+", "#", cell) != re.sub(r"[\d.e-]+", "#", expected):
+                wrong[model_type] = f"{cell!r}, and the page says {expected!r}"
+    assert wrong == {}
