@@ -1,0 +1,32 @@
+"""The record of a step: what its gradient is divided by, and its loss."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trireme.core.types import ForwardBackwardOutput
+from trireme.train.steps import StepRecord
+
+
+def output(loss: float, tokens: float) -> ForwardBackwardOutput:
+    metrics = {"loss:sum": loss, "loss_tokens:sum": tokens, "entropy:sum": 2 * tokens}
+    return ForwardBackwardOutput(np.zeros(1, np.float32), np.arange(2), metrics)
+
+
+@pytest.mark.parametrize(("divisors", "normalizers", "loss"), [((4, 2, 3), [6, 3], 2.0), ((0, 0, 0), [1, 1], 18.0)])
+def test_each_substep_is_divided_by_its_own_minibatches_and_the_loss_as_its_gradient(
+    divisors: tuple[float, ...], normalizers: list[float], loss: float
+) -> None:
+    record, given = StepRecord(0), []
+    guard: Any = SimpleNamespace(update=lambda step, *_: step() or 1.0)
+    for number, divisor in enumerate(divisors):
+        record.add(output(6.0, tokens=10.0), divisor, ("p",))
+        if number:
+            record.update(guard, given.append)
+    assert given == normalizers
+    row = record.optim_metrics()
+    assert (row["optim/loss"], row["optim/entropy"]) == (loss, 2.0)
