@@ -15,7 +15,7 @@ from orchestrator_fakes import FakeSampler, Run, quiesce, small_config, whole_ru
 from watched_envs import Act, Watched, WatchedProblem, WatchedProblems, WatchedTogether, at, hangs, nothing, raises
 
 from orchestrator.env import Env, EnvGroup
-from orchestrator.lifetimes import contained
+from orchestrator.lifetimes import contained, end_deadline_s
 from orchestrator.message_env import MessageEnv, RenderedEnv
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import EnvExited, RolloutLimits
@@ -202,6 +202,15 @@ def test_a_stop_ends_an_evaluation_without_training_too() -> None:
             await evaluation
 
     virtual_time.run(scenario())
+
+
+def test_the_driver_waits_for_as_long_as_the_slowest_environment_may_take_also_in_evaluations() -> None:
+    config = config_of(close_s=5)
+    slower = config.env[0].model_copy(update={"name": "slower", "close_s": 20.0})
+    held_out = EvalConfig(every=1, env=({"name": "slower", "args": {"a": 1}},))
+    config = config.model_copy(update={"env": (*config.env, slower), "eval": held_out})
+    assert [env.close_s for env in config.eval_envs] == [20]
+    assert end_deadline_s(config) == 60
 
 
 def test_a_close_that_is_no_coroutine_is_called_too() -> None:
