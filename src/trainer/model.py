@@ -173,8 +173,9 @@ def load_source(name: str) -> PreTrainedModel:
     """
     source, report = AutoModelForCausalLM.from_pretrained(
         name,
+        config=AutoConfig.from_pretrained(name, trust_remote_code=False),
         dtype=torch.float32,
-        attn_implementation="eager",  # never runs; else a config.json could name a kernel to fetch and load
+        attn_implementation="eager",  # never runs; else, and without `config`, its JSON could name code to fetch
         trust_remote_code=False,
         output_loading_info=True,
     )

@@ -107,13 +107,15 @@ def complete(model: str, messages: list[Message]) -> str:
 @cache
 def _loaded(model: str) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from trireme.core.tokenizer import load_tokenizer
     from trireme.renderers import make_renderer
 
     torch.set_num_threads(1)
-    loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa", trust_remote_code=False)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    options = {"attn_implementation": "sdpa"}  # else, and without `config`, its JSON could name code to fetch
+    loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options, trust_remote_code=False)
     return make_renderer("auto", load_tokenizer(model)), loaded.eval()
 
 

@@ -30,7 +30,12 @@ def measure(described: Mapping[str, Any]) -> dict[str, Any]:
     try:
         config = _configuration(described)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch.bfloat16,
+                attn_implementation="eager",  # else the JSON could name code to fetch
+                trust_remote_code=False,
+            )
     except Exception as error:  # each architecture has checks and failures of its own
         reason = str(error).strip().partition("\n")[0]  # some go on with a list of all architectures
         raise ValueError(f"transformers cannot build the model ({type(error).__name__}: {reason})") from error

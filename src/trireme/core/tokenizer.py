@@ -24,8 +24,9 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def load_tokenizer(name: str) -> Any:
-    """Opens the `transformers` tokenizer in a directory, or of that name on the hub. Raises BadInput if it has no
-    vocabulary: for some models transformers makes such a one where files are missing."""
+    """Opens the `transformers` tokenizer in a directory, or of that name on the hub. Raises BadInput if it cannot be
+    opened without code of its own, or has no vocabulary: for some models transformers makes such a one where files are
+    missing."""
     refuse(list(without_tokenizer("tokenizer", name)))
     from transformers.utils import cached_file
 
@@ -35,7 +36,12 @@ def load_tokenizer(name: str) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(name)
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except ValueError as error:
+        given = f"tokenizer = {name}, which transformers cannot open: {str(error).strip().splitlines()[0]}"
+        expected = "a tokenizer of a class of transformers; code of its own never runs"
+        raise Refusal(given, expected, TOKENIZER_ADVICE).error() from None
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise Refusal(f"tokenizer = {name}, which has no vocabulary", "a whole tokenizer", TOKENIZER_ADVICE).error()
     return tokenizer

@@ -89,6 +89,18 @@ def test_a_pickle_in_place_of_a_tensor_does_not_run(saved, canary):
         load(saved)
 
 
+def test_a_pickle_among_tensors_does_not_run(saved, canary):
+    payload = io.BytesIO()
+    torch.save(Payload(os.mkdir, str(canary)), payload)
+    file = saved / "__0_0.distcp"
+    end = file.stat().st_size
+    file.write_bytes(file.read_bytes() + payload.getvalue())
+    place = {"offset": end, "length": len(payload.getvalue())}
+    change(saved, lambda metadata: [vars(info).update(place) for info in metadata.storage_data.values()])
+    with pytest.raises(dcp.CheckpointException, match="Weights only load failed"):
+        load(saved)
+
+
 @pytest.mark.parametrize("path", ["/etc/hostname", "../secret.distcp", "sub/../../secret.distcp", ".."])
 def test_files_elsewhere_are_not_read(saved, path):
     (saved.parent / "secret.distcp").write_bytes((saved / "__0_0.distcp").read_bytes())
