@@ -192,8 +192,11 @@ class PlacePool:
     def is_there(options: Mapping[str, Any]) -> bool:
         """Returns True if Ray has the place of an actor with these options; it has none while its node is lost."""
         strategy = options["scheduling_strategy"]
-        nodes = placement_group_table(strategy.placement_group)["bundles_to_node_id"]
-        return bool(nodes[strategy.placement_group_bundle_index])  # empty for a bundle without a node
+        table = placement_group_table(strategy.placement_group)
+        if table["state"] == "CREATED":
+            return True
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return table["bundles_to_node_id"][strategy.placement_group_bundle_index] in alive
 
 
 def await_places(options: Mapping[str, Sequence[Mapping[str, Any]]], timeout_s: float, progress: Progress) -> None:

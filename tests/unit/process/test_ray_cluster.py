@@ -107,11 +107,23 @@ class TestAwaitPlaces:
     @pytest.fixture(autouse=True)
     def _clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.nodes, self.told = 0.0, {0: "a", 1: "", 2: "a"}, list[tuple[list[str], float]]()
-        monkeypatch.setattr(cluster, "placement_group_table", lambda _group: {"bundles_to_node_id": self.nodes})
+        monkeypatch.setattr(cluster, "placement_group_table", self._table)
+        nodes = [{"NodeID": "a", "Alive": True}, {"NodeID": "b", "Alive": True}, {"NodeID": "lost", "Alive": False}]
+        monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes)
         monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
+
+    def _table(self, _group: None) -> dict[str, Any]:
+        is_whole = {"", "lost"}.isdisjoint(self.nodes.values())
+        return {"state": "CREATED" if is_whole else "RESCHEDULING", "bundles_to_node_id": self.nodes}
+
+    @pytest.mark.parametrize("node", ["", "lost"])
+    def test_only_the_bundles_of_the_lost_node_have_no_place(self, node: str) -> None:
+        self.nodes[1] = node
+        places = [*self.OPTIONS["trainer"], *self.OPTIONS["orchestrator"]]
+        assert list(map(cluster.PlacePool.is_there, places)) == [True, False, True]
 
     def test_it_returns_when_another_node_has_come_and_says_what_it_waits_for(self) -> None:
         def progress(names: list[str], waited_s: float) -> None:
