@@ -299,5 +299,6 @@ def _in_short(error: Exception) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith("<frozen") and f.filename not in (__file__, inspect.__file__)]
+    python = (__file__, inspect.__file__, importlib.__file__)
+    own = [f for f in frames if not f.filename.startswith("<frozen") and f.filename not in python]
     return f"{said} ({own[-1].filename}, line {own[-1].lineno})" if own else said
