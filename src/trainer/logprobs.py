@@ -27,11 +27,16 @@ METHOD = "token_logprobs"
 def add_token_logprobs(model: PreTrainedModel) -> PreTrainedModel:
     """Gives `model`, after `fully_shard`, the method that `token_logprobs` calls; FSDP treats it as a forward pass.
 
-    Returns the model. Raises BadInput for one without an output matrix. That its logits are hidden states times this
-    matrix is shown at the start (`trainer.proof`).
+    Returns the model. Raises BadInput for one without an output matrix or a base model. That its logits are hidden
+    states times this matrix is shown at the start (`trainer.proof`).
     """
+    name = type(model).__name__.removeprefix("FSDP")
     if model.get_output_embeddings() is None:
-        raise BadInput(f"{type(model).__name__} has no output matrix: its logprobs are not supported")
+        raise BadInput(f"{name} has no output matrix: its logprobs are not supported")
+    if model.base_model is model:
+        raise BadInput(
+            f"{name} does not say which part of it computes hidden states (base_model): its logprobs are not supported"
+        )
     setattr(model, METHOD, MethodType(_forward, model))
     register_fsdp_forward_method(model, METHOD)
     return model

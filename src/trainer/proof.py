@@ -294,7 +294,8 @@ def _multiplied(model: PreTrainedModel, factor: float) -> Iterator[None]:
         output.last_hidden_state = output.last_hidden_state * factor
         return output
 
-    hook = model.get_decoder().register_forward_hook(multiply)  # part of the model's own pass, and of ours
+    decoder = model.get_decoder()  # part of the model's own pass and of ours, but some call their head by this name
+    hook = (decoder if isinstance(decoder, PreTrainedModel) else model.base_model).register_forward_hook(multiply)
     try:
         yield
     finally:

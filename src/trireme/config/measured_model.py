@@ -46,7 +46,7 @@ def measure(described: Mapping[str, Any]) -> dict[str, Any]:
     heads, kv_heads, head_dim = _heads(text, hidden) if windows else (0, 0, 0)
     experts = _first(text, EXPERTS) or 0
     multiplied, chosen = _multiplied(model, experts, text)
-    attention = sum(p.numel() for name, p in model.get_decoder().named_parameters() if "att" in name.lower())
+    attention = sum(p.numel() for name, p in _decoder(model).named_parameters() if "att" in name.lower())
     mlps = max(0, multiplied - vocabulary * hidden - attention)
     return {
         "hidden_size": hidden,
@@ -128,7 +128,7 @@ def _multiplied(model: PreTrainedModel, experts: int, text: PretrainedConfig) ->
 
     head = model.get_output_embeddings()
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    every = dict(model.get_decoder().named_parameters())
+    every = dict(_decoder(model).named_parameters())
     in_experts = {
         id(p) for name, p in every.items() if ".experts." in name or (p.ndim == 3 and p.shape[0] == experts > 1)
     }
@@ -138,6 +138,14 @@ def _multiplied(model: PreTrainedModel, experts: int, text: PretrainedConfig) ->
     routed = sum(n for key, n in own.items() if key in in_experts)
     share = chosen / _size(text, *EXPERTS) if in_experts else 0
     return shared + round(routed * share) + (head.weight.numel() if head is not None else 0), chosen
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """Returns the part that computes hidden states of text."""
+    from transformers import PreTrainedModel
+
+    decoder = model.get_decoder()  # some call their head by this name
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 def _linear_widths(model: PreTrainedModel) -> dict[str, int]:

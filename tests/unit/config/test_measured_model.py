@@ -19,6 +19,7 @@ PUBLISHED = {
     "minimax": (47.37e9, 13.42e9, 16),
     "llama4_text": (107.77e9, 17.17e9, 48),
     "qwen3_next": (79.67e9, 3.564e9, 12),
+    "modernbert-decoder": (0.1497e9, 0.1490e9, 22),
     "gpt2": (0.1244e9, 0.1237e9, 12),
 }
 

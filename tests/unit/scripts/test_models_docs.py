@@ -32,6 +32,8 @@ ROWS = {"gpt_oss": "of a packed row differ", "qwen3_5": "when the sample before 
 REFUSED = {
     "bert": "moves by .* when a later token changes",
     "gemma2": "differ by .* from those of the model's own logits",
+    "llama4_text": "does not say which part of it computes hidden states",
+    "modernbert-decoder": "differ by .* from those of the model's own logits",
     "xmod": "cannot be computed: ValueError: Input language unknown",
     "zamba": "decoder layers that share parameters",
     "bloom": "write max_position_embeddings into it",
