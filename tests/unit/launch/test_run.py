@@ -136,7 +136,7 @@ def test_an_attempt_waits_for_the_places_of_what_it_starts_and_says_so_once(monk
         config=SimpleNamespace(timeouts=SimpleNamespace(place_s=60.0)),
     )
     supervisor: Any = SimpleNamespace(roster=Roster(lambda: 0.0), check=lambda: None)
-    console: Any = SimpleNamespace(print=waited_for.append)
+    console: Any = SimpleNamespace(print=lambda text, **_: waited_for.append(text))
     run_module.await_own_places(training, supervisor, console)
     assert waited_for[:3] == ["trainer", "orchestrator", "60.0"]
     assert waited_for[3:] == ["waiting for a place in the cluster for the trainer (1 of 2 actors) (7 s)"]
