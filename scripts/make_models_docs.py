@@ -54,7 +54,9 @@ step by a real shard, published, saved and opened again, in float32 on a CPU. "p
 and open again with the same log-probabilities (within {tolerance:g} nats). "refused" is refused at the start, for the
 reason given. "not tried" could not be made small without data or options of its own: a real model of the kind still
 has to prove itself. vLLM knows more names than are listed; a model that it does not know can be trained by `sft`, and
-not be sampled from.
+not be sampled from. With Llama, Mistral, Mixtral, OLMo 2, Phi-3, Qwen 2, Qwen 3 and Qwen 3-MoE it was shown that vLLM
+computes, after each update, what Hugging Face computes with the published weights
+(`tests/e2e/test_inference_architectures.py`); at every update of a run the canary shows it for the run's own model.
 """
 REQUIRED = {
     *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "mistral", "mixtral", "gemma3", "phi3", "glm4_moe"),
