@@ -38,8 +38,8 @@ from run_support import (
 
 from trireme.checkpoint.resume import choose
 from trireme.checkpoint.store import CheckpointStore
-from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, BadInput
-from trireme.supervision.status import read_incidents
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_SIGTERM, BadInput
+from trireme.supervision.status import Status, read_incidents
 
 START_UP = ["trainer.start@1", "inference.start@1", "orchestrator.start@1"]
 STEP = [
@@ -321,6 +321,40 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert ended.code == EXIT_OK, ended.out
         assert [row["step"] for row in ended.rows] == list(range(9))
         assert choose_newest(root) == ("step_000009", ())
+
+
+@pytest.mark.long  # each change that the older driver may be about to make: tests/unit/run/test_rundir_two_drivers.py
+def test_two_drivers(tmp_path: Path) -> None:
+    """Somebody deletes the lock file of a living driver and resumes its run: the older driver ends and says why."""
+    newer: list[Ended] = []
+    stopped: list[str] = []
+
+    def stop(line: str, process: subprocess.Popen[str]) -> None:
+        if line.startswith("step ") and not stopped:
+            stopped.append(line)
+            process.send_signal(signal.SIGTERM)
+
+    def take_over(line: str, _process: subprocess.Popen[str]) -> None:
+        if line.startswith("step   4/200") and not newer:
+            (tmp_path / "run" / "driver.lock").unlink()
+            newer.append(run_rl(tmp_path, *SMALL, "--max-steps", "200", "--resume", on_line=stop))
+
+    older = run_rl(tmp_path, *SMALL, "--max-steps", "200", on_line=take_over)
+    assert older.code == EXIT_FAILED
+    assert "has taken over from attempt 1" in older.out
+    assert "resume the run with" not in older.out
+    assert newer[0].code == EXIT_SIGTERM, newer[0].out
+    assert "attempt 2" in newer[0].out
+    done = len(older.rows)
+    assert [row["step"] for row in older.rows] == list(range(done))
+    assert [row["attempt"] for row in older.rows] == sorted(row["attempt"] for row in older.rows)
+    assert older.rows[-1]["attempt"] == 2
+    root = tmp_path / "run"
+    assert choose_newest(root) == (f"step_{done:06d}", ())
+    status = Status.read(root)
+    assert status is not None
+    assert status.ended is not None
+    assert status.ended.exit_code == EXIT_SIGTERM, "the older driver does not write over what the newer one says"
 
 
 def choose_newest(root: Path) -> tuple[str, tuple[str, ...]]:
