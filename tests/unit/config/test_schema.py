@@ -6,11 +6,14 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from trireme.config import CommonConfig, Config
 from trireme.config.checks import check
+from trireme.config.inference import InferenceConfig
 from trireme.config.keys import keys_of
 from trireme.config.load import load
+from trireme.config.orchestrator import OrchestratorConfig
 from trireme.config.sft import SftConfig
 from trireme.plan.base import Plan
 from trireme.plan.rl import RL_ROOMS
@@ -51,3 +54,14 @@ def test_the_page_is_what_the_schema_says() -> None:
 @pytest.mark.parametrize("schema", COMMANDS)
 def test_every_key_says_what_it_means(schema: type[CommonConfig]) -> None:
     assert [key.dotted for key in keys_of(schema).options.values() if not key.description.endswith(".")] == []
+
+
+@pytest.mark.parametrize("wrong", [{"max_steps_off_policy": -1}, {"stale_policy": "bogus"}])
+def test_bounds_and_policies_of_staleness(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
+        OrchestratorConfig.model_validate(wrong)
+
+
+def test_modes_of_an_update() -> None:
+    with pytest.raises(ValidationError, match="on_update"):
+        InferenceConfig.model_validate({"on_update": "abort"})
