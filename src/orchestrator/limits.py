@@ -38,8 +38,10 @@ class RunLimits:
 
     @property
     def _cause(self) -> str:
-        """The first error without its traceback, on one line."""
-        return self.first_failure.strip().splitlines()[-1]
+        """The first error without its traceback, on one line: that after the last frame, as notes may follow it."""
+        lines = self.first_failure.strip().splitlines()
+        after = max((number for number, line in enumerate(lines) if line.startswith("  ")), default=-1) + 1
+        return lines[min(after, len(lines) - 1)]
 
     def judge_rollout(self, succeeded: bool) -> None:
         """Counts a rollout that ended, after all retries. Raises LimitReached if too many of the recent ones failed."""

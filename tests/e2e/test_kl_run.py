@@ -40,16 +40,18 @@ def test_refused_steps_leave_the_weights_and_the_run_goes_on(ended: Ended) -> No
 
 def test_the_culprits_are_named(ended: Ended) -> None:
     """The datums by the trainer, their problems by the driver."""
-    said = [line for line in ended.out.splitlines() if "step refused" in line]
+    said = [line for line in ended.out.splitlines() if "was refused" in line]
     assert len(said) == 1 + REFUSED_IN_A_ROW
-    for line in said:
+    refused_at = [ONCE, *range(ALWAYS_FROM, LAST + 1)]
+    for step, line in zip(refused_at, said, strict=True):
+        assert f"step {step + 1}, update 1 was refused" in line
         assert re.search(r"the gradient norm is nan; nothing was updated.* datum \d+.* of batch [01]", line), line
         assert re.search(r"Their problems: 0\.\d+\.\d+", line), line
 
 
 def test_a_limit_of_refused_steps_ends_the_run_after_a_commit(ended: Ended) -> None:
     assert ended.code == EXIT_LIMIT, ended.out
-    assert f"{REFUSED_IN_A_ROW} steps in a row was not finite" in ended.out
+    assert f"in {REFUSED_IN_A_ROW} steps in a row the gradient of an update was not finite" in ended.out
     assert [commit.name for commit in CheckpointStore(ended.root).commits()] == [f"step_{LAST + 1:06d}"]
     ended.assert_nothing_left()
 

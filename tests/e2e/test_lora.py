@@ -20,6 +20,7 @@ FLAGS = [
     *TINY,
     *("--max-steps", "4", "--checkpoint.every", "2", "--deterministic", "--orchestrator.max-steps-off-policy", "0"),
     *("--trainer.lora.rank", "8", "--trainer.kl.coef", "0.05", "--trainer.learning-rate", "2e-3"),
+    "--verbose",
 ]
 
 
@@ -30,7 +31,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 def test_adapters_are_trained_and_travel(whole: Ended) -> None:
     assert whole.code == EXIT_OK, whole.out
-    assert "LoRA of rank 8 and alpha 32 on q_proj" in whole.out
+    assert "LoRA of rank 8 and alpha 32 on q_proj" in whole.out, "the whole plan, which --verbose asks for"
     base = sum(file.stat().st_size for file in BASE.glob("*.safetensors"))
     for row in whole.rows:
         assert row["weights/bytes"] < base / 3

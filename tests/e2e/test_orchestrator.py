@@ -80,7 +80,7 @@ def test_a_run_of_three_steps_and_a_sudden_death(model_dir: Path, tmp_path: Path
         assert row["off_policy/max"] <= 1
         assert row["ledger/trained"] == 4 * (step + 1)
         assert row["weights/reprefill_tokens"] == 10 * step, "of the update to the version that was trained with"
-    with pytest.raises(RoomFailed, match=r"orchestrator \(a minibatch of step 3\) died.*orchestrator_0\.log"):
+    with pytest.raises(RoomFailed, match=r"orchestrator \(a minibatch of step 4\) died.*orchestrator_0\.log"):
         next(handle.minibatches(3, 0))
     assert (tmp_path / "orchestrator_0.log").exists()
     handle.stop()

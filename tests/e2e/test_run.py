@@ -60,7 +60,7 @@ class TestTwoShardsTwoReplicas:
         assert ended.out.count("evaluation of version") == 4
 
     def test_prints_plan_steps_and_what_next(self, ended: Ended) -> None:
-        for expected in ("trainer", "orchestrator", "inference", "vllm", "12/12", "What next", "tokens"):
+        for expected in ("trainer", "orchestrator", "inference", "written to", "12/12", "What next", "tokens"):
             assert expected in ended.out
 
     def test_weights_open_with_transformers(self, ended: Ended) -> None:
