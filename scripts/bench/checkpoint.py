@@ -110,6 +110,7 @@ def trainer(model: Path, temp_dir: Path) -> Iterator[TrainerHandle]:
             "orchestrator": {"batch_size": 2},
             "env": {"id": "sort"},
             "inference": {"sampling": {"max_tokens": 8}},
+            "trainer": {"shards": SHARDS},
             "cluster": {"device": "cpu"},
         }
     )
