@@ -93,7 +93,7 @@ def main() -> None:
     task = replace(TASK, batch_size=args.batch_size)
     runs: dict[int, list[RunMeasured]] = {SYNC: [], ASYNC: []}
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        model, config = Path(directory) / "model", Path(directory) / "config.json"
+        model, config = Path(directory) / "model", Path(directory) / "task.json"
         parameters = make_model(model, hidden=TASK.hidden, layers=TASK.layers)
         config.write_text(json.dumps(task.config(model)))
         for _ in range(args.repeats):

@@ -92,11 +92,11 @@ def bare_reload(worker: Any, pickled_files: bytes) -> float:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
-    files = pickle.loads(pickled_files)
-    buckets = files.open()
+    manifest, paths = pickle.loads(pickled_files)
+    buckets = [np.memmap(path, dtype=np.uint8, mode="c") for path in paths]
     for bucket in buckets:
         bucket.sum()
-    tensors = [(entry.name, tensor_of(entry, buckets)) for entry in files.manifest.entries]
+    tensors = [(entry.name, tensor_of(entry, buckets)) for entry in manifest.entries]
     model = worker.model_runner.get_model()
     with set_current_vllm_config(worker.vllm_config):
         started = time.perf_counter()

@@ -350,7 +350,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         directory = Path(name)
         make_model(directory / "model", hidden=TASK.hidden, layers=TASK.layers)
-        config = directory / "config.json"
+        config = directory / "task.json"
         config.write_text(json.dumps(with_two_of_each(TASK.config(directory / "model"))))
         resolved(config, directory / "resolved.json")
         for _ in range(args.repeats):
