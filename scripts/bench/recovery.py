@@ -124,7 +124,8 @@ class Run:
         return [event for line in lines if (event := _event(line))]
 
     def incidents(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.root / "incidents.jsonl").read_text().splitlines()]
+        file = self.root / "incidents.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def _event(line: str) -> dict[str, Any] | None:
@@ -164,15 +165,15 @@ def lose_replica(config: Path, bare_start_s: float, lost: str, spare: bool = Fal
         (process,) = (p for part, p in run.processes() if part == "inference_0" and room_of(p) == lost)
         killed = time.time()
         process.send_signal(signal.SIGKILL)
-        samples = run.wait_for("the successor's first request", lambda: first_request(run, killed))
+        samples = run.wait_for("the successor's first request", lambda: first_request(run))
         time.sleep(1.0)  # until the orchestrator's trace has been written up to there
         ended = [event["ts"] / 1e6 for event in run.trace("orchestrator_0") if is_group_end(event)]
+        for incident in run.incidents():
+            print(f"{incident['at'] - killed:.1f} s after the kill: {incident['what']}", flush=True)
         said = (logs(run) / "inference_0.log").read_text()
         way = {"engine core": "starts another engine"}.get(lost, "a spare until now" if spare else "")
         if way not in said:
             raise RuntimeError(f"the successor came in another way: {way!r} is not in its log")
-        for incident in run.incidents():
-            print(f"{incident['at'] - killed:.1f} s after the kill: {incident['what']}", flush=True)
 
     def rate(since: float, until: float) -> float:
         return sum(since <= at < until for at in ended) / (until - since)
@@ -201,10 +202,13 @@ def spread(run: Run) -> None:
         os.sched_setaffinity(thread.id, {KEPT_CORE})
 
 
-def first_request(run: Run, after: float) -> float | None:
-    """Returns when replica 0 had a request in flight again, in seconds since 1970."""
+def first_request(run: Run) -> float | None:
+    """Returns when replica 0 had a request in flight again, in seconds since 1970. Until its loss is an incident, an
+    actor whose engine is dead may still take some."""
+    if not (incidents := run.incidents()):
+        return None
     counted = (event for event in run.trace("inference_0") if event["ph"] == "C" and event["args"]["number"])
-    return next((at for event in counted if (at := event["ts"] / 1e6) > after), None)
+    return next((at for event in counted if (at := event["ts"] / 1e6) > incidents[0]["at"]), None)
 
 
 def is_group_end(event: dict[str, Any]) -> bool:
@@ -250,9 +254,12 @@ def start_bare(room: str, config_json: Path, commit: Path | None) -> float:
     if room == "replica":
         os.sched_setaffinity(0, {LOST_CORE})
     from trireme.config import Config
+    from trireme.config.load import WRITTEN_BY
     from trireme.process.environ import prepare_ray_environment
 
-    config = Config.model_validate_json(config_json.read_text())
+    keys = json.loads(config_json.read_text())
+    keys.pop(WRITTEN_BY, None)  # only a run's own file says by which versions it was written
+    config = Config.model_validate(keys)
     prepare_ray_environment(None, threads=1, deterministic=False)
     import ray
 

@@ -114,7 +114,7 @@ class ReplicaActor(SamplingEngine):
 
     async def has_lost_engine(self) -> bool:
         """Tells if the engine's process died under this one, which answers."""
-        return self.engine.errored
+        return self.engine.errored or has_ended(self._engine_pid)  # a call may fail before vLLM notices the death
 
     async def restart(self) -> ReplicaInfo:
         """Starts an engine in place of one that died: most of a start is importing vLLM, which is done."""

@@ -29,8 +29,9 @@ MAX_CALLS = 100_000
 GRACE_S = 30.0
 SPARES = "a spare replica"
 STOP_S = 10.0
-ALIVE_S = 1.0
-"""Time for an actor to show that it is alive: the thread that asks also looks after the other replicas."""
+ALIVE_S = 3.0
+"""Time for an actor to show that it is alive: the thread that asks also looks after the other replicas, and on a busy
+machine an answer may take a second."""
 
 Value = TypeVar("Value")
 log = logging.getLogger(__name__)
