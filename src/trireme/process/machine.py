@@ -1,0 +1,120 @@
+"""Reads what one machine has for a run: cores, memory and GPUs. Imports nothing heavy: a start of a run
+calls it, and a short task on each node of a cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB = 2**20
+SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
+SMI_S = 20.0
+"""Time limit for the driver's answer. Without persistence mode it first initialises each GPU, for seconds."""
+STORE_SHARE, STORE_BYTES = 0.3, 200 * 10**9
+"""Ray's object store takes this share of a machine's memory, at most so many bytes, and at most what /dev/shm has
+(`ray._private.utils.resolve_object_store_memory`)."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of a machine."""
+
+    memory_bytes: int
+    """All of its memory."""
+    free_bytes: int
+    """The memory that no process has taken."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of a run, and what it has."""
+
+    name: str
+    """What it is called in sentences: "this machine", or its address in the cluster."""
+    cpus: int
+    """Cores that the run may use."""
+    num_gpus: int
+    """GPUs that the run may use."""
+    memory_bytes: int
+    """Memory of the machine, or what its control group allows if that is less."""
+    shm_bytes: int
+    """Size of /dev/shm."""
+    store_bytes: int
+    """Size of Ray's object store."""
+    gpus: tuple[Gpu, ...] = ()
+    """The memory of each GPU; fewer than `num_gpus` where the driver does not tell it."""
+
+    @property
+    def smallest_gpu(self) -> Gpu | None:
+        """The GPU with the least free memory; None if the driver told of none."""
+        return min(self.gpus, key=lambda gpu: gpu.free_bytes, default=None)
+
+
+def this_machine() -> Node:
+    """Reads the cores and GPUs that this process may use, and the memory of the machine. Starts no process unless the
+    machine has GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
+    gpus = _ask_driver(visible) if count else ()
+    if visible is not None:
+        count = min(count, len(_chosen(visible)))
+    memory = min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group_limits()])
+    shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    return Node(
+        name="this machine",
+        cpus=len(os.sched_getaffinity(0)),
+        num_gpus=count,
+        memory_bytes=memory,
+        shm_bytes=shm,
+        store_bytes=min(int(STORE_SHARE * memory), STORE_BYTES, shm),
+        gpus=gpus[:count],
+    )
+
+
+def _chosen(visible: str) -> list[str]:
+    return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+
+
+def _ask_driver(visible: str | None) -> tuple[Gpu, ...]:
+    """Returns the memory of the GPUs that CUDA_VISIBLE_DEVICES names (indices, or beginnings of UUIDs; None: all),
+    from nvidia-smi, which comes with the driver. Empty where it does not answer."""
+    try:
+        answer = subprocess.run(SMI, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    lines = [[part.strip() for part in line.split(",")] for line in answer.splitlines() if line.count(",") == 3]
+    wanted = None if visible is None else _chosen(visible)
+    found = []
+    for index, uuid, total, free in lines:
+        chosen = wanted is None or any(index == name or uuid.startswith(name) for name in wanted)
+        if chosen and total.isdigit() and free.isdigit():  # "[N/A]" where GPU and host share their memory
+            found.append(Gpu(int(total) * MIB, int(free) * MIB))
+    return tuple(found)
+
+
+def _group_limits(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Yields the memory limits of this process's control group and of those around it, of version 2 and of version 1.
+    In a container the mount shows the container's own group as its root."""
+    lines = groups.read_text().splitlines() if groups.is_file() else []
+    for number, controllers, path in (line.split(":", 2) for line in lines):
+        if number == "0" and not controllers:
+            base, file = mount, "memory.max"
+        elif "memory" in controllers.split(","):
+            base, file = mount / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        inner = base / path.lstrip("/")
+        for directory in (inner, *inner.parents):
+            if directory.is_relative_to(base) and (limit := _read(directory / file).strip()).isdigit():
+                yield int(limit)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
