@@ -87,6 +87,8 @@ def engine_args(config: Config, on_cpu: bool) -> dict[str, Any]:
         args["enable_chunked_prefill"] = False
     else:
         args["gpu_memory_utilization"] = config.inference.gpu_memory_utilization
+        if (cache := config.inference.gpu_cache_gb) is not None:
+            args["kv_cache_memory_bytes"] = int(cache * 2**30)
     if config.deterministic:
         args["enable_prefix_caching"] = False  # its contents depend on the earlier requests, and their times
     if clash := sorted(args.keys() & config.inference.engine_args.keys()):

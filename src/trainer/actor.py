@@ -43,13 +43,15 @@ SPANS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
 class ShardActor:
     """Runs `trainer.shard.Shard` in its own process. Rank 0 hosts the store where the ranks find each other."""
 
-    def __init__(self, config: CommonConfig, rank: int, log_dir: Path | None, attempt: int) -> None:
+    def __init__(
+        self, config: CommonConfig, rank: int, log_dir: Path | None, attempt: int, replica_share: float
+    ) -> None:
         redirect_output(log_dir, f"trainer_{rank}")
         number_process(rank)
         trace.start(log_dir, f"trainer_{rank}", config.trace.max_mb)
         import trainer.shard  # noqa: F401  takes seconds, which all shards spend at the same time
 
-        self._config, self._rank, self._attempt = config, rank, attempt
+        self._config, self._rank, self._attempt, self._replica_share = config, rank, attempt, replica_share
 
     def rendezvous(self) -> tuple[str, int]:
         """Opens the store and returns its address; on rank 0 only. It listens only where other shards look for it: at
@@ -75,7 +77,7 @@ class ShardActor:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         store = self._store if self._rank == 0 else self._open_store(*address)
         sender = load_transport(self._config.transport).make_sender(self._rank)
-        self._shard = Shard(self._config, self._rank, store, sender, self._attempt)
+        self._shard = Shard(self._config, self._rank, store, sender, self._attempt, self._replica_share)
 
     def _open_store(self, host: str, port: int, listening: int | None = None) -> Any:
         """Connects to the store; hosts it if it is given the descriptor of a listening socket, which the store owns."""

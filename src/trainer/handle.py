@@ -72,9 +72,11 @@ class TrainerHandle:
         if len(options_R) != config.trainer.processes:
             raise ValueError(f"the mesh {config.trainer.mesh} needs options for each process, got {len(options_R)}")
         actor = ray.remote(concurrency_groups={"watch": 1, "save": 2})(ShardActor)
+        # Half a GPU means that a replica has the other half (`trireme.plan.base.Plan.shares_gpu`).
+        shares_R = [config.replica_gpu_share if 0 < o.get("num_gpus", 0) < 1 else 0.0 for o in options_R]
         actors_R = [
-            actor.options(**seeing_own_gpus(options)).remote(config, rank, log_dir, attempt)
-            for rank, options in enumerate(options_R)
+            actor.options(**seeing_own_gpus(options)).remote(config, rank, log_dir, attempt, share)
+            for rank, (options, share) in enumerate(zip(options_R, shares_R, strict=True))
         ]
         address = actors_R[0].rendezvous.remote()
         return cls(config, actors_R, [shard.setup.remote(address) for shard in actors_R], log_dir)
@@ -168,10 +170,12 @@ class TrainerHandle:
         saved_R = [actor.finish_save.remote(path, begun) for actor, begun in zip(self._actors_R, begun_R, strict=True)]
         return Pending(saved_R, self._names_R)
 
-    def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> None:
+    def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> str:
         """Loads what any number of shards saved at `path` (`save_state`). `identities` are those of the versions that
-        were published then and may still be trained on. Raises CheckpointInvalid."""
-        self._call("load_state", path, tuple(identities), timeout_s=self._timeouts.checkpoint_s)
+        were published then and may still be trained on. Returns what is to be said of it ("" if nothing). Raises
+        CheckpointInvalid."""
+        said_R = self._call("load_state", path, tuple(identities), timeout_s=self._timeouts.checkpoint_s)
+        return str(said_R[0])
 
     def save_weights(self, path: Path, published: PublishedWeights) -> Pending:
         """Begins to write `published` as a Hugging Face directory, on the node of shard 0; otherwise like

@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trireme.config import CommonConfig
 from trireme.config.installed import INSTALL_GPU
 from trireme.core.refusals import Refusal
+from trireme.plan.memory import gpu_room, host_room
+from trireme.process.machine import this_machine
 
 REPLICATE, SHARD = "replicate", "shard"
 DATA_PARALLEL = (REPLICATE, SHARD)
@@ -34,7 +36,7 @@ def find_device(config: CommonConfig) -> torch.device:
     Raises BadInput when it is a GPU and PyTorch can use none in this process.
     """
     device = config.cluster.device
-    assert device != "auto", "see trireme.plan.base.Plan.with_device"
+    assert device != "auto", "see trireme.plan.base.Plan.resolved"
     if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -74,6 +76,18 @@ class Mesh:
         values = [value]
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
+
+    def smallest_room(self, config: CommonConfig, replica_share: float) -> int:
+        """Returns the bytes that a shard may fill (`trireme.plan.memory`): the least of all ranks, so that all decide
+        alike. A replica takes `replica_share` of this rank's GPU. Collective."""
+        if self.device.type == "cuda":
+            free, memory = torch.cuda.mem_get_info(self.device)
+            room = gpu_room(free, memory, replica_share)
+        else:
+            room = host_room(this_machine().memory_bytes, config)
+        least = torch.tensor(room, device=self.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
 
     def sum_over_shards(self, value: Tensor) -> float:
         """Sums a number over the ranks that hold the parts of one copy of the model. Collective."""

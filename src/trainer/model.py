@@ -28,10 +28,10 @@ from trainer.mesh import Mesh
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig
-from trireme.core.base_digest import stored_shapes
+from trireme.core.base_digest import stored_dtypes, stored_shapes
 from trireme.core.errors import BadInput
 from trireme.core.refusals import Refusal
-from trireme.plan.memory import ModelMemory
+from trireme.plan.memory import shard_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,11 +40,12 @@ class Sharding:
     """The way in which models are held and computed.
 
     `dtype` is that in which the model computes and is published: with dtype auto, bfloat16 on GPUs and float32 on CPUs.
-    `packed`: rows are packed; with packing auto, where there is a kernel for it, and the models have shown that they
-    can be packed (`trainer.proof`).
+    `memory` has what was decided by the memory that there is; a replica takes `replica_share` of this rank's GPU.
+    `whole` is as in it, unless a resumed run has decided otherwise. `packed`: rows are packed; with packing auto, where
+    there is a kernel for it, and the models have shown that they can be packed (`trainer.proof`).
     """
 
-    def __init__(self, config: CommonConfig, facts: ModelFacts, mesh: Mesh) -> None:
+    def __init__(self, config: CommonConfig, facts: ModelFacts, mesh: Mesh, replica_share: float) -> None:
         options, on_gpus = config.trainer, mesh.device.type == "cuda"
         dtype, attention = config.model.dtype, config.model.attn
         self.dtype = DTYPES[("bfloat16" if on_gpus else "float32") if dtype == "auto" else dtype]
@@ -52,10 +53,8 @@ class Sharding:
         auto = options.packing == "auto" and attention == "auto" and has_kernel(mesh.device, self.dtype)
         self.packed = auto or options.packing == "packed"
         self._attention = attention
-        memory = ModelMemory(facts, self.dtype.itemsize, on_gpus=on_gpus)
-        # A layer that gets more tokens keeps only its input, and is computed again in the backward pass.
-        self._kept_tokens = memory.kept_tokens(options.checkpointing)
-        self._whole = memory.stays_whole  # layers stay gathered between micro-batches (`accumulating`)
+        self.memory = shard_memory(config, facts, on_gpus=on_gpus, room=mesh.smallest_room(config, replica_share))
+        self.whole = self.memory.whole  # layers stay gathered between micro-batches (`accumulating`)
         self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()
 
     def shard_model(self, name: str, weights: str, lora: LoraConfig | None = None, seed: int = 0) -> PreTrainedModel:
@@ -94,8 +93,8 @@ class Sharding:
         for layer in lists[0]:  # FSDP's hooks, which gather the layer's parameters, stay outside of both
             if self._compiled:
                 layer.forward = torch.compile(layer.forward)
-            if self._kept_tokens is not None:
-                layer.forward = partial(self.again_if_large, layer.forward, self._kept_tokens)
+            if self.memory.kept_tokens is not None:
+                layer.forward = partial(self.again_if_large, layer.forward, self.memory.kept_tokens)
         if source is not None:
             model.generation_config = source.generation_config
         model._weight_conversions = self._mesh.broadcast_object(source and source._weight_conversions)
@@ -111,8 +110,8 @@ class Sharding:
         own = {id(t) for m in modules for t in [*m.parameters(recurse=False), *m.buffers(recurse=False)]}
         for name, tensor in [*unit.named_parameters(prefix), *unit.named_buffers(prefix)]:
             if id(tensor) in own:
-                if tensors:
-                    tensor.data.copy_(tensors[name])
+                if tensors:  # cast where it is needed, after the stored bytes have travelled there
+                    tensor.data.copy_(tensors[name].to(self._mesh.device))
                 self._mesh.broadcast(tensor.data)
 
     def _shard(self, unit: nn.Module) -> None:
@@ -146,17 +145,17 @@ class Sharding:
         """Encloses the passes whose gradients add up. Gives a function to call before each pass; its argument says if
         that is the last.
 
-        Where memory allows (`ModelMemory.stays_whole`) the model stays gathered from pass to pass: gradients are added
+        Where memory allows (`whole`) the model stays gathered from pass to pass: gradients are added
         up whole and summed over ranks in the last pass. At the end nothing is left gathered, also after an error.
         """
         units = fsdp_units(model)
         root = units[0]
 
         def next_pass(last: bool) -> None:
-            root.set_requires_gradient_sync(last or not self._whole)
-            root.set_reshard_after_backward(last or not self._whole)
+            root.set_requires_gradient_sync(last or not self.whole)
+            root.set_reshard_after_backward(last or not self.whole)
 
-        root.set_reshard_after_forward(not self._whole)
+        root.set_reshard_after_forward(not self.whole)
         try:
             yield next_pass
         finally:
@@ -167,18 +166,18 @@ class Sharding:
 
 
 def load_source(name: str) -> PreTrainedModel:
-    """Loads a model, a local directory or a name on the hub, into host memory, float32.
+    """Opens a model, a local directory or a name on the hub, in host memory, with the values of its files.
+
+    Tensors have the dtype in which all of them are stored. Then they stay in the mapped files until they are copied,
+    which reads their bytes once and casts them once. Stored in several dtypes they are float32, and so are those of a
+    model that makes a buffer in the dtype of its weights, as its value would be rounded.
 
     Raises BadInput unless the tensors that would be published of it have the names and shapes of those in its files.
     """
-    source, report = AutoModelForCausalLM.from_pretrained(
-        name,
-        config=AutoConfig.from_pretrained(name, trust_remote_code=False),
-        dtype=torch.float32,
-        attn_implementation="eager",  # never runs; else, and without `config`, its JSON could name code to fetch
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
+    source, report = _open(name, _stored_dtype(name))
+    buffers = (b for module in source.modules() for b in module.buffers(recurse=False) if b.is_floating_point())
+    if any(buffer.dtype != torch.float32 for buffer in buffers):
+        source, report = _open(name, torch.float32)
     stored = stored_shapes(name)
     invented, reshaped = ([], []) if stored is None else _differences(source, stored)
     found = {
@@ -195,6 +194,26 @@ def load_source(name: str) -> PreTrainedModel:
             "save it again with save_pretrained of the installed transformers, or train another model",
         ).error()
     return source
+
+
+def _open(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Returns the model and what transformers says of its tensors."""
+    source, report = AutoModelForCausalLM.from_pretrained(
+        name,
+        config=AutoConfig.from_pretrained(name, trust_remote_code=False),
+        dtype=dtype,
+        attn_implementation="eager",  # never runs; else, and without `config`, its JSON could name code to fetch
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    return source, report
+
+
+def _stored_dtype(name: str) -> torch.dtype:
+    """Returns the dtype of all floating-point tensors in the model's files, if they have one that torch computes in;
+    else float32."""
+    stored = {dtype for dtype in stored_dtypes(name) if dtype.startswith(("F", "BF"))}
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(stored.pop() if len(stored) == 1 else "", torch.float32)
 
 
 def _differences(source: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> tuple[list[str], list[str]]:

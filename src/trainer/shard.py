@@ -45,15 +45,27 @@ from trireme.core.weights import Adapter, PublishedWeights, TensorEntry, Weights
 from trireme.process.faults import fault_point
 from trireme.run.metrics import reduce_metrics
 
+SUMS_WHOLE = "gradients summed whole"
+"""The name under which a commit says if the whole model was kept over each batch (`ShardMemory.whole`), beside the
+model's buffers."""
+
 
 class Shard:
     """One rank. Constructing it joins the process group through `store` and loads its part of the model: collective.
 
     `sender` sends published weights to where replicas get them. `attempt` becomes part of the identity of all weights
-    that are published.
+    that are published. A replica takes `replica_share` of this rank's GPU.
     """
 
-    def __init__(self, config: CommonConfig, rank: int, store: dist.Store, sender: Sender, attempt: int = 1) -> None:
+    def __init__(
+        self,
+        config: CommonConfig,
+        rank: int,
+        store: dist.Store,
+        sender: Sender,
+        attempt: int = 1,
+        replica_share: float = 0.0,
+    ) -> None:
         fault_point("trainer.start")
         self._config = config
         torch.use_deterministic_algorithms(config.deterministic)
@@ -63,7 +75,7 @@ class Shard:
         assert facts is not None, "required"
         self._facts = facts
         self._mesh = Mesh(config, rank, store, self._device)
-        self._sharding = Sharding(config, facts, self._mesh)
+        self._sharding = Sharding(config, facts, self._mesh, replica_share)
         self._peak_flops = peak_flops(self._device, self._sharding.dtype)
         lora, name = config.trainer.lora, config.model.name
         self._model = self._sharding.shard_model(name, name, lora if lora.on else None, config.lora_seed)
@@ -79,7 +91,8 @@ class Shard:
         make_adam_state(self._optimizer)
         self._refreshed = self._refreshed_tensors()
         base = self._adapter.base if self._adapter else None
-        buffers = {} if self._adapter else persistent_buffers(self._model)
+        self._sums_whole = torch.tensor(self._sharding.whole)
+        buffers = {SUMS_WHOLE: self._sums_whole, **({} if self._adapter else persistent_buffers(self._model))}
         self._checkpointer = Checkpointer(
             config, self._mesh, parameters, self._optimizer, self._refreshed, base, buffers
         )
@@ -116,7 +129,7 @@ class Shard:
     def shown(self) -> tuple[str, str]:
         """Says what the model showed at the start, and why rows are not packed although the configuration would have
         them so ("" otherwise)."""
-        return self.proof.text, self.proof.why_rows
+        return f"{self.proof.text}; {self._sharding.memory.text}", self.proof.why_rows
 
     def forward_backward(
         self, batch: TokenBatch, loss_fn: str, loss_fn_config: Mapping[str, float], provenance: Provenance | None
@@ -251,12 +264,24 @@ class Shard:
         """
         return self._checkpointer.finish(path)
 
-    def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> None:
+    def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> str:
         """Loads the state saved in `path` by any number of shards, and the identities of the versions published until
-        then. Raises CheckpointInvalid."""
+        then. Raises CheckpointInvalid.
+
+        Gradients are added in the order in which the saved run added them, if the memory allows it. Returns what is to
+        be said if it does not ("" otherwise): the last bits may differ."""
         fault_point("trainer.load")
         self._checkpointer.load(path)
         self._published = PublishedVersions(self._config.max_steps_off_policy, identities)
+        wanted = bool(self._sums_whole)
+        self._sharding.whole = wanted and self._sharding.memory.whole
+        self._sums_whole.fill_(self._sharding.whole)
+        if wanted == self._sharding.whole or self._mesh.size == 1:
+            return ""
+        return (
+            "the run has kept the whole model over each batch, for which there is too little memory now: gradients are "
+            "added in another order, which changes their last bits"
+        )
 
     def save_weights(
         self, path: Path, entries: Sequence[TensorEntry], buckets: Sequence[npt.NDArray[np.uint8]]

@@ -4,7 +4,8 @@ Saved are, under these names, for any number of ranks to read:
   parameters.<names>     [3, n, *shape], in the dtype of the master weights: n parameters of one kind, all of the same
                          shape (`trainer.snapshot.kinds`), and AdamW's exp_avg and exp_avg_sq of them, stacked
   reference.<names>      [1, n, *shape]: of a reference policy that changes (`trainer.kl.reference.update_every`)
-  buffers.<name>         the persistent buffers of a whole model (commits of before have none)
+  buffers.<name>         the persistent buffers of a whole model, and how gradients were summed (commits of before have
+                         none)
   base                   [16], uint8: for adapters, the digest of the weights they belong to
   steps                  [parameters], float32: AdamW's count of steps of each, in order of name
   random.<rank>.<kind>   see `random_state`
@@ -125,7 +126,7 @@ class Checkpointer:
 
     `parameters` are the sharded ones by name; `optimizer` has its state (`make_adam_state`). `reference` has the
     tensors of a reference policy that changes, by name. `base` is the digest of the weights that the parameters are
-    adapters of; None if they are the whole model, whose persistent `buffers` are then saved by name.
+    adapters of; None if they are the whole model. `buffers` are saved by name too; those that a commit lacks stay.
     """
 
     def __init__(

@@ -142,7 +142,7 @@ def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[t
     with ExitStack() as ending:
         plan = replace(plan, resources=ending.enter_context(ray_cluster(config, plan.resources)))
         plan.check_resources()
-        config = plan.with_device(config)
+        config = plan.resolved(config)
         console = Console(highlight=False, soft_wrap=True)
         progress = StartProgress(console)
         logs.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[t
         trainer = TrainerHandle.start(config, of_room["trainer"], logs)
         ending.callback(trainer.stop)
         started = [trainer, inference] if inference else [trainer]
-        await_ready(started, config.timeouts.start_s, logs, progress)
+        await_ready(started, plan, logs, progress)
         text, why_rows = trainer.shown()
         console.print(f"{text}, not packed: {why_rows}" if why_rows else text)
         yield trainer, inference

@@ -13,6 +13,7 @@ from trainer.attention import masked_attention, packed_attention
 from trainer.batching import scatter_outputs
 from trainer.shard import Shard
 from trireme.core.types import AdamParams, TokenBatch
+from trireme.process.machine import this_machine
 from trireme.transports.packing import Packer
 
 pytestmark = [
@@ -97,3 +98,11 @@ def test_the_kernel_computes_what_a_mask_does(window: int | None) -> None:
     got = torch.autograd.grad(out[0], (query, key, value), upstream.to(out.dtype))
     for one, wanted in zip(got, torch.autograd.grad(exact, (query, key, value), upstream), strict=True):
         assert float((one.float() - wanted.float()).norm() / wanted.float().norm()) < 0.02
+
+
+def test_the_driver_tells_the_plan_what_pytorch_sees() -> None:
+    gpus = this_machine().gpus
+    assert len(gpus) == torch.cuda.device_count()
+    free, memory = torch.cuda.mem_get_info(0)
+    assert gpus[0].memory_bytes == pytest.approx(memory, rel=0.02)
+    assert gpus[0].free_bytes >= 0.9 * free

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from plan_support import machines
 
 from trireme.api import loop_config
 from trireme.config.model_facts import ModelFacts
@@ -14,7 +15,6 @@ from trireme.core.errors import BadInput
 from trireme.plan.base import Plan
 from trireme.plan.rl import LOOP_ROOMS
 from trireme.plan.trainer import TrainerPart
-from trireme.process.environ import Resources
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["--model.name", str(ROOT / "assets" / "sort-base"), "--model.max-seq-len", "160"]
@@ -45,7 +45,7 @@ def test_warnings_are_said(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("gpus", "trainer_gpus", "replica_gpus"), [(0, 0.0, 0.0), (4, 1.0, 1.0)])
 def test_the_actors_of_both_kinds(gpus: int, trainer_gpus: float, replica_gpus: float) -> None:
     config = loop_config([*MODEL, "--trainer.shards", "2", "--inference.replicas", "2"])
-    has = Resources(1, 8, gpus, 2**40, "a test")
+    has = machines(gpus=gpus)
     facts = ModelFacts.of(config, required=True)
     both, alone = Plan(config, facts, has, LOOP_ROOMS), Plan(config, facts, has, [TrainerPart])
     shards = ["trainer shard 0", "trainer shard 1"]

@@ -56,6 +56,9 @@ class InferenceConfig(Section):
     """KV cache of a replica on CPUs, in GiB."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that a replica may take."""
+    gpu_cache_gb: PositiveFloat | None = None
+    """KV cache of a replica on its GPU, in GiB; none = what gpu_memory_utilization leaves, as vLLM measures it, and on
+    a GPU that is shared with the trainer, where nothing can be measured while both start, as the plan works it out."""
     max_num_seqs: PositiveInt | None = None
     """Sequences that a replica decodes at the same time; none = 256 on GPUs, 64 on CPUs."""
     spare: bool = False

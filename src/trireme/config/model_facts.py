@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trireme.config.measured_model import measure
+from trireme.config.run import DTYPE_BYTES
 from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import looks_like_path
 
@@ -69,6 +70,12 @@ class ModelFacts:
     def kv_values_per_token(self) -> int:
         """Numbers that the KV cache holds for one token: keys and values of every layer with attention."""
         return 2 * len(self.windows) * self.num_kv_heads * self.head_dim
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the model's files, by the dtype that its config.json names; without one as if in float32."""
+        dtype = self.described.get("dtype") or self.described.get("torch_dtype")
+        return self.num_parameters * DTYPE_BYTES.get(str(dtype), 4)
 
     @property
     def embedding_parameters(self) -> int:

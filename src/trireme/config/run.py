@@ -10,6 +10,10 @@ from trireme.config.section import NAMES_CODE, NonNegativeInt, Section
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number in each dtype."""
+READ_BYTES_PER_S = 100e6
+"""The rate at which a model is read from a slow disk or fetched from a hub, by which a start may take longer."""
+START_LIMIT = "timeouts.start_s, and the time to read the model"
+"""The time limit of a start, in errors."""
 
 
 class RunConfig(Section):
@@ -84,7 +88,8 @@ class ClusterConfig(Section):
 
 class CommonTimeouts(Section):
     start_s: PositiveFloat = 600.0
-    """Deadline for all rooms to start, once they have their places in the cluster."""
+    """Deadline for all rooms to start, once they have their places in the cluster; in addition they have the time in
+    which the model's files are read at 100 MB/s."""
     place_s: PositiveFloat = 3600.0
     """Deadline for the cluster to have a place for each actor: at the start, and again when nodes were lost."""
     step_s: PositiveFloat = 1800.0

@@ -24,6 +24,7 @@ from trireme.config.orchestrator import (
     RendererConfig,
 )
 from trireme.config.run import (
+    READ_BYTES_PER_S,
     CheckpointConfig,
     ClusterConfig,
     CommonTimeouts,
@@ -96,6 +97,18 @@ class CommonConfig(Section, ABC):
         return 0
 
     @property
+    def replica_gpu_share(self) -> float:
+        """The share of a GPU that a replica takes; 0 without replicas."""
+        return 0.0
+
+    def start_deadline_s(self, facts: ModelFacts | None) -> float:
+        """Returns the seconds that rooms, and successors of their parts, have to start: `timeouts.start_s`, and what
+        reading the model takes at READ_BYTES_PER_S, and its KL reference. Only `timeouts.start_s` if the size of the
+        model is unknown."""
+        models = 2 if self.loads_reference else 1  # nothing is known of the reference: it counts like the model
+        return self.timeouts.start_s + (models * facts.stored_bytes / READ_BYTES_PER_S if facts else 0.0)
+
+    @property
     def transport(self) -> str:
         """The key of `trireme.core.transport.TRANSPORTS` by which published weights travel."""
         return "object_store"
@@ -111,6 +124,11 @@ class CommonConfig(Section, ABC):
         reference = self.kl_reference
         named = reference and (reference.load_checkpoint_path or reference.base_model)
         return self.trainer.lora.on and reference is not None and named in (None, self.model.name)
+
+    @property
+    def loads_reference(self) -> bool:
+        """True: the reference policy is a second model, which the trainer loads beside the first."""
+        return self.kl_reference is not None and not self.base_is_reference
 
     @property
     def lora_seed(self) -> int:
@@ -189,6 +207,10 @@ class Config(CommonConfig):
     @property
     def num_replicas(self) -> int:
         return self.inference.replicas
+
+    @property
+    def replica_gpu_share(self) -> float:
+        return self.inference.gpu_memory_utilization
 
     @property
     def kl_reference(self) -> ReferenceConfig | None:

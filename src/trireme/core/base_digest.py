@@ -44,10 +44,22 @@ def stored_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
 
     Raises BadInput for a model that lacks some of its files.
     """
+    about = _stored(name)
+    return None if about is None else {tensor: tuple(each["shape"]) for tensor, each in about.items()}
+
+
+def stored_dtypes(name: str) -> set[str]:
+    """Returns the dtypes of the stored tensors, such as BF16, from the headers of the files; empty without safetensors
+    files. Raises BadInput for a model that lacks some of its files."""
+    return {each["dtype"] for each in (_stored(name) or {}).values()}
+
+
+def _stored(name: str) -> dict[str, Any] | None:
+    """Returns what the headers of the files say of each stored tensor; None without safetensors files."""
     if _find(name, INDEX) is None and _find(name, SINGLE) is None:
         return None
     headers = (_header(np.memmap(file, dtype=np.uint8, mode="r"))[1] for file in weight_files(name))
-    return {tensor: tuple(about["shape"]) for header in headers for tensor, about in header.items()}
+    return {tensor: about for header in headers for tensor, about in header.items()}
 
 
 def _header(data: npt.NDArray[np.uint8]) -> tuple[int, dict[str, Any]]:

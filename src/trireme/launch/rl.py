@@ -46,13 +46,13 @@ class RlRun(TrainingRun):
 
     def start_lasting(self, run: RunDir, ending: ExitStack) -> ElasticReplicas:
         """Starts the replicas, which take longest."""
-        config, places = self.plan.with_device(self.config), PlacePool(self.plan.added_replica_options, ending)
+        config, places = self.plan.resolved(self.config), PlacePool(self.plan.added_replica_options, ending)
         self.inference = InferenceHandle.start(config, self.places["inference"], run.logs)
         ending.callback(self.inference.stop)
         return ElasticReplicas(config, self.inference, ScaleRequests(run.root), places)
 
     def start(self, run: RunDir, ending: ExitStack) -> Core:
-        config, inference = self.plan.with_device(self.config), self.inference
+        config, inference = self.plan.resolved(self.config), self.inference
         trainer = TrainerHandle.start(config, self.places["trainer"], run.logs, run.start.attempt)
         ending.callback(trainer.stop)
         orchestrator = OrchestratorHandle.start(
@@ -76,11 +76,11 @@ def evaluation_rooms(
     config: Config, plan: Plan, log_dir: Path, progress: Progress, ending: ExitStack
 ) -> OrchestratorHandle:
     """Starts the orchestrator, and replicas that keep the weights that they load. `ending` gets the stops of all."""
-    config = plan.with_device(config)
+    config = plan.resolved(config)
     _, options = reserve(plan.options, config.timeouts.place_s, progress, ending)
     inference = InferenceHandle.start(config, options[:-1], log_dir)
     ending.callback(inference.stop)
     orchestrator = OrchestratorHandle.start(config, inference.router_factory(), options[-1], log_dir)
     ending.callback(orchestrator.stop)
-    await_ready([inference, orchestrator], config.timeouts.start_s, log_dir, progress)
+    await_ready([inference, orchestrator], plan, log_dir, progress)
     return orchestrator

@@ -107,6 +107,7 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
             signals.arm()
             training.plan = replace(training.plan, config=config, resources=resources, run_dir=run.root)
             training.plan.check_resources()
+            roster.start_s = training.plan.start_s
             say(training.plan.render(whole=training.plan.verbose))
             with (
                 supervised(training, run, roster, console) as (supervisor, where),
@@ -151,7 +152,8 @@ def supervised(
 
     roster.listen(tell)
     with ExitStack() as ending:
-        config, plan = training.config, training.plan
+        plan = training.plan
+        config = plan.resolved(training.config)
         group, options = reserve(plan.options, config.timeouts.place_s, StartProgress(console), ending, plan.blocks)
         training.places = plan.by_room(options)
         elastic = training.start_lasting(run, ending)
@@ -196,8 +198,8 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         core = training.start(run, ending)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
         supervisor.expect(*core.rooms)
-        await_ready(core.rooms, training.config.timeouts.start_s, log_dir, tick)
-        check_shared(core.rooms, run.nonce, training.config.timeouts.start_s)
+        await_ready(core.rooms, training.plan, log_dir, tick)
+        check_shared(core.rooms, run.nonce, training.plan.start_s)
         supervisor.attach(*core.rooms, serving=core.serving)
         text, why_rows = core.trainer.shown()
         console.print(text)
@@ -205,7 +207,8 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
             supervisor.roster.note("trainer_0", f"rows are padded, not packed: {why_rows}")
         supervisor.await_replicas(log_dir, progress)
         if start.commit and start.manifest:
-            core.trainer.load_state(start.commit / "trainer", start.manifest.identities)
+            if said := core.trainer.load_state(start.commit / "trainer", start.manifest.identities):
+                supervisor.roster.note("trainer_0", said)
             for name, other in core.others.items():
                 other.load_state(start.commit / name)
         run.checkout()
@@ -229,11 +232,11 @@ def await_own_places(training: TrainingRun, supervisor: Supervisor, console: Con
     await_places(rooms, training.config.timeouts.place_s, tick)
 
 
-def await_ready(rooms: Sequence[Any], timeout_s: float, log_dir: Path, on_tick: Progress) -> None:
-    """Waits for the starts of rooms. Raises RoomFailed, which names what is late."""
+def await_ready(rooms: Sequence[Any], plan: Plan, log_dir: Path, on_tick: Progress) -> None:
+    """Waits for the starts of rooms, as long as the plan gives them. Raises RoomFailed, which names what is late."""
     started = [room.ready_refs() for room in rooms]
     refs, names = ([item for room in started for item in room[part]] for part in (0, 1))
-    waits.get_all(refs, who=names, timeout_s=timeout_s, log=log_dir, on_tick=on_tick)
+    waits.get_all(refs, who=names, timeout_s=plan.start_s, log=log_dir, on_tick=on_tick, limit=plan.start_text)
 
 
 def check_shared(rooms: Sequence[Any], nonce: Path, timeout_s: float) -> None:

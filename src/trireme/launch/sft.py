@@ -36,7 +36,7 @@ class SftRun(TrainingRun):
         self.config = self._data.cursor.with_steps(self.config, run.start.step)
 
     def start(self, run: RunDir, ending: ExitStack) -> Core:
-        config = self.plan.with_device(self.config)
+        config = self.plan.resolved(self.config)
         trainer = TrainerHandle.start(config, self.places["trainer"], run.logs, run.start.attempt)
         ending.callback(trainer.stop)
         self._data.load_state(None)  # an attempt without a commit begins with the first example

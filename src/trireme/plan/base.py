@@ -19,20 +19,22 @@ from trireme.config.installed import check_build, package_versions
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig
 from trireme.core.refusals import Refusal
-from trireme.plan.memory import GIB
+from trireme.plan.needs import GPU_TOLERANCE, HOST_TOLERANCE, Machine, Need, distribute, gib
+from trireme.plan.ways import ways_out
 from trireme.process.environ import Resources, cluster_address
 
 C = TypeVar("C", bound=CommonConfig)
 T = TypeVar("T")
 ORDER = (
     *("trainer", "orchestrator", "inference", "resources", "packages", "model", "adapters", "data", "steps", "tokens"),
-    *("memory", "staleness", "in flight", "each update", "evaluation", "commits", "recovery", "written to", "warning"),
+    *("memory", "machines", "staleness", "in flight", "each update", "evaluation", "commits", "start", "recovery"),
+    *("written to", "warning"),
 )
 """The rows of a plan, in the order in which they are printed."""
 SHORT = ("trainer", "orchestrator", "inference", "model", "data", "steps", "tokens", "written to", "warning")
 """The rows that a start prints; a dry run, and a start with --verbose, print all."""
-HOPELESS = 2
-"""Times the memory of the machines, beyond which a run is refused: the estimate may be too high, but not by so much."""
+NAMED_WAYS = 3
+"""The most ways out that a refusal names."""
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
 
@@ -59,6 +61,11 @@ class Part(ABC):
         return []
 
     @property
+    def ranks(self) -> int:
+        """Processes that compute in each of its actors; each has a GPU if it holds a part of a model."""
+        return 1
+
+    @property
     def blocks(self) -> list[int]:
         """How many actors are on one node together, one block after the other; empty: each may be anywhere."""
         return []
@@ -74,6 +81,11 @@ class Part(ABC):
         return self.config.model.dtype_bytes(on_gpus=self.on_gpus)
 
     @property
+    def published_bytes(self) -> int:
+        """Bytes of one version of what is published: all weights, or adapters; 0 if the sizes are unknown."""
+        return self.facts.trained_parameters(self.config.trainer.lora) * self.dtype_bytes if self.facts else 0
+
+    @property
     def may_share_gpu(self) -> bool:
         """True: its one actor leaves enough of a GPU for the one of another room."""
         return True
@@ -84,9 +96,13 @@ class Part(ABC):
         return ""
 
     @property
-    def memory_bytes(self) -> int | None:
-        """Bytes that all its actors need on CPUs; None if the sizes of the model are unknown."""
-        return 0
+    def needs(self) -> list[Need] | None:
+        """The memory that each actor takes; None if the sizes of the model are unknown."""
+        return [Need({}) for _ in self.actors]
+
+    def sharing_gpu(self) -> dict[str, Any]:
+        """Returns the sections of the configuration that the plan changes where its actor shares a GPU."""
+        return {}
 
     @property
     def warnings(self) -> list[str]:
@@ -138,10 +154,26 @@ class Plan:
         """True: models compute on GPUs."""
         return self.resources.compute_on_gpus(self.config)
 
-    def with_device(self, config: C) -> C:
-        """Returns the configuration for rooms, with the device on which models compute in place of auto."""
+    def resolved(self, config: C) -> C:
+        """Returns the configuration for rooms and those who wait for them, with what the machines and the model decide:
+        the device in place of auto, the time to start, and the KV cache of a replica on a shared GPU."""
         device = "gpu" if self.on_gpus else "cpu"
-        return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
+        sections: dict[str, Any] = {"cluster": config.cluster.model_copy(update={"device": device})}
+        sections["timeouts"] = config.timeouts.model_copy(update={"start_s": self.start_s})
+        for part in self.parts if self.shares_gpu else []:
+            sections |= part.sharing_gpu()
+        return config.model_copy(update=sections)
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that rooms have to start."""
+        return self.config.start_deadline_s(self.facts)
+
+    @property
+    def start_text(self) -> str:
+        """Says what makes up `start_s`."""
+        own = self.config.timeouts.start_s
+        return f"timeouts.start_s = {own:g} s, and {self.start_s - own:.0f} s to read the model at 100 MB/s"
 
     @property
     def models(self) -> list[int]:
@@ -171,7 +203,7 @@ class Plan:
         """Ray's CPU share of an actor: 1 where there are enough cores. Else so little that all find a place however the
         cores are spread over the nodes: n nodes with c cores in all hold at least c / share - n actors."""
         actors, has = len(self.actor_names), self.resources
-        return 1.0 if has.cpus >= actors else math.floor(100 * has.cpus / (actors + has.nodes)) / 100
+        return 1.0 if has.cpus >= actors else math.floor(100 * has.cpus / (actors + len(has.nodes))) / 100
 
     @property
     def options(self) -> list[dict[str, float]]:
@@ -200,29 +232,43 @@ class Plan:
         return {part.room: list(islice(left, len(part.actors))) for part in self.parts}
 
     @property
-    def memory_bytes(self) -> int | None:
-        """Bytes that all actors need on CPUs; None if the sizes of the model are unknown."""
-        needs = [part.memory_bytes for part in self.parts]
-        return None if None in needs else sum(number for number in needs if number)
+    def machines(self) -> list[Machine]:
+        """The machines with the actors that are probably on each; empty if the sizes of the model are unknown."""
+        found = [part.needs for part in self.parts]
+        if None in found:
+            return []
+        needs = dict(zip(self.actor_names, (need for each in found for need in each or ()), strict=True))
+        sizes = [*self.blocks, *[1] * (len(needs) - sum(self.blocks))]
+        return distribute(needs, self.options, sizes, self.resources.nodes, shares_gpu=self.shares_gpu)
+
+    def shortages(self, *, hopeless: bool) -> list[str]:
+        """Says which machines have too little memory, or with `hopeless` less than the estimates' errors explain."""
+        times = (GPU_TOLERANCE, HOST_TOLERANCE) if hopeless else (1.0, 1.0)
+        return [text for machine in self.machines for text in machine.excess(*times)]
 
     def check_resources(self) -> None:
         """Raises BadInput when the run needs more GPUs than there are, has more processes than Ray can place on the
         cores, or needs far more memory than there is; and when it has replicas and the installed build of vLLM is not
         for its devices. Too few cores, and somewhat too little memory, are only warnings."""
+        self._check_places()
+        if short := self.shortages(hopeless=True):
+            ways = "; or ".join(ways_out(self)[:NAMED_WAYS])
+            raise Refusal(
+                "; ".join(short),
+                "a plan that fits. These are estimates: up to "
+                f"{GPU_TOLERANCE:g} times the memory of a GPU and {HOST_TOLERANCE:g} times that of a machine only warn",
+                f"cheapest first: {ways}" if ways else "take a smaller model, or larger machines",
+            ).error()
+
+    def _check_places(self) -> None:
         holders = [part for part in self.parts if part.size_key]
         keys = " or ".join(f"--{part.size_key}" for part in holders)
         sizes, has = " and ".join(part.size_text for part in holders), self.resources
         if self.cpus_per_actor <= 0:
             raise Refusal(
                 f"{sizes}, in all {len(self.actor_names)} processes",
-                f"at most {100 * has.cpus - has.nodes}, which is a hundred for each core of {has.source}",
+                f"at most {100 * has.cpus - len(has.nodes)}, which is a hundred for each core of {has.source}",
                 f"lower {keys}, or use a larger cluster",
-            ).error()
-        if not self.on_gpus and (self.memory_bytes or 0) > HOPELESS * has.memory_bytes:
-            raise Refusal(
-                f"{sizes}, which need about {gib(self.memory_bytes or 0)} of memory",
-                f"about {gib(has.memory_bytes)}, which is what {has.source} has",
-                f"lower {keys}, take a smaller model, or use a larger cluster",
             ).error()
         if self.gpus_needed <= self.resources.gpus:
             if any(part.room == "inference" for part in self.parts):
@@ -251,8 +297,8 @@ class Plan:
             )
         if sum(self.models) > has.cpus and not self.on_gpus:
             found.append(f"{sum(self.models)} processes compute on {has.cpus} cores of {where}: it works, slower")
-        if (self.memory_bytes or 0) > has.memory_bytes and not self.on_gpus:
-            found.append(f"needs about {gib(self.memory_bytes or 0)} of memory, {where} has {gib(has.memory_bytes)}")
+        found += [f"too little memory, by an estimate: {text}" for text in self.shortages(hopeless=False)]
+        found += [text for machine in self.machines if (text := machine.store_warning)]
         return found
 
     def rows(self) -> list[tuple[str, str]]:
@@ -280,11 +326,13 @@ class Plan:
             (
                 "resources",
                 f"{needs}{has.source} has {has.gpus} GPUs, {count(has.cpus, 'core')}, {gib(has.memory_bytes)} of "
-                f"memory on {count(has.nodes, 'node')}; models compute on {'GPU' if self.on_gpus else 'CPU'}s",
+                f"memory on {count(len(has.nodes), 'node')}; models compute on {'GPU' if self.on_gpus else 'CPU'}s",
             ),
             ("packages", ", ".join(f"{name} {number}" for name, number in package_versions().items())),
             ("model", self._model_text()),
             ("commits", self._commits_text()),
+            *([("machines", "; ".join(machine.row for machine in self.machines))] if self.machines else []),
+            ("start", f"all rooms are ready within {self.start_s:,.0f} s ({self.start_text})"),
             ("recovery", self._recovery_text()),
             ("written to", f"{where}: config.json, metrics.jsonl, trained.jsonl, STATUS, checkpoints/, logs/, trace/"),
         ]
@@ -318,8 +366,3 @@ class Plan:
 def count(number: int, what: str) -> str:
     """Returns "1 step", "2 steps"."""
     return f"{number} {what}" + ("" if number == 1 else "s")
-
-
-def gib(number: int) -> str:
-    """Returns a number of bytes in GiB."""
-    return f"{number / GIB:.2f} GiB"

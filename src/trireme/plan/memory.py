@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trireme.config.model_facts import ModelFacts
+from trireme.config.run import DTYPE_BYTES
+from trireme.config.schema import CommonConfig
 from trireme.config.trainer import CommonTrainer
 
 GIB = 2**30
@@ -17,10 +19,26 @@ SHARD_BASE_GIB = 0.5
 """Measured resident memory of a shard without weights."""
 LOGITS_GIB = 0.2
 """Logits that a shard holds at the same time (`trainer.logprobs`)."""
-KEPT_ON_CPU, KEPT_ON_GPU = 4 * GIB, 24 * GIB
-"""`checkpointing = "auto"` keeps activations up to this size."""
-WHOLE_ON_CPU, WHOLE_ON_GPU = 1 * GIB, 4 * GIB
-"""A model up to this size stays whole over the micro-batches of a batch."""
+BASE_BYTES = int((SHARD_BASE_GIB + LOGITS_GIB) * GIB)
+GPU_ALLOWANCES = {"CUDA context": GIB // 2, "NCCL": GIB, "workspaces": GIB // 2}
+"""Bytes that a shard takes of its GPU beside tensors. They are allowances: nothing was measured on a GPU."""
+GPU_SHARE, HOST_SHARE = 0.85, 0.5
+"""The part of what is free on a GPU, and of a process's part of a host, that a shard plans to fill. The rest is
+for errors of the estimate and what allocators lose, and on a host for copies of commits, the replicas' caches and the
+system."""
+
+
+def gpu_room(free_bytes: int, memory_bytes: int, replica_share: float = 0.0) -> int:
+    """Returns the bytes that a shard may fill of a GPU of `memory_bytes`, of which `free_bytes` are free and a replica
+    takes `replica_share`."""
+    left = min(free_bytes, int(memory_bytes * (1 - replica_share)))
+    return int(GPU_SHARE * max(0, left - sum(GPU_ALLOWANCES.values())))
+
+
+def host_room(memory_bytes: int, config: CommonConfig) -> int:
+    """Returns the bytes that a shard on CPUs may fill of a host of `memory_bytes`. It follows from the size of the
+    machine, not from what is free on it at the moment, so each attempt of a run decides alike."""
+    return int(HOST_SHARE * memory_bytes) // (config.trainer.processes + config.num_replicas)
 
 
 @dataclass(frozen=True)
@@ -35,16 +53,31 @@ class ShardMemory:
     """Weights and gradients that are whole at the same time."""
     activations: int
     """Values that a full micro-batch keeps from the forward to the backward pass."""
+    kept_tokens: int | None
+    """The most tokens of a micro-batch whose layers are not computed again in the backward pass; None: none ever are.
+    It changes no bit of what is computed."""
     again: bool
     """True: layers are computed again in the backward pass of a full micro-batch."""
+    whole: bool
+    """True: every shard keeps the whole model over the micro-batches of a batch, so that weights are gathered and
+    gradients are summed over shards once per batch. False: once per micro-batch and layer. With several shards and
+    micro-batches it decides the order in which gradients are added, and so their last bits."""
     offloaded: bool
     """True: the state is in host memory, and models compute on GPUs."""
 
     @property
     def total(self) -> int:
         """Bytes on the device that computes."""
-        base = int((SHARD_BASE_GIB + LOGITS_GIB) * GIB)
-        return base + (0 if self.offloaded else self.state) + self.gathered + self.activations
+        return BASE_BYTES + (0 if self.offloaded else self.state) + self.gathered + self.activations
+
+    @property
+    def text(self) -> str:
+        """Says what was decided by the memory that there is."""
+        layers = "layers are kept until the backward pass"
+        if self.again:
+            layers = f"layers are computed twice in micro-batches of more than {self.kept_tokens:,} tokens"
+        weights = "once a batch" if self.whole else "layer by layer"
+        return f"{layers}, weights are gathered {weights}"
 
 
 @dataclass(frozen=True)
@@ -58,13 +91,18 @@ class ModelMemory:
     on_gpus: bool
     """True: models compute on GPUs."""
 
-    def shard(self, options: CommonTrainer, tokens: int, state_bytes: int) -> ShardMemory:
-        """Returns the memory of a shard, for `tokens` in a full micro-batch and `state_bytes` of the whole model."""
-        kept = self.kept_tokens(options.checkpointing)
-        again = kept is not None and tokens > kept
+    def shard(self, options: CommonTrainer, tokens: int, state_bytes: int, room: int) -> ShardMemory:
+        """Returns the memory of a shard that may fill `room` bytes, for `tokens` in a full micro-batch and
+        `state_bytes` of the whole model. What the state leaves of the room is first for activations, as computing
+        layers twice costs more than gathering them again, then for the whole model."""
         offloaded = self.on_gpus and options.offload == "cpu"
-        state, activations = state_bytes // options.shards, self.activations(tokens, again)
-        return ShardMemory(tokens, state, self.gathered, activations, again, offloaded)
+        state = state_bytes // options.shards
+        free = room - BASE_BYTES - (0 if offloaded else state)
+        kept = self.kept_tokens(options.checkpointing, free - self.gathered(whole=False))
+        again = kept is not None and tokens > kept
+        activations = self.activations(tokens, again)
+        whole = self.stays_whole(free - activations)
+        return ShardMemory(tokens, state, self.gathered(whole), activations, kept, again, whole, offloaded)
 
     @property
     def layer_values(self) -> int:
@@ -88,24 +126,43 @@ class ModelMemory:
         """Bytes of all weights in the dtype that computes, and of their gradients, which are summed in float32."""
         return self.facts.num_parameters * (self.dtype_bytes + 4)
 
-    @property
-    def stays_whole(self) -> bool:
-        """True: every shard keeps the whole model over the micro-batches of a batch, so that weights are gathered and
-        gradients are summed over shards once per batch. False: once per micro-batch and layer."""
-        return self.whole <= (WHOLE_ON_GPU if self.on_gpus else WHOLE_ON_CPU)
+    def stays_whole(self, free: int) -> bool:
+        """Returns True if the whole model fits into `free` bytes."""
+        return self.whole <= free
 
-    @property
-    def gathered(self) -> int:
+    def gathered(self, whole: bool) -> int:
         """Bytes of the whole model where it stays whole; else of embeddings and head, which are gathered during a whole
         pass, and of two layers, each with its gradient."""
-        if self.stays_whole:
+        if whole:
             return self.whole
         layer = (self.facts.num_parameters - self.facts.embedding_parameters) // self.facts.num_layers
         return 2 * self.dtype_bytes * (self.facts.embedding_parameters + 2 * layer)
 
-    def kept_tokens(self, option: bool | Literal["auto"]) -> int | None:
+    def kept_tokens(self, option: bool | Literal["auto"], free: int) -> int | None:
         """Returns the most tokens of a micro-batch whose layers are not computed again in the backward pass, by
-        `trainer.checkpointing`; None: they never are."""
+        `trainer.checkpointing`, with auto those whose activations fit into `free` bytes; None: they never are."""
         if option == "auto":
-            return (KEPT_ON_GPU if self.on_gpus else KEPT_ON_CPU) // self.activations(1, False)
+            return max(0, free) // self.activations(1, False)
         return 0 if option else None
+
+
+def shard_memory(config: CommonConfig, facts: ModelFacts, *, on_gpus: bool, room: int) -> ShardMemory:
+    """Returns the memory of a shard that may fill `room` bytes: `gpu_room` or `host_room`. The plan foresees by it,
+    from what the nodes have, what the shards decide by it, from what they find."""
+    dtype_bytes = config.model.dtype_bytes(on_gpus=on_gpus)
+    state = bytes_per_trained(config) * facts.trained_parameters(config.trainer.lora)
+    state += bytes_per_parameter(config, dtype_bytes) * facts.num_parameters
+    tokens = config.micro_batch_limit(facts.max_position_embeddings)
+    return ModelMemory(facts, dtype_bytes, on_gpus).shard(config.trainer, tokens, state, room)
+
+
+def bytes_per_trained(config: CommonConfig) -> int:
+    """Bytes of state for each number that is trained: it, its gradient and two Adam moments."""
+    return 4 * DTYPE_BYTES[config.trainer.master_dtype]
+
+
+def bytes_per_parameter(config: CommonConfig, dtype_bytes: int) -> int:
+    """Bytes of state for each parameter besides: a frozen base, in the dtype that computes, and a KL reference that is
+    another model."""
+    base = dtype_bytes if config.trainer.lora.on else 0
+    return base + (DTYPE_BYTES[config.trainer.master_dtype] if config.loads_reference else 0)

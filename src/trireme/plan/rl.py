@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import Config
-from trireme.plan.base import SHARED_GPU_UTILIZATION, Part, count, gib
+from trireme.plan.base import SHARED_GPU_UTILIZATION, Part, count
 from trireme.plan.memory import GIB
+from trireme.plan.needs import ASSUMED_GPU, HOST_OF_CUDA_GIB, VERSIONS, Need, gib
 from trireme.plan.trainer import TrainerPart
 
 REPLICA_BASE_GIB = 1.4
 """Measured resident memory of a replica with its engine process, without weights and KV cache."""
+ENGINE_BYTES = 3 * GIB
+"""What an engine takes of a GPU beside weights and KV cache: CUDA's context, graphs, activations, logits. It is an
+allowance: nothing was measured on a GPU."""
 SPARE_GIB = 0.6
 """Measured memory of a spare that it does not share with other processes."""
 
@@ -46,12 +51,37 @@ class InferencePart(Part):
         return int((REPLICA_BASE_GIB + self.config.inference.memory_gb) * GIB) + weights
 
     @property
-    def memory_bytes(self) -> int | None:
-        options = self.config.inference
-        if self.replica_bytes is None:
+    def needs(self) -> list[Need] | None:
+        if self.facts is None:
             return None
-        spares = min(self.resources.nodes, options.replicas) if options.spare else 0  # one on each node with a replica
-        return self.replica_bytes * options.replicas + int(SPARE_GIB * GIB) * spares
+        spare = {"a spare": int(SPARE_GIB * GIB)} if self.config.inference.spare else {}
+        weights = self.facts.num_parameters * self.dtype_bytes
+        arriving, shared = {"arriving weights": self.published_bytes}, {VERSIONS: 2 * self.published_bytes, **spare}
+        if self.on_gpus:
+            cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine
+            cache = self._gpu_cache(self.facts)
+            gpu = {"a replica's weights": weights // self.ranks, "its workspaces": ENGINE_BYTES, "its KV cache": cache}
+            return [Need({"processes": cuda, **arriving}, gpu, shared)] * self.config.inference.replicas
+        base, cache = int(REPLICA_BASE_GIB * GIB), int(self.config.inference.memory_gb * GIB)
+        host = {"processes": base, "the replicas' weights": weights, "KV caches": cache, **arriving}
+        return [Need(host, {}, shared)] * self.config.inference.replicas
+
+    def _gpu_cache(self, facts: ModelFacts) -> int:
+        """Bytes of KV cache on each GPU of a replica: what `gpu_cache_gb` says, else what its share of the GPU leaves,
+        but enough for one sequence."""
+        if self.config.inference.gpu_cache_gb:
+            return int(self.config.inference.gpu_cache_gb * GIB)
+        known = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
+        memory = min((gpu.memory_bytes for gpu in known), default=ASSUMED_GPU.memory_bytes)
+        share = int(memory * self.config.inference.gpu_memory_utilization)
+        left = share - ENGINE_BYTES - facts.num_parameters * self.dtype_bytes // self.ranks
+        longest = self.config.seq_limit(facts) or 0
+        return max(left, longest * facts.kv_values_per_token * self.dtype_bytes // self.ranks)
+
+    def sharing_gpu(self) -> dict[str, Any]:
+        """Fixes the KV cache: vLLM would measure what its share leaves while the trainer takes memory too."""
+        cache = self.config.inference.gpu_cache_gb or (self._gpu_cache(self.facts) / GIB if self.facts else None)
+        return {"inference": self.config.inference.model_copy(update={"gpu_cache_gb": cache})}
 
     @property
     def max_num_seqs(self) -> int:
@@ -75,7 +105,8 @@ class InferencePart(Part):
 
     def _memory_text(self, facts: ModelFacts) -> str:
         if self.on_gpus or self.replica_bytes is None:
-            return f"a replica {self.config.inference.gpu_memory_utilization:.0%} of its GPU"
+            cache = f", of which {gib(self._gpu_cache(facts))} KV cache" if self.on_gpus else ""
+            return f"a replica {self.config.inference.gpu_memory_utilization:.0%} of its GPU{cache}"
         cache = int(self.config.inference.memory_gb * GIB)
         holds = cache // (facts.kv_values_per_token * self.dtype_bytes)
         return (

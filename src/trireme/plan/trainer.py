@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trireme.config.run import DTYPE_BYTES
-from trireme.plan.base import Part, count, gib
-from trireme.plan.memory import LOGITS_GIB, SHARD_BASE_GIB, ModelMemory, ShardMemory
+from trireme.plan.base import Part, count
+from trireme.plan.memory import (
+    GIB,
+    GPU_ALLOWANCES,
+    LOGITS_GIB,
+    SHARD_BASE_GIB,
+    ShardMemory,
+    bytes_per_parameter,
+    bytes_per_trained,
+    gpu_room,
+    host_room,
+    shard_memory,
+)
+from trireme.plan.needs import ASSUMED_GPU, HOST_OF_CUDA_GIB, VERSIONS, Need, gib
+
+COPIES = "copies for commits"
+PINNED = 4 / 3
+"""The pinned memory of a GPU's copies, over their size: blocks are rounded up to a power of two, which adds a third to
+sizes that are spread evenly."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +50,35 @@ class TrainerPart(Part):
         return f"trainer.shards = {options.shards}{copies}"
 
     @property
-    def memory_bytes(self) -> int | None:
-        return self.shard_memory.total * self.config.trainer.processes if self.shard_memory else None
+    def needs(self) -> list[Need] | None:
+        memory = self.shard_memory
+        if memory is None or self.facts is None:
+            return None
+        of_tensors = {"state": memory.state, "gathered layers": memory.gathered, "activations": memory.activations}
+        of_tensors["logits"] = int(LOGITS_GIB * GIB)
+        host, gpu = {"processes": int(SHARD_BASE_GIB * GIB), **of_tensors}, {}
+        if self.on_gpus:
+            held = {"state": of_tensors.pop("state")} if memory.offloaded else {}
+            host, gpu = {"processes": int(HOST_OF_CUDA_GIB * GIB), **held}, {**of_tensors, **GPU_ALLOWANCES}
+        host[COPIES] = self._copies
+        first = Need({**host, "loading": self._loading(host)}, gpu, {VERSIONS: 2 * self.published_bytes})
+        return [first, *[Need(host, gpu)] * (self.config.trainer.processes - 1)]
+
+    @property
+    def _copies(self) -> int:
+        """Bytes of a shard's copies of weights and moments, from which commits are written (`trainer.snapshot`)."""
+        assert self.facts is not None
+        trained = self.facts.trained_parameters(self.config.trainer.lora)
+        own = 3 * DTYPE_BYTES[self.config.trainer.master_dtype] * trained // self.config.trainer.shards
+        return int(own * PINNED) if self.on_gpus else own
+
+    def _loading(self, host: Mapping[str, int]) -> int:
+        """Bytes that shard 0 holds of the model's files while it loads, beyond what takes their place later: copies for
+        commits and, of a state on the host, all but the weights. Only experts are held, as they are stacked; all else
+        is copied out of mapped files."""
+        assert self.facts is not None
+        held = self.facts.stored_bytes if self.facts.num_chosen else 0
+        return max(0, held - host[COPIES] - 3 * host.get("state", 0) // 4)
 
     @property
     def warnings(self) -> list[str]:
@@ -57,24 +102,17 @@ class TrainerPart(Part):
         """The memory of one shard; None if the sizes of the model are unknown."""
         if self.facts is None:
             return None
-        tokens = self.config.micro_batch_limit(self.facts.max_position_embeddings)
-        trained = self._bytes_per_trained * self.facts.trained_parameters(self.config.trainer.lora)
-        state = self._bytes_per_parameter * self.facts.num_parameters + trained
-        return ModelMemory(self.facts, self.dtype_bytes, self.on_gpus).shard(self.config.trainer, tokens, state)
+        return shard_memory(self.config, self.facts, on_gpus=self.on_gpus, room=self._room)
 
     @property
-    def _bytes_per_trained(self) -> int:
-        """Bytes of state for each number that is trained: it, its gradient and two Adam moments."""
-        return 4 * DTYPE_BYTES[self.config.trainer.master_dtype]
-
-    @property
-    def _bytes_per_parameter(self) -> int:
-        """Bytes of state for each parameter besides: a frozen base, in the dtype that computes, and a KL reference that
-        is another model."""
-        options, config = self.config.trainer, self.config
-        base = self.dtype_bytes if options.lora.on else 0
-        other_model = config.kl_reference is not None and not config.base_is_reference
-        return base + (DTYPE_BYTES[options.master_dtype] if other_model else 0)
+    def _room(self) -> int:
+        """Bytes that a shard may fill, on the node that has least."""
+        if not self.on_gpus:
+            return host_room(min(node.memory_bytes for node in self.resources.nodes), self.config)
+        known = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
+        gpu = min(known, key=lambda gpu: gpu.free_bytes, default=ASSUMED_GPU)
+        share = self.config.replica_gpu_share if self.resources.gpus == 1 else 0.0  # else a replica has its own
+        return gpu_room(gpu.free_bytes, gpu.memory_bytes, share)
 
     def rows(self, each: str) -> list[tuple[str, str]]:
         adapters = [("adapters", self._adapters_text())] if self.config.trainer.lora.on else []
@@ -105,7 +143,7 @@ class TrainerPart(Part):
         memory = self.shard_memory
         if memory is None or self.facts is None:
             return "unknown, as the model's sizes are"
-        trained, each = self._bytes_per_trained, self._bytes_per_parameter
+        trained, each = bytes_per_trained(self.config), bytes_per_parameter(self.config, self.dtype_bytes)
         of_state, lora = f"{trained + each} B x parameters", self.config.trainer.lora
         if lora.on:
             adapters = self.facts.trained_parameters(lora)

@@ -13,29 +13,37 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.config import CommonConfig
+from trireme.process.machine import Node, this_machine
 
 
 @dataclass(frozen=True)
 class Resources:
-    """The machines of a run, over all nodes together."""
+    """The machines of a run."""
 
-    nodes: int
-    cpus: int
-    """Cores."""
-    gpus: int
-    memory_bytes: int
+    nodes: tuple[Node, ...]
+    """Each machine."""
     source: str
-    """Where it is, as part of a sentence ("this machine")."""
+    """Where they are, as part of a sentence ("this machine")."""
 
     @classmethod
     def of_this_machine(cls) -> Resources:
-        """Returns the cores and GPUs that this process may use, and the machine's memory."""
-        gpus = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            gpus = min(gpus, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(1, len(os.sched_getaffinity(0)), gpus, memory, "this machine")
+        """Returns what this process may use of this machine."""
+        return cls((this_machine(),), "this machine")
+
+    @property
+    def cpus(self) -> int:
+        """Cores of all machines."""
+        return sum(node.cpus for node in self.nodes)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all machines."""
+        return sum(node.num_gpus for node in self.nodes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of all machines."""
+        return sum(node.memory_bytes for node in self.nodes)
 
     def compute_on_gpus(self, config: CommonConfig) -> bool:
         """Returns True if the models of a run compute on GPUs here."""

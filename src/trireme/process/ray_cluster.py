@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -25,6 +26,7 @@ from trireme.core.refusals import Refusal
 from trireme.process import waits
 from trireme.process.environ import Resources, cluster_address
 from trireme.process.faults import fault_point
+from trireme.process.machine import Node, this_machine
 
 Progress = Callable[[list[str], float], None]
 SHUTDOWN_S = 15.0
@@ -63,12 +65,32 @@ def ray_cluster(config: CommonConfig, here: Resources) -> Iterator[Resources]:
     _refuse_unless_reachable(address)
     ray.init(address=address, log_to_driver=False, configure_logging=False)
     try:
-        total = ray.cluster_resources()
-        cpus, gpus, memory = (int(total.get(name, 0)) for name in ("CPU", "GPU", "memory"))
-        nodes = sum(node["Alive"] for node in ray.nodes())
-        yield Resources(nodes=nodes, cpus=cpus, gpus=gpus, memory_bytes=memory, source="the Ray cluster")
+        yield Resources(_nodes(config.timeouts.start_s), "the Ray cluster")
     finally:
         ray.shutdown()
+
+
+def _nodes(timeout_s: float) -> tuple[Node, ...]:
+    """Asks each node of the cluster what it has, side by side: a short task on each. Ray says how many cores and GPUs
+    it gives. Raises RoomFailed, which names the nodes that do not answer."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    asking = [
+        ray.remote(num_cpus=0, scheduling_strategy=on_node(node["NodeID"]))(this_machine).remote() for node in alive
+    ]
+    names = [f"node {node['NodeManagerAddress']}" for node in alive]
+    who = [f"{name}, asked what it has" for name in names]
+    told = waits.get_all(asking, who=who, timeout_s=timeout_s)
+    return tuple(
+        replace(
+            machine,
+            name=name,
+            cpus=int(node["Resources"].get("CPU", 0)),
+            num_gpus=int(node["Resources"].get("GPU", 0)),
+            store_bytes=int(node["Resources"].get("object_store_memory", 0)),
+            gpus=machine.gpus[: int(node["Resources"].get("GPU", 0))],
+        )
+        for name, node, machine in zip(names, alive, told, strict=True)
+    )
 
 
 def _refuse_unless_reachable(address: str) -> None:

@@ -47,8 +47,10 @@ def _cause_of_death(error: RayActorError) -> str:
     return f"process {pid[1]}: {detail[1]}" if pid and detail else said[:600]
 
 
-def _overdue(who: str, timeout_s: float, log: Path | None) -> RoomFailed:
-    return RoomFailed(f"waited {timeout_s:.0f} s for {who} and got no answer" + (f"; its log: {log}" if log else ""))
+def _overdue(who: str, timeout_s: float, log: Path | None, limit: str = "") -> RoomFailed:
+    given = f" ({limit})" if limit else ""
+    text = f"waited {timeout_s:.0f} s{given} for {who} and got no answer"
+    return RoomFailed(text + (f"; its log: {log}" if log else ""))
 
 
 def get_all(
@@ -58,16 +60,17 @@ def get_all(
     timeout_s: float,
     log: Path | None = None,
     on_tick: Callable[[list[str], float], None] | None = None,
+    limit: str = "",
 ) -> list[Any]:
     """Returns the values of `refs`; `who` names their owners. Raises as soon as one fails, and does not wait for others
     (which may hang in a collective), or after `timeout_s` seconds. Calls `on_tick` about once a second with the names
-    still waited for and the seconds waited."""
+    still waited for and the seconds waited. `limit` says in the error what set the time limit."""
     started, pending = time.monotonic(), list(refs)
     owner, values = dict(zip(refs, who, strict=True)), {}
     while pending:
         waited = time.monotonic() - started
         if waited > timeout_s:
-            raise _overdue(", ".join(owner[ref] for ref in pending), timeout_s, log)
+            raise _overdue(", ".join(owner[ref] for ref in pending), timeout_s, log, limit)
         ready, pending = ray.wait(pending, num_returns=1, timeout=min(TICK_S, timeout_s))
         for ref in ready:
             try:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from trireme.config import Config
+from trireme.config.run import START_LIMIT
 from trireme.core.errors import BadInput, RoomFailed, TriremeError
 from trireme.plan.base import count
 from trireme.process import waits
@@ -278,7 +279,7 @@ class ReplicaManager:
             self._placeless.add(index)
             self._roster.set(_part_name(index), PartHealth.STARTING, "it waits for a place in the cluster")
         elif now - self._since[index] > limit:
-            self._fail(index, f"it did not start within {limit:g} s (timeouts.start_s)")
+            self._fail(index, f"it did not start within {limit:g} s ({START_LIMIT})")
 
     def _fail(self, index: int, reason: str, failure: TriremeError | None = None) -> None:
         name = f"inference replica {index}"

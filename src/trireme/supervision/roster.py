@@ -84,6 +84,7 @@ class Roster:
         self._listeners: list[Listener] = []
         self.step = 0
         self.attempt = 1
+        self.start_s = 0.0
         self.incidents_total = 0
 
     def listen(self, listener: Listener) -> Callable[[], None]:

@@ -67,6 +67,7 @@ class Status:
     incidents_total: int  # incidents of this command
     recent: tuple[Incident, ...]  # the newest of them, oldest first
     ended: RunEnd | None  # None: the driver works or was killed (`DriverProcess` tells)
+    start_s: float = 0.0  # seconds that parts have to start; 0: not known yet
 
     @classmethod
     def read(cls, root: Path) -> Status | None:
@@ -142,6 +143,7 @@ class StatusWriter:
             incidents_total=roster.incidents_total,
             recent=tuple(roster.incidents[-RECENT:]),
             ended=ended,
+            start_s=roster.start_s,
         )
         if _driver_of(self._root) == self._driver:
             with self._warning():

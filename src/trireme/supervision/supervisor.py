@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trireme.config import CommonConfig, Config
+from trireme.config.run import START_LIMIT
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.process import waits
 from trireme.process.ray_cluster import PlacePool, Progress
@@ -127,7 +128,8 @@ class Supervisor:
             now = time.monotonic()
             began, placed = (now, placed) if placeless else (began, now)
             if now - began > timeouts.start_s:
-                raise RoomFailed(f"waited {timeouts.start_s:.0f} s for {', '.join(missing)} to start; logs: {log}")
+                limit = f"{timeouts.start_s:.0f} s ({START_LIMIT})"
+                raise RoomFailed(f"waited {limit} for {', '.join(missing)} to start; logs: {log}")
             if now - placed > timeouts.place_s:
                 what = f"a place in the cluster for {', '.join(placeless)}"
                 raise RoomFailed(f"waited {timeouts.place_s:.0f} s (timeouts.place_s) for {what}: add a node to it")

@@ -27,8 +27,9 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
     Raises BadInput when the run cannot have them, RoomFailed when its driver ends or they do not serve in time.
     """
     config = _checked(root, replicas)
-    timeouts = config["timeouts"]
-    deadline = _Deadline(root, timeouts["start_s"] + timeouts["update_s"], say)
+    timeouts, status = config["timeouts"], Status.read(root)
+    start_s = max(timeouts["start_s"], status.start_s if status else 0.0)
+    deadline = _Deadline(root, start_s + timeouts["update_s"], say)
     with request_scale(root, replicas) as answered:
         say(deadline.until(answered, lambda: "it has not answered yet; it does when all rooms have started"))
 

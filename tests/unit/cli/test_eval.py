@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapter_support import adapted_model, logits, make_adapter_run, make_base
+from plan_support import machines
 from rich.console import Console
 from tools_support import BASE_MODEL, make_run
 from transformers import AutoModelForCausalLM
@@ -20,7 +21,6 @@ from trireme.core.errors import BadInput
 from trireme.core.types import WeightIdentity
 from trireme.plan.base import Plan
 from trireme.plan.rl import EVALUATION_ROOMS
-from trireme.process.environ import Resources
 
 FLAGS = ["--env.id", "sort", "--inference.sampling.max-tokens", "8"]
 
@@ -128,10 +128,10 @@ def test_the_configuration_is_that_of_the_run_but_for_the_model_and_what_is_give
 def test_no_trainer_is_planned() -> None:
     config = _config(Subject.of(str(BASE_MODEL), None), [*FLAGS, "--trainer.shards", "8", "--inference.replicas", "2"])
     facts = ModelFacts.of(config, required=True)
-    plan = Plan(config, facts, Resources(1, 16, 2, 10**11, "a test"), EVALUATION_ROOMS)
+    plan = Plan(config, facts, machines(cpus=16, gpus=2), EVALUATION_ROOMS)
     assert plan.actor_names == ["inference replica 0", "inference replica 1", "orchestrator"]
     assert plan.gpus_needed == 2
-    plan = Plan(config, facts, Resources(1, 2, 0, 10**11, "a test"), EVALUATION_ROOMS)
+    plan = Plan(config, facts, machines(cpus=2), EVALUATION_ROOMS)
     assert (plan.gpus_needed, plan.threads) == (0, 1)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from model_support import FACTS
+from plan_support import machines
 
 from trireme.cli.sft import main
 from trireme.config.checks import check
@@ -17,7 +18,6 @@ from trireme.config.sft import SftConfig
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 from trireme.launch.sft import SftRun
 from trireme.plan.sft import sft_plan
-from trireme.process.environ import Resources
 from trireme.run.rundir import command_of, resume_command
 from trireme.sft.data import ExampleCursor, Examples, SftData
 from trireme.sft.reading import Example
@@ -25,7 +25,7 @@ from trireme.sft.reading import Example
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("sft-*.toml"))
 pytestmark = pytest.mark.usefixtures("in_the_repository", "no_cluster")
-TWO_GPUS = Resources(nodes=1, cpus=8, gpus=2, memory_bytes=2**34, source="this machine")
+TWO_GPUS = machines(gpus=2)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from plan_support import machines
 from pydantic import ValidationError
 
 from trireme.config import CommonConfig, Config
@@ -17,12 +18,11 @@ from trireme.config.orchestrator import OrchestratorConfig
 from trireme.config.sft import SftConfig
 from trireme.plan.base import Plan
 from trireme.plan.rl import RL_ROOMS
-from trireme.process.environ import Resources
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if not path.stem.startswith("sft"))
 COMMANDS: list[type[CommonConfig]] = [Config, SftConfig]
-NO_GPU = Resources(nodes=1, cpus=2, gpus=0, memory_bytes=2**34, source="this machine")
+NO_GPU = machines(cpus=2)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +35,27 @@ def test_the_prefix_cache_is_off_in_deterministic_mode_and_stays_off() -> None:
     assert "enable_prefix_caching" not in engine_args(config(), on_cpu=True)
     with pytest.raises(BadInput, match="enable_prefix_caching"):
         engine_args(config(deterministic=True, engine_args={"enable_prefix_caching": True}), on_cpu=True)
+
+
+def test_a_kv_cache_on_a_gpu_is_measured_unless_it_is_given() -> None:
+    measured, given = (engine_args(config(gpu_cache_gb=cache), on_cpu=False) for cache in (None, 1.5))
+    assert "kv_cache_memory_bytes" not in measured
+    assert given["kv_cache_memory_bytes"] == 3 * 2**29
+    assert measured["gpu_memory_utilization"] == given["gpu_memory_utilization"], "vLLM checks at first that it is free"
+
+
+def test_with_a_given_cache_vllm_measures_nothing() -> None:
+    """In the worker that CUDA selects, which was not run on a GPU: it returns before it profiles memory, of which the
+    trainer may be taking some at the time."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    worker = ast.parse((Path(spec.origin).parent / "v1" / "worker" / "gpu_worker.py").read_text())
+    defined = [node for node in ast.walk(worker) if isinstance(node, ast.FunctionDef)]
+    (measuring,) = (node for node in defined if node.name == "determine_available_memory")
+    text = ast.unparse(measuring)
+    given = text.index("if (kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes):")
+    assert text.index("return reserve_mm_ipc_gpu_memory(kv_cache_memory_bytes", given) < text.index("memory_profiling(")
 
 
 def test_engine_args_must_not_undo_what_the_replica_decides() -> None:

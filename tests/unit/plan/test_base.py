@@ -6,18 +6,18 @@ import os
 from dataclasses import replace
 
 import pytest
-from plan_support import LAPTOP, gpus, plan, text_of
+from plan_support import cluster, gpus, machines, plan, text_of
 from rich.console import Console
 
 from trireme.config import installed
 from trireme.core.errors import BadInput
-from trireme.plan.base import GIB
+from trireme.plan.memory import GIB
 from trireme.process.environ import Resources
 
 
 def test_a_start_prints_the_rows_that_matter_most_and_all_warnings() -> None:
     console = Console(record=True, width=200)
-    console.print(plan(resources=replace(LAPTOP, cpus=2)).render(whole=False))
+    console.print(plan(resources=machines(cpus=2)).render(whole=False))
     rows = [line.split()[0] for line in console.export_text().splitlines()]
     assert rows == ["trainer", "orchestrator", "inference", "model", "tokens", "written", "warning"]
 
@@ -30,7 +30,7 @@ class TestDevices:
     def test_where_models_compute(self, device: str, present: int, on_gpus: bool) -> None:
         given = plan(device=device, resources=gpus(present))
         assert given.on_gpus is on_gpus
-        assert given.with_device(given.config).cluster.device == ("gpu" if on_gpus else "cpu")
+        assert given.resolved(given.config).cluster.device == ("gpu" if on_gpus else "cpu")
 
     def test_a_gpu_for_each_model(self) -> None:
         given = plan(shards=4, replicas=4, resources=gpus(8))
@@ -66,15 +66,15 @@ class TestCores:
     @pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (3, 1), (4, 1), (8, 2), (16, 4)])
     def test_threads(self, cpus: int, threads: int) -> None:
         """Two shards, a replica and the orchestrator: four processes."""
-        assert plan(resources=replace(LAPTOP, cpus=cpus)).threads == threads
+        assert plan(resources=machines(cpus=cpus)).threads == threads
 
     def test_a_core_each_where_there_are_enough(self) -> None:
-        assert plan(resources=replace(LAPTOP, cpus=4)).cpus_per_actor == 1.0
+        assert plan(resources=machines(cpus=4)).cpus_per_actor == 1.0
 
     @pytest.mark.parametrize("cpus_N", [[1], [2], [3], [1, 1], [3, 0], [2, 1], [1, 1, 1], [5, 1], [1, 4]])
     @pytest.mark.parametrize("actors", [4, 7, 19])
     def test_all_actors_find_a_place_however_cores_are_spread(self, cpus_N: list[int], actors: int) -> None:
-        resources = replace(LAPTOP, nodes=len(cpus_N), cpus=sum(cpus_N))
+        resources = cluster(*(machines(cpus=cpus) for cpus in cpus_N))
         share = plan(shards=actors - 2, resources=resources).cpus_per_actor
         assert share > 0
         assert sum(int(cpus / share) for cpus in cpus_N) >= actors
@@ -83,16 +83,16 @@ class TestCores:
         with pytest.raises(
             BadInput, match=r"trainer.shards = 4000 .*4002 processes(.|\n)*at most 199(.|\n)*--trainer.shards"
         ):
-            plan(shards=4000, resources=replace(LAPTOP, cpus=2)).check_resources()
+            plan(shards=4000, resources=machines(cpus=2)).check_resources()
 
     def test_far_too_little_memory_is_refused_with_numbers(self) -> None:
-        small = replace(LAPTOP, memory_bytes=2 * GIB)
-        with pytest.raises(BadInput, match=r"about [\d.]+ GiB of memory(.|\n)*2.00 GiB"):
+        small = machines(memory_bytes=2 * GIB)
+        with pytest.raises(BadInput, match=r"has 2\.00 GiB of memory, [\d.]+ GiB are needed"):
             plan(shards=8, resources=small).check_resources()
         plan(shards=1, resources=small).check_resources()  # an estimate: it only warns
 
     def test_oversubscription_only_warns(self) -> None:
-        given = plan(resources=replace(LAPTOP, cpus=2))
+        given = plan(resources=machines(cpus=2))
         given.check_resources()
         assert any("3 processes compute on 2 cores" in warning for warning in given.warnings)
         assert plan().warnings == []
@@ -146,7 +146,7 @@ def test_what_happens_when_a_part_dies() -> None:
 
 def test_this_machine() -> None:
     found = Resources.of_this_machine()
-    assert (found.nodes, found.source) == (1, "this machine")
+    assert [node.name for node in found.nodes] == [found.source] == ["this machine"]
     assert found.cpus >= 1
     assert found.memory_bytes > GIB // 4
 

@@ -12,13 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.config.model_facts import ModelFacts
-from trireme.plan.memory import (
-    KEPT_ON_CPU,
-    KEPT_ON_GPU,
-    WHOLE_ON_CPU,
-    WHOLE_ON_GPU,
-    ModelMemory,
-)
+from trireme.config.trainer import TrainerConfig
+from trireme.plan.memory import BASE_BYTES, ModelMemory
 
 TOKENS = 64
 SIZES = {
@@ -71,29 +66,50 @@ def test_activations_of_layers_that_are_computed_again() -> None:
     assert again == (FACTS.num_layers * FACTS.hidden_size + memory.layer_values) * 200
 
 
-@pytest.mark.parametrize(("on_gpus", "limit"), [(False, KEPT_ON_CPU), (True, KEPT_ON_GPU)])
-def test_of_how_many_tokens_layers_are_kept(on_gpus: bool, limit: int) -> None:
-    memory = ModelMemory(FACTS, 2, on_gpus)
-    most = memory.kept_tokens("auto")
+def test_of_how_many_tokens_layers_are_kept() -> None:
+    """Those whose activations fit into what is free."""
+    memory = ModelMemory(FACTS, 2, on_gpus=True)
+    most = memory.kept_tokens("auto", 10**9)
     assert most is not None
-    assert memory.activations(most, False) <= limit < memory.activations(most + 1, False)
-    assert memory.kept_tokens(True) == 0
-    assert memory.kept_tokens(False) is None
+    assert memory.activations(most, False) <= 10**9 < memory.activations(most + 1, False)
+    assert memory.kept_tokens("auto", -1) == 0
+    assert memory.kept_tokens(True, 10**9) == 0
+    assert memory.kept_tokens(False, -1) is None
 
 
-def test_a_small_model_stays_whole() -> None:
+def test_a_model_stays_whole_where_it_fits() -> None:
     """Weights in the dtype that computes, gradients in float32."""
-    most = replace(FACTS, num_parameters=WHOLE_ON_CPU // 8)
-    assert ModelMemory(most, 4, on_gpus=False).stays_whole
-    assert ModelMemory(most, 4, on_gpus=False).gathered == WHOLE_ON_CPU
-    assert not ModelMemory(replace(most, num_parameters=most.num_parameters + 1), 4, on_gpus=False).stays_whole
-    assert ModelMemory(replace(most, num_parameters=WHOLE_ON_GPU // 6), 2, on_gpus=True).stays_whole
+    memory = ModelMemory(FACTS, 4, on_gpus=False)
+    assert memory.gathered(whole=True) == 8 * FACTS.num_parameters
+    assert memory.stays_whole(8 * FACTS.num_parameters)
+    assert not memory.stays_whole(8 * FACTS.num_parameters - 1)
+
+
+def test_the_room_goes_to_activations_first_and_then_to_the_whole_model() -> None:
+    memory, tokens, state = ModelMemory(FACTS, 2, on_gpus=True), 10_000, 16 * FACTS.num_parameters
+    options = TrainerConfig(shards=2)
+    least = BASE_BYTES + state // 2 + memory.gathered(whole=False)
+    kept, whole = memory.activations(tokens, False), memory.gathered(whole=True) - memory.gathered(whole=False)
+    assert kept > whole > 0
+
+    def decided(room: int) -> tuple[bool, bool]:
+        found = memory.shard(options, tokens, state, room)
+        assert found.total <= max(room, least + memory.activations(tokens, True)), "no more than there is"
+        return found.again, found.whole
+
+    assert decided(0) == (True, False)
+    assert decided(least + kept - 1)[0] is True
+    assert decided(least + kept) == (False, False)
+    assert decided(least + kept + whole - 1) == (False, False)
+    assert decided(least + kept + whole) == (False, True)
+    offloaded = memory.shard(TrainerConfig(shards=2, offload="cpu"), tokens, state, least + kept + whole - state // 2)
+    assert (offloaded.again, offloaded.whole) == (False, True)
 
 
 def test_of_a_large_model_embeddings_and_two_layers_are_whole_at_once() -> None:
     """Embeddings once if tied, twice if not."""
     large = 10**9
     tied = replace(FACTS, vocab_size=1000, hidden_size=100, num_parameters=100_000 + 10 * large, num_layers=10)
-    assert ModelMemory(tied, 2, on_gpus=True).gathered == 2 * 2 * (100_000 + 2 * large)
+    assert ModelMemory(tied, 2, on_gpus=True).gathered(whole=False) == 2 * 2 * (100_000 + 2 * large)
     untied = replace(tied, tied_embeddings=False, num_parameters=200_000 + 10 * large)
-    assert ModelMemory(untied, 4, on_gpus=True).gathered == 2 * 4 * (200_000 + 2 * large)
+    assert ModelMemory(untied, 4, on_gpus=True).gathered(whole=False) == 2 * 4 * (200_000 + 2 * large)

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plan_support import LAPTOP, inference, orchestrator, plan, text_of, trainer
+from plan_support import cluster, inference, machines, orchestrator, plan, text_of
 
-from trireme.plan.base import GIB
+from trireme.plan.memory import GIB
 from trireme.plan.rl import SPARE_GIB
 
 
@@ -44,19 +44,15 @@ class TestNumbers:
         enough = plan(inference={"spare": True})
         assert "a spare without one on each node, 0.6 GiB" in text_of(enough)
         assert "spare" not in text_of(plan())
-        replica = inference(enough).replica_bytes
-        needs = trainer(enough).shard_memory.total * 2 + replica
-        just = replace(LAPTOP, memory_bytes=needs)
-        assert any("of memory" in w for w in plan(inference={"spare": True}, resources=just).warnings)
-        assert not any("of memory" in w for w in plan(resources=just).warnings)
-        two = {"spare": True, "replicas": 2}
-        needs += replica + int(SPARE_GIB * GIB)
-        for nodes, warns in ((1, False), (2, True), (3, True)):
-            several = replace(LAPTOP, nodes=nodes, memory_bytes=needs)
-            assert any("of memory" in w for w in plan(inference=two, resources=several).warnings) == warns
+        with_spare, without = (sum(one.machines[0].host.values()) for one in (enough, plan()))
+        assert with_spare - without == int(SPARE_GIB * GIB)
+        two = plan(inference={"spare": True, "replicas": 2}).machines[0].host
+        assert two["a spare"] == int(SPARE_GIB * GIB), "once for all replicas of a machine"
+        several = plan(inference={"spare": True, "replicas": 2}, resources=cluster(machines(cpus=3), machines(cpus=2)))
+        assert [machine.host.get("a spare", 0) > 0 for machine in several.machines] == [True, True]
 
     def test_too_little_memory_warns(self) -> None:
-        assert any("of memory" in w for w in plan(resources=replace(LAPTOP, memory_bytes=GIB)).warnings)
+        assert any("of memory" in w for w in plan(resources=machines(memory_bytes=GIB)).warnings)
 
     def test_unknown_sizes_are_said(self) -> None:
         text = text_of(plan(facts=None))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from model_support import FACTS
+from plan_support import machines
 
 from trireme.config.sft import SftConfig
 from trireme.core.errors import BadInput
 from trireme.plan.sft import sft_plan
-from trireme.process.environ import Resources
 
-TWO_GPUS = Resources(nodes=1, cpus=8, gpus=2, memory_bytes=2**34, source="this machine")
+TWO_GPUS = machines(gpus=2)
 
 
 def test_the_plan_on_gpus() -> None:

@@ -9,8 +9,8 @@ import pytest
 from plan_support import gpus, plan, text_of, trainer
 
 from trireme.config.trainer import LoraConfig
-from trireme.plan.base import GIB, Plan
-from trireme.plan.memory import ShardMemory
+from trireme.plan.base import Plan
+from trireme.plan.memory import GIB, ShardMemory
 
 
 class TestShards:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from trireme.core.errors import RoomFailed
 from trireme.process import waits
 from trireme.process.waits import LongWait
 
@@ -30,3 +31,9 @@ def test_a_long_wait_asks_how_far_the_work_is(
     said([], 32.0)
     said([], 33.0)
     assert capsys.readouterr().out == "  a minibatch (32 s): 5 groups are finished\n"
+
+
+def test_a_wait_that_is_over_says_what_set_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits.ray, "wait", lambda pending, **_: ([], pending))
+    with pytest.raises(RoomFailed, match=r"waited 0 s \(timeouts\.start_s = 5 s\) for trainer shard 0"):
+        waits.get_all(["ref"], who=["trainer shard 0"], timeout_s=0.01, limit="timeouts.start_s = 5 s")

@@ -11,12 +11,28 @@ from rich.console import Console
 
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
-from trireme.plan.base import GIB, Plan
+from trireme.plan.base import Plan
+from trireme.plan.memory import GIB
 from trireme.plan.rl import RL_ROOMS, InferencePart, OrchestratorPart
 from trireme.plan.trainer import TrainerPart
 from trireme.process.environ import Resources
+from trireme.process.machine import Gpu, Node
 
-LAPTOP = Resources(nodes=1, cpus=8, gpus=0, memory_bytes=16 * GIB, source="this machine")
+
+def machines(cpus: int = 8, gpus: int = 0, memory_bytes: int = 16 * GIB, gpu_bytes: int = 0) -> Resources:
+    """One machine; with `gpu_bytes` its driver tells how much memory each GPU has, all of it free."""
+    known = (Gpu(gpu_bytes, gpu_bytes),) * gpus if gpu_bytes else ()
+    node = Node("this machine", cpus, gpus, memory_bytes, memory_bytes // 2, memory_bytes // 4, known)
+    return Resources((node,), "this machine")
+
+
+def cluster(*each: Resources) -> Resources:
+    """The machines of all these together, in a cluster."""
+    nodes = [replace(node, name=f"node {n}") for n, one in enumerate(each) for node in one.nodes]
+    return Resources(tuple(nodes), "the Ray cluster")
+
+
+LAPTOP = machines()
 
 
 def plan(
@@ -70,4 +86,4 @@ def orchestrator(given: Plan) -> OrchestratorPart:
 
 
 def gpus(number: int) -> Resources:
-    return replace(LAPTOP, gpus=number)
+    return machines(gpus=number)

@@ -16,6 +16,7 @@ from trireme.config.load import load
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK
 from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequest, ScaleRequests, StatusWriter
+from trireme.tools import scale as scale_module
 from trireme.tools.scale import standing
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -145,6 +146,17 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "waited 0 s for the driver" in capsys.readouterr().err
     assert scaled(run, roster_of(PartHealth.HEALTHY, PartHealth.STARTING), 3, lambda _: None) == EXIT_FAILED
     assert "1 of 3 replicas serve; inference_1 starting" in capsys.readouterr().err
+
+
+def test_a_large_model_has_the_time_that_the_run_gives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's `start_s`, longer than that of the configuration, stands in STATUS."""
+    run, given = make_run(tmp_path / "run", timeouts={"start_s": 0.2, "update_s": 0.1}), []
+    roster = roster_of(PartHealth.HEALTHY)
+    roster.start_s = 900.0
+    made = scale_module._Deadline
+    monkeypatch.setattr(scale_module, "_Deadline", lambda root, s, say: given.append(s) or made(root, s, say))
+    assert scaled(run, roster, 1, lambda _: None) == EXIT_OK
+    assert given == [900.1]
 
 
 def test_how_it_stands(run: Path) -> None:

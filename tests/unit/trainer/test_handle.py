@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from trainer_support import make_batch, make_config
 
+from trainer import handle
 from trainer.batching import ShardOutput
 from trainer.handle import TrainerHandle
 
@@ -23,6 +24,27 @@ def test_blame_names_batches_and_datums():
 def test_options_for_another_number_of_processes_are_refused():
     with pytest.raises(ValueError, match=r"mesh .*'shard': 2.* got 2"):
         TrainerHandle.start(make_config("m", trainer__shards=2, trainer__replicate=2), [{}, {}], None)
+
+
+@pytest.mark.parametrize(("gpus", "share"), [(0.5, 0.4), (1.0, 0.0), (0.0, 0.0)])
+def test_half_a_gpu_is_shared_with_a_replica(monkeypatch, gpus, share):
+    made = []
+
+    class Actor:
+        def options(self, **_options):
+            return self
+
+        def remote(self, *args):
+            made.append(args)
+            return self
+
+        rendezvous = setup = property(lambda self: self)
+
+    monkeypatch.setattr(handle.ray, "remote", lambda **_groups: lambda _actor: Actor())
+    monkeypatch.setattr(handle.ray, "cluster_resources", dict)
+    config = make_config("m", inference__gpu_memory_utilization=0.4)
+    TrainerHandle.start(config, [{"num_gpus": gpus}], None)
+    assert made[0][-1] == share
 
 
 class Shards(TrainerHandle):

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer import state as checkpoint
 from trainer.batch_checks import PublishedVersions
+from trainer.shard import SUMS_WHOLE
 from trainer.snapshot import kinds
 from trainer.state import make_adam_state, random_state, set_random_state
 from trireme.checkpoint.files import checksum_of
@@ -128,7 +129,7 @@ def test_every_parameter_is_saved_once_with_its_moments(shard, model, tmp_path):
     unsharded = dict(AutoModelForCausalLM.from_pretrained(model).named_parameters())
     stacks = {f"parameters.{kind}": names for kind, names in kinds(unsharded).items()}
     assert len(stacks) < len(unsharded)
-    assert set(saved) == {*stacks, "steps", *(f"random.0.{k}" for k in random_state(CPU))}
+    assert set(saved) == {*stacks, "steps", f"buffers.{SUMS_WHOLE}", *(f"random.0.{k}" for k in random_state(CPU))}
     assert saved["steps"].shape == (len(unsharded),)
     live = dict(one._model.named_parameters())
     for stack, names in stacks.items():

@@ -1,0 +1,156 @@
+"""Adds up what each process of a run takes of its machine, and says whether it fits.
+
+All figures are estimates. `GPU_TOLERANCE` and `HOST_TOLERANCE` are the only places that say how far off they may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from trireme.plan.memory import GIB
+from trireme.process.machine import Gpu, Node
+
+GPU_TOLERANCE, HOST_TOLERANCE = 1.15, 2.0
+"""Times what a machine has, beyond which a run is refused; up to that it is warned of. On a GPU tensors are counted, to
+about 15 %. On a host much of what is counted is shared between processes, or is never touched."""
+ASSUMED_GPU = Gpu(80 * GIB, 80 * GIB)
+"""The GPU that is planned for where no driver tells of one."""
+HOST_OF_CUDA_GIB = 2.5
+"""Host memory of a process that uses CUDA, without tensors. It is an allowance: nothing was measured on a GPU."""
+VERSIONS = "two versions of the weights"
+"""They are in Ray's object store of each machine that publishes or takes them, the newest and the one before it."""
+SERVICES_GIB = 0.4
+"""Measured memory of Ray's services on a machine."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """The memory that one actor takes, in bytes by what for."""
+
+    host: Mapping[str, int]
+    """Of its machine's memory."""
+    gpu: Mapping[str, int] = field(default_factory=dict)
+    """Of the memory of each of its GPUs."""
+    shared: Mapping[str, int] = field(default_factory=dict)
+    """Of its machine's memory, once for all actors there that name the same."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine with the actors that are on it."""
+
+    node: Node
+    actors: Mapping[str, Need]
+    """The needs of its actors by name."""
+    shares_gpu: bool
+    """True: its actors with a model have one GPU together."""
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Bytes of host memory by what for, of all actors together."""
+        found = {"Ray": int(SERVICES_GIB * GIB)}
+        for need in self.actors.values():
+            found |= {what: max(number, found.get(what, 0)) for what, number in need.shared.items()}
+        for need in self.actors.values():
+            for what, number in need.host.items():
+                found[what] = found.get(what, 0) + number
+        return found
+
+    @property
+    def gpu(self) -> dict[str, int]:
+        """Bytes on the GPU that is filled most, by what for."""
+        each = [need.gpu for need in self.actors.values()]
+        if self.shares_gpu:
+            return {what: number for one in each for what, number in one.items()}
+        return dict(max(each, key=lambda one: sum(one.values()), default={}))
+
+    def excess(self, gpu_times: float = 1.0, host_times: float = 1.0) -> list[str]:
+        """Says what is needed beyond so many times what the machine has: largest part first."""
+        found, gpu = [], self.node.smallest_gpu
+        if gpu and sum(self.gpu.values()) > gpu_times * gpu.free_bytes:
+            of_all = f" of {gib(gpu.memory_bytes)}" if gpu.free_bytes < gpu.memory_bytes else ""
+            found.append(f"a GPU of {self.node.name} has {gib(gpu.free_bytes)}{of_all} free, {parts_text(self.gpu)}")
+        if sum(self.host.values()) > host_times * self.node.memory_bytes:
+            found.append(f"{self.node.name} has {gib(self.node.memory_bytes)} of memory, {parts_text(self.host)}")
+        return found
+
+    @property
+    def store_warning(self) -> str:
+        """Says that the versions of the weights that live at the same time do not fit into Ray's object store; empty if
+        they do."""
+        versions = max((need.shared.get(VERSIONS, 0) for need in self.actors.values()), default=0)
+        if versions <= self.node.store_bytes:
+            return ""
+        return (
+            f"{VERSIONS} have {gib(versions)}, Ray's object store on {self.node.name} {gib(self.node.store_bytes)} "
+            f"(of {gib(self.node.shm_bytes)} in /dev/shm): updates wait for a disk. Give it more with ray start "
+            "--object-store-memory, and /dev/shm too"
+        )
+
+    @property
+    def row(self) -> str:
+        """Says what is needed of what there is."""
+        gpu, used = self.node.smallest_gpu, sum(self.gpu.values())
+        text = f"{self.node.name}: about {gib(sum(self.host.values()))} of {gib(self.node.memory_bytes)} of memory"
+        if used:
+            has = f"where {gib(gpu.free_bytes)} are free" if gpu else "whose size no driver told"
+            text += f", and {gib(used)} on the fullest GPU, {has}"
+        return f"{text} ({', '.join(f'{what} {gib(n)}' for what, n in largest(self.host))})"
+
+
+def parts_text(parts: Mapping[str, int]) -> str:
+    """Returns "15.20 GiB are needed: weights 9.00 GiB, ..."."""
+    each = ", ".join(f"{what} {gib(number)}" for what, number in largest(parts))
+    return f"{gib(sum(parts.values()))} are needed: {each}"
+
+
+def largest(parts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Returns all parts that are something, the largest first."""
+    return sorted(((what, n) for what, n in parts.items() if n), key=lambda part: -part[1])
+
+
+def gib(number: int) -> str:
+    """Returns a number of bytes in GiB."""
+    return f"{number / GIB:.2f} GiB"
+
+
+def distribute(
+    needs: Mapping[str, Need],
+    options: Sequence[Mapping[str, float]],
+    sizes: Sequence[int],
+    nodes: Sequence[Node],
+    *,
+    shares_gpu: bool,
+) -> list[Machine]:
+    """Returns the machines that are used, each with those actors of `needs` that are probably on it: on as few machines
+    as possible, as Ray places them, though it has an order of its own. `options`: Ray's of each actor; `sizes`: how
+    many actors, one after the other, are on one machine together."""
+    ends = list(accumulate(sizes))
+    wanted = [
+        {what: sum(each[what] for each in options[end - size : end]) for what in ("num_cpus", "num_gpus")}
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+    places = [n for size, n in zip(sizes, _place(wanted, nodes), strict=True) for _ in range(size)]
+    at = dict(zip(needs, places, strict=True))
+    return [
+        Machine(node, {name: needs[name] for name in needs if at[name] == n}, shares_gpu)
+        for n, node in enumerate(nodes)
+        if n in places
+    ]
+
+
+def _place(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> list[int]:
+    """Returns the number of the node for each bundle: the first one in use that has room, else the emptiest."""
+    free = [{"num_gpus": float(node.num_gpus), "num_cpus": float(node.cpus)} for node in nodes]
+    places: list[int] = []
+    for bundle in wanted:
+        emptiest = sorted(range(len(nodes)), key=lambda n: (-free[n]["num_gpus"], -free[n]["num_cpus"]))
+        order = [*dict.fromkeys(places), *emptiest]
+        # Where no node has room, as in a dry run elsewhere, the emptiest is as good as any.
+        chosen = next((n for n in order if all(free[n][what] >= bundle[what] for what in bundle)), emptiest[0])
+        for what in bundle:
+            free[chosen][what] -= bundle[what]
+        places.append(chosen)
+    return places

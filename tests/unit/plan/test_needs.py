@@ -1,0 +1,246 @@
+"""What each process takes, the sums on each machine, and what is done about too little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from model_support import FACTS
+from plan_support import cluster, inference, machines, plan, text_of, trainer
+
+from trireme.config import installed
+from trireme.core.errors import BadInput
+from trireme.plan.base import Plan
+from trireme.plan.memory import GIB, gpu_room, host_room
+from trireme.plan.needs import GPU_TOLERANCE, HOST_TOLERANCE
+
+BILLIONS_8 = replace(
+    FACTS,
+    hidden_size=4096,
+    num_layers=36,
+    vocab_size=151_936,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    mlp_size=12_288,
+    num_parameters=8_190_735_360,
+    multiplied_parameters=7_568_000_000,
+    tied_embeddings=False,
+    max_position_embeddings=40_960,
+    windows=(None,) * 36,
+    linear_widths={"q_proj": 36 * 8192, "down_proj": 36 * (12_288 + 4096)},
+    described={"dtype": "bfloat16"},
+)
+"""Qwen3-8B."""
+HUGE = 2**42
+
+
+@pytest.fixture(autouse=True)
+def _gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+
+
+def large(*, shards: int = 8, replicas: int = 8, gpus: int = 16, gpu_gib: int = 80, host: int = HUGE, **given) -> Plan:
+    """A plan of Qwen3-8B on one machine."""
+    options = {"micro_batch_tokens": None, **given.pop("trainer", {})}
+    has = machines(cpus=64, gpus=gpus, memory_bytes=host, gpu_bytes=gpu_gib * GIB)
+    return plan(shards=shards, replicas=replicas, resources=has, facts=BILLIONS_8, trainer=options, **given)
+
+
+class TestNeeds:
+    def test_on_cpus_all_is_in_host_memory(self) -> None:
+        given = plan(shards=2, replicas=2)
+        (machine,) = given.machines
+        assert list(machine.actors) == given.actor_names
+        assert machine.gpu == {}
+        memory = trainer(given).shard_memory
+        assert memory is not None
+        assert machine.host["state"] == 2 * memory.state
+        assert machine.host["copies for commits"] == 12 * FACTS.num_parameters
+        assert machine.host["KV caches"] == 2 * GIB // 4
+        assert machine.host["arriving weights"] == 2 * 4 * FACTS.num_parameters
+        assert machine.host["two versions of the weights"] == 2 * 4 * FACTS.num_parameters, "once a machine"
+
+    def test_on_gpus_tensors_are_there_and_copies_in_host_memory(self) -> None:
+        (machine,) = large().machines
+        assert machine.gpu["a replica's KV cache" if "a replica's KV cache" in machine.gpu else "its KV cache"] > 0
+        assert sum(machine.gpu.values()) == pytest.approx(0.9 * 80 * GIB, rel=1e-6)
+        assert "state" not in machine.host
+        assert machine.host["copies for commits"] == pytest.approx(16 * BILLIONS_8.num_parameters, rel=1e-6)
+        assert machine.host["arriving weights"] == 8 * 2 * BILLIONS_8.num_parameters
+
+    def test_offloaded_state_is_in_host_memory(self) -> None:
+        kept, offloaded = (large(trainer={"offload": where}).machines[0] for where in ("none", "cpu"))
+        state = 16 * BILLIONS_8.num_parameters
+        assert offloaded.host["state"] == state
+        shard = "trainer shard 0"
+        assert kept.actors[shard].gpu["state"] == state // 8
+        assert "state" not in offloaded.actors[shard].gpu
+
+    def test_adapters_are_all_that_is_copied_and_published(self) -> None:
+        (machine,) = large(trainer={"lora": {"rank": 8}}).machines
+        trained = 8 * sum(BILLIONS_8.linear_widths[name] for name in ("q_proj", "down_proj"))
+        assert machine.host["copies for commits"] == pytest.approx(16 * trained, rel=1e-3)
+        assert machine.host["two versions of the weights"] == 2 * 2 * trained
+
+    def test_stacked_experts_are_held_while_they_are_read(self) -> None:
+        experts = replace(BILLIONS_8, num_chosen=8, described={})
+        few = plan(shards=1, facts=experts, trainer={"master_dtype": "bfloat16"}, resources=machines(memory_bytes=HUGE))
+        assert "loading" not in few.machines[0].host or few.machines[0].host["loading"] == 0
+        many = plan(shards=16, facts=experts, trainer={}, resources=machines(memory_bytes=HUGE))
+        assert many.machines[0].host["loading"] == 4 * experts.num_parameters - 24 * experts.num_parameters // 16
+
+    def test_unknown_sizes(self) -> None:
+        assert plan(facts=None).machines == []
+        assert plan(facts=None).shortages(hopeless=True) == []
+
+
+class TestMachines:
+    def test_actors_are_packed_as_ray_does(self) -> None:
+        eight = machines(cpus=32, gpus=8, memory_bytes=HUGE, gpu_bytes=80 * GIB)
+        given = plan(shards=8, replicas=8, facts=BILLIONS_8, resources=cluster(eight, eight, machines(cpus=4)))
+        first, second = given.machines
+        assert [name.split()[0] for name in first.actors] == ["trainer"] * 8 + ["orchestrator"]
+        assert [name.split()[0] for name in second.actors] == ["inference"] * 8
+        assert "node 0: about" in text_of(given)
+        assert "node 1: about" in text_of(given)
+
+    def test_shards_that_belong_together_are_on_one_machine(self) -> None:
+        has = cluster(*[machines(cpus=8, gpus=n, memory_bytes=HUGE) for n in (3, 4, 4)])
+        given = plan(shards=8, replicas=1, trainer={"gpus_per_node": 4}, facts=BILLIONS_8, resources=has)
+        on = {
+            machine.node.name: len([n for n in machine.actors if n.startswith("trainer")]) for machine in given.machines
+        }
+        assert on == {"node 0": 0, "node 1": 4, "node 2": 4}
+
+    def test_a_dry_run_elsewhere_has_a_place_for_all(self) -> None:
+        (machine,) = large(gpus=0, device="gpu").machines
+        assert len(machine.actors) == 17
+
+    def test_a_small_object_store_is_warned_of(self) -> None:
+        assert any("Ray's object store on this machine" in warning for warning in large(host=100 * GIB).warnings)
+        assert not any("object store" in warning for warning in large().warnings)
+
+
+class TestRefusals:
+    def test_a_gpu_that_is_too_small(self) -> None:
+        with pytest.raises(BadInput) as refused:
+            large(shards=1, replicas=1, gpus=8).check_resources()
+        text = str(refused.value)
+        assert "a GPU of this machine has 80.00 GiB free" in text
+        assert "state 122.05 GiB" in text, "16 bytes a parameter"
+        assert "up to 1.15 times the memory of a GPU and 2 times that of a machine only warn" in text
+        assert "cheapest first: --trainer.shards 2 (GPUs that are there); or --trainer.offload cpu" in text
+        assert text.count("; or ") == 2, "three ways"
+
+    def test_the_ways_fit_and_the_plan_does_not(self) -> None:
+        given = large(shards=1, replicas=1, gpus=8)
+        assert given.shortages(hopeless=True)
+        assert not large(shards=2, replicas=1, gpus=8).shortages(hopeless=False)
+        assert not large(shards=1, replicas=1, gpus=8, trainer={"offload": "cpu"}).shortages(hopeless=False)
+
+    def test_memory_that_others_have_taken_counts(self) -> None:
+        given = large()
+        (node,) = given.resources.nodes
+        taken = tuple(replace(gpu, free_bytes=10 * GIB) for gpu in node.gpus)
+        busy = replace(given, resources=replace(given.resources, nodes=(replace(node, gpus=taken),)))
+        given.check_resources()
+        with pytest.raises(BadInput, match=r"has 10\.00 GiB of 80\.00 GiB free"):
+            busy.check_resources()
+
+    def test_a_host_that_is_too_small(self) -> None:
+        need = sum(large().machines[0].host.values())
+        large(host=int(need / HOST_TOLERANCE) + GIB).check_resources()
+        with pytest.raises(BadInput, match=r"this machine has [\d.]+ GiB of memory, [\d.]+ GiB are needed: "):
+            large(host=int(need / HOST_TOLERANCE) - GIB).check_resources()
+
+    def test_up_to_the_tolerance_it_only_warns(self) -> None:
+        small = {"checkpointing": True, "micro_batch_tokens": 2048}
+        given = large(shards=2, replicas=1, gpus=3, trainer=small, inference={"gpu_memory_utilization": 0.5})
+        need = sum(given.machines[0].actors["trainer shard 0"].gpu.values())
+        for times, refused in ((1.02, False), (GPU_TOLERANCE - 0.02, False), (GPU_TOLERANCE + 0.02, True)):
+            (node,) = given.resources.nodes
+            gpus = tuple(replace(gpu, free_bytes=int(need / times)) for gpu in node.gpus)
+            tight = replace(given, resources=replace(given.resources, nodes=(replace(node, gpus=gpus),)))
+            assert any("too little memory, by an estimate" in warning for warning in tight.warnings)
+            assert bool(tight.shortages(hopeless=True)) is refused
+
+    def test_several_ways_together_when_none_is_enough(self) -> None:
+        given = large(shards=1, replicas=1, gpus=2, gpu_gib=24, trainer={"micro_batch_tokens": 65536})
+        short = replace(given, facts=replace(BILLIONS_8, max_position_embeddings=4096))
+        with pytest.raises(BadInput) as refused:
+            short.check_resources()
+        (way,) = str(refused.value).splitlines()[-1].split("; or ")
+        assert "--trainer.checkpointing true --trainer.micro-batch-tokens 4096" in way
+        assert "--trainer.offload cpu" in way
+        assert "--trainer.shards" not in way, "there are no more GPUs"
+
+    def test_nothing_helps(self) -> None:
+        with pytest.raises(BadInput, match="a smaller model, or larger machines"):
+            large(shards=1, replicas=1, gpus=2, gpu_gib=8).check_resources()
+
+
+class TestRoom:
+    def test_of_a_gpu(self) -> None:
+        assert gpu_room(80 * GIB, 80 * GIB) == int(0.85 * 78 * GIB)
+        assert gpu_room(80 * GIB, 80 * GIB, replica_share=0.5) == int(0.85 * 38 * GIB)
+        assert gpu_room(20 * GIB, 80 * GIB, replica_share=0.5) == int(0.85 * 18 * GIB), "others have taken the rest"
+        assert gpu_room(GIB, 80 * GIB) == 0
+
+    def test_of_a_host(self) -> None:
+        given = plan(shards=3, replicas=1)
+        assert host_room(32 * GIB, given.config) == 4 * GIB
+
+    def test_a_larger_gpu_keeps_more(self) -> None:
+        tokens = [
+            trainer(large(shards=8, replicas=8, gpu_gib=gib)).shard_memory.kept_tokens  # type: ignore[union-attr]
+            for gib in (40, 80, 160)
+        ]
+        assert tokens[0] < tokens[1] < tokens[2]
+        small, big = (trainer(large(shards=8, replicas=8, gpu_gib=gib)).shard_memory for gib in (40, 400))
+        assert (small.whole, big.whole) == (False, True)  # type: ignore[union-attr]
+
+    def test_beside_a_replica_a_shard_has_what_that_leaves(self) -> None:
+        alone = plan(shards=1, replicas=1, resources=machines(gpus=2, gpu_bytes=80 * GIB), facts=BILLIONS_8)
+        options = {"gpu_memory_utilization": 0.4}
+        one = machines(gpus=1, gpu_bytes=80 * GIB)
+        shared = plan(shards=1, replicas=1, resources=one, facts=BILLIONS_8, inference=options)
+        assert trainer(alone)._room == gpu_room(80 * GIB, 80 * GIB)
+        assert trainer(shared)._room == gpu_room(80 * GIB, 80 * GIB, 0.4)
+
+
+class TestSharedGpu:
+    def test_the_cache_of_the_replica_is_fixed(self) -> None:
+        one = machines(gpus=1, gpu_bytes=80 * GIB)
+        given = plan(shards=1, resources=one, inference={"gpu_memory_utilization": 0.4})
+        assert given.shares_gpu
+        resolved = given.resolved(given.config)
+        cache = resolved.inference.gpu_cache_gb
+        assert cache == pytest.approx(0.4 * 80 - 3 - 2 * FACTS.num_parameters / GIB)
+        assert given.machines[0].gpu["its KV cache"] == int(cache * GIB)
+        chosen = plan(shards=1, resources=one, inference={"gpu_memory_utilization": 0.4, "gpu_cache_gb": 5.0})
+        assert chosen.resolved(chosen.config).inference.gpu_cache_gb == 5.0
+
+    def test_elsewhere_vllm_measures_it(self) -> None:
+        for given in (plan(shards=1, resources=machines(gpus=2)), plan(shards=1)):
+            assert given.resolved(given.config).inference.gpu_cache_gb is None
+
+    def test_a_share_without_room_for_a_sequence_does_not_fit(self) -> None:
+        tight = plan(
+            shards=1,
+            resources=machines(gpus=1, gpu_bytes=24 * GIB, memory_bytes=HUGE),
+            facts=BILLIONS_8,
+            inference={"gpu_memory_utilization": 0.2},
+            trainer={"lora": {"rank": 8}},
+        )
+        assert any("a replica's weights 15.26 GiB" in text for text in tight.shortages(hopeless=True))
+        assert inference(tight)._gpu_cache(BILLIONS_8) == 40_960 * 2 * 36 * 8 * 128 * 2
+
+
+def test_the_time_to_start_grows_with_the_model() -> None:
+    small, big = plan(), large(kl={"coef": 0.1, "reference": {"base_model": "m"}})
+    assert small.start_s == pytest.approx(600 + 4e6 / 1e8)
+    assert big.start_s == pytest.approx(600 + 2 * 2 * BILLIONS_8.num_parameters / 1e8), "and its reference"
+    assert plan(facts=None).start_s == 600
+    assert big.resolved(big.config).timeouts.start_s == big.start_s
+    assert "all rooms are ready within 928 s (timeouts.start_s = 600 s, and 328 s to read the model" in text_of(big)
