@@ -40,7 +40,7 @@ from checkpoint import make_model
 from trainer.publish import CANARY_TOKENS
 from trireme.config import Config
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, WeightsManifest, weights_digest
+from trireme.core.weights import Canary, Drift, PublishedWeights, WeightsManifest, weights_digest
 from trireme.transports.packing import Packer, tensor_of
 
 TARGET = 1.3
@@ -83,7 +83,7 @@ def publish(model: Path, scale: float) -> PublishedWeights:
     tensors = [(name, tensor * scale) for name, tensor in state.items() if name != "lm_head.weight"]
     entries, buckets = Packer(lambda data: Bucket(data.copy())).send([tensors])
     tokens = np.arange(CANARY_TOKENS, dtype=np.int32)
-    canary = Canary(tokens, np.zeros(CANARY_TOKENS - 1, np.float32), np.inf)
+    canary = Canary(tokens, np.zeros(CANARY_TOKENS - 1, np.float32), Drift(np.inf, np.inf))
     return PublishedWeights(WeightsManifest(WeightIdentity(1, 0, weights_digest(entries)), entries, canary), buckets)
 
 

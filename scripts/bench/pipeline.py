@@ -41,7 +41,7 @@ from _common import ROOT, Result, median, run_for_json
 
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
+from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
 from trireme.process.environ import prepare_ray_environment
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class ReadyAnswers:
     async def load_weights(self, weights: PublishedWeights) -> UpdateReport:
         rng = np.random.default_rng(0)
         self._answers = [answer(rng, weights.identity) for _ in range(DISTINCT_ANSWERS)]
-        return UpdateReport(0, weights.identity, 0.0, 0, 0.0)
+        return UpdateReport(0, weights.identity, Drift(0.0, 0.0), 0, 0.0)
 
     async def stats(self) -> ReplicaStats:
         return ReplicaStats(running=0, waiting=0, kv_used=0.0, preemptions=0)
@@ -125,7 +125,7 @@ def answer(rng: np.random.Generator, identity: WeightIdentity) -> SampledSequenc
 
 
 def published(version: int) -> PublishedWeights:
-    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
     return PublishedWeights(WeightsManifest(WeightIdentity(1, version, f"{version:032x}"), (), canary), ())
 
 

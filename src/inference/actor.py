@@ -28,7 +28,7 @@ from trireme.core.errors import RoomFailed, WeightsRefused
 from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.transport import load_transport
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
-from trireme.core.weights import PublishedWeights, UpdateReport, WeightsManifest, check_canary
+from trireme.core.weights import Drift, PublishedWeights, UpdateReport, WeightsManifest, check_canary
 from trireme.process import trace
 from trireme.process.environ import redirect_output
 from trireme.process.faults import fault_point, number_process
@@ -275,11 +275,11 @@ class ReplicaActor(SamplingEngine):
         _, canary = await step("label", asyncio.gather(label, self._submit_canary(manifest)))
         await step("resume", self.resume())
         resumed = time.monotonic()
-        diff = await step("canary", self._prove(manifest, canary))
+        drift = await step("canary", self._prove(manifest, canary))
         self.proved.set()
         await step("free memory", self._in_engine("free_memory"))
         seconds = time.monotonic() - started
-        return UpdateReport(self.index, manifest.identity, diff, prefilled, seconds, still - asked, resumed - still)
+        return UpdateReport(self.index, manifest.identity, drift, prefilled, seconds, still - asked, resumed - still)
 
     def _cleared(self) -> int:
         """Returns how many tokens are prefilled again: prompt and answer of each request that has made a token.
@@ -303,9 +303,8 @@ class ReplicaActor(SamplingEngine):
         tokens, salt = manifest.canary.tokens.tolist(), str(manifest.identity)
         return await self._add(CANARY_REQUEST, tokens, params, salt, CANARY_PRIORITY)
 
-    async def _prove(self, manifest: WeightsManifest, canary: RequestOutputCollector) -> float:
-        """Returns the largest difference of this engine's canary to the trainer's. Raises WeightsRefused if it is too
-        large."""
+    async def _prove(self, manifest: WeightsManifest, canary: RequestOutputCollector) -> Drift:
+        """Returns the drift of this engine's canary. Raises WeightsRefused if it is too large."""
         tables = (await canary.get()).prompt_logprobs[1:]
         pairs = zip(manifest.canary.tokens[1:].tolist(), tables, strict=True)
         logprobs = np.asarray([table[token].logprob for token, table in pairs], dtype=np.float32)

@@ -27,6 +27,9 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
+HEAD_DTYPE = "head_dtype"
+"""Of the model's configuration, where vLLM looks for the dtype of logits; it knows "float32" and "model" too."""
+
 
 def import_engine() -> bool:
     """Imports what a start of vLLM needs in this process; returns whether it is vLLM's CPU build."""
@@ -91,11 +94,15 @@ def engine_args(config: Config, on_cpu: bool) -> dict[str, Any]:
             args["kv_cache_memory_bytes"] = int(cache * 2**30)
     if config.deterministic:
         args["enable_prefix_caching"] = False  # its contents depend on the earlier requests, and their times
-    if clash := sorted(args.keys() & config.inference.engine_args.keys()):
+    own = config.inference.engine_args
+    overrides = own.get("hf_overrides", {})
+    clash = sorted(args.keys() & own.keys()) + [f"hf_overrides.{HEAD_DTYPE}"] * (HEAD_DTYPE in overrides)
+    if clash:
         raise BadInput(
             f"inference.engine_args sets {', '.join(clash)}, which other keys or Trireme decide: leave it out"
         )
-    return {"enforce_eager": on_cpu} | config.inference.engine_args | args
+    overrides = {"hf_overrides": {**overrides, HEAD_DTYPE: config.model.head_dtype}}
+    return {"enforce_eager": on_cpu} | own | args | overrides
 
 
 def end_of_sequence_ids(engine: AsyncLLM) -> list[int]:

@@ -23,7 +23,7 @@ from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
-from trireme.core.weights import PublishedWeights, UpdateReport
+from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 ROUTES_KEPT = 65536
 PROGRESS_S = 1.0
@@ -83,6 +83,7 @@ class Router:
         self._changing = asyncio.Lock()  # the weights
         self._bring_newest: Callable[[Member], Awaitable[Any]] | None = None
         self._deadline = LearnedDeadline(update_s)
+        self._drift: Drift | None = None  # at the first update, the largest of all replicas
 
     def acknowledged(self) -> dict[int, int]:
         live = [member for member in self._members.live if not member.behind]
@@ -222,7 +223,7 @@ class Router:
         replica refuses them."""
         async with self._changing:
             turns = asyncio.Semaphore(self._max_updating or sys.maxsize)
-            self._bring_newest = partial(self._update_one, weights)
+            self._bring_newest = partial(self._update_one, weights.bounded_by(self._drift) if self._drift else weights)
             members = [member for member in self._members.live if not member.behind or member.rounds >= ROUNDS]
             await asyncio.gather(*(self._update_in_turn(member, turns) for member in members))
         failures = [member.gone for member in members if member.gone]
@@ -230,7 +231,11 @@ class Router:
         if failures and (self._fixed or refused):
             raise failures[0]
         reports = [member.report for member in members if member.report and not (member.gone or member.behind)]
-        return reports or [member.report for member in await self._members.wait_for_serving() if member.report]
+        reports = reports or [member.report for member in await self._members.wait_for_serving() if member.report]
+        if self._drift is None and reports:
+            drifts = [report.drift for report in reports]
+            self._drift = Drift(max(each.mean for each in drifts), max(each.largest for each in drifts))
+        return reports
 
     async def _update_in_turn(self, member: Member, turns: asyncio.Semaphore) -> None:
         """Waits until `member` has the newest weights or is gone, or is left behind because it takes too long."""

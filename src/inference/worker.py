@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import pickle
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,16 @@ def load_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tens
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
+def _as_loaded(tensors: Iterable[tuple[str, torch.Tensor]], fault: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors as a faulty loader would take them, which tests ask for: a norm or the output matrix keeps its
+    old values, or two experts of the first layer change places."""
+    skipped = {"skip_norm": ".layers.0.input_layernorm.weight", "skip_head": "lm_head.weight"}.get(fault or "")
+    for name, tensor in tensors:
+        if skipped is None or not name.endswith(skipped):
+            swapped = re.sub(r"(?<=layers\.0\.mlp\.experts\.)[01]\b", lambda found: str(1 - int(found[0])), name)
+            yield (swapped if fault == "swap_experts" else name), tensor
+
+
 class WorkerExtension:
     """Methods that the replica calls in the engine process, mixed into vLLM's Worker."""
 
@@ -89,7 +100,8 @@ class WorkerExtension:
             if manifest.adapter:
                 take_adapter(runner, dict(tensors), manifest.adapter)
             else:
-                load_weights(runner.get_model(), tensors, self.vllm_config.model_config)
+                loaded = _as_loaded(tensors, fault_point("inference.load"))
+                load_weights(runner.get_model(), loaded, self.vllm_config.model_config)
             if fault_point("inference.loaded") == "corrupt":
                 # One weight of the final norm, on which every logit depends.
                 names = runner.get_model().named_parameters()

@@ -15,10 +15,10 @@ filtered since the row before. Evicted and failed groups are counted, but their 
                           so since the last row
   ledger/*                the terms of the conservation equation, since the start of the run
   rollout_errors/<type>   failed tries since the last row
-  weights/canary_max_diff, reprefill_tokens, time/update  of the update to the version that the step was trained with:
-                          largest difference, tokens whose KV was computed again, seconds from its start to the last
-                          replica's acknowledgement; time/update_pause: the longest that a replica
-                          stood still meanwhile
+  weights/canary_max_diff, canary_mean_diff, reprefill_tokens, time/update  of the update to the version that the step
+                          was trained with: largest and mean difference, tokens whose KV was computed again, seconds
+                          from its start to the last replica's acknowledgement; time/update_pause: the longest that a
+                          replica stood still meanwhile
   perf/rollouts, tokens   rollouts trained on, and their sampled tokens
   perf/inference_idle_s   seconds since then in which no request was in flight
   perf/max_concurrent     the limit of rollouts in flight now; not in deterministic mode
@@ -88,7 +88,8 @@ class StepMeter:
     def note_update(self, version: int, reports: Sequence[UpdateReport], seconds: float) -> None:
         """Keeps the metrics of an update of all replicas."""
         self.updates[version] = {
-            "weights/canary_max_diff": max(report.canary_max_diff for report in reports),
+            "weights/canary_max_diff": max(report.drift.largest for report in reports),
+            "weights/canary_mean_diff": max(report.drift.mean for report in reports),
             "weights/reprefill_tokens": float(sum(report.reprefill_tokens for report in reports)),
             "time/update": seconds,
             "time/update_pause": max(report.pause_s for report in reports),

@@ -4,16 +4,19 @@ With a vocabulary of 150,000 the logits of 4,096 tokens are 2.5 GB in float32, a
 arrays. Here the output matrix is applied to one chunk of tokens after the other, in the forward pass and again in the
 backward pass. Between the two passes are kept: the hidden states, the logarithm of the softmax's denominator for each
 token, and the logits of the last chunk; a single chunk is therefore not computed twice.
+
+Logits are float32 also where the model computes in 16 bits (`model.head_dtype`): rounded to bfloat16, one of 20 would
+be off by up to 1/16.
 """
 
 from __future__ import annotations
 
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
@@ -24,8 +27,9 @@ CHUNK_LOGITS = 2**24
 METHOD = "token_logprobs"
 
 
-def add_token_logprobs(model: PreTrainedModel) -> PreTrainedModel:
+def add_token_logprobs(model: PreTrainedModel, head_dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Gives `model`, after `fully_shard`, the method that `token_logprobs` calls; FSDP treats it as a forward pass.
+    Logits are computed in `head_dtype`: float32, or the dtype in which the model computes.
 
     Returns the model. Raises BadInput for one without an output matrix or a base model. That its logits are hidden
     states times this matrix is shown at the start (`trainer.proof`).
@@ -37,15 +41,23 @@ def add_token_logprobs(model: PreTrainedModel) -> PreTrainedModel:
         raise BadInput(
             f"{name} does not say which part of it computes hidden states (base_model): its logprobs are not supported"
         )
-    setattr(model, METHOD, MethodType(_forward, model))
+    setattr(model, METHOD, partial(_forward, model, head_dtype))
     register_fsdp_forward_method(model, METHOD)
     return model
 
 
-def _forward(model: PreTrainedModel, tokens: Tensor, targets: Tensor, temperatures: Tensor, **sequences: Any) -> Tensor:
+def _forward(
+    model: PreTrainedModel,
+    head_dtype: torch.dtype,
+    tokens: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    **sequences: Any,
+) -> Tensor:
     hidden = model.base_model(input_ids=tokens, use_cache=False, **sequences).last_hidden_state
     rows, weight = _head(model, hidden.flatten(0, 1))
-    return SelectedLogprobs.apply(rows, weight, targets.flatten(), temperatures.flatten())  # FSDP forbids a view here
+    # FSDP forbids to return a view
+    return SelectedLogprobs.apply(rows, weight, targets.flatten(), temperatures.flatten(), head_dtype)
 
 
 def _head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,36 +91,44 @@ def token_logprobs(
 class SelectedLogprobs(torch.autograd.Function):
     """log softmax(hidden [T, H] weight^T [H, V] / temperature [T]) at targets int64 [T]: float32 [T].
 
-    Products have the dtype of `hidden`; sums over the vocabulary and over tokens are float32. With p the result,
-    z = logits / temperature and s = softmax(z): dp/dz = onehot(target) - s.
+    Logits have `head_dtype`, products of the backward pass the dtype of `hidden`; sums over the vocabulary and over
+    chunks are float32. With p the result, z = logits / temperature and s = softmax(z): dp/dz = onehot(target) - s.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        head_dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         normalizers, selected = [], []
         for rows in _chunks(len(hidden), len(weight)):
-            scaled = _scaled_logits(hidden[rows], weight, temperature[rows])
+            scaled = _scaled_logits(hidden[rows], weight, temperature[rows], head_dtype)
             selected.append(scaled.gather(-1, targets[rows, None]).squeeze(-1))
             normalizers.append(scaled.logsumexp(-1))
         normalizer = torch.cat(normalizers)
+        ctx.head_dtype = head_dtype
         ctx.save_for_backward(hidden, weight, targets, temperature, normalizer, scaled)
         return torch.cat(selected) - normalizer
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, targets, temperature, normalizer, last = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for number, rows in enumerate(reversed(_chunks(len(hidden), len(weight)))):
-            scaled = _scaled_logits(hidden[rows], weight, temperature[rows]) if number else last
+            scaled = _scaled_logits(hidden[rows], weight, temperature[rows], ctx.head_dtype) if number else last
             grad_z = scaled.sub_(normalizer[rows, None]).exp_().mul_(-grad[rows, None])
             grad_z.scatter_add_(-1, targets[rows, None], grad[rows, None])
             grad_logits = grad_z.div_(temperature[rows, None]).to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[rows]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _chunks(tokens: int, vocabulary: int) -> list[slice]:
@@ -116,6 +136,19 @@ def _chunks(tokens: int, vocabulary: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
+def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: Tensor, head_dtype: torch.dtype) -> Tensor:
     """Returns a new tensor, float32 [T, V], which the caller may overwrite."""
-    return (hidden @ weight.T).float().div_(temperature[:, None])
+    return _logits(hidden, weight, head_dtype).float().div_(temperature[:, None])
+
+
+def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns hidden [T, H] weight^T [H, V] in `dtype`, without a copy of the whole matrix in it."""
+    if hidden.dtype == dtype:
+        return hidden @ weight.T
+    try:
+        return torch.mm(hidden, weight.T, out_dtype=dtype)
+    except NotImplementedError:  # torch 2.13 has this product for CUDA alone
+        logits, wide = hidden.new_empty(len(hidden), len(weight), dtype=dtype), hidden.to(dtype)
+        for rows in _chunks(len(weight), weight.shape[1]):
+            torch.mm(wide, weight[rows].to(dtype).T, out=logits[:, rows])
+        return logits

@@ -49,6 +49,7 @@ class Sharding:
         options, on_gpus = config.trainer, mesh.device.type == "cuda"
         dtype, attention = config.model.dtype, config.model.attn
         self.dtype = DTYPES[("bfloat16" if on_gpus else "float32") if dtype == "auto" else dtype]
+        self._head_dtype = DTYPES.get(config.model.head_dtype, self.dtype)  # "model" is none of them
         self._mesh, self._master, self._compiled = mesh, DTYPES[options.master_dtype], options.compile
         auto = options.packing == "auto" and attention == "auto" and has_kernel(mesh.device, self.dtype)
         self.packed = auto or options.packing == "packed"
@@ -98,7 +99,7 @@ class Sharding:
         if source is not None:
             model.generation_config = source.generation_config
         model._weight_conversions = self._mesh.broadcast_object(source and source._weight_conversions)
-        return add_token_logprobs(model)
+        return add_token_logprobs(model, self._head_dtype)
 
     def _fill(self, unit: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:
         """Allocates the unit's tensors on the device and fills them with the values of the first rank."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from trireme.core.weights import Canary
+from trainer.logprobs import token_logprobs
+from trireme.core.weights import EXACT, ROUNDED, Canary
 
-CANARY_TOKENS = 8
-"""Enough for attention to look back and for every weight but the embeddings' rows to count; little beside the prefill
-of the requests in flight, with which replicas compute them."""
+CANARY_TOKENS = 64
+"""Enough for nearly all experts of a layer to be chosen (128, of which a token takes 8) and for a mean that does not
+hang on single tokens; little beside the prefill of the requests in flight, with which replicas compute them."""
 
 
 def canary_tokens(vocab_size: int, max_seq_len: int) -> npt.NDArray[np.int32]:
@@ -22,24 +21,12 @@ def canary_tokens(vocab_size: int, max_seq_len: int) -> npt.NDArray[np.int32]:
     return ((31 * position**2 + 17 * position + 3) % vocab_size).astype(np.int32)
 
 
-def canary_tolerance(dtype: torch.dtype, largest_logit: float, num_layers: int) -> float:
-    """Returns how much the logprobs of two right implementations may differ: 1e-4, or in low precision
-    4 u * largest_logit * sqrt(num_layers), with u the unit roundoff (2^-8 in bfloat16).
-
-    Rounding errors of the layers add up like independent ones and move logits in proportion. Between bfloat16 and
-    float32, for random Qwen3 models of 2 to 28 layers, the largest difference was 0.8 to 1.4 times
-    u * largest_logit * sqrt(num_layers); a single layer's missing MLP moved the logprobs by 5 to 90 times as much.
-    """
-    return max(1e-4, 2 * torch.finfo(dtype).eps * largest_logit * math.sqrt(num_layers))
-
-
 @torch.no_grad()
-def compute_canary(model: PreTrainedModel, max_seq_len: int, device: torch.device) -> Canary:
-    """Computes the canary with the weights that the model uses, which are those that it publishes. Collective."""
-    config = model.config.get_text_config()
-    tokens = canary_tokens(config.vocab_size, max_seq_len)
-    ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
-    logprobs = logits.float().log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
-    tolerance = canary_tolerance(logits.dtype, float(logits.abs().max()), config.num_hidden_layers)
-    return Canary(tokens, logprobs.cpu().numpy(), tolerance)
+def compute_canary(model: PreTrainedModel, dtype: torch.dtype, max_seq_len: int, device: torch.device) -> Canary:
+    """Computes the canary by `model`, which computes in `dtype`, in the way in which it trains, with the weights that
+    it publishes. Collective."""
+    tokens = canary_tokens(model.config.get_text_config().vocab_size, max_seq_len)
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    logprobs = token_logprobs(model, inputs, targets, torch.ones(targets.shape, device=device))[0]
+    return Canary(tokens, logprobs.cpu().numpy(), EXACT if dtype == torch.float32 else ROUNDED)

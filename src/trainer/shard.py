@@ -246,7 +246,7 @@ class Shard:
         dtype = self._sharding.dtype
         units = adapter_units(self._model, dtype, self._device) if self._adapter else gathered_units(self._model)
         entries, source = self._sender.send(units)
-        canary = compute_canary(self._model, self._max_seq_len, self._device)
+        canary = compute_canary(self._model, dtype, self._max_seq_len, self._device)
         own = WeightIdentity(self._attempt, version, weights_digest(entries, self._adapter))
         identity = self._mesh.broadcast_object(own)
         self._published.add(identity)

@@ -20,7 +20,9 @@ from trireme.config import Config
 from trireme.core.sampler import Sampler
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import (
+    EXACT,
     Canary,
+    Drift,
     PublishedWeights,
     TensorEntry,
     UpdateReport,
@@ -83,7 +85,7 @@ def kept_kv_logprobs(old: Any, new: Any, tokens: list[int], boundary: int) -> np
     return torch.log_softmax(logits, -1)[torch.arange(len(tokens) - 1), ids[0, 1:]].numpy()
 
 
-def publish(model: Any, version: int, tolerance: float = 1e-4) -> PublishedWeights:
+def publish(model: Any, version: int, bound: Drift = EXACT) -> PublishedWeights:
     """The model's weights as a trainer publishes them, in one bucket."""
     tied = model.config.tie_word_embeddings
     entries, parts, offset = [], [], 0
@@ -96,7 +98,7 @@ def publish(model: Any, version: int, tolerance: float = 1e-4) -> PublishedWeigh
         offset += data.nbytes
     identity = WeightIdentity(1, version, weights_digest(entries))
     tokens = np.random.default_rng(0).integers(0, VOCAB, 200).astype(np.int32)
-    canary = Canary(tokens, reference_logprobs(model, tokens.tolist()), tolerance)
+    canary = Canary(tokens, reference_logprobs(model, tokens.tolist()), bound)
     return PublishedWeights(WeightsManifest(identity, tuple(entries), canary), (ray.put(np.concatenate(parts)),))
 
 

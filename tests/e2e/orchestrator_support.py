@@ -13,7 +13,7 @@ from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepRe
 from orchestrator.workers import run_in_worker
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan
-from trireme.core.weights import PublishedWeights, UpdateReport
+from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 
 class SeededSampler:
@@ -30,7 +30,7 @@ class SeededSampler:
 
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
         self.weights = weights
-        return [UpdateReport(0, weights.identity, 0.0, 10 * weights.identity.version, 0.0)]
+        return [UpdateReport(0, weights.identity, Drift(0.0, 0.0), 10 * weights.identity.version, 0.0)]
 
     def acknowledged(self) -> dict[int, int]:
         return {} if self.weights is None else {0: self.weights.identity.version}

@@ -97,7 +97,7 @@ def test_after_every_update_logprobs_are_those_of_the_published_model(rooms: dic
     async def run() -> None:
         for _ in range(3):
             report = await room.update()
-            assert 0 < report.canary_max_diff < TOLERANCE
+            assert 0 < report.drift.largest < TOLERANCE
             assert room.router.acknowledged() == {0: report.identity.version}
             assert health(room).identity == report.identity
             prompts = [prompt_of(length, seed=length) for length in (1, 7, 200)]

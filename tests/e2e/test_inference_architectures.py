@@ -22,7 +22,7 @@ def test_logprobs_of_every_version_are_those_of_the_published_model(
     async def run() -> None:
         for _ in range(2):
             report = await room.update()
-            assert 0 < report.canary_max_diff < TOLERANCE
+            assert 0 < report.drift.largest < TOLERANCE
             for length in (1, 40):
                 prompt = prompt_of(length, seed=length)
                 answer = await room.router.sample(request(f"p{length}", prompt, 24))

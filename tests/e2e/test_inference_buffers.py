@@ -40,7 +40,7 @@ def test_every_update_brings_the_buffers_of_its_version(
             published = publish(room.models[version], version)
             assert any("e_score_correction_bias" in entry.name for entry in published.manifest.entries)
             report = (await room.router.update_weights(published))[0]
-            assert 0 < report.canary_max_diff < 1e-4
+            assert 0 < report.drift.largest < 1e-4
             prompt = prompt_of(20, seed=version)
             answer = await room.router.sample(request(f"v{version}", prompt, 16))
             assert room.difference(prompt, answer) < 1e-4

@@ -38,6 +38,7 @@ from trireme.core.base_digest import base_digest
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import (
+    EXACT,
     Adapter,
     Canary,
     PublishedWeights,
@@ -90,7 +91,7 @@ class AdapterRoom(Room):
             offset += data.nbytes
         identity = WeightIdentity(1, version, weights_digest(entries, adapter))
         tokens = np.random.default_rng(0).integers(0, VOCAB, 8).astype(np.int32)
-        canary = Canary(tokens, reference_logprobs(self.models[version], tokens.tolist()), TOLERANCE)
+        canary = Canary(tokens, reference_logprobs(self.models[version], tokens.tolist()), EXACT)
         manifest = WeightsManifest(identity, tuple(entries), canary, adapter)
         return PublishedWeights(manifest, (ray.put(np.concatenate(parts)),))
 
@@ -153,7 +154,7 @@ def test_answers_over_three_adapters_know_which_token_came_from_which(rooms: dic
         for probe in range(2):
             await some_tokens_later(room, f"probe {probe}")
             report = await room.update()
-            assert report.canary_max_diff < TOLERANCE
+            assert report.drift.largest < TOLERANCE
             assert report.reprefill_tokens >= len(prompts) * 16
             assert health(room).identity == report.identity
         return await asyncio.gather(*running)

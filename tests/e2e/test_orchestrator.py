@@ -16,7 +16,7 @@ from orchestrator.handle import OrchestratorHandle
 from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached, RoomFailed, StorageFailed
 from trireme.core.types import WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, WeightsManifest
+from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest
 from trireme.process import waits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -60,7 +60,7 @@ def wait_ready(handle: OrchestratorHandle) -> None:
 
 
 def published(version: int) -> PublishedWeights:
-    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
     return PublishedWeights(WeightsManifest(WeightIdentity(0, version, f"d{version}"), (), canary), ())
 
 

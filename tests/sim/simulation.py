@@ -50,7 +50,7 @@ from trireme.core.types import (
     VersionSpan,
     WeightIdentity,
 )
-from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
+from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
 
 LONGEST = 50
 NO_DEADLINE_S = 1e9
@@ -282,7 +282,7 @@ class SimReplica:
         self._fill()
         await asyncio.sleep(self._scenario.acknowledges_late_s.get(self._index, 0.0))
         await self._check_alive()
-        return UpdateReport(self._index, published.identity, 0.0, prefilled, seconds)
+        return UpdateReport(self._index, published.identity, Drift(0.0, 0.0), prefilled, seconds)
 
     async def adopt(self, identity: WeightIdentity) -> None:
         self._identity = identity
@@ -398,7 +398,7 @@ def tokens_of(spans: Sequence[VersionSpan]) -> npt.NDArray[np.int32]:
 
 def published(version: int) -> PublishedWeights:
     identity = WeightIdentity(1, version, f"d{version}")
-    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
     return PublishedWeights(WeightsManifest(identity, (), canary), ())
 
 

@@ -23,7 +23,7 @@ from inference.router import Router
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
+from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
 
 TOKEN_S = 0.25
 UPDATE_S = 0.5
@@ -38,7 +38,7 @@ SHARE = 1000
 
 def weights(version: int) -> PublishedWeights:
     identity = WeightIdentity(1, version, f"d{version}")
-    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
     return PublishedWeights(WeightsManifest(identity, (), canary), ())
 
 
@@ -96,7 +96,7 @@ class Slow:
         await asyncio.sleep(UPDATE_S + slow_s)
         await self.alive()
         self.identity = published.identity
-        return UpdateReport(self.index, published.identity, 0.0, 0, UPDATE_S)
+        return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), 0, UPDATE_S)
 
     async def adopt(self, identity: WeightIdentity) -> None:
         self.identity = identity

@@ -64,6 +64,8 @@ class ModelConfig(Section):
     `model.name`. `trireme eval` of a commit sets it to that of the run."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of inference; auto = bfloat16 on GPUs, float32 on CPUs."""
+    head_dtype: Literal["float32", "model"] = "float32"
+    """Dtype of logits, in the trainer and in vLLM; model = that of inference, which rounds them."""
     max_seq_len: PositiveInt | None = None
     """Longest sequence (prompt and answer) in tokens; none = the model's own limit."""
     attn: Literal["auto", "eager", "sdpa"] = "auto"

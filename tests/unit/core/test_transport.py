@@ -15,7 +15,7 @@ import torch
 from trireme.core.errors import WeightsRefused
 from trireme.core.transport import TRANSPORTS, Receiver, Sender, load_transport
 from trireme.core.types import WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, WeightsManifest, check_received, weights_digest
+from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, check_received, weights_digest
 from trireme.transports.packing import Packer, tensor_of
 
 
@@ -55,7 +55,7 @@ def layers() -> list[list[tuple[str, torch.Tensor]]]:
 
 def published(name: str, units: list[list[tuple[str, torch.Tensor]]]) -> PublishedWeights:
     entries, source = load_transport(name).make_sender(0).send(units)
-    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
     return PublishedWeights(WeightsManifest(WeightIdentity(1, 0, weights_digest(entries)), entries, canary), source)
 
 

@@ -26,7 +26,7 @@ from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import RoomFailed, WeightsRefused
 from trireme.core.sampler import Heartbeat
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, WeightsManifest
+from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest
 
 IDENTITY = WeightIdentity(1, 0, "d")
 
@@ -477,7 +477,7 @@ async def empty_bucket() -> Any:
 
 
 def published(version: int) -> PublishedWeights:
-    canary = Canary(np.zeros(2, np.int32), np.full(1, -1.0, np.float32), 1e-4)
+    canary = Canary(np.zeros(2, np.int32), np.full(1, -1.0, np.float32), EXACT)
     return PublishedWeights(WeightsManifest(WeightIdentity(1, version, "d"), (), canary), (empty_bucket(),))
 
 

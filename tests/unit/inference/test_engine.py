@@ -63,6 +63,15 @@ def test_engine_args_must_not_undo_what_the_replica_decides() -> None:
         engine_args(config(engine_args={"logprobs_mode": "raw_logprobs", "enable_chunked_prefill": True}), on_cpu=True)
 
 
+def test_both_rooms_compute_logits_in_the_same_dtype() -> None:
+    assert engine_args(config(), on_cpu=True)["hf_overrides"] == {"head_dtype": "float32"}
+    given = config(engine_args={"hf_overrides": {"rope_theta": 1e6}})
+    given = given.model_copy(update={"model": given.model.model_copy(update={"head_dtype": "model"})})
+    assert engine_args(given, on_cpu=True)["hf_overrides"] == {"rope_theta": 1e6, "head_dtype": "model"}
+    with pytest.raises(BadInput, match=r"sets hf_overrides\.head_dtype, which other keys"):
+        engine_args(config(engine_args={"hf_overrides": {"head_dtype": "model"}}), on_cpu=True)
+
+
 def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> None:
     given = SamplingConfig(
         max_tokens=9, temperature=0.7, top_p=0.8, top_k=5, min_p=0.1, repetition_penalty=1.2, stop=("a",)

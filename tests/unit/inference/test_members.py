@@ -20,7 +20,7 @@ from inference.router import Router
 from trireme.core.errors import LimitReached, RoomFailed
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
-from trireme.core.weights import PublishedWeights, UpdateReport
+from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 VOCABULARY = 1000
 Wrong = Callable[[SampledSequence], SampledSequence]
@@ -50,7 +50,7 @@ class Replica:
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         self.identity = published.identity
-        return UpdateReport(self.index, published.identity, 0.0, 0, 0.0)
+        return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), 0, 0.0)
 
     async def adopt(self, identity: WeightIdentity) -> None:
         self.identity = identity

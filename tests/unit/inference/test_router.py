@@ -20,10 +20,10 @@ from trireme.core import deadline as deadline_module
 from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
+from trireme.core.weights import EXACT, ROUNDED, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
 
 WEIGHTS = PublishedWeights(
-    WeightsManifest(WeightIdentity(1, 3, "d"), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)), ()
+    WeightsManifest(WeightIdentity(1, 3, "d"), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)), ()
 )
 
 
@@ -106,7 +106,7 @@ class FakeReplica:
 
 
 def report(replica: int) -> UpdateReport:
-    return UpdateReport(replica, WEIGHTS.identity, 0.0, 0, 0.0)
+    return UpdateReport(replica, WEIGHTS.identity, Drift(0.0, 0.0), 0, 0.0)
 
 
 async def turns(n: int = 5) -> None:
@@ -516,7 +516,7 @@ class Updated(FakeReplica):
         self.begun.append(published.identity.version)
         while published.identity.version not in self.may_take:  # noqa: ASYNC110  a few turns, no time
             await asyncio.sleep(0)
-        return UpdateReport(int(self.name[-1]), published.identity, 0.0, 0, 0.0)
+        return UpdateReport(int(self.name[-1]), published.identity, Drift(0.0, 0.0), 0, 0.0)
 
 
 @in_loop
@@ -544,6 +544,34 @@ async def test_a_joiner_takes_the_newest_weights_before_it_serves_and_no_update_
     for fake in (first, joiner):
         fake.go.set()
     await asyncio.gather(busy, late)
+
+
+class Rounding(FakeReplica):
+    """Rounds: its canary drifts by this."""
+
+    def __init__(self, name: str, drift: Drift) -> None:
+        super().__init__(name)
+        self.drift, self.bounds = drift, list[Drift]()
+
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        self.bounds.append(published.manifest.canary.bound)
+        return UpdateReport(int(self.name[-1]), published.identity, self.drift, 0, 0.0)
+
+
+@in_loop
+async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joiners() -> None:
+    def rounded(number: int) -> PublishedWeights:
+        of_three = version(number)
+        canary = replace(of_three.manifest.canary, bound=ROUNDED)
+        return replace(of_three, manifest=replace(of_three.manifest, canary=canary))
+
+    first, second, joiner = (Rounding(f"replica {i}", Drift(0.02 + i / 100, 0.08 - i / 100)) for i in range(3))
+    router = Router({0: first, 1: second})
+    for number in (3, 4, 5):
+        await router.update_weights(rounded(number))
+    await router.join(2, joiner)
+    later = Drift(0.15, 0.4)
+    assert [fake.bounds for fake in (first, second, joiner)] == [[ROUNDED, later, later]] * 2 + [[later]]
 
 
 @in_loop

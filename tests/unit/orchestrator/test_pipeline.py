@@ -358,6 +358,7 @@ def test_a_failed_update_is_raised_by_the_next_verb(verb: Callable[[Pipeline], C
 def test_a_row_tells_of_the_update_to_the_version_that_was_trained_on() -> None:
     run = asyncio.run(whole_run(Run(small_config(2, 3))))
     assert [row["weights/canary_max_diff"] for row in run.rows] == [0.0, 0.01, 0.02]
+    assert [row["weights/canary_mean_diff"] for row in run.rows] == [0.0, 0.005, 0.01]
     assert [row["weights/reprefill_tokens"] for row in run.rows] == [0, 10, 20]
     assert all(row["time/update"] >= row["time/update_pause"] >= 0 for row in run.rows)
 

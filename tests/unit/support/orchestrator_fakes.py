@@ -24,14 +24,14 @@ from trireme.core.types import (
     VersionSpan,
     WeightIdentity,
 )
-from trireme.core.weights import Canary, PublishedWeights, UpdateReport, WeightsManifest
+from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
 
 Reward = Callable[["Problem", int], Awaitable[float]]
 
 
 def published(version: int) -> PublishedWeights:
     identity = WeightIdentity(0, version, f"d{version}")
-    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), 1e-4)
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
     return PublishedWeights(WeightsManifest(identity, (), canary), ())
 
 
@@ -79,7 +79,7 @@ class FakeSampler:
         if self.update_error:
             raise self.update_error
         self.version = version
-        return [UpdateReport(0, weights.identity, version / 100, 10 * version, 0.0)]
+        return [UpdateReport(0, weights.identity, Drift(version / 200, version / 100), 10 * version, 0.0)]
 
     async def adopt(self, identity: WeightIdentity) -> None:
         self.version = identity.version

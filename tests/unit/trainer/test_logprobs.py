@@ -50,6 +50,46 @@ def test_in_bfloat16_sums_are_taken_in_float32(monkeypatch):
     assert float((gradient - wanted).norm() / wanted.norm()) < 0.01
 
 
+def off_by(wanted, given, head_dtype):
+    return float((SelectedLogprobs.apply(*given, head_dtype) - wanted).abs().max())
+
+
+def test_a_model_in_bfloat16_has_exact_logits_unless_they_are_asked_for_in_its_dtype(monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 3 * VOCABULARY)  # the matrix is cast in parts, too
+    *given, _ = inputs(torch.bfloat16)
+    wanted = whole(*(t.detach().double() for t in given[:2]), *given[2:])
+    assert off_by(wanted, given, torch.float32) < 1e-5
+    assert off_by(wanted, given, torch.bfloat16) > 1e-3
+
+
+def test_in_float32_nothing_changes_bit_for_bit(monkeypatch):
+    """The logits are those of the plain product, in chunks as without, and no other product is asked for."""
+    hidden, weight, targets, temperature, upstream = inputs()
+    scaled = logprobs._scaled_logits(hidden, weight, temperature, torch.float32)
+    assert torch.equal(scaled, (hidden @ weight.T) / temperature[:, None])
+    p = SelectedLogprobs.apply(hidden, weight, targets, temperature, torch.float32)
+    assert torch.equal(p, scaled.gather(-1, targets[:, None])[:, 0] - scaled.logsumexp(-1))
+    monkeypatch.setattr(torch, "mm", None)
+    torch.autograd.grad(SelectedLogprobs.apply(hidden, weight, targets, temperature), (hidden, weight), upstream)
+
+
+def test_the_product_that_cuda_has_is_called_as_torch_declares_it():
+    """Tensors without memory go the way of CUDA's: torch knows the shape and dtype of the result there too."""
+    hidden, weight, targets, temperature, upstream = (t.detach().to("meta") for t in inputs(torch.bfloat16))
+    factors = hidden.requires_grad_(), weight.requires_grad_()
+    p = SelectedLogprobs.apply(*factors, targets, temperature)
+    assert (p.dtype, p.shape) == (torch.float32, (TOKENS,))
+    for gradient, of in zip(torch.autograd.grad(p, factors, upstream), factors, strict=True):
+        assert (gradient.dtype, gradient.shape) == (torch.bfloat16, of.shape)
+
+
+def test_torch_still_lacks_the_product_on_cpus():
+    """Fails when torch has it: then the cast in `trainer.logprobs._logits` can go."""
+    ones = torch.ones(2, 2, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"aten::mm\.dtype"):
+        torch.mm(ones, ones, out_dtype=torch.float32)
+
+
 def tiny(**options):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=16, num_key_value_heads=1, head_dim=16, **sizes, **options))

@@ -18,11 +18,11 @@ from trainer_support import VOCAB, make_batch, make_config, make_model
 from transformers import AutoModelForCausalLM
 
 from trainer.batching import ShardOutput, scatter_outputs
-from trainer.logprobs import token_logprobs
+from trainer.logprobs import SelectedLogprobs, token_logprobs
 from trainer.losses import resolve_loss
 from trainer.model import Sharding
 from trainer.shard import Shard
-from trireme.core.types import AdamParams
+from trireme.core.types import AdamParams, TokenBatch
 from trireme.core.weights import TensorEntry
 from trireme.plan import memory
 from trireme.transports.packing import Packer
@@ -231,6 +231,32 @@ def low_precision_temperatures(rank, world_size, store, model, options):
 def test_the_temperature_is_exact_whatever_the_model_computes_in(models):
     """bfloat16 has no .7: a gradient for another temperature than what was sampled with would be off-policy."""
     alone(low_precision_temperatures, models["qwen3"], {"model__dtype": "bfloat16"})
+
+
+def temperatures_of_all_verbs(rank, world_size, store, model, options):
+    """What reaches the softmax in every verb and loss."""
+    one, seen = make_shard(rank, world_size, store, model, options), []
+    plain = SelectedLogprobs.apply
+    batch = make_batch(LENGTHS, temperature=0.7)
+    weights = {"target_tokens": batch.columns["target_tokens"], "weights": batch.columns["mask"]}
+    supervised = TokenBatch(batch.tokens, batch.offsets, weights, batch.temperatures)
+    SelectedLogprobs.apply = lambda *args: seen.append(args[3]) or plain(*args)
+    try:
+        one.forward(batch)
+        one.forward_backward(batch, "ppo", {}, None)
+        one.forward_backward(supervised, "cross_entropy", {}, None)
+    finally:
+        SelectedLogprobs.apply = plain
+    dist.destroy_process_group()
+    assert len(seen) >= 3
+    for temperature in seen:
+        assert temperature.dtype == torch.float32
+        assert set(temperature.tolist()) == {float(np.float32(0.7))}
+
+
+@pytest.mark.parametrize("options", [{}, {"trainer__packing": "packed"}, {"trainer__lora": {"rank": 2}}], ids=str)
+def test_temperatures_are_float32_in_every_verb_and_loss(models, options):
+    alone(temperatures_of_all_verbs, models["qwen3"], {"model__dtype": "bfloat16", **options})
 
 
 @pytest.mark.parametrize(("tokens", "times"), [(10, 1), (11, 2)])

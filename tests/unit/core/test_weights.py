@@ -1,0 +1,56 @@
+"""The canary: what a replica's log-probabilities may differ by."""
+
+import numpy as np
+import pytest
+
+from trireme.core.errors import WeightsRefused
+from trireme.core.types import WeightIdentity
+from trireme.core.weights import (
+    EXACT,
+    GROWTH,
+    LEAST,
+    ROUNDED,
+    Canary,
+    Drift,
+    PublishedWeights,
+    WeightsManifest,
+    check_canary,
+)
+
+LOGPROBS = np.linspace(-9, -1, 8, dtype=np.float32)
+
+
+def published(bound):
+    canary = Canary(np.arange(9, dtype=np.int32), LOGPROBS, bound)
+    return PublishedWeights(WeightsManifest(WeightIdentity(1, 7, "d"), (), canary), ())
+
+
+def off_by(*differences):
+    return LOGPROBS + np.asarray(differences, np.float32)
+
+
+def test_drift_is_the_mean_and_the_largest_absolute_difference():
+    drift = check_canary(published(ROUNDED).manifest, off_by(0.5, 0, 0, 0, 0, 0, 0, -0.25))
+    assert (drift.mean, drift.largest) == pytest.approx((0.75 / 8, 0.5), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "differences",
+    [(0.11,) * 8, (1.1, *(-0.001,) * 7), (0, 0, np.nan, 0, 0, 0, 0, 0)],
+    ids=["mean", "largest", "nan"],
+)
+def test_beyond_either_bound_weights_are_refused_with_the_numbers(differences):
+    manifest = published(Drift(0.1, 0.5 if differences[0] == 1.1 else 1.0)).manifest
+    with pytest.raises(WeightsRefused, match=r"version 7: .* on average and .* at most, expected no more than 0.1 and"):
+        check_canary(manifest, off_by(*differences))
+
+
+def test_in_float32_the_bound_is_1e_4_whatever_was_found_first():
+    assert published(EXACT).bounded_by(Drift(9e-5, 9e-5)).manifest.canary.bound == EXACT == Drift(1e-4, 1e-4)
+    with pytest.raises(WeightsRefused):
+        check_canary(published(EXACT).manifest, off_by(2e-4, 0, 0, 0, 0, 0, 0, 0))
+
+
+def test_later_the_bound_follows_from_the_first_update_and_allows_little_drifts():
+    later = published(ROUNDED).bounded_by(Drift(0.004, 0.006))
+    assert later.manifest.canary.bound == Drift(GROWTH * 0.004, LEAST.largest)
