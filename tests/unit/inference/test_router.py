@@ -570,7 +570,7 @@ async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joine
     for number in (3, 4, 5):
         await router.update_weights(rounded(number))
     await router.join(2, joiner)
-    later = Drift(0.15, 0.4)
+    later = Drift(0.15, 3.0)
     assert [fake.bounds for fake in (first, second, joiner)] == [[ROUNDED, later, later]] * 2 + [[later]]
 
 
