@@ -33,8 +33,8 @@ from trireme.transports.packing import tensor_of
 # The canary proves that all weights are right. (It is a filter because vLLM sets all levels again as it starts.)
 logging.getLogger(layerwise.__name__).addFilter(lambda record: record.levelno >= logging.ERROR)
 
-# vLLM's CPU attention in bfloat16 uses AMX tiles where a processor has them, and Linux ends a process that has not asked
-# for them by SIGILL. vLLM does not ask; oneDNN does, in its first product, which small models do not make.
+# vLLM's CPU attention in bfloat16 uses AMX tiles where a processor has them, and Linux ends a process by SIGILL
+# that has not asked for them. vLLM does not ask; oneDNN does, in its first product, which small models do not make.
 torch.cpu._init_amx()
 
 

@@ -129,7 +129,7 @@ def test_logits_in_float32_drift_less_and_a_stale_packed_head_is_found(ray_clust
         mean = {head: sum(drift.mean for drift in drifts) / updates for head, drifts in found.items()}
         print(found, sampled, mean)
         assert 0 < mean["float32"] < mean["model"]
-        assert 0 < sampled["float32"].mean < sampled["model"].mean
+        assert 0 < max(drift.mean for drift in sampled.values()) < ROUNDED.mean
 
     try:
         asyncio.run(run())
