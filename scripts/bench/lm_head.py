@@ -2,7 +2,7 @@
 
     python scripts/bench/lm_head.py [--repeats 2]
 
-2,048 tokens, hidden size 512, vocabulary 152,000, one thread: in float32 with chunks of several sizes, and in bfloat16
+4,096 tokens, hidden size 256, vocabulary 152,000, one thread: in float32 with chunks of several sizes, and in bfloat16
 with logits in bfloat16 and in float32 (`model.head_dtype`). Each way runs in a process of its own, in turn, which
 reports its CPU seconds, and by how much its peak (resident set) exceeds what it had before: the gradients, which are
 the result, are in all.
@@ -22,7 +22,7 @@ from _common import Result, median, run_for_json
 
 from trainer import logprobs
 
-TOKENS, HIDDEN, VOCABULARY = 2048, 512, 152_000
+TOKENS, HIDDEN, VOCABULARY = 4096, 256, 152_000
 TARGET = 1 / 8
 DEFAULT = logprobs.CHUNK_LOGITS.bit_length() - 1
 WHOLE = "float32 whole"
