@@ -61,10 +61,10 @@ class Machine:
     @property
     def gpu(self) -> dict[str, int]:
         """Bytes on the GPU that is filled most, by what for."""
-        each = [need.gpu for need in self.actors.values()]
+        each: list[Mapping[str, int]] = [{}, *(need.gpu for need in self.actors.values())]
         if self.shares_gpu:
             return {what: number for one in each for what, number in one.items()}
-        return dict(max(each, key=lambda one: sum(one.values()), default={}))
+        return dict(max(each, key=lambda one: sum(one.values())))
 
     def excess(self, gpu_times: float = 1.0, host_times: float = 1.0) -> list[str]:
         """Says what is needed beyond so many times what the machine has: largest part first."""

@@ -105,8 +105,8 @@ class InferencePart(Part):
 
     def _memory_text(self, facts: ModelFacts) -> str:
         if self.on_gpus or self.replica_bytes is None:
-            cache = f", of which {gib(self._gpu_cache(facts))} KV cache" if self.on_gpus else ""
-            return f"a replica {self.config.inference.gpu_memory_utilization:.0%} of its GPU{cache}"
+            of_which = f", of which {gib(self._gpu_cache(facts))} KV cache" if self.on_gpus else ""
+            return f"a replica {self.config.inference.gpu_memory_utilization:.0%} of its GPU{of_which}"
         cache = int(self.config.inference.memory_gb * GIB)
         holds = cache // (facts.kv_values_per_token * self.dtype_bytes)
         return (
