@@ -64,6 +64,8 @@ class ProblemCursor:
                 raise BadInput(
                     f"batch {batch} of {type(self.dataset).__name__} is empty; expected at least one problem"
                 )
+            for builder in {type(builder): builder for builder in builders}.values():
+                _ = builder.makes_one  # refuses a class that makes none
             self._loaded = (batch, builders)
         return self._loaded[1]
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from trireme.config.schema import Config, EnvConfig, RendererConfig
 from trireme.core.errors import BadInput, TriremeError
+from trireme.core.refusals import Refusal
 from trireme.core.types import StopReason, WeightIdentity
 from trireme.renderers import Renderer, make_renderer
 
@@ -146,19 +147,29 @@ class EnvGroupBuilder:
 
     async def make_env(self, sample: int) -> Env:
         """Makes a new environment for a try of rollout `sample` of the group, 0 <= sample < group_size."""
-        raise NotImplementedError(f"{type(self).__qualname__} has neither make_env nor make_envs")
+        raise self._lacks("make_env")
 
     async def make_envs(self) -> Sequence[Env]:
         """Makes a new environment for each rollout of the group, in order. Called again when a rollout is retried; the
         others are then kept for their rollouts' retries."""
-        raise NotImplementedError(f"{type(self).__qualname__} makes its environments one by one (make_env)")
+        raise self._lacks("make_envs")
 
     @property
     def makes_one(self) -> bool:
         """True if environments are made one by one: `make_env` is defined, by no base of a class that has only
-        `make_envs`."""
+        `make_envs`. Raises BadInput where neither is defined."""
         nearest = next(kind for kind in type(self).__mro__ if {"make_env", "make_envs"} & vars(kind).keys())
+        if nearest is EnvGroupBuilder:
+            raise self._lacks("make_env or make_envs")
         return "make_env" in vars(nearest)
+
+    def _lacks(self, methods: str) -> BadInput:
+        return Refusal(
+            f"{type(self).__module__}.{type(self).__qualname__}, which does not define {methods}",
+            "an EnvGroupBuilder with make_env(sample), which makes the environment of one rollout, or with "
+            "make_envs(), which makes those of a group together",
+            "define one of them: docs/environments.md has an example",
+        ).error()
 
     async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
         """Returns for each trajectory a reward that needs the whole group, which is added to the rewards of its steps,

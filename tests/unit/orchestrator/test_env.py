@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -129,6 +130,22 @@ def test_an_empty_batch_is_refused() -> None:
 
     with pytest.raises(BadInput, match="batch 0 of Empty is empty"):
         ProblemCursor(Empty(CONTEXT)).next_problem()
+
+
+def test_a_problem_that_makes_no_environments_is_refused_when_it_is_first_looked_at() -> None:
+    class Idle(EnvGroupBuilder):
+        pass
+
+    class Lazy(Ragged):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            return [Named("one"), Idle()]
+
+    with pytest.raises(
+        BadInput, match=r"Idle, which does not define make_env or make_envs(.|\n)*docs/environments\.md"
+    ):
+        ProblemCursor(Lazy(CONTEXT)).next_problem()
+    with pytest.raises(BadInput, match="does not define make_envs"):
+        asyncio.run(Named("one").make_envs())
 
 
 def test_idle_time_is_what_no_request_covers() -> None:
