@@ -19,12 +19,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from orchestrator.advantages import ScoredGroup
 from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
 from trireme.checkpoint.files import FileRecord, write_bytes
+from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
 from trireme.core.types import WeightIdentity
 
@@ -67,9 +69,13 @@ class OrchestratorState:
 
     @classmethod
     def read(cls, directory: Path) -> OrchestratorState:
-        """Reads what `write` wrote; its contents must be verified. Raises OSError for a missing file."""
+        """Reads what `write` wrote; its contents must be verified. Raises OSError for a missing file, CheckpointInvalid
+        for one that is no safetensors file."""
         state = json.loads((directory / STATE).read_text())
-        turns = _turns(load_file(directory / ARRAYS))
+        try:
+            turns = _turns(load_file(directory / ARRAYS))
+        except SafetensorError as error:
+            raise CheckpointInvalid(f"{directory / ARRAYS} is no safetensors file: {error}") from None
         return cls(
             **(state | {name: tuple(_group_from_json(values, turns) for values in state[name]) for name in GROUPS})
         )

@@ -1,4 +1,4 @@
-"""A commit that an older version wrote is resumed, and trains on as that version did.
+"""A commit that an older version wrote is resumed, and trains on as that version did; one of a stranger runs nothing.
 
 `tests/fixtures/commit_before` is a run directory as version 0.1.0 left it after two deterministic steps of a tiny
 model (15,616 parameters), and `expected.json` the rows of the two steps that it went on with.
@@ -7,14 +7,18 @@ model (15,616 parameters), and `expected.json` the rows of the two steps that it
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from checkpoint_support import forge
 from resume_support import comparable, rows_of
 from run_support import ROOT, run_rl
 
-from trireme.core.errors import EXIT_OK
+from trireme.core.errors import EXIT_FAILED, EXIT_OK
 
 BEFORE = ROOT / "tests" / "fixtures" / "commit_before"
 TOLERANCE = 1e-5
@@ -41,3 +45,32 @@ def test_it_trains_on_as_the_version_that_wrote_it(tmp_path: Path) -> None:
         assert row.keys() >= before.keys(), "no metric was lost"
         compared = {name: value for name, value in before.items() if name not in BITS}
         assert {name: row[name] for name in compared} == pytest.approx(compared, rel=TOLERANCE, abs=TOLERANCE)
+
+
+class Payload:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.directory),)
+
+
+@pytest.mark.long
+def test_a_commit_of_a_stranger_is_refused_by_name_and_runs_nothing(tmp_path: Path) -> None:
+    """Its manifest fits, as a stranger would write it."""
+    old, canary = shutil.copytree(BEFORE, tmp_path / "old"), tmp_path / "canary"
+    commit = old / "checkpoints" / "step_000002"
+    metadata = pickle.loads((commit / "trainer" / ".metadata").read_bytes())
+    metadata.planner_data = Payload(canary)
+    hostile = pickle.dumps(metadata)
+    forge(commit, "trainer/.metadata", hostile)
+    flags = ["--model.name", str(commit / "inference"), "--resume.dir", str(old), "--resume.step", "2"]
+    ended = run_rl(tmp_path, *flags, config=old / "config.json")
+    assert ended.code == EXIT_FAILED, ended.out
+    assert "trainer/.metadata cannot be trusted: it names posix.mkdir" in ended.out
+    assert not canary.exists(), "the code of the commit ran"
+    ended.assert_nothing_left()
+    pickle.loads(hostile)
+    assert canary.exists(), "it would run"

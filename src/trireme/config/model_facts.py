@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trireme.config.measured_model import measure
 from trireme.config.run import DTYPE_BYTES
+from trireme.core.base_digest import read_header
 from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import looks_like_path
 
@@ -201,6 +202,8 @@ def _num_experts(config: Mapping[str, Any]) -> int:
 def _read_local(name: str) -> str:
     file = Path(name).expanduser() / "config.json"
     if file.is_file():
+        for weights in sorted(file.parent.glob("*.safetensors")):
+            read_header(weights)
         return file.read_text(encoding="utf-8")
     what = "a directory without config.json" if file.parent.is_dir() else f"no directory, seen from {Path.cwd()}"
     if (file.parent / "adapter_config.json").is_file():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
 
 from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import looks_like_path
@@ -29,8 +29,8 @@ def base_digest(name: str) -> str:
     """
     entries: list[TensorEntry] = []
     for file in weight_files(name):
+        begin, header = read_header(file)
         data = np.memmap(file, dtype=np.uint8, mode="r")
-        begin, header = _header(data)
         for tensor, about in header.items():
             start, end = about["data_offsets"]
             digest = hash_bytes(data[begin + start : begin + end])
@@ -42,7 +42,7 @@ def base_digest(name: str) -> str:
 def stored_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
     """Returns the shapes of the stored tensors by name, from the headers of the files; None without safetensors files.
 
-    Raises BadInput for a model that lacks some of its files.
+    Raises BadInput for a model that lacks some of its files, or has one whose header is wrong.
     """
     about = _stored(name)
     return None if about is None else {tensor: tuple(each["shape"]) for tensor, each in about.items()}
@@ -58,16 +58,27 @@ def _stored(name: str) -> dict[str, Any] | None:
     """Returns what the headers of the files say of each stored tensor; None without safetensors files."""
     if _find(name, INDEX) is None and _find(name, SINGLE) is None:
         return None
-    headers = (_header(np.memmap(file, dtype=np.uint8, mode="r"))[1] for file in weight_files(name))
+    headers = (read_header(file)[1] for file in weight_files(name))
     return {tensor: about for header in headers for tensor, about in header.items()}
 
 
-def _header(data: npt.NDArray[np.uint8]) -> tuple[int, dict[str, Any]]:
-    """Returns where the tensors begin in a safetensors file, and what its header says of each."""
-    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    header: dict[str, Any] = json.loads(data[8:begin].tobytes())
+def read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Returns where the tensors begin in a safetensors file, and what its header says of each. Raises BadInput, which
+    names the file, for a header that is not true: the library refuses it too, but does not say which file it read."""
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise Refusal(
+            f"{file}, whose header does not describe it: {error}",
+            "a safetensors file with a header of at most 100 MB, whose tensors fill the rest of the file without gaps",
+            "fetch or write the file again; do not use it if a stranger made it",
+        ).error() from None
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header: dict[str, Any] = json.loads(opened.read(size))
     header.pop("__metadata__", None)
-    return begin, header
+    return 8 + size, header
 
 
 def weight_files(name: str) -> list[Path]:

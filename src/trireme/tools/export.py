@@ -17,7 +17,7 @@ import xxhash
 from trireme.checkpoint.files import FileRecord, storage_errors
 from trireme.checkpoint.manifest import Manifest, file_of, step_of
 from trireme.checkpoint.store import CheckpointStore
-from trireme.core.base_digest import stored_shapes
+from trireme.core.base_digest import read_header, stored_shapes
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
@@ -148,7 +148,9 @@ def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | No
                 if dtype:
                     data, size = cast_tensors(data, dtype)
                     tensor_bytes += size
-                shown = shown or _dtype_of(data)
+                header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+                first = next(about["dtype"] for tensor, about in header.items() if tensor != "__metadata__")
+                shown = shown or DTYPE_NAMES.get(first, first)
             _write(draft / name, data)
             written += 1
         if dtype:
@@ -161,13 +163,6 @@ def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | No
     return written, shown
 
 
-def _dtype_of(data: bytes) -> str:
-    """Returns the dtype of the first tensor in a safetensors file."""
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    first = next(about["dtype"] for name, about in header.items() if name != "__metadata__")
-    return DTYPE_NAMES.get(first, first)
-
-
 def _read(commit: Path, record: FileRecord, on_file: Callable[[str], None]) -> bytes:
     """Returns the contents of a file of a commit. Raises CheckpointInvalid if they are not what was written."""
     on_file(record.path)
@@ -177,6 +172,8 @@ def _read(commit: Path, record: FileRecord, on_file: Callable[[str], None]) -> b
         raise CheckpointInvalid(f"{record.path} cannot be read ({error.strerror})") from None
     if xxhash.xxh3_128_hexdigest(data) != record.checksum:
         raise CheckpointInvalid(f"the contents of {record.path} were altered")
+    if record.path.endswith(".safetensors"):
+        read_header(file_of(commit, record))
     return data
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_support import flip, snapshot
+from checkpoint_support import flip, forge, snapshot
 from safetensors.torch import load, save
 from tools_support import base_model, make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig, Glm4MoeForCausalLM
@@ -54,6 +54,18 @@ def test_without_options_the_newest_commit_that_verifies_is_copied(
     out = store.root / "exports" / "step_000004-float32"
     assert snapshot(out) == snapshot(store.commit(4) / "inference")
     assert f"{store.commit(4)} is now {out}: {len(snapshot(out))} files, weights in float32" in capsys.readouterr().out
+
+
+def test_a_file_that_claims_more_than_it_holds_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its manifest fits: a stranger wrote both."""
+    store = make_run(tmp_path / "run", 2)
+    forge(store.commit(2), "inference/model-00001.safetensors", (1 << 62).to_bytes(8, "little") + b"{}")
+    for words in ([], ["--dtype", "bfloat16"]):
+        text = refused([str(store.root), *words], capsys)
+        assert "inference/model-00001.safetensors, whose header does not describe it" in text
+    assert not (store.root / "exports").exists() or not any((store.root / "exports").iterdir())
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
