@@ -48,8 +48,8 @@ class StallClock:
         return self._stalled_s
 
     def answered(self, silent_s: float) -> float:
-        """Returns the longest time without progress in the silence that ends now: all of it, as far as is known, if
-        nobody looked."""
+        """Returns the longest time without progress in the silence that ends now. Time in which `look` was not called
+        counts as time without progress."""
         longest_s = max(self._longest_s, min(silent_s, time.monotonic() - self._progressed))
         self._longest_s = self._stalled_s = 0.0
         return longest_s

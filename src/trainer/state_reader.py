@@ -1,4 +1,4 @@
-"""Reads a saved state without running code of whoever wrote it.
+"""Reads a saved state without running code that the state brings with it.
 
 DCP keeps its metadata as a pickle, which can call any function, and gives entries that are no tensors to `torch.load`
 without `weights_only`. The state of a commit has tensors only. So here a pickle may name the classes of such metadata

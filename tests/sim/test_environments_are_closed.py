@@ -86,18 +86,11 @@ class Slow(FakeSampler):
 
 async def storm(dataset: Stormy, seed: int, policy: str, stop_s: float) -> None:
     """Trains until it is done, ends by a limit, or is stopped after `stop_s`."""
-    options: dict[str, Any] = {"stale_policy": policy, "max_steps_off_policy": 1, "min_viable_group": 0.5}
-    config = small_config(
-        *(2, STEPS),
-        **options,
-        group_size=dataset.group_size,
-        retries=1,
-        generation_timeout_s=20,
-        close_s=CLOSE_S,
-        timeout_s=5000,
-        max_failure_rate=1.0,
-        max_filtered_batches=1000,
-    )
+    options: dict[str, Any] = {
+        **{"stale_policy": policy, "max_steps_off_policy": 1, "group_size": dataset.group_size, "retries": 1},
+        **{"min_viable_group": 0.5, "max_failure_rate": 1.0, "max_filtered_batches": 1000, "generation_timeout_s": 20},
+    }
+    config = small_config(2, STEPS, close_s=CLOSE_S, timeout_s=5000, **options)
     run, loop = Run(config, dataset, sampler=Slow(seed)), asyncio.get_running_loop()
     with suppress(TimeoutError, LimitReached):
         async with asyncio.timeout(stop_s):

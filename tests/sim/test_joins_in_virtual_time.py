@@ -20,18 +20,10 @@ def steps_of(outcome: Outcome) -> list[float]:
 @pytest.mark.parametrize("apart_s", [0.0, 3.0])
 @pytest.mark.parametrize("update_s", [20.0, 60.0])
 def test_from_1_to_33_replicas_no_step_waits_for_more_than_one_update(update_s: float, apart_s: float) -> None:
-    alone = Scenario(
-        replicas=1,
-        max_steps_off_policy=2,
-        policy="wait",
-        batch_size=16,
-        group_size=2,
-        steps=16,
-        update_s=update_s,
-        update_deadline_s=300.0,
-    )
+    alone = Scenario("wait", 2, batch_size=16, group_size=2, steps=16, replicas=1)
+    alone = replace(alone, update_s=update_s, update_deadline_s=300.0)
     joins = {index: 150.0 + apart_s * index for index in FROM_ONE_TO_33}
-    outcome = check(simulate(Scenario(**{**vars(alone), "joins_at_s": joins})))
+    outcome = check(simulate(replace(alone, joins_at_s=joins)))
     longest_s, usual_s = max(steps_of(outcome)), max(steps_of(simulate(alone)))
     assert longest_s <= usual_s + update_s
     assert all(replica.tokens for replica in outcome.replicas), "all of them sample"

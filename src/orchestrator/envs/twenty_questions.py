@@ -96,21 +96,20 @@ class TwentyQuestionsDataset(GeneratedDataset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._answerer = self._make_answerer()
+        self._answerer: Answerer
+        if self.answerer == START and self.context.model is not None:
+            self._answerer = StartAnswerer(self.context.model)
+        elif self.answerer.startswith(("http://", "https://")) and self.answerer_model:
+            key = os.environ.get(self.answerer_key_variable or "", "none")
+            self._answerer = UrlAnswerer(self.answerer.rstrip("/"), self.answerer_model, key)
+        else:
+            raise ValueError(
+                f"answerer = {self.answerer!r}, answerer_model = {self.answerer_model!r}; expected 'start', or the URL "
+                "of a server (http://host:8000/v1) and the name of the model that it is asked for"
+            )
         self._words = [word for word in WORDS.split() if is_held_out(word) == (self.context.split == "eval")]
 
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
         secrets = [self.rng(number).choice(self._words) for number in numbers]
         games = [partial(TwentyQuestionsEnv, secret, self.max_questions, self._answerer) for secret in secrets]
         return [MessageEnvGroup(game, self.context.renderer, self.context.group_size) for game in games]
-
-    def _make_answerer(self) -> Answerer:
-        if self.answerer == START and self.context.model is not None:
-            return StartAnswerer(self.context.model)
-        if self.answerer.startswith(("http://", "https://")) and self.answerer_model:
-            key = os.environ.get(self.answerer_key_variable or "", "none")
-            return UrlAnswerer(self.answerer.rstrip("/"), self.answerer_model, key)
-        raise ValueError(
-            f"answerer = {self.answerer!r}, answerer_model = {self.answerer_model!r}; expected 'start', or the URL of "
-            "a server (http://host:8000/v1) and the name of the model that it is asked for"
-        )

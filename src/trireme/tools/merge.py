@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from trireme.core.base_digest import INDEX, base_digest, weight_files
 from trireme.core.errors import CheckpointInvalid
@@ -28,7 +27,17 @@ def merged_files(
     """
     from safetensors.torch import load, save
 
-    base = _base_of(json.loads(read[BASE]()))
+    trained_on = json.loads(read[BASE]())
+    base = str(trained_on["name"])
+    is_gone = Path(base).is_absolute() and not Path(base).is_dir()
+    digest = None if is_gone else base_digest(base)
+    if digest != trained_on["digest"]:
+        found = "is no directory here" if is_gone else f"now has weights with digest {digest}"
+        raise Refusal(
+            f"an adapter of {base}, which {found}",
+            f"the weights that it was trained on, with digest {trained_on['digest']}",
+            "bring them back there, or export the adapter without --merge",
+        ).error()
     about = json.loads(read[ADAPTER]())
     adapter = {name.removeprefix("base_model.model."): t for name, t in load(read[ADAPTER_WEIGHTS]()).items()}
     scale = about["lora_alpha"] / about["r"]
@@ -48,19 +57,3 @@ def merged_files(
         yield file.name, save(weights, metadata={"format": "pt"})
     if adapter:
         raise CheckpointInvalid(f"{ADAPTER_WEIGHTS} has tensors for layers that {base} has not: {sorted(adapter)[:2]}")
-
-
-def _base_of(about: Mapping[str, Any]) -> str:
-    """Returns the place of an adapter's base. Raises BadInput if its weights are not those it was trained on."""
-    name, expected = about["name"], about["digest"]
-    if Path(name).is_absolute() and not Path(name).is_dir():
-        found = "is no directory here"
-    elif (digest := base_digest(name)) != expected:
-        found = f"now has weights with digest {digest}"
-    else:
-        return str(name)
-    raise Refusal(
-        f"an adapter of {name}, which {found}",
-        f"the weights that it was trained on, with digest {expected}",
-        "bring them back there, or export the adapter without --merge",
-    ).error()

@@ -71,31 +71,31 @@ def test_a_pickle_in_the_metadata_does_not_run(saved, canary, function):
         load(saved)
 
 
-def test_a_pickle_in_place_of_a_tensor_does_not_run(saved, canary):
-    """DCP gives entries that are no tensors to torch.load without weights_only."""
+@pytest.fixture
+def planted(saved, canary):
+    """The place of a payload behind the tensors in a file of the state."""
     payload = io.BytesIO()
     torch.save(Payload(os.mkdir, str(canary)), payload)
     file = saved / "__0_0.distcp"
-    end = file.stat().st_size
+    place = _StorageInfo(file.name, file.stat().st_size, len(payload.getvalue()))
     file.write_bytes(file.read_bytes() + payload.getvalue())
+    return place
+
+
+def test_a_pickle_in_place_of_a_tensor_does_not_run(saved, planted):
+    """DCP gives entries that are no tensors to torch.load without weights_only."""
 
     def edit(metadata):
         metadata.state_dict_metadata["steps"] = BytesStorageMetadata()
-        place = _StorageInfo(file.name, end, len(payload.getvalue()))
-        metadata.storage_data[MetadataIndex("steps")] = place
+        metadata.storage_data[MetadataIndex("steps")] = planted
 
     change(saved, edit)
     with pytest.raises(CheckpointInvalid, match="BytesStorageMetadata"):
         load(saved)
 
 
-def test_a_pickle_among_tensors_does_not_run(saved, canary):
-    payload = io.BytesIO()
-    torch.save(Payload(os.mkdir, str(canary)), payload)
-    file = saved / "__0_0.distcp"
-    end = file.stat().st_size
-    file.write_bytes(file.read_bytes() + payload.getvalue())
-    place = {"offset": end, "length": len(payload.getvalue())}
+def test_a_pickle_among_tensors_does_not_run(saved, planted):
+    place = {"offset": planted.offset, "length": planted.length}
     change(saved, lambda metadata: [vars(info).update(place) for info in metadata.storage_data.values()])
     with pytest.raises(dcp.CheckpointException, match="Weights only load failed"):
         load(saved)
