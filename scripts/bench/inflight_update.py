@@ -223,6 +223,7 @@ def config(model: Path, requests: int, on_update: str) -> Config:
             "model": {"name": str(model), "dtype": "bfloat16"},
             "orchestrator": {"batch_size": 2},
             "env": {"id": "sort"},
+            "cluster": {"device": "cpu"},
             "inference": {
                 "sampling": {"max_tokens": ANSWER},
                 "max_num_seqs": requests,

@@ -112,8 +112,9 @@ def main() -> None:
     args = parser.parse_args()
     import torch
 
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs an NVIDIA GPU and PyTorch's CUDA build")
+    from trireme.process.device import require_gpu
+
+    require_gpu("this benchmark")
     batch = make_batch(args.tokens, args.sequences)
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         make_model(Path(directory), args.size)

@@ -30,8 +30,10 @@ from trireme.core.transport import load_transport
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport, WeightsManifest, check_canary
 from trireme.process import trace
+from trireme.process.device import VISIBLE
 from trireme.process.environ import redirect_output
 from trireme.process.faults import fault_point, number_process
+from trireme.process.ray_cluster import see_own_gpus
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -45,7 +47,6 @@ FETCH = "fetch"
 CANARY_REQUEST = "trireme-canary"
 CANARY_PRIORITY = -1
 """vLLM runs lower numbers first; normal requests use 0."""
-DEVICES = "CUDA_VISIBLE_DEVICES"
 GONE_S, GONE_TICK_S = 30.0, 0.02
 NICE = 10
 """A nice value with which a thread gets a tenth of the CPU time that other threads on its core get."""
@@ -62,8 +63,8 @@ class ReplicaInfo:
     """The weights that it samples from; None before the first update."""
     node: str
     """Ray's id of its node."""
-    devices: str | None
-    """Its GPUs, as CUDA_VISIBLE_DEVICES names them; None where that is not set."""
+    devices: str
+    """Its GPUs, as CUDA_VISIBLE_DEVICES names them."""
 
 
 class ReplicaActor(SamplingEngine):
@@ -77,6 +78,7 @@ class ReplicaActor(SamplingEngine):
     """
 
     def __init__(self, config: Config, index: int | None, log_dir: Path | None) -> None:
+        see_own_gpus()
         super().__init__(config, "a spare replica")
         self._log_dir, self._prepared = log_dir, False
         self.base: str | None = None
@@ -99,7 +101,8 @@ class ReplicaActor(SamplingEngine):
             # Nothing waits for it yet. A thread keeps its priority for ever, so it gets a thread of its own; on Linux
             # `nice` applies to the thread alone.
             with ThreadPoolExecutor(1, "prepare", initializer=os.nice, initargs=(NICE,)) as thread:
-                await asyncio.wrap_future(thread.submit(import_engine))
+                on_cpu = self.config.cluster.device == "cpu"
+                await asyncio.wrap_future(thread.submit(import_engine, on_cpu=on_cpu))
             self._prepared = True
             log.info("process %d is a spare: all is imported", os.getpid())
 
@@ -107,22 +110,23 @@ class ReplicaActor(SamplingEngine):
         """Starts a spare in the place of replica `index`, on the GPUs that it had."""
         self._become(index)
         log.info("process %d, a spare until now, succeeds replica %d", os.getpid(), index)
-        if lost.devices is not None:
-            os.environ[DEVICES] = lost.devices
+        os.environ[VISIBLE] = lost.devices
         await self._await_end(lost.engine_pid)
         return await self.start()
 
     async def has_lost_engine(self) -> bool:
-        """Tells if the engine's process died under this one, which answers."""
-        return self.engine.errored or has_ended(self._engine_pid)  # a call may fail before vLLM notices the death
+        """Tells if the engine's process died under this one, or stood still and was killed."""
+        # a call may fail before vLLM notices the death
+        return self.engine_killed or self.engine.errored or has_ended(self._engine_pid)
 
     async def restart(self) -> ReplicaInfo:
-        """Starts an engine in place of one that died: most of a start is importing vLLM, which is done."""
+        """Starts an engine in place of one that was lost: most of a start is importing vLLM, which is done."""
         log.info("process %d starts another engine for %s", os.getpid(), self.name)
         lost = self._engine_pid
         self._give_up_all()
-        self.engine.shutdown()
+        self._engine_process.kill()  # one that is stopped would hold up the next call
         await self._await_end(lost)
+        self.engine.shutdown()
         super().__init__(self.config, self.name)  # the state of an engine without requests and weights
         self.updating = asyncio.Lock()
         return await self.start()
@@ -140,7 +144,9 @@ class ReplicaActor(SamplingEngine):
     async def start(self) -> ReplicaInfo:
         """Starts the engine and samples once: the first logprobs compile a function that a request would wait for."""
         fault_point("inference.start")
-        self.engine = start_engine(self.config)
+        log.info("importing vLLM and loading %s", self.config.model.name)
+        self.engine = start_engine(self.config, self.name)
+        log.info("sampling for the first time")
         assert self.engine.logger_manager is not None
         (self.engine_stats,) = cast("list[EngineStats]", self.engine.logger_manager.stat_loggers)
         self.end_ids = end_of_sequence_ids(self.engine)
@@ -149,16 +155,18 @@ class ReplicaActor(SamplingEngine):
         await (await self._submit(WARM_UP, salt="warm-up")).get()
         self.engine_stats.answered = self.note_step  # from now on: the first steps of all are slow
         self.proved.set()
+        log.info("ready")
         return await self.health()
 
     async def health(self) -> ReplicaInfo:
         """Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken."""
         self._raise_if_broken()
         node = ray.get_runtime_context().get_node_id()
-        return ReplicaInfo(self._engine_pid, self.identity, node, os.environ.get(DEVICES))
+        return ReplicaInfo(self._engine_pid, self.identity, node, os.environ.get(VISIBLE, ""))
 
     async def heartbeat(self) -> Heartbeat:
-        """Answers immediately. Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken."""
+        """Answers immediately. Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken, and
+        when its engine has been silent for too long, which is killed then."""
         self._raise_if_broken()
         node = ray.get_runtime_context().get_node_id()
         return Heartbeat((os.getpid(), self._engine_pid), node, *self.behind())

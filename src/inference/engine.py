@@ -12,10 +12,12 @@ import numpy as np
 
 from inference.engine_startup import prepare_start
 from trireme.config import Config
+from trireme.config.installed import wrong_build
 from trireme.config.trainer import UNEMBED
 from trireme.core.errors import BadInput, RoomFailed
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.process.device import find_device
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -31,8 +33,8 @@ HEAD_DTYPE = "head_dtype"
 """Of the model's configuration, where vLLM looks for the dtype of logits; it knows "float32" and "model" too."""
 
 
-def import_engine() -> bool:
-    """Imports what a start of vLLM needs in this process; returns whether it is vLLM's CPU build."""
+def import_engine(*, on_cpu: bool) -> None:
+    """Imports what a start of vLLM needs in this process. Raises BadInput for a build of vLLM for other devices."""
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     import vllm.engine.arg_utils
@@ -41,15 +43,17 @@ def import_engine() -> bool:
 
     import inference.engine_stats  # noqa: F401
 
-    on_cpu: bool = current_platform.is_cpu()
+    if current_platform.is_cpu() != on_cpu:
+        raise wrong_build(on_gpus=not on_cpu).error()
     if on_cpu:
         os.environ.update(CPU_ENVIRONMENT)
-    return on_cpu
 
 
-def start_engine(config: Config) -> AsyncLLM:
-    """Starts vLLM and its engine process; returns when the model is loaded."""
-    on_cpu = import_engine()
+def start_engine(config: Config, who: str) -> AsyncLLM:
+    """Starts vLLM and its engine process on the device of the plan; returns when the model is loaded. Raises BadInput
+    when this process, `who`, has none of that kind."""
+    on_cpu = find_device(config, who) == "cpu"
+    import_engine(on_cpu=on_cpu)
     prepare_start(on_cpu)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

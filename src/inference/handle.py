@@ -21,7 +21,7 @@ from trireme.core.errors import RoomFailed
 from trireme.core.sampler import ReplicaStats, Sampler
 from trireme.core.types import SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
-from trireme.process.ray_cluster import on_node, seeing_own_gpus
+from trireme.process.ray_cluster import on_node
 from trireme.process.waits import get_all, get_async, ready
 
 MAX_CALLS = 100_000
@@ -267,16 +267,18 @@ class InferenceHandle:
             handle.abort_all.remote()
 
     def stop(self) -> None:
-        """Ends all replicas and their engine processes; kills those that do not end in time."""
-        stopping = [handle.stop.remote() for handle in self.replicas.values()]
-        names = [self.name(index) for index in self.replicas]
-        with suppress(RoomFailed):  # dead or hanging ones are killed below, and their engine processes with them
-            get_all(stopping, who=names, timeout_s=STOP_S, log=self.log_dir)
-        for handle in [*self.replicas.values(), *(spare.handle for spare in self._spares.values())]:
+        """Ends all replicas and their engine processes; kills those that do not end in time, and those that are still
+        starting, which answer nothing while they import vLLM."""
+        started = {index: handle for index, handle in self.replicas.items() if self._info(index)}
+        starting = [handle for index, handle in self.replicas.items() if index not in started]
+        for handle in [*starting, *(spare.handle for spare in self._spares.values())]:
+            ray.kill(handle)  # its engine process, if it has one, dies with it
+        stopping = [handle.stop.remote() for handle in started.values()]
+        with suppress(RoomFailed):  # dead or hanging ones are killed below
+            get_all(stopping, who=[self.name(index) for index in started], timeout_s=STOP_S, log=self.log_dir)
+        for handle in started.values():
             ray.kill(handle)
 
 
 def _create(config: Config, index: int | None, options: dict[str, Any], log_dir: Path | None) -> Any:
-    if index is not None:  # a spare gets the GPUs of the replica that it succeeds
-        options = seeing_own_gpus(options)
     return ray.remote(ReplicaActor).options(max_concurrency=MAX_CALLS, **options).remote(config, index, log_dir)

@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 
 from inference.engine import give_tokenizer, import_engine, vllm_params
 from trireme.core.types import SampleRequest, SamplingParams
+from trireme.process.device import Device
 
 CPU_KV_CACHE_BYTES = 2**30
 
@@ -17,10 +18,14 @@ CPU_KV_CACHE_BYTES = 2**30
 class OfflineEngine:
     """vLLM with `model`, a directory or a name on the hub. Prompts and answers are token ids."""
 
-    def __init__(self, model: str, seed: int, max_model_len: int | None, gpu_memory_utilization: float) -> None:
-        on_cpu = import_engine()
+    def __init__(
+        self, model: str, seed: int, max_model_len: int | None, gpu_memory_utilization: float, device: Device
+    ) -> None:
+        """Raises BadInput for a build of vLLM that is not for `device`."""
+        import_engine(on_cpu=device == "cpu")
         from vllm import LLM
 
+        on_cpu = device == "cpu"
         # As for a replica: see inference.engine.
         cpu = {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "enable_chunked_prefill": False, "enforce_eager": True}
         self._model = model

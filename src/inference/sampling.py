@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,9 +22,12 @@ from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.process import trace
+from trireme.process.environ import STACKS, STACKS_S
 from trireme.process.faults import fault_point
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -35,6 +40,7 @@ LATE_S = 2.0
 """Delay of the answers that the fault point `inference.answer` makes late."""
 BEYOND = 2**20
 """Larger than any vocabulary."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class SamplingEngine:
         self.identity: WeightIdentity | None = None
         self.adapter: LoRARequest | None = None  # named by requests once an adapter has been taken
         self.broken: TriremeError | None = None
+        self.engine_killed = False  # it was silent for too long
         self.running: dict[str, InFlight] = {}
         self.halting = self.standing = False  # told to stop between two steps; stands still
         self.pausing = asyncio.Lock()  # held while the engine is paused, so that nothing else resumes it
@@ -86,8 +93,22 @@ class SamplingEngine:
         return bool(self.engine.output_processor.request_states)
 
     @property
+    def _engine_process(self) -> BaseProcess:
+        return self.engine.engine_core.resources.engine_manager.processes[0]
+
+    @property
     def _engine_pid(self) -> int:
-        return self.engine.engine_core.resources.engine_manager.processes[0].pid
+        pid = self._engine_process.pid
+        assert pid is not None, "it was started"
+        return pid
+
+    def kill_engine(self) -> None:
+        """Ends an engine process that stands still. Another one can be started from this process."""
+        log.warning("process %d, the engine of %s, stands still: it is killed", self._engine_pid, self.name)
+        self.engine_killed = True
+        with suppress(ProcessLookupError):
+            os.kill(self._engine_pid, STACKS)  # it writes its stacks, if it can
+        asyncio.get_running_loop().call_later(STACKS_S, self._engine_process.kill)
 
     def _cpu_s(self) -> float:
         return cpu_seconds(self._engine_pid)
@@ -253,12 +274,21 @@ class SamplingEngine:
 
     def behind(self) -> tuple[float, float]:
         """Returns for how many seconds the engine, which has work, has not answered, and the deadline for that; or, if
-        that is closer to its deadline, for how many it has not even made progress."""
+        that is closer to its deadline, for how many it has not even made progress. Kills it, and raises RoomFailed, at
+        the deadline."""
         # Nothing is expected of the engine while it stands still for an update, which has a deadline of its own.
         works = (self._has_requests or self.halting) and not self.standing
         silent_s, limit_s = self.engine_stats.silent_s if works else 0.0, self.config.timeouts.update_s
         stalled = self._stalls.look(silent_s), self._step_deadline.seconds
-        return max((silent_s, limit_s), stalled, key=lambda pair: pair[0] / pair[1])
+        behind_s, limit_s = max((silent_s, limit_s), stalled, key=lambda pair: pair[0] / pair[1])
+        if behind_s >= limit_s:
+            self.kill_engine()
+            self.broken = RoomFailed(
+                f"{self.name} has had no sign of life of its engine, which has work, for {behind_s:.0f} s (the limit "
+                f"is {limit_s:.0f} s, learned from this run or timeouts.update_s): the engine is killed"
+            )
+            raise self.broken
+        return behind_s, limit_s
 
     async def _guarded(
         self, what: str, awaitable: Awaitable[Value], timeout_s: float, usual: LearnedDeadline | None = None
@@ -277,8 +307,12 @@ class SamplingEngine:
             if not task.done() and (self.engine.errored or waited_s > timeout_s or stands_still):
                 task.cancel()
                 self._raise_if_broken()
-                late = f"no progress of its engine for {stalled_s:.0f} s, which has not answered"
-                why = f"{late} {what}" if stands_still else f"no answer for {what} within {timeout_s:.0f} s"
+                why = f"no answer for {what} within {timeout_s:.0f} s"
+                if stands_still:
+                    self.kill_engine()
+                    why = (
+                        f"no progress of its engine for {stalled_s:.0f} s, which has not answered {what}: it is killed"
+                    )
                 raise RoomFailed(f"{self.name}: {why}")
         if usual:
             usual.note(stalls.answered(time.monotonic() - started))

@@ -18,7 +18,6 @@ from trireme.core.sampler import Sampler
 from trireme.core.types import Minibatch, StepSummary, WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import waits
-from trireme.process.ray_cluster import seeing_own_gpus
 
 ANSWER_S = 30.0
 """Added to a deadline that the actor keeps itself, so that its message, which says what is missing, comes first."""
@@ -46,8 +45,9 @@ class OrchestratorHandle:
     ) -> OrchestratorHandle:
         """Creates the actor without waiting; wait for `ready_refs` before any other call. `reserved_factory` makes
         the sampler of the replicas that only evaluate, if there are any."""
-        created = ray.remote(OrchestratorActor).options(**seeing_own_gpus(options))
-        actor = created.remote(config, sampler_factory, reserved_factory, log_dir)
+        actor = (
+            ray.remote(OrchestratorActor).options(**options).remote(config, sampler_factory, reserved_factory, log_dir)
+        )
         return cls(config, actor, log_dir and log_dir / "orchestrator_0.log")
 
     def ready_refs(self) -> tuple[list[Any], list[str]]:
@@ -147,10 +147,12 @@ class OrchestratorHandle:
         return self._actor.next_failure.remote()
 
     def stop(self) -> None:
-        """Cancels all rollouts, closes their environments, and ends the actor in whatever state it is."""
-        with suppress(TriremeError):  # it is dead or hangs already
-            limit_s = STOP_S + end_deadline_s(self._config)
-            waits.get(self._actor.stop.remote(), who="orchestrator (its end)", timeout_s=limit_s, log=self._log)
+        """Cancels all rollouts, closes their environments, and ends the actor in whatever state it is. An actor that is
+        still starting has none, and may be busy with imports."""
+        if waits.ready({self._started: "orchestrator"}, 0):
+            with suppress(TriremeError):  # it is dead or hangs already
+                limit_s = STOP_S + end_deadline_s(self._config)
+                waits.get(self._actor.stop.remote(), who="orchestrator (its end)", timeout_s=limit_s, log=self._log)
         ray.kill(self._actor)
 
     def _wait(

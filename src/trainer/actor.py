@@ -27,6 +27,7 @@ from trireme.core.weights import PublishedWeights
 from trireme.process import trace, waits
 from trireme.process.environ import redirect_output, view_of, yield_to_others
 from trireme.process.faults import number_process
+from trireme.process.ray_cluster import see_own_gpus
 
 OWN_CODE = ("trainer/shard.py", "trainer/state.py")
 """Files whose threads `stack` shows."""
@@ -46,6 +47,7 @@ class ShardActor:
     def __init__(
         self, config: CommonConfig, rank: int, log_dir: Path | None, attempt: int, replica_share: float
     ) -> None:
+        see_own_gpus()
         redirect_output(log_dir, f"trainer_{rank}")
         number_process(rank)
         trace.start(log_dir, f"trainer_{rank}", config.trace.max_mb)

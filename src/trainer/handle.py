@@ -32,7 +32,6 @@ from trireme.core.types import (
 )
 from trireme.core.weights import PublishedWeights
 from trireme.process import waits
-from trireme.process.ray_cluster import seeing_own_gpus
 from trireme.process.waits import Pending
 from trireme.run.metrics import reduce_metrics
 
@@ -75,7 +74,7 @@ class TrainerHandle:
         # Half a GPU means that a replica has the other half (`trireme.plan.base.Plan.shares_gpu`).
         shares_R = [config.replica_gpu_share if 0 < o.get("num_gpus", 0) < 1 else 0.0 for o in options_R]
         actors_R = [
-            actor.options(**seeing_own_gpus(options)).remote(config, rank, log_dir, attempt, share)
+            actor.options(**options).remote(config, rank, log_dir, attempt, share)
             for rank, (options, share) in enumerate(zip(options_R, shares_R, strict=True))
         ]
         address = actors_R[0].rendezvous.remote()

@@ -7,6 +7,7 @@ collective, so the shards stay usable.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from trainer.export import companion_files, write_weights
 from trainer.logprobs import token_logprobs
 from trainer.lora import adapter_files, adapter_mode, adapter_units
 from trainer.losses import Metrics, backward, monitors, resolve_loss
-from trainer.mesh import Mesh, find_device
+from trainer.mesh import Mesh
 from trainer.mfu import peak_flops, train_flops
 from trainer.model import Sharding, gathered_units, persistent_buffers
 from trainer.proof import prove_models
@@ -42,9 +43,11 @@ from trireme.core.errors import BadInput, NonFiniteGradient, TriremeError
 from trireme.core.transport import Sender
 from trireme.core.types import AdamParams, OptimStepResponse, Provenance, TokenBatch, WeightIdentity, Which
 from trireme.core.weights import Adapter, PublishedWeights, TensorEntry, WeightsManifest, weights_digest
+from trireme.process.device import find_device
 from trireme.process.faults import fault_point
 from trireme.run.metrics import reduce_metrics
 
+log = logging.getLogger(__name__)
 SUMS_WHOLE = "gradients summed whole"
 """The name under which a commit says if the whole model was kept over each batch (`ShardMemory.whole`), beside the
 model's buffers."""
@@ -69,8 +72,9 @@ class Shard:
         fault_point("trainer.start")
         self._config = config
         torch.use_deterministic_algorithms(config.deterministic)
-        self._device = find_device(config)
+        self._device = torch.device("cuda" if find_device(config, f"trainer shard {rank}") == "gpu" else "cpu")
         set_seed(config.seed)  # of torch, numpy and Python
+        log.info("loading %s", config.model.name)
         facts = ModelFacts.of(config, required=True)
         assert facts is not None, "required"
         self._facts = facts
@@ -84,6 +88,7 @@ class Shard:
         self._adapter = self._name_adapter() if lora.on else None
         self._reference = self._load_reference()
         models = [self._model, *([self._reference] if self._reference else [])]
+        log.info("proving that the model is computed right")
         self.proof = prove_models(models, self._mesh, self._sharding, config.trainer.packing)
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._parameters = list(parameters.values())
@@ -99,6 +104,7 @@ class Shard:
         self._sender = sender
         self._attempt = attempt
         self._published = PublishedVersions(config.max_steps_off_policy)
+        log.info("ready")
 
     def _load_reference(self) -> PreTrainedModel | None:
         """Loads the model of `trainer.kl.reference`, frozen and sharded like the policy, if it is a second model."""

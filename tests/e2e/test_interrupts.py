@@ -23,9 +23,11 @@ def interrupt(tmp_path: Path, point: str) -> Ended:
     try:
         wait_for(reached, running.process)
         running.process.send_signal(signal.SIGINT)
+        asked = time.monotonic()
         if point.startswith("driver."):  # the signal is handled there, in Python
             reached.unlink()
         out, _ = running.process.communicate(timeout=DEADLINE_S)
+        print(f"ended {time.monotonic() - asked:.1f} s after the signal at {point}")
     except BaseException:
         running.kill_tree()
         raise

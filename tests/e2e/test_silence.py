@@ -35,17 +35,19 @@ def test_a_stopped_engine_is_replaced_in_seconds_and_the_other_replica_goes_on(t
 
     with started(tmp_path, [*CHAOS, *sizes], {}) as running:
         wait_for(f"{STEPS} steps", lambda: steps() >= STEPS, running, WAIT_S)
-        engine = parts_of(running.mark)["inference_0"][1]
+        actor, engine = parts_of(running.mark)["inference_0"][:2]
         before, stopped = steps(), time.time()
         os.kill(engine, signal.SIGSTOP)
         wait_for("its end", lambda: bool(incident("sign") or incident("progress")), running, WAIT_S)
         found = (incident("sign") or incident("progress"))[0]
         wait_for("its successor", lambda: bool(incident("its successor serves")), running, WAIT_S)
-        at_once = steps()
+        at_once, after = steps(), parts_of(running.mark)["inference_0"]
         running.process.send_signal(signal.SIGTERM)
         ended = end_of(running, tmp_path)
     assert ended.code == EXIT_SIGTERM, ended.out
     (serves,) = incident("its successor serves")
+    assert after[0] == actor, "it has started another engine"
+    assert engine not in after
     print(f"found after {found['at'] - stopped:.1f} s, successor after {serves['at'] - stopped:.1f} s, ", end="")
     print(f"{found['step'] - before} steps until it was found, {at_once - before} until the successor served: {found}")
     assert at_once > before, "the other replica samples meanwhile"

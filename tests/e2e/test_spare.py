@@ -12,33 +12,29 @@ from typing import Any
 
 import psutil
 import pytest
-import ray
 from chaos_support import BOUND, CHAOS, end_of, parts_of, started, wait_for
 from inference_support import Room, make_config, prompt_of, random_model, request
 from run_support import assert_bound_and_conservation
 
 from inference import handle as group_module
-from inference.actor import ReplicaActor, has_ended
-from inference.handle import MAX_CALLS, InferenceHandle
+from inference.actor import has_ended
+from inference.handle import InferenceHandle
 from trireme.core.errors import EXIT_SIGTERM
+from trireme.process.device import VISIBLE
+from trireme.process.environ import STACKS
 from trireme.process.waits import get
-from trireme.supervision.heartbeats import STACKS
 
-GPUS = "5,7"
 START_S = 300.0
 
 
 @pytest.fixture(scope="module")
 def group(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceHandle]:
-    """One replica, which has two GPUs as far as its environment says, and a spare, whose environment has none."""
+    """One replica, which has two GPUs of those that the cluster says it has, and a spare, which has none."""
     directory = tmp_path_factory.mktemp("spare")
     random_model("qwen3", False, seed=0).save_pretrained(directory / "model")
     config = make_config(directory / "model", False, spare=True)
     options: dict[str, Any] = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
-    environment = {"env_vars": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": GPUS}}
-    actor = ray.remote(ReplicaActor).options(max_concurrency=MAX_CALLS, **{**options, "runtime_env": environment})
-    logs = directory / "logs"
-    made = InferenceHandle(config, {0: actor.remote(config, 0, logs)}, logs, {0: options})
+    made = InferenceHandle.start(config, [{**options, "num_gpus": 2}], directory / "logs")
     get(made.ready_ref(0), who="the replica", timeout_s=START_S)
     yield made
     made.stop()
@@ -50,12 +46,21 @@ def pids(group: InferenceHandle) -> tuple[int, ...]:
     return found
 
 
+def visible_gpus(actor: Any) -> str:
+    """Returns the GPUs that the process of an actor sees."""
+    found: str = get(actor.__ray_call__.remote(lambda _: os.environ[VISIBLE]), who="an actor", timeout_s=START_S)
+    return found
+
+
 def test_it_takes_over_number_place_and_gpus_of_a_killed_one(group: InferenceHandle) -> None:
     logs = group.log_dir
     assert logs is not None
+    gpus = get(group.ready_ref(0), who="the replica", timeout_s=START_S).devices
+    assert len(gpus.split(",")) == 2
     group.keep_spares()
     (spare,) = group._spares.values()
     get(spare.prepared, who="the spare", timeout_s=START_S)
+    assert visible_gpus(spare.handle) == ""
     said = (logs / "inference_spare.log").read_text()
     assert not any(child.is_running() for child in spare_process(said).children()), "it has no engine"
 
@@ -66,7 +71,7 @@ def test_it_takes_over_number_place_and_gpus_of_a_killed_one(group: InferenceHan
     after = pids(group)
     assert after == (spare_process(said).pid, health.engine_pid)
     assert all(map(has_ended, before)), "their memory is free"
-    assert health.devices == GPUS
+    assert health.devices == gpus == visible_gpus(group.replicas[0])
     assert psutil.Process(health.engine_pid).nice() == nice, "only what nobody waited for was to yield to others"
     assert f"process {after[0]}, a spare until now, succeeds replica 0" in (logs / "inference_0.log").read_text()
     assert (logs / "inference_spare.log").read_text() == said, "it writes to the log of its number from now on"

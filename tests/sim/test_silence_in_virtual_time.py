@@ -12,7 +12,7 @@ import pytest
 from inference import engine_stats, stalls
 from inference.engine_stats import EngineStats
 from inference.sampling import SamplingEngine
-from trireme.core.errors import TriremeError
+from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.supervision import heartbeats
 from trireme.supervision.heartbeats import HeartbeatMonitor
@@ -51,6 +51,16 @@ class Busy(SamplingEngine):
 
     def _cpu_s(self) -> float:
         return self.used_s
+
+    def kill_engine(self) -> None:
+        """There is no process."""
+
+    def heartbeat(self) -> Heartbeat | RoomFailed:
+        """Returns what the actor answers."""
+        try:
+            return Heartbeat((1, 2), "node", *self.behind())
+        except RoomFailed as failure:
+            return failure
 
 
 class Simulated:
@@ -98,7 +108,7 @@ class Simulated:
             heartbeats.kill(silent)
             self.monitor.end(silent)
         for ref in self.monitor.refs():
-            self.monitor.arrived(ref, Heartbeat((1, 2), "node", *self.replica.behind()))
+            self.monitor.arrived(ref, self.replica.heartbeat())
         if part := self.roster.part(NAME):
             self.health.add(part.health)
 

@@ -29,6 +29,8 @@ from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SamplingParams
+from trireme.process.device import choose_device, require_gpu
+from trireme.process.machine import this_machine
 from trireme.renderers import Message, Renderer, make_renderer
 from trireme.sft.reading import BadExample, check_messages
 from trireme.train.kl_reference import weights_of
@@ -69,6 +71,9 @@ def main(words: Sequence[str]) -> int:
     teacher = _text_of(options.teacher_prompt)
     questions = list(questions_of(options.prompts, teacher, tokenizer, options.renderer))
     check_installed()
+    device = choose_device(options.device, this_machine().num_gpus)
+    if device == "gpu":
+        require_gpu("trireme distill", "device")
     from inference.offline import OfflineEngine  # takes seconds to import
 
     log = options.output.with_name(f"{options.output.name}.log")
@@ -76,7 +81,7 @@ def main(words: Sequence[str]) -> int:
         log.touch()
     with output_to(log) as terminal:
         print(f"starting vLLM with {model}; its output: {log}", file=terminal, flush=True)
-        engine = OfflineEngine(model, options.seed, options.max_model_len, options.gpu_memory_utilization)
+        engine = OfflineEngine(model, options.seed, options.max_model_len, options.gpu_memory_utilization, device)
         examples, cut = sample(engine, questions, options, terminal)
     if not examples:
         raise Refusal(
@@ -120,6 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--renderer", default="auto", help="as renderer.name of sft, which must have the same")
     parser.add_argument("--max-model-len", type=int, help="context of the engine (default: the model's)")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of a GPU (default: 0.9)")
+    choices = ("auto", "cpu", "gpu")
+    parser.add_argument("--device", choices=choices, default="auto", help="default: a GPU if there is one")
     return parser
 
 

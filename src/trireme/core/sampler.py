@@ -36,7 +36,7 @@ class Heartbeat:
     behind_s: float = 0.0
     """Seconds for which a process that the actor started, and that has work, has not answered, or made no progress."""
     limit_s: float = math.inf
-    """After so many it counts as dead."""
+    """After so many the actor kills it, and its heartbeat fails."""
 
 
 class Sampler(Protocol):

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.config import CommonConfig
+from trireme.process.device import choose_device
 from trireme.process.machine import Node, this_machine
+
+STACKS = signal.SIGUSR1
+"""Makes a process write the stacks of all its threads to its log (`redirect_output`)."""
+STACKS_S = 0.5
+"""Time for a process to write its stacks before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,7 @@ class Resources:
 
     def compute_on_gpus(self, config: CommonConfig) -> bool:
         """Returns True if the models of a run compute on GPUs here."""
-        device = config.cluster.device
-        return device == "gpu" or (device == "auto" and self.gpus > 0 and not config.deterministic)
+        return choose_device(config.cluster.device, self.gpus, deterministic=config.deterministic) == "gpu"
 
 
 def cluster_address(config: CommonConfig) -> str | None:
@@ -80,7 +85,7 @@ def prepare_ray_environment(address: str | None, threads: int, deterministic: bo
 
 def redirect_output(log_dir: Path | None, name: str) -> None:
     """Sends stdout and stderr of this process and its children (the descriptors) to `log_dir/name.log`, and makes
-    SIGUSR1 write the stacks of all threads there. Does nothing if `log_dir` is None."""
+    STACKS write the stacks of all threads there. Does nothing if `log_dir` is None."""
     if log_dir is None:
         return
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -96,8 +101,8 @@ def redirect_output(log_dir: Path | None, name: str) -> None:
 
 
 def write_stacks_on_signal() -> None:
-    """Makes SIGUSR1 write the stacks of all threads to stderr, also in a process that answers nothing."""
-    faulthandler.register(signal.SIGUSR1)
+    """Makes STACKS write the stacks of all threads to stderr, also in a process that answers nothing."""
+    faulthandler.register(STACKS)
 
 
 def yield_to_others() -> None:

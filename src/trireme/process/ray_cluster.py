@@ -24,6 +24,7 @@ from trireme.config import CommonConfig
 from trireme.core.errors import RoomFailed
 from trireme.core.refusals import Refusal
 from trireme.process import waits
+from trireme.process.device import VISIBLE
 from trireme.process.environ import Resources, cluster_address
 from trireme.process.faults import fault_point
 from trireme.process.machine import Node, this_machine
@@ -244,15 +245,11 @@ def _without_place(options: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[s
     ]
 
 
-def seeing_own_gpus(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns Ray's options of an actor that sees the GPUs it is given and no others. (Ray shows an actor that is given
-    none all GPUs of its node.) Keeps CUDA_VISIBLE_DEVICES of `runtime_env`."""
-    # A worker process with an environment of its own takes a second more to start; not needed without GPUs.
-    if options.get("num_gpus") or not ray.cluster_resources().get("GPU"):
-        return dict(options)
-    environment = options.get("runtime_env") or {}
-    variables = {"CUDA_VISIBLE_DEVICES": "", **environment.get("env_vars", {})}
-    return {**options, "runtime_env": {**environment, "env_vars": variables}}
+def see_own_gpus() -> None:
+    """Makes this actor see the GPUs that Ray has given it, and no others. Call it before CUDA starts. (Ray shows an
+    actor that is given none all GPUs of its node.)"""
+    if ray.is_initialized():  # else this is no actor, but an object of a process without Ray
+        os.environ[VISIBLE] = ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
 def on_node(node: str) -> Any:

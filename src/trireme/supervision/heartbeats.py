@@ -12,6 +12,7 @@ from typing import Any
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.process import waits
+from trireme.process.environ import STACKS, STACKS_S
 from trireme.process.ray_cluster import signal_processes
 from trireme.supervision.roster import PartHealth, Roster, RunPart
 
@@ -24,10 +25,6 @@ SUSPECT = 1 / 3
 LONGEST_GAP = 1 / 4
 """Part of `heartbeat_s`: the most that counts of the time between two looks. This process, or its machine, may have
 been stopped itself, and must not take all others for silent."""
-STACKS_S = 0.5
-"""Time for a process to write its stacks before it is killed."""
-STACKS = signal.SIGUSR1
-"""Makes a process write the stacks of all its threads to its log (`trireme.process.environ.redirect_output`)."""
 RECEIVER = "orchestrator_0"
 """The process that replicas stream to. While it is stopped they do not answer either: inside Ray, an actor waits until
 its stream was received. So replicas are not judged while it is silent, and their time starts again once it is gone."""
@@ -62,8 +59,8 @@ class HeartbeatMonitor:
     """Asks processes for heartbeats, and waits for other answers of theirs. Not thread-safe.
 
     Calls `lost(name, failure, died)` once for each lost process; `died` is False if the process itself reported that it
-    failed. A process may be silent for `heartbeat_s`; an engine, which answers only between two steps, for as long as
-    its heartbeat says.
+    failed. A process may be silent for `heartbeat_s`. The engine of a replica, which answers only between two steps, is
+    watched by the replica's actor, whose heartbeat says how long it has been silent, and fails when that is too long.
     """
 
     def __init__(self, roster: Roster, heartbeat_s: float, lost: Lost) -> None:
@@ -143,8 +140,8 @@ class HeartbeatMonitor:
         self._roster.answered(name, outcome.pids, outcome.node, in_time=not is_late)
         if is_late:
             limit = f"(the limit is {outcome.limit_s:.0f} s, learned from this run or timeouts.update_s)"
-            why = f"has had no sign of life of its engine, which has work, for {outcome.behind_s:.0f} s {limit}"
-            self._judge(name, why, outcome.behind_s >= outcome.limit_s)
+            why = f"it has had no sign of life of its engine, which has work, for {outcome.behind_s:.0f} s {limit}"
+            self._roster.set(name, PartHealth.SUSPECT, why)
 
     def _judge(self, name: str, why: str, is_dead: bool) -> None:
         if not is_dead:

@@ -1,7 +1,7 @@
 """Monitors all actors of a run in a thread of the driver, and replaces lost ones.
 
-heartbeats  Each process is asked for a heartbeat once a second. One that is silent for timeouts.heartbeat_s, or whose
-            engine is, writes its stacks to its log and is killed (`heartbeats.py`).
+heartbeats  Each process is asked for a heartbeat once a second. One that is silent for timeouts.heartbeat_s writes its
+            stacks to its log and is killed (`heartbeats.py`). The actor of a replica does the same to its engine.
 replicas    Requests of a lost replica continue on others. A successor takes its place, takes the newest weights and
             serves, while the run continues (`replica_manager.py`).
 the core    Trainer and orchestrator (for `sft` the trainer alone). If one is lost, `check` raises the reason in the
@@ -28,9 +28,10 @@ from trireme.config import CommonConfig, Config
 from trireme.config.run import START_LIMIT
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.process import waits
+from trireme.process.environ import STACKS
 from trireme.process.ray_cluster import PlacePool, Progress
 from trireme.process.signals import StoppedWithoutCommit
-from trireme.supervision.heartbeats import EVERY_S, STACKS, HeartbeatMonitor, kill, send
+from trireme.supervision.heartbeats import EVERY_S, HeartbeatMonitor, kill, send
 from trireme.supervision.replica_manager import ReplicaActors, ReplicaManager, ReplicaUser
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import PartHealth, Roster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -60,9 +61,13 @@ class Stalling(ReplicaActor):
     """Its engine uses a share of a core."""
 
     share = 0.0
+    kills = 0
 
     def _cpu_s(self) -> float:
         return self.share * time.monotonic()
+
+    def kill_engine(self) -> None:
+        self.kills += 1
 
 
 def test_an_engine_that_makes_no_progress_in_a_call_is_found_before_the_deadline_of_the_call(
@@ -76,8 +81,10 @@ def test_an_engine_that_makes_no_progress_in_a_call_is_found_before_the_deadline
         RoomFailed, match=r"no progress of its engine for 0 s, which has not answered update step 'take'"
     ):
         asyncio.run(call(asyncio.sleep(3600)))
+    assert made.kills == 1
     monkeypatch.setattr(Stalling, "share", 1.0)
     asyncio.run(call(asyncio.sleep(0.6, "taken")))
+    assert made.kills == 1
 
 
 def test_a_slow_fetch_is_not_the_engines_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +101,32 @@ def test_a_slow_fetch_is_not_the_engines_fault(monkeypatch: pytest.MonkeyPatch) 
 def test_a_dead_engine_is_seen_while_waiting() -> None:
     with pytest.raises(RoomFailed, match="its engine process died"):
         asyncio.run(replica(engine_dead=True)._guarded("anything", asyncio.sleep(3600), 3600))
+
+
+def test_an_engine_that_stands_still_is_killed_and_its_actor_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped, as an engine that hangs in a driver is: it writes no stacks and ends by no other signal."""
+    made = replica()
+    monkeypatch.setattr(made.engine, "errored", False)
+    context = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(replica_module.ray, "get_runtime_context", lambda: context)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as engine:
+        manager = SimpleNamespace(processes=[engine])
+        made.engine.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
+        made.engine.output_processor = SimpleNamespace(request_states={"a": None})
+
+        async def silent() -> None:
+            assert (await made.heartbeat()).pids == (os.getpid(), engine.pid)
+            os.kill(engine.pid, signal.SIGSTOP)
+            made.engine_stats._heard -= 61.0  # of update_s = 60
+            said = "inference replica 0 has had no sign of life of its engine, which has work, for 61 s"
+            for _ in range(2):
+                with pytest.raises(RoomFailed, match=said):
+                    await made.heartbeat()
+            assert await made.has_lost_engine()
+            assert await replica_module._gone(engine.pid)
+
+        assert not asyncio.run(made.has_lost_engine())
+        asyncio.run(silent())
 
 
 def test_a_broken_replica_refuses_every_request_with_the_reason() -> None:

@@ -62,7 +62,7 @@ class World:
         return self.made[-1]
 
     def _ready(self, refs: dict[Any, str], timeout_s: float) -> dict[Any, Any]:
-        assert timeout_s <= 1.0, "the supervisor has others to look after"
+        assert timeout_s <= group_module.ALIVE_S, "the supervisor has others to look after"
         answers = {ref: self.answers.get(ref, self._answer(ref)) for ref in refs}
         there = {ref: value for ref, value in answers.items() if value is not self}
         self.answers |= there
@@ -196,6 +196,16 @@ def test_a_node_without_replicas_has_none(world: World) -> None:
     assert world.killed == [removed, spare]
     world.group.keep_spares()
     assert len(world.spares()) == 2, "no other is made there"
+
+
+def test_one_that_is_still_starting_is_not_asked_to_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports, and would answer seconds later."""
+    asked: list[Any] = []
+    monkeypatch.setattr(group_module, "get_all", lambda refs, **_: asked.extend(refs))
+    del world.answers[world.group.ready_ref(1)]
+    world.group.stop()
+    assert asked == [(world.made[0], "stop")]
+    assert sorted(world.killed, key=id) == sorted(world.made, key=id)
 
 
 def test_all_end_with_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

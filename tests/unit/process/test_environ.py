@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.supervision.heartbeats import STACKS
+from trireme.process.environ import STACKS
 
 DEADLINE_S = 60
 HANGS = """

@@ -233,14 +233,16 @@ class TestLoss:
         assert set(world.pids) == {(11, 12)}, "its engine too"
         assert ("replace", 1) in world.room.told
 
-    def test_an_engine_that_does_not_answer_its_living_actor_counts_as_silent(self, world: World) -> None:
+    def test_an_engine_that_does_not_answer_makes_its_replica_suspect_until_its_actor_gives_it_up(
+        self, world: World
+    ) -> None:
         world.serve()
         world.look()
         world.answer("heartbeat", 1, value=Heartbeat((11, 12), "node", behind_s=ENGINE_S / 2, limit_s=ENGINE_S))
         assert world.health()["inference_1"] is PartHealth.SUSPECT
         world.look(2.0)
-        world.answer("heartbeat", 1, value=Heartbeat((11, 12), "node", behind_s=ENGINE_S, limit_s=ENGINE_S))
-        world.look()
+        assert world.room.told == []
+        world.answer("heartbeat", 1, value=RoomFailed("inference replica 1 has had no sign of life of its engine"))
         assert ("replace", 1) in world.room.told
 
     def test_beyond_the_budget_there_is_no_successor(self, world: World) -> None:

@@ -1,0 +1,75 @@
+"""The only place that decides on which device a process computes: the one that the plan of the run chose, or none.
+
+`Plan.resolved` writes the choice into the configuration that every process gets. A process that holds a model calls
+`find_device`; an actor sees no GPUs but its own (`ray_cluster.see_own_gpus`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from trireme.config import CommonConfig
+from trireme.config.installed import INSTALL_GPU
+from trireme.core.refusals import Refusal
+
+Device = Literal["cpu", "gpu"]
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+DRIVER = Path("/proc/driver/nvidia/version")
+"""Names the version of NVIDIA's driver, once that is loaded."""
+
+
+def choose_device(wanted: Literal["auto", "cpu", "gpu"], gpus: int, *, deterministic: bool = False) -> Device:
+    """Returns the device that `cluster.device` = `wanted` means where there are so many GPUs."""
+    if wanted == "auto":
+        return "gpu" if gpus and not deterministic else "cpu"
+    return wanted
+
+
+def find_device(config: CommonConfig, who: str) -> Device:
+    """Returns the device of `cluster.device`, for which the plan has chosen cpu or gpu if it was auto.
+
+    Raises BadInput, which says what was found, when it is a GPU and PyTorch can use none in this process, `who`.
+    """
+    device = config.cluster.device
+    assert device != "auto", "see trireme.plan.base.Plan.resolved"
+    if device == "gpu":
+        require_gpu(who)
+    return device
+
+
+def require_gpu(who: str, key: str = "cluster.device") -> None:
+    """Raises BadInput, which says what was found, when PyTorch can use no GPU in this process, `who`. `key`: the
+    option that wants one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    raise Refusal(
+        f"{key} = gpu, where PyTorch {torch.__version__} finds no GPU that it can use in {who} on "
+        f"{os.uname().nodename}: {_found()}",
+        "PyTorch's CUDA build, an NVIDIA driver that is recent enough for its CUDA, and a GPU for each such process",
+        f"run `{INSTALL_GPU}`, look at `nvidia-smi` on that node and renew a driver that is too old; or compute on "
+        f"CPUs with --{key} cpu",
+    ).error()
+
+
+def _found() -> str:
+    """Says what matters to a process that cannot use a GPU."""
+    import torch
+
+    driver = "no NVIDIA driver is loaded"
+    with suppress(OSError):
+        version = re.search(r"\d+(\.\d+)+", DRIVER.read_text())
+        driver = f"the NVIDIA driver is {version[0] if version else 'of an unknown version'}"
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    visible = os.environ.get(VISIBLE)
+    found = [driver, f"PyTorch is built {built}", f"{VISIBLE} is {'not set' if visible is None else repr(visible)}"]
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # what PyTorch raises with CUDA, and without
+        found.append(f"torch.cuda says: {' '.join(str(error).split())}")
+    return "; ".join(found)
