@@ -11,12 +11,15 @@ from trireme.config import CommonConfig
 from trireme.plan.base import Plan
 from trireme.process import signals
 from trireme.process.environ import cluster_address, prepare_ray_environment
+from trireme.supervision.roster import PartHealth, Roster
 
 PROGRESS_EVERY_S = 5.0
 LONGEST_LINE = 100
 """Characters of the log of a process that are shown."""
 ACTOR = re.compile(r"(?P<room>trainer|inference|orchestrator)( (shard|replica) (?P<number>\d+))?")
 """The name of an actor of a room."""
+BEGINNING = re.compile(r"\S+ \S+ [A-Z]+ [\w.]+: ")
+"""Time, level and module, which begin a line of a log (`trireme.process.environ.redirect_output`)."""
 
 
 def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
@@ -27,30 +30,42 @@ def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
 
 
 class StartProgress:
-    """Says every few seconds of a long start what is waited for. Raises Stopped after a signal."""
+    """Says every few seconds of a long start what is waited for, and how far it is. Raises Stopped after a signal."""
 
-    def __init__(self, console: Console, logs: Path | None = None) -> None:
-        """`logs`: the directory where the processes that are waited for have their logs."""
-        self._console, self._logs = console, logs
+    def __init__(self, console: Console, logs: Path | None = None, roster: Roster | None = None) -> None:
+        """`logs`: the directory where the processes that are waited for have their logs. `roster` is told about once a
+        second how far each of them is."""
+        self._console, self._logs, self._roster = console, logs, roster
         self._next_s = PROGRESS_EVERY_S
 
     def __call__(self, names: list[str], waited_s: float) -> None:
         signals.check()
+        for name in names if self._roster else ():
+            self._tell(name)
         if waited_s >= self._next_s:
             self._next_s = waited_s + PROGRESS_EVERY_S
-            said = ", ".join(f"{name}{self._doing(name)}" for name in names)
+            said = ", ".join(": ".join(filter(None, (name, self._stage(name)))) for name in names)
             self._console.print(f"waiting for {said} ({waited_s:.0f} s)", markup=False)
 
-    def _doing(self, name: str) -> str:
-        """Returns what a process has come to, by its log."""
-        found = ACTOR.match(name)
-        if self._logs is None or found is None:
+    def _tell(self, name: str) -> None:
+        assert self._roster is not None
+        part = self._roster.part(_part_of(name))
+        if part and part.health is PartHealth.STARTING:
+            self._roster.set(part.name, part.health, self._stage(name))
+
+    def _stage(self, name: str) -> str:
+        """Returns how far the start of a process is, by the last line of its log."""
+        if self._logs is None or not _part_of(name):
             return ""
-        log = self._logs / f"{found['room']}_{found['number'] or 0}.log"
+        log = self._logs / f"{_part_of(name)}.log"
         if not log.exists():
-            return ": its process is starting"
+            return "its process is starting"
         lines = log.read_text(errors="replace").split("\n")
-        last = next(
-            (line.strip() for line in reversed(lines) if line.strip()), "it imports packages and loads the model"
-        )
-        return f": {last[:LONGEST_LINE]}"
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "importing packages")
+        return BEGINNING.sub("", last)[:LONGEST_LINE]
+
+
+def _part_of(name: str) -> str:
+    """Returns the name of an actor's log and in the roster; "" for other names."""
+    found = ACTOR.match(name)
+    return f"{found['room']}_{found['number'] or 0}" if found else ""

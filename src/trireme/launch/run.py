@@ -185,7 +185,8 @@ def attempts(
 def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: str, console: Console) -> Iterator[Core]:
     """Starts the rooms of an attempt, which load what it starts from, and waits for replicas: all of them in the first
     attempt of the command and in deterministic mode, else one. However the block ends, the rooms are stopped."""
-    started, progress, log_dir, start = time.monotonic(), StartProgress(console, run.logs), run.logs, run.start
+    started, log_dir, start = time.monotonic(), run.logs, run.start
+    progress = StartProgress(console, log_dir, supervisor.roster)
     supervisor.roster.attempt = start.attempt
     supervisor.roster.at_step(start.step)
 
