@@ -21,7 +21,7 @@ from trireme.core.sampler import Heartbeat, Sampler
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import Minibatch, StepSummary, WeightIdentity
 from trireme.core.weights import PublishedWeights
-from trireme.process import trace
+from trireme.process import signals, trace
 from trireme.process.environ import redirect_output, view_of
 from trireme.process.faults import fault_point, number_process
 
@@ -40,11 +40,17 @@ class OrchestratorActor:
         reserved_factory: Callable[[], Sampler] | None,
         log_dir: Path | None,
     ) -> None:
+        from trireme.process.ray_cluster import (
+            see_own_gpus,
+        )  # here, because code that only builds a pipeline needs no Ray
+
+        see_own_gpus()
         self._resources = AsyncExitStack()
         redirect_output(log_dir, "orchestrator_0")
         number_process(0)
         trace.start(log_dir, "orchestrator_0", config.trace.max_mb)
         self._config, self._sampler_factory, self._reserved_factory = config, sampler_factory, reserved_factory
+        self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Opens tokenizer and environments, and makes the samplers. Raises BadInput."""
@@ -62,6 +68,7 @@ class OrchestratorActor:
             tokenizer.decode,
             self._reserved_factory and self._reserved_factory(),
         )
+        signals.end_after(self.stop)
         spare_collector()
 
     async def update_weights(self, weights: PublishedWeights) -> None:
@@ -121,6 +128,11 @@ class OrchestratorActor:
         self._pipeline.load(await asyncio.to_thread(OrchestratorState.read, path))
 
     async def stop(self) -> None:
+        """Cancels all rollouts and closes their environments. May be called again: after SIGTERM, by the driver."""
+        self._stopping = self._stopping or asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
         await self._pipeline.stop()
         await self._resources.aclose()
         trace.stop()

@@ -149,3 +149,36 @@ def test_a_frozen_point_says_that_it_was_reached(tmp_path: Path) -> None:
         assert process.poll() is None
     process.kill()
     assert rest(process) == ("", -signal.SIGKILL)
+
+
+ACTOR = """
+import asyncio, ctypes, sys, threading
+from trireme.process.signals import end_after
+
+async def close():
+    print("closing", flush=True)
+    await asyncio.sleep(0.1)
+    print("closed", flush=True)
+    if sys.argv[1] == "fails":
+        raise OSError("not closed")
+
+async def live():
+    end_after(close)
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+threading.Thread(target=asyncio.run, args=(live(),), daemon=True).start()
+while True:
+    ctypes.CDLL(None).pause()  # as an actor's main thread, which is in compiled code
+"""
+
+
+@pytest.mark.parametrize("how", ["works", "fails"])
+def test_an_actor_closes_what_it_holds_and_then_ends_by_the_signal(how: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", ACTOR, how], stdout=subprocess.PIPE, text=True) as actor:
+        assert actor.stdout is not None
+        assert actor.stdout.readline() == "ready\n"
+        for _ in range(2):  # another one does not cut it short
+            actor.send_signal(signal.SIGTERM)
+        assert actor.stdout.read() == "closing\nclosed\n"
+        assert actor.wait(60) == -signal.SIGTERM
