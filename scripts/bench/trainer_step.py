@@ -1,8 +1,9 @@
-"""Tokens per second of the trainer: one shard over a plain PyTorch loop, two shards over one, packed rows over padded.
+"""Tokens per second of the trainer: one shard over a plain PyTorch loop, two shards over one, packed rows over padded,
+bfloat16 with logits in float32 over bfloat16 throughout.
 
     python scripts/bench/trainer_step.py [--repeats 3]
 
-A step of all three trains the same tokens: forward, loss (ppo), backward, clipping, AdamW, float32. The plain loop is
+A step of each kind trains the same tokens: forward, loss (ppo), backward, clipping, AdamW. The plain loop is float32,
 what one writes for a single process: a Hugging Face model, one sequence after the other, so that nothing is padded.
 Each process computes with one thread on a core of its own; shards are `trainer.shard.Shard` in processes of their own,
 without Ray. All processes live throughout; rounds of a step of each kind, in turn; the first round does not count.
@@ -97,7 +98,7 @@ def plain_step(model_path: Path) -> Callable[[], None]:
     return step
 
 
-def shard_step(model_path: Path, rank: int, shards: int, port: int, packing: str = "auto") -> Callable[[], None]:
+def shard_step(model_path: Path, rank: int, shards: int, port: int, keys: dict[str, Any]) -> Callable[[], None]:
     """A step of one shard."""
     from torch.distributed import TCPStore
 
@@ -108,8 +109,8 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int, packing: str
 
     config = Config.model_validate(
         {
-            "model": {"name": str(model_path), "dtype": "float32"},
-            "trainer": {"packing": packing, "shards": shards},
+            "model": {"name": str(model_path), "dtype": "float32", **keys.get("model", {})},
+            "trainer": {"shards": shards, **keys.get("trainer", {})},
             "orchestrator": {"batch_size": 2},
             "env": {"id": "sort"},
             "inference": {"sampling": {"max_tokens": 8}},
@@ -127,14 +128,14 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int, packing: str
     return step
 
 
-def serve(end: Any, core: int, model_path: Path, rank: int, shards: int, port: int, packing: str) -> None:
+def serve(end: Any, core: int, model_path: Path, rank: int, shards: int, port: int, keys: dict[str, Any]) -> None:
     """Makes a step whenever it is asked for; answers with the CPU seconds that it took. `shards` 0: the plain loop."""
     os.sched_setaffinity(0, {core})
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
-    step = shard_step(model_path, rank, shards, port, packing) if shards else plain_step(model_path)
+    step = shard_step(model_path, rank, shards, port, keys) if shards else plain_step(model_path)
     end.send(0.0)
     while end.recv():
         before = time.process_time()
@@ -145,7 +146,7 @@ def serve(end: Any, core: int, model_path: Path, rank: int, shards: int, port: i
 class Ranks:
     """The processes of one kind."""
 
-    def __init__(self, model_path: Path, shards: int, packing: str = "auto") -> None:
+    def __init__(self, model_path: Path, shards: int, **keys: dict[str, Any]) -> None:
         from torch.distributed import TCPStore
 
         context = multiprocessing.get_context("spawn")
@@ -154,7 +155,7 @@ class Ranks:
         self._ends, self._processes = [], []
         for rank in range(max(shards, 1)):
             here, there = context.Pipe()
-            arguments = (there, cores[rank % len(cores)], model_path, rank, shards, self._store.port, packing)
+            arguments = (there, cores[rank % len(cores)], model_path, rank, shards, self._store.port, keys)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             self._ends.append(here)
@@ -195,7 +196,9 @@ def main() -> None:
             "plain": Ranks(model_path, 0),
             "one": Ranks(model_path, 1),
             "two": Ranks(model_path, 2),
-            "packed": Ranks(model_path, 1, "packed"),
+            "packed": Ranks(model_path, 1, trainer={"packing": "packed"}),
+            "bfloat16": Ranks(model_path, 1, model={"dtype": "bfloat16"}),
+            "bfloat16 logits": Ranks(model_path, 1, model={"dtype": "bfloat16", "head_dtype": "model"}),
         }
         measured: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
         for repeat in range(repeats + 1):
@@ -220,6 +223,7 @@ def main() -> None:
             "two_shards_over_one": round(two_over_one, 3),
             "two_shards_target": TARGET_TWO,
             "packed_over_rows": round(rates["packed"] / rates["one"], 3),
+            "float32_logits_over_bfloat16": round(rates["bfloat16"] / rates["bfloat16 logits"], 3),
             "tokens_per_s": {name: round(rate, 1) for name, rate in rates.items()},
             "cpu_s": {name: median([cpu for _, cpu in seconds]) for name, seconds in measured.items()},
             "parameters": parameters,
