@@ -11,6 +11,7 @@ of tokens gives the same result, with work that grows with the square of the row
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from transformers import AttentionInterface
 from trireme.core.errors import BadInput
 
 PACKED = "packed"
+_TAKES_GROUPS = "enable_gqa" not in inspect.signature(varlen_attn).parameters
+"""True: PyTorch's kernel takes fewer heads of keys than of queries without being told, as in 2.11."""
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -56,14 +59,15 @@ def packed_attention(
     if starts is None or longest is None:
         starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
         longest = length
-    options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [B L, heads, dim]
     if has_kernel(query.device, query.dtype):
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window, **options)
+        told = {} if _TAKES_GROUPS else grouped
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, **told)
         assert isinstance(out, Tensor), "no other output was requested"
     else:
-        out = masked_attention(q, k, v, starts, sliding_window, **options)
+        out = masked_attention(q, k, v, starts, sliding_window, scale=scaling, **grouped)
     return out.view(batch, length, *out.shape[1:]), None
 
 

@@ -16,6 +16,7 @@ from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 from trireme.run.rollout_records import write_records
 
 pytestmark = pytest.mark.usefixtures("in_the_repository", "no_cluster")
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,9 @@ def test_a_missing_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "no vLLM" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["quickstart", "qwen3-0.6b-1gpu", "qwen3-0.6b-8gpu"])
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (ROOT / "configs").glob("*.toml") if not path.stem.startswith("sft-"))
+)
 def test_every_config_passes_a_dry_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["@", f"configs/{name}.toml", "--dry-run"]) == EXIT_OK
     out = capsys.readouterr().out

@@ -1,0 +1,71 @@
+"""vLLM as replicas use it: loading, weights and adapters that arrive in flight, sleep, and tokens per second."""
+
+from __future__ import annotations
+
+import time
+
+from gpu_check.checks import Check, Context, Failed, Figures
+from gpu_check.rooms import open_rooms, tokens_per_second, update_in_flight
+from gpu_check.shapes import make_model
+
+SYSTEM = ("vllm", "ray", "torch", "transformers", "pydantic", "peft", "xxhash", "psutil", "rich")
+"""The packages that replicas need beside the trainer's."""
+RANK = 8
+EAGER = "--inference.engine-args.enforce-eager"
+FREED = 0.5
+"""Share of its memory that a sleeping engine must give back, at least."""
+
+
+def _in_flight(context: Context) -> Figures:
+    """Starts a trainer and a replica (on one GPU: both on it), and updates all weights while it samples."""
+    shape, requests, tokens = ("0.6b", 256, 256) if context.on_gpu else ("small", 8, 64)
+    with open_rooms(context, shape) as (rooms, start_s):
+        figures = update_in_flight(rooms, context, requests // 8)
+        return {"start, s": start_s, **figures, **tokens_per_second(rooms, context, requests, tokens)}
+
+
+def _adapters(context: Context) -> Figures:
+    """Does the same with LoRA adapters."""
+    shape = "0.6b" if context.on_gpu else "small"
+    flags = ["--trainer.lora.rank", str(RANK), *([EAGER, "true"] if context.on_gpu else [])]
+    with open_rooms(context, shape, *flags) as (rooms, start_s):
+        return {"start, s": start_s, **update_in_flight(rooms, context, 8)}
+
+
+def _sleep(context: Context) -> Figures:
+    """Has vLLM free the GPU and take it again; its greedy answers must be the same."""
+    import torch
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    model = make_model(context.directory / "sleeps", "0.6b", context.device)
+    engine = LLM(
+        model, dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True, enforce_eager=True,
+        enable_sleep_mode=True, gpu_memory_utilization=0.4,
+    )  # fmt: skip
+
+    def answer() -> list[int]:
+        params = SamplingParams(max_tokens=16, temperature=0.0, detokenize=False)
+        return list(engine.generate([TokensPrompt(prompt_token_ids=[5, 7, 11])], params)[0].outputs[0].token_ids)
+
+    before, free = answer(), torch.cuda.mem_get_info()[0]
+    total = torch.cuda.mem_get_info()[1]
+    started = time.monotonic()
+    engine.sleep(level=1)
+    asleep, freed = time.monotonic(), torch.cuda.mem_get_info()[0] - free
+    engine.wake_up()
+    awake = time.monotonic()
+    if freed < FREED * 0.4 * total:
+        raise Failed(
+            f"asleep it gave back {freed / 2**30:.1f} GiB, expected {FREED * 0.4 * total / 2**30:.1f} at least"
+        )
+    if (after := answer()) != before:
+        raise Failed(f"awake again it answers {after}, before it slept {before}")
+    return {"freed, GiB": freed / 2**30, "to sleep, s": asleep - started, "to wake, s": awake - asleep}
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("updates in flight", _in_flight, SYSTEM),
+    Check("adapters in flight", _adapters, SYSTEM),
+    Check("sleep", _sleep, ("vllm", "torch", "transformers"), only_gpu="vLLM's CPU build does nothing when it sleeps"),
+)

@@ -1,0 +1,160 @@
+"""A trainer and its replicas as a run has them, without an orchestrator: what each update does to answers in flight."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpu_check.checks import Context, Failed, Figures
+from gpu_check.shapes import SHAPES, make_model
+
+if TYPE_CHECKING:
+    from trireme.core.types import Datum, SampledSequence, SampleResponse
+
+PROMPT, ANSWER = 24, 64
+UPDATES = 3
+LEARNING_RATE = 1e-3
+TOKENIZER = str(Path(__file__).parents[2] / "assets" / "sort-base")
+"""Is never used, as prompts are tokens; but a run is refused without one."""
+
+
+class Rooms:
+    """A trainer and a sampler with its replicas."""
+
+    def __init__(self, trainer: Any, sampler: Any, shape: str, exact: bool) -> None:
+        self.trainer, self.sampler, self.exact = trainer, sampler, exact
+        self.vocabulary, self.version = SHAPES[shape]["vocab_size"], -1
+        self._rng = np.random.default_rng(0)
+
+    def update(self) -> Any:
+        """Publishes the trainer's weights as the next version and brings the replicas to it; returns the first one's
+        report. The canary of each is compared on the way."""
+        self.version += 1
+        self._weights = self.trainer.publish_weights(self.version)  # the replicas' source lives as long as this
+        return self.sampler.update_weights(self._weights)[0]
+
+    def prompts(self, number: int, length: int = PROMPT) -> list[list[int]]:
+        """Returns random prompts."""
+        return self._rng.integers(2, self.vocabulary, (number, length)).tolist()
+
+    def begin(self, prompts: Sequence[list[int]], tokens: int) -> list[Future[SampleResponse]]:
+        """Begins an answer of so many tokens to each prompt."""
+        from trireme.core.types import ModelInput, SamplingParams
+
+        params = SamplingParams(max_tokens=tokens, seed=0)
+        return [self.sampler.sample(ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
+
+    def train(self, prompts: Sequence[list[int]], answers: Sequence[SampledSequence]) -> None:
+        """Makes an update with random advantages, large enough that later logprobs differ."""
+        from trireme.core.types import AdamParams
+
+        data = [self._datum(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        self.trainer.forward_backward(data, "importance_sampling")
+        self.trainer.optim_step(AdamParams(learning_rate=LEARNING_RATE), float(len(data) * ANSWER))
+
+    def differences(self, prompts: Sequence[list[int]], answers: Sequence[SampledSequence]) -> Figures:
+        """Compares answers of the newest version with the trainer's log-probabilities. Raises Failed beyond what the
+        canary allows."""
+        from trireme.core.weights import EXACT, LEAST, Drift
+
+        data = [self._datum(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        output = self.trainer.forward(data)
+        computed = np.split(output.logprobs, output.offsets[1:-1].astype(int))
+        moved = np.concatenate(
+            [
+                np.abs(all_[-len(answer.logprobs) :] - answer.logprobs)
+                for all_, answer in zip(computed, answers, strict=True)
+            ]
+        )
+        found, bound = Drift(float(moved.mean()), float(moved.max())), EXACT if self.exact else LEAST
+        if not (found.mean <= bound.mean and found.largest <= bound.largest):
+            raise Failed(
+                f"logprobs of replica and trainer differ by {found.mean:.3g} in the mean and {found.largest:.3g} at "
+                f"most; expected at most {bound.mean:g} and {bound.largest:g}"
+            )
+        return {"replica against trainer, mean": found.mean, "largest": found.largest}
+
+    def _datum(self, prompt: list[int], answer: SampledSequence) -> Datum:
+        from trireme.core.types import Datum, ModelInput
+
+        tokens, observed = [*prompt, *answer.tokens.tolist()], len(prompt) - 1
+        advantages = self._rng.normal(size=len(answer.tokens))
+        return Datum(
+            ModelInput.from_ints(tokens[:-1]),
+            {
+                "target_tokens": tokens[1:],
+                "mask": [0.0] * observed + [1.0] * len(advantages),
+                "logprobs": [0.0] * observed + answer.logprobs.tolist(),
+                "advantages": [0.0] * observed + advantages.tolist(),
+            },
+        )
+
+
+@contextmanager
+def open_rooms(context: Context, shape: str, *flags: str) -> Iterator[tuple[Rooms, float]]:
+    """Starts a trainer and its replicas on a random model, with options of `rl`. Gives them, and the seconds that the
+    start took."""
+    from trireme import api
+
+    model = make_model(context.directory / f"{shape} of rooms", shape, context.device)
+    length = SHAPES[shape]["max_position_embeddings"] if shape == "small" else 1024
+    flags = (
+        *("--model.name", model, "--model.tokenizer", TOKENIZER, "--model.max-seq-len", str(length)),
+        *("--inference.sampling.max-tokens", str(ANSWER), "--timeouts.start-s", str(max(30.0, context.left_s))),
+        *("--cluster.device", context.device),
+        *(("--inference.gpu-memory-utilization", "0.4") if context.on_gpu else ()),
+        *flags,
+    )
+    config = api.loop_config(flags)
+    started = time.monotonic()
+    with api.open_rooms(config, context.directory / "logs") as (trainer, sampler):
+        yield Rooms(trainer, sampler, shape, exact=not context.on_gpu), time.monotonic() - started
+
+
+def update_in_flight(rooms: Rooms, context: Context, requests: int) -> Figures:
+    """Trains and updates several times while answers are sampled; then compares answers of the last version. Raises
+    Failed when tokens are of no version, or of another than was published."""
+    rooms.update()
+    prompts = rooms.prompts(requests)
+    answers = _results(rooms.begin(prompts, ANSWER), context)
+    before = rooms.differences(prompts, answers)
+    reports, several = [], 0
+    for _ in range(UPDATES):
+        in_flight = rooms.begin(prompts, ANSWER)
+        rooms.train(prompts, answers)
+        reports.append(rooms.update())
+        several += sum(len(answer.spans) > 1 for answer in _results(in_flight, context))
+        answers = _results(rooms.begin(prompts, ANSWER), context)
+        found = {span.identity.version for answer in answers for span in answer.spans}
+        if found != {rooms.version}:
+            raise Failed(f"after an update to version {rooms.version} tokens came from versions {sorted(found)}")
+    return {
+        **{f"{name}, version 0": value for name, value in before.items()},
+        **{f"{name}, version {rooms.version}": value for name, value in rooms.differences(prompts, answers).items()},
+        "s/update": float(np.median([report.seconds for report in reports])),
+        "of which paused": float(np.median([report.pause_s for report in reports])),
+        "answers of several versions": several,
+        "canary, mean": max(report.drift.mean for report in reports),
+    }
+
+
+def tokens_per_second(rooms: Rooms, context: Context, requests: int, tokens: int) -> Figures:
+    """Samples many answers side by side."""
+    prompts = rooms.prompts(requests, 2 * PROMPT)
+    _results(rooms.begin(prompts[: requests // 8], tokens), context)
+    started = time.monotonic()
+    answers = _results(rooms.begin(prompts, tokens), context)
+    seconds, made = time.monotonic() - started, sum(len(answer.tokens) for answer in answers)
+    return {"tokens/s": made / seconds, "requests": requests, "tokens": made}
+
+
+def _results(futures: Sequence[Future[SampleResponse]], context: Context) -> list[SampledSequence]:
+    """Waits for answers; the part's own deadline names this check."""
+    wait(futures, context.left_s)
+    return [future.result(0).sequences[0] for future in futures]

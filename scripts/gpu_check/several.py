@@ -1,0 +1,132 @@
+"""What takes two devices or more: NCCL between processes, and shards that agree with one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from gpu_check.checks import Check, Context, Failed, Figures
+from gpu_check.engine import SYSTEM
+from gpu_check.shapes import make_config, make_model
+
+RANKS = 2
+BYTES_ON_GPU, BYTES_ON_CPU = 2**28, 2**20
+
+
+def _collective(context: Context) -> Figures:
+    """Sums a tensor over two processes, by NCCL on GPUs and gloo on CPUs."""
+    seconds = _on_ranks(context, _sum_on_rank)
+    moved = BYTES_ON_GPU if context.on_gpu else BYTES_ON_CPU
+    return {"all-reduce, GB/s": moved / max(seconds) / 1e9, "backend": "nccl" if context.on_gpu else "gloo"}
+
+
+def _sum_on_rank(rank: int, port: int, device: str, _: str) -> float:
+    """Returns the seconds of a sum over all ranks. Raises Failed when it is wrong."""
+    import torch
+    import torch.distributed as dist
+
+    where = torch.device("cuda", 0) if device == "gpu" else torch.device("cpu")
+    dist.init_process_group("nccl" if device == "gpu" else "gloo", store=_store(port), rank=rank, world_size=RANKS)
+    values = torch.full(((BYTES_ON_GPU if device == "gpu" else BYTES_ON_CPU) // 4,), float(rank + 1), device=where)
+    dist.all_reduce(values)  # makes the connections
+    wait = torch.cuda.synchronize if device == "gpu" else lambda: None
+    wait()
+    started = time.perf_counter()
+    dist.all_reduce(values)
+    wait()
+    seconds = time.perf_counter() - started
+    expected = RANKS * sum(range(1, RANKS + 1))
+    if not bool((values == expected).all()):
+        raise Failed(f"a sum over {RANKS} ranks is {float(values[0])}, expected {expected}")
+    dist.destroy_process_group()
+    return seconds
+
+
+def _shards(context: Context) -> Figures:
+    """Computes a step by two shards and by one: log-probabilities, and the gradient's norm."""
+    from gpu_check.trainer import make_step, parity_batch
+    from trainer.batching import scatter_outputs
+
+    model = make_model(context.directory / "of shards", "small", context.device)
+    alone = make_step(model, context.device, model__dtype="float32", trainer__packing="rows")
+    outputs = _on_ranks(context, _step_on_rank, model)
+    difference = np.abs(scatter_outputs(parity_batch(), [output for output, _ in outputs]) - alone.logprobs).max()
+    norms = [abs(norm / alone.norm - 1) for _, norm in outputs]
+    if not (difference < 1e-4 and max(norms) < 1e-4):
+        raise Failed(
+            f"two shards differ from one by {difference:.3g} nats, and {max(norms):.3g} of the gradient's norm"
+        )
+    return {"largest difference of logprobs": float(difference), "norm, relative": max(norms)}
+
+
+def _step_on_rank(rank: int, port: int, device: str, model: str) -> Any:
+    """Returns what one of two shards computes of the batch, and the norm of the whole gradient."""
+    from gpu_check.trainer import parity_batch
+    from trainer.shard import Shard
+    from trireme.core.types import AdamParams
+    from trireme.transports.packing import Packer
+
+    config = make_config(
+        model, device, trainer__shards=RANKS, model__dtype="float32", trainer__packing="rows",
+        trainer__micro_batch_tokens=40,
+    )  # fmt: skip
+    shard = Shard(config, rank, _store(port), Packer(np.copy, rank))
+    output = shard.forward_backward(parity_batch(), "importance_sampling", {}, None)
+    return output, shard.optim_step(AdamParams(learning_rate=1e-3), 50.0).metrics["grad_norm"]
+
+
+def _on_ranks(context: Context, work: Callable[..., Any], *args: str) -> list[Any]:
+    """Returns what `work` returns in each of two processes, each of which sees one GPU. Raises Failed for one that
+    raises or is late, by its rank."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=context.left_s), wait_for_workers=False)
+    spawn = multiprocessing.get_context("spawn")
+    ends, processes = [], []
+    for rank in range(RANKS):
+        here, there = spawn.Pipe(duplex=False)
+        given = (there, rank, store.port, context.device, work, args or ("",))
+        processes.append(spawn.Process(target=_run_rank, args=given, daemon=True))
+        processes[-1].start()
+        ends.append(here)
+    found = []
+    for rank, end in enumerate(ends):
+        if not end.poll(context.left_s):
+            raise Failed(f"rank {rank} did not answer for {context.left_s:.0f} s")
+        outcome = end.recv()
+        if isinstance(outcome, str):
+            raise Failed(f"rank {rank}: {outcome}")
+        found.append(outcome[0])
+    for process in processes:
+        process.join(10)
+    return found
+
+
+def _run_rank(end: Any, rank: int, port: int, device: str, work: Callable[..., Any], args: tuple[str, ...]) -> None:
+    if device == "gpu":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(RANKS)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank]
+    else:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        end.send((work(rank, port, device, *args),))
+    except Exception as error:
+        end.send(f"{type(error).__name__}: {error}")
+
+
+def _store(port: int) -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("collectives", _collective, ("torch",), gpus=RANKS),
+    Check("two shards agree with one", _shards, SYSTEM[2:], gpus=RANKS),
+)

@@ -1,0 +1,97 @@
+"""The whole system: the quickstart on one device, a commit and a resume, and all tests marked gpu."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+from gpu_check.checks import Check, Context, Failed, Figures, NotRun
+from gpu_check.engine import SYSTEM
+
+ROOT = Path(__file__).parents[2]
+STEPS, MORE = 6, 3
+BATCH = ("--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--trainer.shards", "1")
+TAIL_LINES = 15
+
+
+def _quickstart(context: Context) -> Figures:
+    """Runs the quickstart for some steps. On one GPU trainer and replica share it."""
+    rows = _run(context, "--max-steps", str(STEPS))
+    return _check_rows(rows, STEPS) | {"first step after, s": rows[0]["time/unix"] - context.memory["started"]}
+
+
+def _resume(context: Context) -> Figures:
+    """Continues that run from its commit."""
+    if not (context.directory / "runs" / "run" / "HEAD").exists():
+        raise NotRun("the quickstart left no commit")
+    return _check_rows(_run(context, "--max-steps", str(STEPS + MORE), "--resume"), STEPS + MORE)
+
+
+def _run(context: Context, *flags: str) -> list[dict[str, float]]:
+    """Runs `rl` with the quickstart's configuration; returns the rows of its metrics. Raises Failed."""
+    import time
+
+    context.memory["started"] = time.time()
+    where = ["--run.output-dir", str(context.directory / "runs"), "--run.name", "run"]
+    shared = ["--inference.gpu-memory-utilization", "0.4"] if context.on_gpu else []
+    command = ["trireme.cli.rl", "@", "configs/quickstart.toml", "--cluster.device", context.device, *where, *shared]
+    _call([*command, *BATCH, *flags], context)
+    return [json.loads(line) for line in (context.directory / "runs" / "run" / "metrics.jsonl").open()]
+
+
+def _call(module: Sequence[str], context: Context) -> str:
+    """Runs a module of Python in the repository; returns what it printed. Raises Failed with the end of that."""
+    command = [sys.executable, "-m", *module]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=context.left_s
+        )
+    except subprocess.TimeoutExpired as late:
+        raise Failed(f"`{' '.join(module)}` had not ended after {late.timeout:.0f} s") from None
+    print(done.stdout, file=sys.stderr)
+    if done.returncode:
+        tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
+        raise Failed(f"`{' '.join(module)}` ended with exit code {done.returncode}: {tail}")
+    return done.stdout
+
+
+def _check_rows(rows: Sequence[dict[str, float]], steps: int) -> dict[str, float]:
+    """Raises Failed unless there is a row for each step, within the bound on staleness."""
+    if [row["step"] for row in rows] != list(range(steps)):
+        raise Failed(f"rows of steps {[row['step'] for row in rows]}, expected 0 to {steps - 1}")
+    if (oldest := max(row["off_policy/max"] for row in rows)) > 1:
+        raise Failed(f"a group of age {oldest} was trained on, the bound is 1")
+    return {
+        "steps": len(rows),
+        "kl_sample_train_v2, most": max(row["optim/kl_sample_train_v2"] for row in rows),
+        "reward at the end": rows[-1]["reward/total"],
+    }
+
+
+def _tests(context: Context) -> Figures:
+    """Runs the tests that are marked gpu."""
+    report = context.directory / "tests.xml"
+    try:
+        _call(["pytest", "-q", "-n", "0", "-m", "gpu", "tests/gpu", f"--junitxml={report}"], context)
+    finally:
+        counts = _counts(report) if report.exists() else {}
+    if not counts.get("passed"):
+        raise NotRun(f"no test ran: {counts}")
+    return counts
+
+
+def _counts(report: Path) -> dict[str, int]:
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    number = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    return {"passed": number["tests"] - number["failures"] - number["errors"] - number["skipped"], **number}
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("quickstart, colocated", _quickstart, SYSTEM),
+    Check("commit and resume", _resume, SYSTEM),
+    Check("tests marked gpu", _tests, (*SYSTEM, "pytest"), only_gpu="the test suite runs what CPUs share of them"),
+)

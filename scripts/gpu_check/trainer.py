@@ -1,0 +1,351 @@
+"""The trainer alone, on torch and transformers: its numbers against float32 and Hugging Face, its memory, its speed."""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpu_check.checks import Check, Context, Failed, Figures, NotRun
+from gpu_check.shapes import SHAPES, end_shard, make_batch, make_config, make_model, make_shard, step_seconds
+from gpu_check.stand_ins import stand_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trireme.config import Config
+    from trireme.core.types import TokenBatch
+
+LENGTHS = (30, 3, 3, 4, 5, 29, 7, 1)
+LOGPROB_BOUNDS = {"small": 0.06, "small with experts": 0.2}
+"""In bfloat16 against float32, on random models of two layers: the largest difference of a log-probability, in nats.
+Where two experts are as good as equal, rounding chooses."""
+COSINE_BOUND, NORM_BOUND = 0.98, 0.05
+"""The least cosine of the gradients, and the share by which their norms may differ."""
+ATTENTION_BOUND, ATTENTION_GRADIENT_BOUND = 0.03, 0.02
+WAYS: dict[str, dict[str, object]] = {
+    "packed": {"trainer__packing": "packed"},
+    "rows": {"trainer__packing": "rows"},
+    "checkpointing": {"trainer__checkpointing": True},
+    "compiled": {"trainer__compile": True},
+    "compiled, checkpointing": {"trainer__compile": True, "trainer__checkpointing": True},
+    "offload": {"trainer__offload": "cpu"},
+    "master in bfloat16": {"trainer__master_dtype": "bfloat16"},
+}
+"""Ways to compute the same step."""
+ONLY_GPU = {
+    "offload": "there is nothing to offload",
+    **dict.fromkeys(("compiled", "compiled, checkpointing"), "for CPUs another compiler makes other code, in minutes"),
+}
+"""Ways that show nothing on CPUs, and why."""
+TOKENS, SEQUENCES = 16384, 8
+WARM_UP, REPEATS = 2, 4
+TARGET_MFU = 0.4
+PLAN_BOUND = 1.15
+"""Times the plan's bytes that a shard may take."""
+GIB = 2**30
+
+
+# ------------------------------------------------------------------------------------------------------- environment
+
+
+def _machine(context: Context) -> Figures:
+    """Says what is here: versions other than the pinned ones, stand-ins for missing packages, and what the device gives
+    at most."""
+    import torch
+
+    missing = stand_in()
+    size, times = (8192, 10) if context.on_gpu else (256, 1)
+    a, b = (torch.randn(size, size, device=context.torch_device, dtype=torch.bfloat16) for _ in range(2))
+    figures: dict[str, Any] = _versions()
+    if missing:
+        figures["stand-ins for"] = ", ".join(missing)
+    if context.on_gpu:
+        free, total = torch.cuda.mem_get_info()
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        figures |= {"GPU": torch.cuda.get_device_name(), "capability": capability, "CUDA": torch.version.cuda}
+        figures |= {"memory, GiB": total / GIB, "free, GiB": free / GIB}
+    return figures | {"bfloat16 products, TFLOP/s": 2 * size**3 / _seconds(lambda: a @ b, times) / 1e12}
+
+
+def _versions() -> dict[str, str]:
+    """Returns the versions of the packages without which nothing here works, and says which are not the pinned ones."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    pinned = dict(line.split("==") for line in project["dependencies"] if "==" in line)
+    has = {name: version(name) for name in NEEDS}
+    return {
+        name: found if found.partition("+")[0] == pinned[name] else f"{found} (the pinned one is {pinned[name]})"
+        for name, found in has.items()
+    }
+
+
+def _seconds(work: Callable[[], object], times: int) -> float:
+    """Returns the mean seconds of `work`, after one that is not counted."""
+    import torch
+
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    work()
+    wait()
+    started = time.perf_counter()
+    for _ in range(times):
+        work()
+    wait()
+    return (time.perf_counter() - started) / times
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+def check_attention(device: str, window: int | None) -> Figures:
+    """Compares packed rows (on GPUs the variable-length kernel in bfloat16) with each sequence alone, in float32:
+    outputs and gradients. Raises Failed."""
+    import torch
+
+    from trainer.attention import packed_attention
+
+    on_gpu, lengths = device == "gpu", [17, 40, 3, 100, 1]
+    dtype, where = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(where, torch.int32)
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, sum(lengths), 64, device=where, dtype=dtype, requires_grad=True) for heads in (8, 2, 2)
+    )
+    out, _ = packed_attention(
+        torch.nn.Module(), query, key, value, None, scaling=0.125, sliding_window=window, cu_seq_lens_q=starts,
+        max_length_q=max(lengths),
+    )  # fmt: skip
+    exact = _attention_alone([t.float()[0].split(lengths, 1) for t in (query, key, value)], window)
+    upstream = torch.randn_like(exact)
+    got = torch.autograd.grad(out[0], (query, key, value), upstream.to(dtype))
+    wanted = torch.autograd.grad(exact, (query, key, value), upstream)
+    moved = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, wanted, strict=True)]
+    figures = {"largest difference": float((out[0].float() - exact).abs().max()), "of gradients, relative": max(moved)}
+    _within(figures, {"largest difference": ATTENTION_BOUND, "of gradients, relative": ATTENTION_GRADIENT_BOUND})
+    return figures
+
+
+def _attention_alone(sequences: Sequence[Sequence[Tensor]], window: int | None) -> Tensor:
+    """Returns causal attention of each sequence by itself, written out: [T, heads, dim]. `sequences`: queries
+    [heads, L, dim] and keys and values [key heads, L, dim] of each."""
+    import torch
+
+    done = []
+    for query, key, value in zip(*sequences, strict=True):
+        key, value = (each.repeat_interleave(len(query) // len(each), 0) for each in (key, value))
+        back = torch.arange(query.shape[1], device=query.device)
+        back = back[:, None] - back
+        seen = (back >= 0) if window is None else (back >= 0) & (back < window)
+        scores = (query @ key.transpose(1, 2) * 0.125).masked_fill(~seen, float("-inf"))
+        done.append((scores.softmax(-1) @ value).transpose(0, 1))
+    return torch.cat(done)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a shard computed of a batch."""
+
+    logprobs: np.ndarray
+    """float32 [T]"""
+    gradient: Tensor
+    """The whole gradient, float32."""
+    norm: float
+    """The gradient's norm, divided by the normaliser."""
+
+
+def make_step(model: str, device: str, **options: object) -> Step:
+    """Makes a shard of `model` go through a step: logprobs, gradient, update, and publication."""
+    import torch
+
+    from trainer.batching import scatter_outputs
+    from trireme.core.types import AdamParams
+
+    shard = make_shard(make_config(model, device, **{"trainer__micro_batch_tokens": 40, **options}))
+    batch = parity_batch()
+    output = shard.forward_backward(batch, "importance_sampling", {}, None)
+    gradient = torch.cat([p.grad.full_tensor().flatten().float().cpu() for p in shard._parameters])
+    norm = shard.optim_step(AdamParams(learning_rate=1e-3), 50.0).metrics["grad_norm"]
+    if shard.publish_weights(1) is None:
+        raise Failed("the first rank published nothing")
+    return Step(scatter_outputs(batch, [output]), gradient, norm)
+
+
+def parity_batch() -> TokenBatch:
+    return make_batch(LENGTHS, SHAPES["small"]["vocab_size"])
+
+
+def logprobs_by_hugging_face(model: str) -> np.ndarray:
+    """Computes the batch's log-probabilities with the model's own class in float32 on the CPU, each datum alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
+    batch, rows = parity_batch(), []
+    for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+        logits = policy(torch.from_numpy(batch.tokens[start:end]).long()[None]).logits[0] / batch.temperatures[0]
+        targets = torch.from_numpy(batch.columns["target_tokens"][start:end]).long()
+        rows.append(logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].detach())
+    return torch.cat(rows).numpy()
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What a step in bfloat16 is compared with."""
+
+    shape: str
+    model: str
+    """Its directory."""
+    step: Step
+    """Padded rows, in float32."""
+    logprobs: np.ndarray
+    """By Hugging Face in float32, each datum alone."""
+
+    @classmethod
+    def of(cls, shape: str, device: str, directory: Path) -> Exact:
+        """Makes a random model of a shape in `directory`, and computes both."""
+        model = make_model(directory, shape)
+        step = make_step(model, device, model__dtype="float32", trainer__packing="rows")
+        return cls(shape, model, step, logprobs_by_hugging_face(model))
+
+
+def check_way(exact: Exact, device: str, way: str) -> Figures:
+    """Compares a step in bfloat16 with one in float32: log-probabilities, and the gradient's direction and length.
+    Raises Failed."""
+    import torch
+
+    step = make_step(exact.model, device, model__dtype="bfloat16", **WAYS[way])
+    difference = np.abs(step.logprobs - exact.logprobs)
+    cosine = float(torch.nn.functional.cosine_similarity(step.gradient, exact.step.gradient, dim=0))
+    figures = {
+        "largest difference of logprobs": float(difference.max()),
+        "mean": float(difference.mean()),
+        "1 - cosine of gradients": 1 - cosine,
+        "norm, relative": abs(step.norm / exact.step.norm - 1),
+    }
+    bounds = {
+        "largest difference of logprobs": LOGPROB_BOUNDS[exact.shape],
+        "1 - cosine of gradients": 1 - COSINE_BOUND,
+    }
+    _within(figures, bounds | {"norm, relative": NORM_BOUND})
+    return figures
+
+
+def _within(figures: Mapping[str, float], bounds: Mapping[str, float]) -> None:
+    """Raises Failed unless all figures with a bound are at most that."""
+    wrong = [f"{name} {figures[name]:.3g}, at most {bound:.3g} expected" for name, bound in bounds.items()
+             if not figures[name] <= bound]  # fmt: skip
+    if wrong:
+        raise Failed("; ".join(wrong))
+
+
+def _in_float32(context: Context) -> Figures:
+    """Compares padded rows in float32 with Hugging Face; keeps both for the checks in bfloat16."""
+    exact = Exact.of("small", context.device, context.directory / "small")
+    context.memory["exact"] = exact
+    figures = {"largest difference of logprobs": float(np.abs(exact.step.logprobs - exact.logprobs).max())}
+    _within(figures, {"largest difference of logprobs": 1e-4})
+    return figures
+
+
+def _way(way: str, context: Context) -> Figures:
+    if "exact" not in context.memory:
+        raise NotRun("there is nothing to compare with, as the step in float32 failed")
+    return check_way(context.memory["exact"], context.device, way)
+
+
+def _attention(context: Context) -> Figures:
+    figures: dict[str, float] = {}
+    for window in (None, 8):
+        name = f", window {window}" if window else ""
+        figures |= {f"{what}{name}": value for what, value in check_attention(context.device, window).items()}
+    return figures
+
+
+# --------------------------------------------------------------------------------------------------- memory and speed
+
+
+def _speed(shape: str, compiled: bool, context: Context) -> Figures:
+    """Trains a random model on 16k tokens in one packed micro-batch: tokens per second, MFU, and memory against the
+    plan."""
+    import torch
+
+    shape, tokens = (shape, TOKENS) if context.on_gpu else ("small", 512)
+    context.need_time(60 if shape == "4b" else 30, "loading and training it")
+    model = _model(shape, context)
+    options: dict[str, Any] = {"trainer__micro_batch_tokens": tokens, "trainer__compile": compiled}
+    config = make_config(model, context.device, model__dtype="bfloat16", **options)
+    end_shard()
+    planned = _planned(config, context)
+    batch = make_batch([tokens // SEQUENCES] * SEQUENCES, SHAPES[shape]["vocab_size"], temperature=1.0)
+    shard = make_shard(config)
+    for _ in range(WARM_UP):
+        step_seconds(shard, batch)
+    if context.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    steps = [step_seconds(shard, batch) for _ in range(REPEATS)]
+    peak = torch.cuda.max_memory_allocated() if context.on_gpu else 0
+    seconds, at_peak = float(np.median([step[0] for step in steps])), steps[0][1]
+    figures: dict[str, Any] = {"tokens/s": tokens / seconds, "s/step": seconds}
+    if at_peak:
+        figures["MFU"] = at_peak / seconds
+        figures |= {} if at_peak / seconds >= TARGET_MFU else {"below the target of": TARGET_MFU}
+    if context.on_gpu:
+        figures |= {"memory, GiB": peak / GIB, "planned, GiB": planned / GIB}
+        if peak > PLAN_BOUND * planned:
+            raise Failed(f"a shard took {peak / GIB:.1f} GiB, the plan says {planned / GIB:.1f}; {figures}")
+    return figures
+
+
+def _model(shape: str, context: Context) -> str:
+    """Returns the directory of a random model, made once."""
+    directory = context.directory / shape
+    return str(directory) if directory.exists() else make_model(directory, shape, context.device)
+
+
+def _planned(config: Config, context: Context) -> int:
+    """Returns the bytes that the plan gives the shard. Raises NotRun if this device has not so many."""
+    import torch
+
+    from trireme.config.model_facts import ModelFacts
+    from trireme.plan.memory import gpu_room, host_room, shard_memory
+    from trireme.process.machine import this_machine
+
+    facts = ModelFacts.of(config, required=True)
+    assert facts is not None, "required"
+    on_gpu = context.on_gpu
+    room = gpu_room(*torch.cuda.mem_get_info()) if on_gpu else host_room(this_machine().memory_bytes, config)
+    planned = shard_memory(config, facts, on_gpus=on_gpu, room=room).total
+    if planned > room:
+        raise NotRun(f"the plan says {planned / GIB:.1f} GiB, here is room for {room / GIB:.1f} GiB")
+    return planned
+
+
+NEEDS = ("torch", "transformers")
+CHECKS: tuple[Check, ...] = (
+    Check("the machine", _machine, NEEDS),
+    Check("attention of packed rows", _attention, NEEDS),
+    Check("rows in float32 against Hugging Face", _in_float32, NEEDS),
+    *(
+        Check(
+            f"bfloat16 against float32: {way}",
+            partial(_way, way),
+            NEEDS,
+            only_gpu=ONLY_GPU.get(way, ""),
+        )
+        for way in WAYS
+    ),
+    Check("0.6B: speed and memory", partial(_speed, "0.6b", False), NEEDS),
+    Check(
+        "0.6B, compiled: speed and memory",
+        partial(_speed, "0.6b", True),
+        NEEDS,
+        only_gpu=ONLY_GPU["compiled"],
+    ),
+    Check("4B: speed and memory", partial(_speed, "4b", False), NEEDS, only_gpu="it is too large"),
+)

@@ -1,0 +1,31 @@
+"""The parts of `scripts/gpu_check.py` that start vLLM and runs, on CPUs, with the same code as on GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from run_support import ROOT, shm_left_since
+
+PARTS = {
+    "engine": {"sleep": "not run"},
+    "system": {"tests marked gpu": "not run"},
+    "several": {},
+}
+"""What a part does not show on CPUs."""
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_passes_on_cpus(part: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--part", part]
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=580)
+    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    endings = {check["check"]: check["ending"] for check in result["checks"]}
+    assert endings == {name: PARTS[part].get(name, "pass") for name in endings}, ended.stdout
+    assert ended.returncode == 0
+    assert shm_left_since(before) == set()
