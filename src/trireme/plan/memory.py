@@ -1,7 +1,7 @@
 """Estimates what a shard of the trainer needs in memory, and whether it computes layers twice to need less.
 
-What a layer keeps of a token was counted, in float32 and bfloat16, on models of the Qwen3, Qwen3-MoE and Llama kinds
-(`tests/unit/plan/test_memory.py`).
+The formulas are compared with what the trainer's own code holds, counted on tensors without memory, for models of the
+Qwen3, Qwen3-MoE and Llama kinds (`scripts/memory_count.py` of the repository, `tests/unit/plan/test_memory.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 from trireme.config.model_facts import ModelFacts
 from trireme.config.run import DTYPE_BYTES
 from trireme.config.schema import CommonConfig
-from trireme.config.trainer import CommonTrainer
+from trireme.config.trainer import CommonTrainer, LoraConfig
 
 GIB = 2**30
 SHARD_BASE_GIB = 0.5
@@ -50,7 +50,7 @@ class ShardMemory:
     state: int
     """The shard's part of weights, gradients and moments."""
     gathered: int
-    """Weights and gradients that are whole at the same time."""
+    """Weights, gradients and buffers of collectives that are whole at the same time."""
     activations: int
     """Values that a full micro-batch keeps from the forward to the backward pass."""
     kept_tokens: int | None
@@ -98,45 +98,63 @@ class ModelMemory:
         offloaded = self.on_gpus and options.offload == "cpu"
         state = state_bytes // options.shards
         free = room - BASE_BYTES - (0 if offloaded else state)
-        kept = self.kept_tokens(options.checkpointing, free - self.gathered(whole=False))
+        kept = self.kept_tokens(options.checkpointing, free - self.gathered(options.lora, whole=False))
         again = kept is not None and tokens > kept
         activations = self.activations(tokens, again)
-        whole = self.stays_whole(free - activations)
-        return ShardMemory(tokens, state, self.gathered(whole), activations, kept, again, whole, offloaded)
+        whole = self.stays_whole(free - activations, options.lora)
+        gathered = max(self.gathered(options.lora, whole=whole), self.gathered_alone(options.lora) - activations)
+        return ShardMemory(tokens, state, gathered, activations, kept, again, whole, offloaded)
 
     @property
-    def layer_values(self) -> int:
-        """Numbers that a decoder layer keeps of each token for its backward pass: inputs and outputs of both norms and
-        of every product; queries, keys and values with their norms; the gate and its function. With experts also the
-        input and output of each chosen one."""
+    def layer_bytes(self) -> int:
+        """Bytes that a decoder layer keeps of each token for its backward pass: outputs of both norms and of every
+        product; queries, keys and values with their norms; the gate and its function. Norms keep their input in
+        float32. With experts also the input and output of each chosen one."""
         facts = self.facts
         queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
         experts = 3 * facts.num_chosen * facts.hidden_size
-        return 8 * facts.hidden_size + 6 * queries + 5 * keys + 4 * facts.mlp_size + experts
+        values = 4 * facts.hidden_size + 4 * queries + 3 * keys + 4 * facts.mlp_size + experts
+        return values * self.dtype_bytes + (2 * facts.hidden_size + queries + keys) * 4
 
     def activations(self, tokens: int, again: bool) -> int:
         """Bytes that all layers keep of `tokens` until the backward pass; with `again` the input of each layer, and
         everything of one."""
-        layers = self.facts.num_layers
-        values = layers * self.facts.hidden_size + self.layer_values if again else layers * self.layer_values
-        return tokens * values * self.dtype_bytes
+        layers, inputs = self.facts.num_layers, self.facts.hidden_size * self.dtype_bytes
+        return tokens * (layers * inputs + self.layer_bytes if again else layers * self.layer_bytes)
+
+    def stays_whole(self, free: int, lora: LoraConfig) -> bool:
+        """Returns True if the whole model, with whole gradients, fits into `free` bytes."""
+        return self.gathered(lora, whole=True) <= free
+
+    def gathered(self, lora: LoraConfig, *, whole: bool) -> int:
+        """Bytes of weights, gradients and buffers of collectives that are whole at the same time as the activations.
+
+        With `whole` these are all weights in the dtype that computes, and their gradients, which are summed in float32.
+        Else embeddings and output matrix, which are gathered during a whole pass, and either the output matrix's
+        gradient, summed in float32 and cast, or that gradient and a layer's: the layer and the next one as they are
+        gathered, its gradient, and the float32 buffer in which gradients are summed over shards.
+        """
+        dtype, layer, head = self.dtype_bytes, self._layer, self._head(lora)
+        reduced = 0 if lora.on else 4
+        if whole:
+            return self.facts.num_parameters * (dtype + reduced) + dtype * head
+        of_head, of_layer = dtype * layer + (4 + dtype) * head, dtype * head + (3 * dtype + reduced) * layer
+        return dtype * self.facts.embedding_parameters + max(of_head, of_layer)
+
+    def gathered_alone(self, lora: LoraConfig) -> int:
+        """Bytes of the same where there are no activations: embeddings and output matrix, with the first layer, are
+        copied out of the gathered buffer, or with their gradients into the float32 buffer."""
+        dtype, root = self.dtype_bytes, self.facts.embedding_parameters
+        return max(2 * dtype * (root + self._layer), 0 if lora.on else (2 * dtype + 4) * root)
 
     @property
-    def whole(self) -> int:
-        """Bytes of all weights in the dtype that computes, and of their gradients, which are summed in float32."""
-        return self.facts.num_parameters * (self.dtype_bytes + 4)
+    def _layer(self) -> int:
+        """Parameters of a layer."""
+        return (self.facts.num_parameters - self.facts.embedding_parameters) // self.facts.num_layers
 
-    def stays_whole(self, free: int) -> bool:
-        """Returns True if the whole model fits into `free` bytes."""
-        return self.whole <= free
-
-    def gathered(self, whole: bool) -> int:
-        """Bytes of the whole model where it stays whole; else of embeddings and head, which are gathered during a whole
-        pass, and of two layers, each with its gradient."""
-        if whole:
-            return self.whole
-        layer = (self.facts.num_parameters - self.facts.embedding_parameters) // self.facts.num_layers
-        return 2 * self.dtype_bytes * (self.facts.embedding_parameters + 2 * layer)
+    def _head(self, lora: LoraConfig) -> int:
+        """Parameters of the output matrix that have a gradient."""
+        return 0 if lora.on and "lm_head" not in lora.target_modules else self.facts.vocab_size * self.facts.hidden_size
 
     def kept_tokens(self, option: bool | Literal["auto"], free: int) -> int | None:
         """Returns the most tokens of a micro-batch whose layers are not computed again in the backward pass, by

@@ -11,9 +11,11 @@ from model_support import FACTS
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from memory_count import PASS, STATE, Case, count_shard, planned
+from memory_table import MODELS
 from trireme.config.model_facts import ModelFacts
-from trireme.config.trainer import TrainerConfig
-from trireme.plan.memory import BASE_BYTES, ModelMemory
+from trireme.config.trainer import LoraConfig, TrainerConfig
+from trireme.plan.memory import BASE_BYTES, GIB, SHARD_BASE_GIB, ModelMemory
 
 TOKENS = 64
 SIZES = {
@@ -55,15 +57,15 @@ def kept_bytes(model: torch.nn.Module) -> int:
 def test_what_a_layer_keeps(family: str, dtype: torch.dtype) -> None:
     one, three = make(family, 1, dtype), make(family, 3, dtype)
     kept = (kept_bytes(three[0]) - kept_bytes(one[0])) / 2
-    said = TOKENS * ModelMemory(three[1], dtype.itemsize, on_gpus=False).layer_values * dtype.itemsize
+    said = TOKENS * ModelMemory(three[1], dtype.itemsize, on_gpus=False).layer_bytes
     assert 0.9 < said / kept < 1.6
 
 
 def test_activations_of_layers_that_are_computed_again() -> None:
     memory = ModelMemory(FACTS, 2, on_gpus=False)
     kept, again = (memory.activations(100, again) for again in (False, True))
-    assert kept == FACTS.num_layers * memory.layer_values * 200
-    assert again == (FACTS.num_layers * FACTS.hidden_size + memory.layer_values) * 200
+    assert kept == FACTS.num_layers * memory.layer_bytes * 100
+    assert again == (FACTS.num_layers * FACTS.hidden_size * 2 + memory.layer_bytes) * 100
 
 
 def test_of_how_many_tokens_layers_are_kept() -> None:
@@ -78,18 +80,20 @@ def test_of_how_many_tokens_layers_are_kept() -> None:
 
 
 def test_a_model_stays_whole_where_it_fits() -> None:
-    """Weights in the dtype that computes, gradients in float32."""
-    memory = ModelMemory(FACTS, 4, on_gpus=False)
-    assert memory.gathered(whole=True) == 8 * FACTS.num_parameters
-    assert memory.stays_whole(8 * FACTS.num_parameters)
-    assert not memory.stays_whole(8 * FACTS.num_parameters - 1)
+    """Weights in the dtype that computes, gradients in float32, and the output matrix's before it is added."""
+    memory, full = ModelMemory(FACTS, 4, on_gpus=False), LoraConfig()
+    needed = 8 * FACTS.num_parameters + 4 * FACTS.vocab_size * FACTS.hidden_size
+    assert memory.gathered(full, whole=True) == needed
+    assert memory.stays_whole(needed, full)
+    assert not memory.stays_whole(needed - 1, full)
+    assert memory.stays_whole(4 * FACTS.num_parameters, LoraConfig(rank=8)), "a frozen model has no gradient"
 
 
 def test_the_room_goes_to_activations_first_and_then_to_the_whole_model() -> None:
     memory, tokens, state = ModelMemory(FACTS, 2, on_gpus=True), 10_000, 16 * FACTS.num_parameters
     options = TrainerConfig(shards=2)
-    least = BASE_BYTES + state // 2 + memory.gathered(whole=False)
-    kept, whole = memory.activations(tokens, False), memory.gathered(whole=True) - memory.gathered(whole=False)
+    layered, all_of_it = (memory.gathered(options.lora, whole=whole) for whole in (False, True))
+    least, kept, whole = BASE_BYTES + state // 2 + layered, memory.activations(tokens, False), all_of_it - layered
     assert kept > whole > 0
 
     def decided(room: int) -> tuple[bool, bool]:
@@ -106,10 +110,28 @@ def test_the_room_goes_to_activations_first_and_then_to_the_whole_model() -> Non
     assert (offloaded.again, offloaded.whole) == (False, True)
 
 
-def test_of_a_large_model_embeddings_and_two_layers_are_whole_at_once() -> None:
-    """Embeddings once if tied, twice if not."""
-    large = 10**9
-    tied = replace(FACTS, vocab_size=1000, hidden_size=100, num_parameters=100_000 + 10 * large, num_layers=10)
-    assert ModelMemory(tied, 2, on_gpus=True).gathered(whole=False) == 2 * 2 * (100_000 + 2 * large)
-    untied = replace(tied, tied_embeddings=False, num_parameters=200_000 + 10 * large)
-    assert ModelMemory(untied, 4, on_gpus=True).gathered(whole=False) == 2 * 4 * (200_000 + 2 * large)
+LAYERS = 2
+LORA = {"lora": {"rank": 32}}
+CASES = {
+    "0.6B-whole": Case(MODELS["Qwen3-0.6B"], shards=8, whole=True, options={"checkpointing": False}),
+    "8B": Case(MODELS["Qwen3-8B"], shards=8, options={"checkpointing": True}),
+    "8B-kept": Case(MODELS["Qwen3-8B"], shards=8, options={"checkpointing": False}),
+    "8B-few-tokens-alone": Case(MODELS["Qwen3-8B"], tokens=512, length=512, options={"checkpointing": True}),
+    "8B-lora": Case(MODELS["Qwen3-8B"], shards=8, options={"checkpointing": True, **LORA}),
+    "30B-A3B": Case(MODELS["Qwen3-30B-A3B"], shards=8, options={"checkpointing": True}),
+    "70B": Case(MODELS["Llama-3-70B"], shards=32, options={"checkpointing": True}),
+    "8B-bf16-master": Case(MODELS["Qwen3-8B"], shards=8, options={"checkpointing": True, "master_dtype": "bfloat16"}),
+    "4B-offloaded": Case(MODELS["Qwen3-4B"], options={"checkpointing": True, "offload": "cpu"}),
+    "0.6B-on-cpus": Case(MODELS["Qwen3-0.6B"], 2, 4096, 1024, gpu=False, options={"checkpointing": True}),
+}
+OFTEN = ("0.6B-whole", "8B", "8B-lora", "30B-A3B")
+
+
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in CASES])
+def test_the_plan_of_a_shard_is_what_its_code_holds(name: str) -> None:
+    """Of layers only a few, as all are alike."""
+    case = replace(CASES[name], described={**CASES[name].described, "num_hidden_layers": LAYERS})
+    said = planned(case)
+    counted = count_shard(case)[PASS]
+    held = counted.device - (sum(counted.kinds[kind] for kind in STATE) if said.offloaded else 0)
+    assert 0.85 < (said.total - SHARD_BASE_GIB * GIB) / held < 1.15

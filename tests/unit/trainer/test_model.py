@@ -62,7 +62,7 @@ def make_shard(rank, world_size, store, model, options):
     options = {"trainer__micro_batch_tokens": BUDGET, "trainer__shards": shards, **options}
     with pytest.MonkeyPatch.context() as patch:
         if options.pop("layer_by_layer", False):
-            patch.setattr(memory.ModelMemory, "stays_whole", lambda _memory, _free: False)
+            patch.setattr(memory.ModelMemory, "stays_whole", lambda *_: False)
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
         return Shard(make_config(model, **options), rank, store, Packer(np.copy, rank))
 

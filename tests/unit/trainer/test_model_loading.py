@@ -131,7 +131,7 @@ def test_too_little_memory_for_that_is_said(shard, monkeypatch, tmp_path):
 
 
 def with_whole(shard, monkeypatch, whole):
-    monkeypatch.setattr(memory.ModelMemory, "stays_whole", lambda _memory, _free: whole)
+    monkeypatch.setattr(memory.ModelMemory, "stays_whole", lambda *_: whole)
     return shard()
 
 

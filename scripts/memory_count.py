@@ -1,0 +1,356 @@
+"""Counts the bytes that a shard of the trainer holds, while the trainer's own code runs.
+
+`count_shard` runs a shard on tensors that have shapes and storages, but no memory (torch's FakeTensorMode), in a
+process group whose collectives move nothing. So the shard of a large model on many GPUs is counted on a small machine,
+in seconds. Tensors say that they are on the CPU, because those on a GPU need a driver, so what is counted is what the
+trainer allocates; CUDA's context, NCCL's buffers, workspaces of kernels and the allocator's gaps are not in it.
+
+These parts of a shard are replaced, because they need values, files or other processes:
+- numbers that are read out of a tensor (`.item()`, `bool()`, `.numpy()`) are 1, and 0 in arrays;
+- process groups are torch's fake ones, and an object that is broadcast is that of this rank, which is the first;
+- the model that the first rank loads is made from its configuration, in the same dtype;
+- the proof at the start (`trainer.proof`) computes nothing;
+- buffers of a commit are made, but not read as numpy arrays;
+- for a GPU, rows are packed although no kernel is there: torch knows the shapes of what it returns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+import trainer.attention
+import trainer.model
+import trainer.shard
+import trainer.snapshot
+from trainer.lora import add_adapters
+from trainer.mesh import Mesh
+from trainer.model import Sharding
+from trainer.proof import Agreement, Proof
+from trainer.shard import Shard
+from trireme.config import Config
+from trireme.config.model_facts import ModelFacts
+from trireme.core.types import AdamParams, TokenBatch
+from trireme.plan.memory import ShardMemory, shard_memory
+
+WEIGHTS, GRADIENTS, MOMENTS, GATHERED = "weights", "gradients", "moments", "gathered"
+ACTIVATIONS, HEAD, HOST, SHAPES = "activations", "head", "host", "shapes"
+KINDS = (WEIGHTS, GRADIENTS, MOMENTS, GATHERED, ACTIVATIONS, HEAD)
+"""What a shard's device holds: its part of weights, gradients and moments; what is whole at a time, with the buffers of
+collectives; what a pass keeps for its backward pass; the logits, and the output matrix's gradient while it is summed.
+(SHAPES: tensors by which DTensor finds out shapes, which have no memory in a real run either.)"""
+STATE = (WEIGHTS, GRADIENTS, MOMENTS)
+MAKERS = (
+    ("scripts/memory_count.py", "_load_source", HOST),
+    ("trainer/model.py", "load_source", HOST),
+    ("trainer/snapshot.py", None, HOST),
+    ("trainer/state.py", "make_adam_state", MOMENTS),
+    ("trainer/logprobs.py", "forward", HEAD),
+    ("trainer/logprobs.py", "backward", HEAD),
+    ("trainer/model.py", "_fill", WEIGHTS),
+    ("/transformers/", "forward", ACTIVATIONS),
+    ("torch/distributed/fsdp/", None, GATHERED),
+    ("torch/distributed/tensor/_sharding_prop.py", None, SHAPES),
+)
+"""The kind of what is allocated by, or on behalf of, a function; the innermost one counts. All else is activations."""
+LOAD, PASS, UPDATE, PUBLISH, COMMIT = "load", "forward and backward", "update", "publish", "commit"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that was held during a moment of a step, in bytes."""
+
+    kinds: Mapping[str, int]
+    """On the device, by kind, when their sum was highest."""
+    host: int
+    """The most on the host: what the first rank reads, and the buffers of commits."""
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device."""
+        return sum(self.kinds.values())
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that live, from when an operation returns them until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peaks: dict[str, Peak] = {}
+        self._now: Counter[str] = Counter()
+        self._device = self._highest = self._most_host = 0
+        self._at_highest: Counter[str] = Counter()
+        self._known: dict[int, tuple[Any, int, str]] = {}  # by storage: a weak reference, bytes, kind
+        self._kind_of_code: dict[CodeType, str | None] = {}
+
+    @contextmanager
+    def moment(self, name: str) -> Iterator[None]:
+        """Records the highest sum within the block in `peaks`."""
+        self._highest, self._at_highest, self._most_host = self._device, Counter(self._now), self._now[HOST]
+        yield
+        self.peaks[name] = Peak({kind: self._at_highest[kind] for kind in KINDS}, self._most_host)
+
+    def name(self, tensor: Tensor, kind: str) -> None:
+        """Counts a tensor as `kind` from now on."""
+        storage = tensor.untyped_storage()
+        reference, size, before = self._known[storage._cdata]
+        self._known[storage._cdata] = reference, size, kind
+        self._add(before, -size)
+        self._add(kind, size)
+
+    def rename(self, before: str, kind: str) -> None:
+        """Counts everything of kind `before` as `kind` from now on."""
+        for key, (reference, size, found) in self._known.items():
+            if found == before:
+                self._known[key] = reference, size, kind
+        self._now[kind] += self._now.pop(before, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its operations on the local tensors are seen
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                self._set(storage, storage.nbytes())
+        return found
+
+    def __enter__(self) -> LiveBytes:
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            found = resize(storage, size)
+            self._set(storage, size)
+            return found
+
+        self._patch = patch.object(torch.UntypedStorage, "resize_", resize_)  # FSDP frees gathered weights so
+        self._patch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.stop()
+
+    def _set(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            reference = weakref.ref(storage, lambda _: self._forget(key))
+            self._known[key] = reference, 0, self._kind()
+        reference, before, kind = self._known[key]
+        if size != before:
+            self._known[key] = reference, size, kind
+            self._add(kind, size - before)
+
+    def _forget(self, key: int) -> None:
+        _, size, kind = self._known.pop(key)
+        self._add(kind, -size)
+
+    def _add(self, kind: str, size: int) -> None:
+        self._now[kind] += size
+        self._most_host = max(self._most_host, self._now[HOST])
+        if kind not in KINDS:
+            return
+        self._device += size
+        if self._device > self._highest:
+            self._highest, self._at_highest = self._device, Counter(self._now)
+
+    def _kind(self) -> str:
+        """Finds the innermost function on the stack that says what it allocates."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if code not in self._kind_of_code:
+                self._kind_of_code[code] = _kind_of(code)
+            if kind := self._kind_of_code[code]:
+                return kind
+            frame = frame.f_back  # type: ignore[assignment]
+        return ACTIVATIONS
+
+
+def _kind_of(code: CodeType) -> str | None:
+    found = (kind for path, name, kind in MAKERS if path in code.co_filename and name in (None, code.co_name))
+    return next(found, None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shard whose memory is counted."""
+
+    described: Mapping[str, Any]
+    """The config.json of the model."""
+    shards: int = 1
+    """Processes over which the model is spread."""
+    tokens: int = 16384
+    """Tokens of a micro-batch."""
+    length: int = 4096
+    """Tokens of each sequence."""
+    gpu: bool = True
+    """True: in bfloat16 and with packed rows, as on a GPU; False: in float32 with padded rows."""
+    whole: bool = False
+    """True: the model stays whole over the micro-batches of a batch."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of `trainer`."""
+
+    def config(self, directory: str) -> Config:
+        """Returns the configuration of a run with the model in `directory`."""
+        dtype, packing = ("bfloat16", "packed") if self.gpu else ("float32", "rows")
+        trainer = {"shards": self.shards, "micro_batch_tokens": self.tokens, "packing": packing, **self.options}
+        return Config.model_validate(
+            {
+                "model": {"name": directory, "dtype": dtype},
+                "trainer": trainer,
+                "orchestrator": {"batch_size": 2},
+                "env": {"id": "sort"},
+                "inference": {"sampling": {"max_tokens": 8}},
+                "cluster": {"device": "cpu"},
+            }
+        )
+
+    def batch(self) -> TokenBatch:
+        """Returns a batch of two full micro-batches for each shard, with the columns that ppo reads."""
+        count = 2 * self.shards * max(1, self.tokens // self.length)
+        total = count * self.length
+        ones = np.ones(total, np.float32)
+        tokens = np.arange(total, dtype=np.int32) % self.described["vocab_size"]
+        return TokenBatch(
+            tokens,
+            np.arange(count + 1, dtype=np.int64) * self.length,
+            {"target_tokens": tokens, "mask": ones, "logprobs": -ones, "advantages": ones},
+            np.ones(count, np.float32),
+        )
+
+
+def planned(case: Case) -> ShardMemory:
+    """Returns what the plan says of a shard of `case`. Only room for everything keeps the model whole."""
+    facts = ModelFacts.from_json("m", json.dumps(case.described))
+    return shard_memory(case.config("m"), facts, on_gpus=case.gpu, room=2**50 if case.whole else 0)
+
+
+def count_shard(case: Case) -> dict[str, Peak]:
+    """Returns the peaks of the first shard of `case`, by moment, on tensors without memory."""
+    count = LiveBytes()
+    with tempfile.TemporaryDirectory() as directory, _without_memory(gpu=case.gpu), count:
+        (Path(directory) / "config.json").write_text(json.dumps(case.described), encoding="utf-8")
+        shard = make_shard(case, directory, 0, FakeStore(), count)
+        take_step(shard, case.batch(), count)
+        with count.moment(COMMIT):
+            shard._checkpointer._staging  # noqa: B018  # a commit's buffers are made when they are first used
+        del shard
+        dist.destroy_process_group()
+    return count.peaks
+
+
+def make_shard(case: Case, directory: str, rank: int, store: dist.Store, count: LiveBytes) -> Shard:
+    """Returns a shard of the model in `directory`, loaded within the moment LOAD. Collective."""
+    with count.moment(LOAD):
+        shard = Shard(case.config(directory), rank, store, _Nowhere())
+    shard._sharding.whole = case.whole
+    for parameter in shard._model.parameters():
+        count.name(parameter.to_local(), WEIGHTS)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: count.name(p.grad.to_local(), GRADIENTS))
+    return shard
+
+
+def take_step(shard: Shard, batch: TokenBatch, count: LiveBytes) -> None:
+    """Computes the gradient of a batch, updates the weights and publishes them. Collective."""
+    backward = trainer.shard.backward
+
+    def noting(*args: Any) -> Any:
+        found = backward(*args)
+        for kind in (ACTIVATIONS, HEAD):  # what is left of a pass are gradients that stay whole until the last one
+            count.rename(kind, GATHERED)
+        return found
+
+    with count.moment(PASS), patch.object(trainer.shard, "backward", noting):
+        shard.forward_backward(batch, "ppo", {}, None)
+    with count.moment(UPDATE):
+        shard.optim_step(AdamParams(learning_rate=1e-5), 1.0)
+    with count.moment(PUBLISH):
+        shard.publish_weights(1)
+
+
+class _Nowhere:
+    """A sender (`trireme.core.transport.Sender`) whose weights no replica gets."""
+
+    def send(self, units: Iterable[Any]) -> tuple[tuple[()], None]:
+        for _ in units:
+            pass
+        return (), None
+
+
+@contextmanager
+def _without_memory(*, gpu: bool) -> Iterator[None]:
+    """Within the block tensors have no memory, and what a shard does needs no values."""
+    join, make_group = dist.init_process_group, dist.new_group
+    meshes: list[DeviceMesh] = []
+
+    def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            with unset_fake_temporarily():
+                found = function(*args, **options)
+            if isinstance(args[0], Mesh):
+                meshes.append(args[0].fsdp)
+            return found
+
+        return run
+
+    with ExitStack() as stack:
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(patch.object(owner, name, value))
+
+        replace(dist, "init_process_group", lambda backend, **options: join("fake", **options))
+        replace(dist, "new_group", lambda backend, **options: make_group(backend="fake", **options))
+        replace(Mesh, "__init__", as_it_is(Mesh.__init__))  # computes with the numbers of ranks
+        replace(trainer.model, "add_adapters", as_it_is(add_adapters))
+        replace(trainer.model.AutoModelForCausalLM, "from_config", as_it_is(AutoModelForCausalLM.from_config))
+        replace(trainer.snapshot, "DeviceMesh", lambda device, ranks, **options: meshes[0])
+        replace(Mesh, "broadcast_object", lambda mesh, value: value)
+        replace(trainer.model, "load_source", _load_source)
+        replace(trainer.shard, "base_digest", lambda name: "0" * 32)
+        replace(trainer.shard, "prove_models", _prove)
+        replace(trainer.snapshot, "StagedTensor", lambda host, live: host)
+        replace(FakeTensor, "numpy", lambda tensor: np.zeros(tensor.shape, np.float32))
+        for module in (trainer.attention, trainer.model):
+            replace(module, "has_kernel", lambda device, dtype: gpu)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+def _load_source(name: str) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(name)
+    source = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, dtype=torch.float32)
+    source._weight_conversions = get_model_conversion_mapping(source)
+    return source
+
+
+def _prove(models: Sequence[PreTrainedModel], mesh: Mesh, sharding: Sharding, packing: str) -> Proof:
+    sharding.lay_out(models, packed=sharding.packed)
+    return Proof("", sharding.packed, Agreement(0.0, 0.0), "not computed")
