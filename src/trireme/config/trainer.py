@@ -129,7 +129,7 @@ class CommonTrainer(Section):
     other, none of which sees another. auto = packed on GPUs in 16 bits, else rows."""
     checkpointing: bool | Literal["auto"] = "auto"
     """Keep only the input of each decoder layer, and compute the layer again in the backward pass; auto = for
-    micro-batches whose activations exceed 4 GiB on a CPU, 24 GiB on a GPU."""
+    micro-batches whose activations exceed what the state leaves of the memory that the shards find."""
     compile: bool = False
     """torch.compile each decoder layer: faster steps, after a minute or so of compiling."""
     offload: Literal["none", "cpu"] = "none"
