@@ -79,7 +79,7 @@ def report(name: str, head: str) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         path = Path(directory)
         model = make_model(name, path)
-        on_cpu = import_engine()
+        import_engine(on_cpu=True)
         from vllm import LLM, SamplingParams
 
         sections = {
@@ -88,7 +88,7 @@ def report(name: str, head: str) -> None:
             "env": {"id": "sort"},
             "inference": {"sampling": {"max_tokens": 8}},
         }
-        arguments = engine_args(Config.model_validate(sections), on_cpu)
+        arguments = engine_args(Config.model_validate(sections), on_cpu=True)
         arguments.pop("enable_log_requests")  # of the asynchronous engine alone
         llm = LLM(**arguments)
         add_token_logprobs(model, torch.float32 if head == "float32" else torch.bfloat16)
