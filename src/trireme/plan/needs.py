@@ -64,7 +64,8 @@ class Machine:
         each: list[Mapping[str, int]] = [{}, *(need.gpu for need in self.actors.values())]
         if self.shares_gpu:
             return {what: number for one in each for what, number in one.items()}
-        return dict(max(each, key=lambda one: sum(one.values())))
+        fullest = max(each, key=lambda one: sum(one.values()))
+        return dict(fullest)
 
     def excess(self, gpu_times: float = 1.0, host_times: float = 1.0) -> list[str]:
         """Says what is needed beyond so many times what the machine has: largest part first."""
