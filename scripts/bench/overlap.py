@@ -151,7 +151,9 @@ async def alone(bench: Bench, weights: PublishedWeights, steps: int) -> Alone:
     sampler = bench.training.inference.router_factory()()
     await sampler.update_weights(weights)
     generation, training = Generation(config, sampler), Training(config, bench.core.trainer)
-    in_flight = asyncio.create_task(generation.keep_in_flight(2 * config.inference.sequences(on_gpus=False)))
+    sequences = config.inference.sequences(on_gpus=False)
+    assert sequences is not None, "on CPUs it is known"
+    in_flight = asyncio.create_task(generation.keep_in_flight(2 * sequences))
     for _ in range(WARM_UP):
         await asyncio.to_thread(training.step)
     cpu_s, since, played, tokens = cpu_by_room(psutil.Process()), time.monotonic(), generation.played, generation.tokens

@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from inference.engine_startup import prepare_start
 from trireme.config import Config
@@ -20,6 +21,7 @@ from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, Weig
 from trireme.process.device import find_device
 
 if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.async_llm import AsyncLLM
 
 CPU_ENVIRONMENT = {
@@ -56,12 +58,16 @@ def start_engine(config: Config, who: str) -> AsyncLLM:
     import_engine(on_cpu=on_cpu)
     prepare_start(on_cpu)
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from inference.engine_stats import EngineStats
 
     arguments = AsyncEngineArgs(**engine_args(config, on_cpu))
-    return AsyncLLM.from_engine_args(arguments, stat_loggers=[EngineStats])
+    # For a server vLLM chooses max_num_seqs and max_num_batched_tokens by the GPU (`EngineArgs.get_batch_defaults`);
+    # for the engine alone it takes the same few on all of them.
+    as_server = UsageContext.OPENAI_API_SERVER
+    return AsyncLLM.from_engine_args(arguments, usage_context=as_server, stat_loggers=[EngineStats])
 
 
 def engine_args(config: Config, on_cpu: bool) -> dict[str, Any]:
@@ -72,7 +78,7 @@ def engine_args(config: Config, on_cpu: bool) -> dict[str, Any]:
         "model": config.model.name,
         "dtype": {"auto": "float32" if on_cpu else "bfloat16"}.get(config.model.dtype, config.model.dtype),
         "max_model_len": config.inference.max_model_len or config.model.max_seq_len,
-        "max_num_seqs": config.inference.sequences(on_gpus=not on_cpu),
+        "max_num_seqs": config.inference.sequences(on_gpus=not on_cpu),  # None: see `start_engine`
         "scheduling_policy": "priority",  # equal ones in order of arrival; the canary of an update before all others
         "skip_tokenizer_init": True,  # tokens in, tokens out; see `give_tokenizer`
         "generation_config": "vllm",  # the model's own sampling defaults must not change what the trainer assumes
@@ -136,11 +142,24 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:
         include_stop_str_in_output=True,
         stop_token_ids=sorted({*params.stop_token_ids, *end_ids}),
         logprobs=0,
+        flat_logprobs=True,  # a number for each token, not a dict and an object
         prompt_logprobs=request.topk_prompt_logprobs if request.wants_prompt_logprobs else None,
         detokenize=bool(params.stop_strings),
         skip_special_tokens=False,  # a string may be that of a special token
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def sampled_logprobs(flat: FlatLogprobs, start: int, tokens: list[int]) -> npt.NDArray[np.float32]:
+    """Returns the logprobs of `tokens`, which were sampled from number `start` on: float32 [T].
+
+    `flat`: those of a request for the sampled token alone, so its lists have one entry for each token. Raises
+    RoomFailed if they are those of other tokens.
+    """
+    end = start + len(tokens)
+    if flat.token_ids[start:end] != tokens:
+        raise RoomFailed(f"vLLM gave logprobs of {flat.token_ids[start:end]} for the sampled tokens {tokens}")
+    return np.asarray(flat.logprobs[start:end], dtype=np.float32)
 
 
 def sampled_sequence(request: SampleRequest, output: Any, kept_from: WeightIdentity | None) -> SampledSequence:
@@ -150,7 +169,7 @@ def sampled_sequence(request: SampleRequest, output: Any, kept_from: WeightIdent
     """
     completion = output.outputs[0]
     tokens = np.asarray(completion.token_ids, dtype=np.int32)
-    logprobs = [table[int(token)].logprob for table, token in zip(completion.logprobs, tokens, strict=True)]
+    logprobs = sampled_logprobs(completion.logprobs, 0, list(completion.token_ids))
     identities = [WeightIdentity.parse(span.version) for span in completion.weight_versions or ()]
     spans = tuple(
         VersionSpan(identity, span.start, span.end, mixed=kept_from not in (None, identity))
@@ -171,7 +190,7 @@ def sampled_sequence(request: SampleRequest, output: Any, kept_from: WeightIdent
             likeliest = [None, *([row[1:] for row in rows[:k]] for rows in ranked)]
     return SampledSequence(
         tokens,
-        np.asarray(logprobs, dtype=np.float32),
+        logprobs,
         "length" if completion.finish_reason == "length" else "stop",
         spans,
         own,

@@ -21,6 +21,8 @@ class EngineStats(PrometheusStatLogger):
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
         self.running = 0
+        self.places: int | None = None
+        """Sequences that the engine decodes at the same time."""
         self.kv_used = 0.0
         self.preemptions = 0
         self._excused = 0
@@ -62,7 +64,7 @@ class EngineStats(PrometheusStatLogger):
     def stats(self, unfinished: int) -> ReplicaStats:
         """`unfinished`: number of sequences that the engine was given and has not answered."""
         running = min(self.running, unfinished)
-        return ReplicaStats(running, unfinished - running, self.kv_used, self.preemptions)
+        return ReplicaStats(running, unfinished - running, self.kv_used, self.preemptions, self.places)
 
     def log_engine_initialized(self) -> None:
         pass

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from inference.engine import sampled_logprobs
 from trireme.core.errors import TriremeError
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 
@@ -50,9 +51,8 @@ class Progress:
             if identity != unproved and end > start
         )
         tokens = state.detokenizer.output_token_ids[start : spans[-1].end if spans else start]
-        tables = state.logprobs_processor.logprobs[start:]
-        logprobs = [table[token].logprob for table, token in zip(tables, tokens, strict=False)]
-        return cls(start, np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), spans)
+        logprobs = sampled_logprobs(state.logprobs_processor.logprobs, start, tokens)
+        return cls(start, np.asarray(tokens, np.int32), logprobs, spans)
 
 
 Outcome = SampledSequence | Progress | TriremeError

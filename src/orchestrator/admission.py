@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,8 @@ Kind = Literal["train", "eval"]
 KINDS: tuple[Kind, ...] = ("train", "eval")
 KV_HIGH = 0.8
 """The limit does not grow while a replica uses more than this share of its KV cache."""
+UNTOLD_PLACES = 256
+"""The least that a vLLM server decodes in parallel on a GPU; it may decide for more."""
 BACK_OFF = 0.8
 """After a preemption the limit is this share of what is in flight."""
 
@@ -119,7 +121,8 @@ class Permit:
 class Backpressure:
     """Holds the gate of a run, and adapts its limit to the replicas' load when `max_concurrent = "auto"`.
 
-    The limit starts a little above what the replicas decode in parallel. It falls when a replica has preempted a
+    The limit starts a little above what the replicas decode in parallel, as far as the configuration says it, and then
+    as they say it. It falls when a replica has preempted a
     sequence (given up its KV for lack of space), but not again before as many rollouts have ended. It grows by a group
     per replica while a request waits at the gate, some replica has an empty queue and none is near its KV capacity.
     """
@@ -127,8 +130,10 @@ class Backpressure:
     def __init__(self, config: Config) -> None:
         limit, self._group_size = config.orchestrator.max_concurrent, config.largest_group
         self._auto = limit == "auto" and not config.deterministic
+        self._config, self._untold = config, True
         if limit == "auto":
-            limit = config.enough_rollouts(config.training_replicas, on_gpus=config.cluster.device == "gpu")
+            each = config.inference.sequences(on_gpus=config.cluster.device == "gpu") or UNTOLD_PLACES
+            limit = config.enough_rollouts(config.training_replicas * each)
         # In deterministic mode there is no limit: the load that replicas report, and when, differs between runs.
         self.gate = Gate(None if config.deterministic else limit)
         self._preempted: dict[int, int] = {}
@@ -143,8 +148,18 @@ class Backpressure:
         self._kv_now, self._kv_used = kv_used, max(self._kv_used, kv_used)
         self._preemptions += preemptions
         if self._auto:
+            self._take_places(loads.values())
             idle = any(load.waiting == 0 for load in loads.values())
             self._adapt(len(loads) * self._group_size, preemptions > 0, idle and kv_used < KV_HIGH)
+
+    def _take_places(self, loads: Collection[ReplicaStats]) -> None:
+        """Raises the limit, once, to what the replicas say that they decode in parallel: vLLM may decide that by their
+        GPUs."""
+        if self._config.inference.max_num_seqs is None and self._untold and all(load.places for load in loads):
+            self._untold = False
+            assert self.gate.limit is not None
+            places = sum(load.places or 0 for load in loads)
+            self.gate.set_limit(max(self.gate.limit, self._config.enough_rollouts(places)))
 
     def _adapt(self, a_group_each: int, too_many: bool, too_few: bool) -> None:
         limit, in_flight = self.gate.limit, self.gate.in_flight

@@ -111,7 +111,9 @@ class Evaluator:
         self._config, self._reserved = config, reserved
         self._sample, self._gate = sample, gate
         if reserved:
-            limit = config.enough_rollouts(config.eval.replicas, on_gpus=config.cluster.device == "gpu")
+            each = config.inference.sequences(on_gpus=config.cluster.device == "gpu")
+            # Where vLLM decides there is no limit: what it has no place for waits there, and nothing becomes stale.
+            limit = None if each is None else config.enough_rollouts(config.eval.replicas * each)
             self._sample, self._gate = reserved.sample, Gate(limit)
         self._datasets = list(zip(config.eval_envs, datasets, strict=False))
         self._schedule = Schedule(config.eval.every, config.max_steps)

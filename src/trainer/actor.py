@@ -6,7 +6,6 @@ Importing this module imports neither torch nor transformers: the actor's proces
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import socket
 import sys
@@ -21,6 +20,7 @@ import ray
 
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
+from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Heartbeat
 from trireme.core.transport import load_transport
 from trireme.core.weights import PublishedWeights
@@ -70,13 +70,7 @@ class ShardActor:
         from trainer.shard import Shard
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-        ip = ray.util.get_node_ip_address()
-        interfaces = psutil.net_if_addrs().items()
-        interface = next((name for name, found in interfaces if any(a.address == ip for a in found)), None)
-        if interface:  # else gloo takes the address of the host's name, which other nodes may not reach
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if ipaddress.ip_address(ip).is_loopback and interface:  # else NCCL listens at the address of another
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        _choose_interface(address[0])
         store = self._store if self._rank == 0 else self._open_store(*address)
         sender = load_transport(self._config.transport).make_sender(self._rank)
         self._shard = Shard(self._config, self._rank, store, sender, self._attempt, self._replica_share)
@@ -128,3 +122,29 @@ class ShardActor:
         stacks = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
         own = [stack for stack in stacks if any(frame.filename.endswith(OWN_CODE) for frame in stack)]
         return "".join("".join(stack.format()) for stack in own) or "(in no verb)\n"
+
+
+def _choose_interface(host: str) -> None:
+    """Has gloo and NCCL use the interface towards `host` unless the user has chosen one. (Else gloo takes the address
+    of the host's name, and NCCL one of its own choice: other nodes may reach neither.)"""
+    interface = _interface_towards(host)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": not also those whose names begin like it
+
+
+def _interface_towards(host: str) -> str:
+    """Returns the network interface by which this node reaches the address `host`, as the kernel routes it. Raises
+    RoomFailed if there is none."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # of UDP: chooses the route, sends nothing
+        except OSError as error:
+            raise RoomFailed(f"this node has no route to {host}, where trainer shard 0 is: {error}") from error
+        own = probe.getsockname()[0]
+    found = {name: [a.address for a in addresses] for name, addresses in psutil.net_if_addrs().items()}
+    names = [name for name, addresses in found.items() if own in addresses]
+    if not names:
+        raise RoomFailed(
+            f"this node reaches {host}, where trainer shard 0 is, from {own}, an address of none of {found}"
+        )
+    return names[0]

@@ -5,8 +5,9 @@ can be packed. Two arguments of the model's forward pass give the places of the 
 `cu_seq_lens_q` int32 [sequences + 1], and `max_length_q`, the longest. Without them each row is one sequence. Models
 make no mask for an attention of this name.
 
-On GPUs in 16 bits, PyTorch's variable-length kernel skips pairs of different sequences. Elsewhere a mask over all pairs
-of tokens gives the same result, with work that grows with the square of the row.
+On GPUs in 16 bits, PyTorch's variable-length kernel skips pairs of different sequences. It is FlashAttention 2, or 3
+where that is installed and computes the same (`choose_kernel`). Elsewhere a mask over all pairs of tokens gives the
+same result, with work that grows with the square of the row.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -30,6 +36,41 @@ _TAKES_GROUPS = "enable_gqa" not in inspect.signature(varlen_attn).parameters
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns True if the variable-length kernel supports this device and dtype."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def choose_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> str:
+    """Makes FlashAttention 3 the variable-length kernel of this process, if it computes attention of these sizes right,
+    with its gradients; else it stays FlashAttention 2. Returns which it is and, for 2, why.
+    """
+    try:
+        activate_flash_attention_impl("FA3")
+        _try_kernel(device, dtype, heads, key_heads, head_dim)
+    except Exception as error:  # not installed, another GPU, a head of another size: each fails in its own way
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
+        return f"FlashAttention 2, as 3 cannot be used here: {type(error).__name__}: {error}"
+    return "FlashAttention 3"
+
+
+def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> None:
+    """Raises RuntimeError unless the kernel gives, for two short random sequences, what `masked_attention` gives in
+    float32, within the rounding of 16 bits."""
+    generator = torch.Generator(device).manual_seed(0)
+    starts, longest = torch.tensor([0, 13, 24], dtype=torch.int32, device=device), 13
+    shapes = [(24, count, head_dim) for count in (heads, key_heads, key_heads, heads)]
+    *states, upstream = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
+    options: dict[str, Any] = {"enable_gqa": heads != key_heads}
+    q, k, v = (each.requires_grad_() for each in states)
+    out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **options)
+    assert isinstance(out, Tensor), "no other output was requested"
+    exact = [each.detach().float().requires_grad_() for each in states]
+    expected = masked_attention(exact[0], exact[1], exact[2], starts, None, **options)
+    found = [out, *torch.autograd.grad(out, (q, k, v), upstream)]
+    wanted = [expected, *torch.autograd.grad(expected, exact, upstream.float())]
+    for what, got, right in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True):
+        off = float((got.float() - right).detach().norm() / right.detach().norm())
+        if not off < 0.03:  # rounding to bfloat16 in several places: some 2^-8 each
+            raise RuntimeError(f"its {what} differs by {off:.2g} from that in float32")
 
 
 def packed_attention(

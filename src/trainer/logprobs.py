@@ -21,9 +21,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from trireme.core.errors import BadInput
+from trireme.plan.memory import chunk_logits
 
-CHUNK_LOGITS = 2**24
-"""Logits in memory: 64 MiB in float32, or those of one token if the vocabulary is larger."""
 METHOD = "token_logprobs"
 
 
@@ -105,7 +104,8 @@ class SelectedLogprobs(torch.autograd.Function):
         head_dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         normalizers, selected = [], []
-        for rows in _chunks(len(hidden), len(weight)):
+        ctx.logits = chunk_logits(_free_bytes(hidden.device))
+        for rows in _chunks(len(hidden), len(weight), ctx.logits):
             scaled = _scaled_logits(hidden[rows], weight, temperature[rows], head_dtype)
             selected.append(scaled.gather(-1, targets[rows, None]).squeeze(-1))
             normalizers.append(scaled.logsumexp(-1))
@@ -120,7 +120,7 @@ class SelectedLogprobs(torch.autograd.Function):
         hidden, weight, targets, temperature, normalizer, last = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for number, rows in enumerate(reversed(_chunks(len(hidden), len(weight)))):
+        for number, rows in enumerate(reversed(_chunks(len(hidden), len(weight), ctx.logits))):
             scaled = _scaled_logits(hidden[rows], weight, temperature[rows], ctx.head_dtype) if number else last
             grad_z = scaled.sub_(normalizer[rows, None]).exp_().mul_(-grad[rows, None])
             grad_z.scatter_add_(-1, targets[rows, None], grad[rows, None])
@@ -131,8 +131,17 @@ class SelectedLogprobs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _chunks(tokens: int, vocabulary: int) -> list[slice]:
-    size = max(1, CHUNK_LOGITS // vocabulary)
+def _free_bytes(device: torch.device) -> int | None:
+    """Returns what is free on a GPU, or held by PyTorch and not in use; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
+
+
+def _chunks(tokens: int, vocabulary: int, logits: int) -> list[slice]:
+    """Cuts so many tokens into parts of at most `logits` logits, or of one token if it has more."""
+    size = max(1, logits // vocabulary)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
@@ -149,6 +158,6 @@ def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(hidden, weight.T, out_dtype=dtype)
     except NotImplementedError:  # torch 2.13 has this product for CUDA alone
         logits, wide = hidden.new_empty(len(hidden), len(weight), dtype=dtype), hidden.to(dtype)
-        for rows in _chunks(len(weight), weight.shape[1]):
+        for rows in _chunks(len(weight), weight.shape[1], chunk_logits(None)):
             torch.mm(wide, weight[rows].to(dtype).T, out=logits[:, rows])
         return logits

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from trainer.attention import PACKED, has_kernel
+from trainer.attention import PACKED, choose_kernel, has_kernel
 from trainer.logprobs import add_token_logprobs
 from trainer.lora import add_adapters, start_values
 from trainer.mesh import Mesh
@@ -42,7 +42,8 @@ class Sharding:
     `dtype` is that in which the model computes and is published: with dtype auto, bfloat16 on GPUs and float32 on CPUs.
     `memory` has what was decided by the memory that there is; a replica takes `replica_share` of this rank's GPU.
     `whole` is as in it, unless a resumed run has decided otherwise. `packed`: rows are packed; with packing auto, where
-    there is a kernel for it, and the models have shown that they can be packed (`trainer.proof`).
+    there is a kernel for it, and the models have shown that they can be packed (`trainer.proof`). `kernel`: by what
+    packed rows are computed, and why not by the newest.
     """
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, mesh: Mesh, replica_share: float) -> None:
@@ -53,6 +54,9 @@ class Sharding:
         self._mesh, self._master, self._compiled = mesh, DTYPES[options.master_dtype], options.compile
         auto = options.packing == "auto" and attention == "auto" and has_kernel(mesh.device, self.dtype)
         self.packed = auto or options.packing == "packed"
+        self.kernel = ""  # of packed attention, where there is one
+        if self.packed and has_kernel(mesh.device, self.dtype):
+            self.kernel = choose_kernel(mesh.device, self.dtype, facts.num_heads, facts.num_kv_heads, facts.head_dim)
         self._attention = attention
         self.memory = shard_memory(config, facts, on_gpus=on_gpus, room=mesh.smallest_room(config, replica_share))
         self.whole = self.memory.whole  # layers stay gathered between micro-batches (`accumulating`)

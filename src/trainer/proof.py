@@ -103,6 +103,8 @@ class Proof:
     """On its small twin; why there is none, if its configuration cannot be made small."""
     why_rows: str = ""
     """Why rows are not packed although `trainer.packing` would have them so."""
+    kernel: str = ""
+    """By what packed rows are computed, where there is a kernel for it."""
 
     @property
     def text(self) -> str:
@@ -111,6 +113,7 @@ class Proof:
         return (
             f"{self.architecture}: the trainer's log-probabilities are those of the model's own logits within "
             f"{self.model.rows:.1g}, rows are {layout}"
+            + (f" and computed by {self.kernel}" if self.packed and self.kernel else "")
             + (f" (not tried on a small twin: {self.twin})" if isinstance(self.twin, str) else "")
         )
 
@@ -125,7 +128,7 @@ def prove_models(models: Sequence[PreTrainedModel], mesh: Mesh, sharding: Shardi
     sharding.lay_out(models, packed=all(proof.packed for proof in proofs))
     set_random_state(before)
     why_rows = next((proof.why_rows for proof in proofs if proof.why_rows), "")
-    return replace(proofs[0], packed=sharding.packed, why_rows=why_rows)
+    return replace(proofs[0], packed=sharding.packed, why_rows=why_rows, kernel=sharding.kernel)
 
 
 def _prove_model(model: PreTrainedModel, mesh: Mesh, sharding: Sharding, packing: Packing) -> Proof:

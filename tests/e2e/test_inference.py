@@ -33,6 +33,7 @@ from inference_support import (
 from run_support import shm_left_since
 
 from inference.client import SamplingClient
+from trireme.config.inference import CPU_SEQUENCES
 from trireme.core.errors import RoomFailed, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.stop_strings import cut
@@ -288,12 +289,12 @@ def test_a_replica_says_what_it_has_to_do(pair: dict[str, Room]) -> None:
         running = begin(room, [request(f"load {i}", prompt_of(5), 300) for i in range(70)])
         await some_tokens_later(room, "probe load")
         load = await load_of()
-        assert 0 < load.running <= 64
+        assert 0 < load.running <= 70 < CPU_SEQUENCES == load.places
         assert load.kv_used > 0
         await asyncio.gather(*running)
         while (await load_of()).running:
             pass
-        assert await load_of() == ReplicaStats(0, 0, 0.0, 0)
+        assert await load_of() == ReplicaStats(0, 0, 0.0, 0, CPU_SEQUENCES)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

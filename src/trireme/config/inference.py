@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 else:
     TransportName = Literal["auto", *TRANSPORTS]
 
+CPU_SEQUENCES = 256
+"""Sequences that a replica on CPUs decodes at the same time unless told. (docs/benchmarks.md, defaults)"""
+
 
 class SamplingConfig(Section):
     max_tokens: PositiveInt
@@ -60,13 +63,14 @@ class InferenceConfig(Section):
     """KV cache of a replica on its GPU, in GiB; none = what gpu_memory_utilization leaves, as vLLM measures it, and on
     a GPU that is shared with the trainer, where nothing can be measured while both start, as the plan works it out."""
     max_num_seqs: PositiveInt | None = None
-    """Sequences that a replica decodes at the same time; none = 256 on GPUs, 64 on CPUs."""
+    """Sequences that a replica decodes at the same time; none = on a GPU what a vLLM server takes there (256, or 1,024
+    from 70 GiB of memory on, in vLLM 0.32), 256 on CPUs."""
     spare: bool = False
     """Keep one more process on each node with replicas, which has imported vLLM, has no engine and no GPU, and
     becomes the successor of a replica that is lost there."""
     engine_args: dict[str, Any] = Field({}, json_schema_extra=NAMES_CODE)
     """Further arguments of vLLM's AsyncEngineArgs."""
 
-    def sequences(self, *, on_gpus: bool) -> int:
-        """Returns how many sequences a replica decodes at the same time."""
-        return self.max_num_seqs or (256 if on_gpus else 64)
+    def sequences(self, *, on_gpus: bool) -> int | None:
+        """Returns how many sequences a replica decodes at the same time; None: vLLM decides by its GPU."""
+        return self.max_num_seqs or (None if on_gpus else CPU_SEQUENCES)

@@ -281,8 +281,7 @@ class Config(CommonConfig):
         """Number of replicas that sample what is trained on; the others, at the end, are reserved for evaluations."""
         return self.inference.replicas - self.eval.replicas
 
-    def enough_rollouts(self, replicas: int, *, on_gpus: bool) -> int:
-        """Returns how many rollouts keep so many replicas busy: a quarter more than they decode at the same time, so
-        that none waits while answers travel. This is `max_concurrent = auto` at the start."""
-        decoded = replicas * self.inference.sequences(on_gpus=on_gpus)
-        return max(decoded + decoded // 4, self.largest_group)
+    def enough_rollouts(self, places: int) -> int:
+        """Returns how many rollouts keep replicas busy that decode so many sequences at the same time: a quarter more,
+        so that none waits while answers travel. This is `max_concurrent = auto` at the start."""
+        return max(places + places // 4, self.largest_group)

@@ -23,6 +23,8 @@ class ReplicaStats:
     """Share of its KV cache that is in use, 0 to 1."""
     preemptions: int
     """How often it dropped a sequence's KV for want of space since it started."""
+    places: int | None = None
+    """Sequences that it can decode at the same time; None: it does not say."""
 
 
 @dataclass(frozen=True)

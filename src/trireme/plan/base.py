@@ -206,17 +206,22 @@ class Plan:
         return 1.0 if has.cpus >= actors else math.floor(100 * has.cpus / (actors + len(has.nodes))) / 100
 
     @property
-    def options(self) -> list[dict[str, float]]:
-        """Ray resources of each actor, in the order of `actor_names`."""
+    def options(self) -> list[dict[str, Any]]:
+        """Ray's options of each actor, in the order of `actor_names`."""
         return [self._options(bool(part.size_key)) for part in self.parts for _ in part.actors]
 
-    def _options(self, holds_model: bool) -> dict[str, float]:
+    def _options(self, holds_model: bool) -> dict[str, Any]:
         gpus = (0.5 if self.shares_gpu else 1.0) if self.on_gpus and holds_model else 0.0
-        return {"num_cpus": self.cpus_per_actor, "num_gpus": gpus}
+        options: dict[str, Any] = {"num_cpus": self.cpus_per_actor, "num_gpus": gpus}
+        if holds_model and cluster_address(self.config) is not None:
+            # Else Ray gives an actor as many threads as `num_cpus`, so one: AdamW of offloaded weights would have one
+            # core. (In a cluster that is started here all processes inherit this variable.)
+            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(self.threads)}}
+        return options
 
     @property
-    def added_replica_options(self) -> dict[str, float]:
-        """Ray resources of a replica that is added to a run. On CPUs that this run alone uses it needs no share, as all
+    def added_replica_options(self) -> dict[str, Any]:
+        """Ray's options of a replica that is added to a run. On CPUs that this run alone uses it needs no share, as all
         may be taken."""
         own = cluster_address(self.config) is None and not self.on_gpus
         return self._options(holds_model=True) | ({"num_cpus": 0.0} if own else {})

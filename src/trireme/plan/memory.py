@@ -19,6 +19,11 @@ SHARD_BASE_GIB = 0.5
 """Measured resident memory of a shard without weights."""
 LOGITS_GIB = 0.2
 """Logits that a shard holds at the same time (`trainer.logprobs`)."""
+LOGIT_BYTES = 12
+"""Bytes of each logit of a chunk in the backward pass: the chunk before and this one in float32, and their gradient."""
+CPU_LOGITS, MOST_LOGITS = 2**24, 2**30
+"""Logits of a chunk: on a CPU, where larger ones are no faster; and at most, on a GPU with enough memory beside what is
+planned. (2^24 are 110 tokens of a vocabulary of 152,000: too few rows for a GPU.)"""
 BASE_BYTES = int((SHARD_BASE_GIB + LOGITS_GIB) * GIB)
 GPU_ALLOWANCES = {"CUDA context": GIB // 2, "NCCL": GIB, "workspaces": GIB // 2}
 """Bytes that a shard takes of its GPU beside tensors. They are allowances: nothing was measured on a GPU."""
@@ -39,6 +44,15 @@ def host_room(memory_bytes: int, config: CommonConfig) -> int:
     """Returns the bytes that a shard on CPUs may fill of a host of `memory_bytes`. It follows from the size of the
     machine, not from what is free on it at the moment, so each attempt of a run decides alike."""
     return int(HOST_SHARE * memory_bytes) // (config.trainer.processes + config.num_replicas)
+
+
+def chunk_logits(free_bytes: int | None) -> int:
+    """Returns how many logits a shard computes at the same time: on a GPU the largest power of two that needs at most
+    half of the `free_bytes` there. None: it computes on a CPU."""
+    if free_bytes is None:
+        return CPU_LOGITS
+    fit = max(1, free_bytes // (2 * LOGIT_BYTES))
+    return max(CPU_LOGITS, min(MOST_LOGITS, 2 ** (fit.bit_length() - 1)))
 
 
 @dataclass(frozen=True)

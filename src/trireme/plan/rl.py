@@ -20,6 +20,14 @@ allowance: nothing was measured on a GPU."""
 SPARE_GIB = 0.6
 """Measured memory of a spare that it does not share with other processes."""
 
+FORWARD_PASSES = 3
+"""Arithmetic of training on a token, in forward passes: the backward pass is two."""
+DEAR_SHARE = 2.0
+"""`recompute_share` from which on a plan warns. It is an upper bound: what is in flight is half done on average, so
+from there on replicas compute as long as the trainer does."""
+ASSUMED_TFLOPS = 400
+"""Assumed for prefill on a GPU: two fifths of an H100's peak in bfloat16. Nothing was measured on a GPU."""
+
 
 @dataclass(frozen=True)
 class InferencePart(Part):
@@ -84,8 +92,8 @@ class InferencePart(Part):
         return {"inference": self.config.inference.model_copy(update={"gpu_cache_gb": cache})}
 
     @property
-    def max_num_seqs(self) -> int:
-        """Sequences that a replica decodes at the same time."""
+    def max_num_seqs(self) -> int | None:
+        """Sequences that a replica decodes at the same time; None: vLLM decides by its GPU."""
         return self.config.inference.sequences(on_gpus=self.on_gpus)
 
     @property
@@ -94,7 +102,32 @@ class InferencePart(Part):
         the limit of the model is unknown."""
         limit = self.config.seq_limit(self.facts)
         rollouts = self.config.groups_in_flight * self.config.largest_group
-        return min(self.max_num_seqs * self.config.inference.replicas, rollouts) * limit if limit else None
+        if self.max_num_seqs is not None:
+            rollouts = min(self.max_num_seqs * self.config.inference.replicas, rollouts)
+        return rollouts * limit if limit else None
+
+    @property
+    def recompute_share(self) -> float | None:
+        """The arithmetic of computing KV again on one replica at an update, over that of training a step on one shard.
+        Both are at most: full lengths, everything in flight. Training a token is three forward passes."""
+        config, limit = self.config, self.config.seq_limit(self.facts)
+        if self.recomputed_tokens is None or limit is None:
+            return None
+        trained = config.batch_size * config.largest_group * limit / config.trainer.processes
+        return self.recomputed_tokens / config.inference.replicas / (FORWARD_PASSES * trained)
+
+    @property
+    def warnings(self) -> list[str]:
+        share = self.recompute_share
+        if self.config.inference.on_update != "recompute_kv" or share is None or share <= DEAR_SHARE:
+            return []
+        return [
+            f"an update computes up to {self.recomputed_tokens:,} tokens of KV cache again, on each replica up to "
+            f"{share:.1f} times the arithmetic of a step's training on a shard: sampling may wait for it. "
+            "--inference.on-update keep_kv keeps the cache (later tokens come from no policy exactly and are marked "
+            "mixed), drain finishes answers first (for short ones); a lower --orchestrator.max-steps-off-policy or "
+            "--inference.max-num-seqs, or more replicas, lower the cost of the default"
+        ]
 
     def rows(self, each: str) -> list[tuple[str, str]]:
         replicas = self.config.inference.replicas
@@ -120,14 +153,27 @@ class InferencePart(Part):
         if self.facts:
             what += f" ({self.facts.trained_parameters(lora) * self.dtype_bytes / 2**20:,.2f} MiB)"
         what += f" travel by {config.transport}; "
+        if config.inference.on_update == "drain":
+            return f"{what}requests in flight are finished first"
+        verb = "are computed again" if config.inference.on_update == "recompute_kv" else "stay, of older weights"
         if self.recomputed_tokens is None:
-            again = "the KV cache of everything in flight is computed again"
-            return f"{what}{again}; how much is unknown, as the model's limit is"
-        return (
-            f"{what}up to {self.recomputed_tokens:,} tokens of KV cache are computed again (min({self.max_num_seqs} "
-            f"sequences x {count(config.inference.replicas, 'replica')}, {config.groups_in_flight} groups x "
-            f"{config.largest_group} rollouts) x {limit} tokens)"
-        )
+            return f"{what}the KV caches of everything in flight {verb}; how much is unknown, as the model's limit is"
+        rollouts = f"{config.groups_in_flight} groups x {config.largest_group} rollouts"
+        if self.max_num_seqs is not None:
+            replicas = count(config.inference.replicas, "replica")
+            rollouts = f"min({self.max_num_seqs} sequences x {replicas}, {rollouts})"
+        tokens = f"{what}up to {self.recomputed_tokens:,} tokens of KV cache {verb} ({rollouts} x {limit} tokens)"
+        return tokens + (self._cost_text() if config.inference.on_update == "recompute_kv" else "")
+
+    def _cost_text(self) -> str:
+        """Says what computing the KV cache again costs: on GPUs also in seconds, at an assumed rate."""
+        share, seconds = f", at most {self.recompute_share:.2g} times the arithmetic of a step's training", ""
+        if self.on_gpus and self.facts and self.recomputed_tokens:
+            flops = 2 * self.facts.multiplied_parameters * self.recomputed_tokens / self.config.inference.replicas
+            seconds = (
+                f", about {flops / (ASSUMED_TFLOPS * 1e12):.2g} s of a replica at an assumed {ASSUMED_TFLOPS} TFLOP/s"
+            )
+        return share + seconds
 
 
 @dataclass(frozen=True)
@@ -183,12 +229,15 @@ class OrchestratorPart(Part):
             return f"a whole batch together: {slots}"
         if options.max_concurrent != "auto":
             return f"at most {options.max_concurrent} rollouts; at most {slots}"
-        first = config.enough_rollouts(config.training_replicas, on_gpus=self.on_gpus)
-        return (
-            f"at first at most {first} rollouts ({count(config.training_replicas, 'replica')} x "
-            f"{config.inference.sequences(on_gpus=self.on_gpus)} sequences and a quarter more), then as the replicas' "
-            f"KV caches allow; at most {slots}"
-        )
+        each, replicas = config.inference.sequences(on_gpus=self.on_gpus), count(config.training_replicas, "replica")
+        if each is None:
+            first = f"a quarter more rollouts than {replicas} decode, which vLLM decides by the GPU"
+        else:
+            first = (
+                f"at most {config.enough_rollouts(config.training_replicas * each)} rollouts ({replicas} x {each} "
+                "sequences and a quarter more)"
+            )
+        return f"at first {first}, then as the replicas' KV caches allow; at most {slots}"
 
     def _evaluation_text(self) -> str:
         options, env = self.config.eval, " and of ".join(env.label for env in self.config.eval_envs)

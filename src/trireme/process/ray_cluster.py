@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -115,6 +116,8 @@ def _local_cluster(cpus: int) -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="trireme-", dir=base if len(base) <= LONGEST_TEMP_DIR else "/tmp")
     before = _children()
     os.environ["TMPDIR"] = directory  # for what actors and engines leave when they are killed (vLLM's sockets)
+    # What torch.compile has made, with Triton's kernels, would go there too. (vLLM's own cache is in ~/.cache.)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_user_cache() / "torchinductor"))
     try:
         _start_ray(cpus, directory)
         yield
@@ -126,6 +129,11 @@ def _local_cluster(cpus: int) -> Iterator[None]:
             process.kill()
         psutil.wait_procs(alive, timeout=SHUTDOWN_S)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _user_cache() -> Path:
+    """Returns the directory of this user for what outlives a run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
 
 
 def _start_ray(cpus: int, directory: str) -> None:

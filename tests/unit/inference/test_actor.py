@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from vllm.logprobs import FlatLogprobs
 
 from inference import actor as replica_module
 from inference.actor import FETCH, ReplicaActor
@@ -191,13 +192,18 @@ class TestPredecessor:
                 time.sleep(0.01)
 
 
+def one_logprob() -> FlatLogprobs:
+    """That of token 7, the only one that was sampled."""
+    return FlatLogprobs(token_ids=[7], logprobs=[-1.0])
+
+
 def queued() -> Any:
     """Stands for vLLM's RequestState of a request that waits to be scheduled."""
     return SimpleNamespace(
         prompt_len=9,
         weight_version_starts=[],
         detokenizer=SimpleNamespace(output_token_ids=[], num_output_tokens=lambda: 0),
-        logprobs_processor=SimpleNamespace(logprobs=[]),
+        logprobs_processor=SimpleNamespace(logprobs=FlatLogprobs()),
     )
 
 
@@ -246,7 +252,7 @@ class EngineOfRequests:
             raise RuntimeError("EngineDeadError")
         del self.output_processor.request_states[name]
         span = SimpleNamespace(version=self.label, start=0, end=1)
-        logprobs = [{7: SimpleNamespace(logprob=-1.0)}]
+        logprobs = one_logprob()
         return SimpleNamespace(
             outputs=[SimpleNamespace(token_ids=[7], logprobs=logprobs, weight_versions=[span], finish_reason="stop")]
         )
@@ -379,7 +385,7 @@ def unfinished(name: str) -> Any:
         prompt_len=9,
         weight_version_starts=[(str(IDENTITY), 0)],
         detokenizer=SimpleNamespace(output_token_ids=[7], num_output_tokens=lambda: 1),
-        logprobs_processor=SimpleNamespace(logprobs=[{7: SimpleNamespace(logprob=-1.0)}]),
+        logprobs_processor=SimpleNamespace(logprobs=one_logprob()),
     )
 
 

@@ -10,8 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from vllm.engine import arg_utils
+from vllm.logprobs import (
+    FlatLogprobs,
+    SampleLogprobs,
+    append_logprobs_for_next_position,
+    create_prompt_logprobs,
+    create_sample_logprobs,
+)
+from vllm.v1.engine.async_llm import AsyncLLM
 
+from inference import engine
 from inference.engine import engine_args, sampled_sequence, vllm_params
 from trireme.config import Config
 from trireme.config.schema import SamplingConfig
@@ -85,6 +96,39 @@ def test_vllm_still_does_not_ask_for_the_tiles_that_its_attention_uses() -> None
     assert not [path for path in (uses, *starts) if "_init_amx" in path.read_text()]
 
 
+@pytest.mark.parametrize(
+    ("name", "gib", "sequences", "tokens"), [("NVIDIA H200", 140, 1024, 8192), ("NVIDIA L40S", 45, 256, 2048)]
+)
+def test_on_gpus_vllm_decides_as_for_its_server(
+    monkeypatch: pytest.MonkeyPatch, name: str, gib: int, sequences: int, tokens: int
+) -> None:
+    """Not run on a GPU: vLLM's own table is asked for one that is made up."""
+    asked: dict[str, Any] = {}
+
+    def start(arguments: dict[str, Any], **options: Any) -> None:
+        asked.update(arguments=arguments, **options)
+
+    monkeypatch.setattr(engine, "find_device", lambda config, who: "gpu")
+    monkeypatch.setattr(engine, "import_engine", lambda on_cpu: None)
+    monkeypatch.setattr(engine, "prepare_start", lambda on_cpu: None)
+    monkeypatch.setattr(arg_utils, "AsyncEngineArgs", lambda **arguments: arguments)
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", start)
+    engine.start_engine(config(), "a test")
+    assert asked["arguments"]["max_num_seqs"] is None
+    assert "max_num_batched_tokens" not in asked["arguments"]
+    gpu = SimpleNamespace(
+        get_device_total_memory=lambda: gib * 2**30,
+        get_device_name=lambda: name,
+        is_tpu=lambda: False,
+        is_cpu=lambda: False,
+    )
+    monkeypatch.setattr(arg_utils, "current_platform", gpu)
+    by_context = arg_utils.EngineArgs.get_batch_defaults(1)
+    assert [defaults[asked["usage_context"]] for defaults in by_context] == [tokens, sequences]
+    engine.start_engine(config(max_num_seqs=8), "a test")
+    assert asked["arguments"]["max_num_seqs"] == 8
+
+
 def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> None:
     given = SamplingConfig(
         max_tokens=9, temperature=0.7, top_p=0.8, top_k=5, min_p=0.1, repetition_penalty=1.2, stop=("a",)
@@ -100,6 +144,15 @@ def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> N
     assert ended.include_stop_str_in_output, "what ended an answer is part of it"
 
 
+def sampled(*tokens: int) -> SampleLogprobs:
+    """What vLLM's own code makes of the requests of `vllm_params`, where token t was sampled with logprob -t."""
+    params = vllm_params(SampleRequest("r", (5,), SamplingParams(), "r"), [])
+    logprobs = create_sample_logprobs(params.flat_logprobs)
+    for token in tokens:
+        append_logprobs_for_next_position(logprobs, [token], [-float(token)], [None], 1, params.logprobs)
+    return logprobs
+
+
 def final_output(num_tokens: int, *edges: tuple[int, int], prompt_logprobs: Any = None) -> Any:
     """Stands for vLLM's RequestOutput with spans between these edges."""
     spans = [
@@ -107,12 +160,23 @@ def final_output(num_tokens: int, *edges: tuple[int, int], prompt_logprobs: Any 
         for i, (start, end) in enumerate(edges)
     ]
     completion = SimpleNamespace(
-        token_ids=[0] * num_tokens,
-        logprobs=[{0: SimpleNamespace(logprob=-1.0)}] * num_tokens,
+        token_ids=list(range(num_tokens)),
+        logprobs=sampled(*range(num_tokens)),
         weight_versions=spans,
         finish_reason="stop",
     )
     return SimpleNamespace(outputs=[completion], prompt_logprobs=prompt_logprobs)
+
+
+def test_logprobs_are_those_of_the_sampled_tokens() -> None:
+    """vLLM keeps them in flat lists: no object for each token."""
+    request, output = SampleRequest("r", (5,), SamplingParams(), "r"), final_output(3, (0, 3))
+    assert isinstance(output.outputs[0].logprobs, FlatLogprobs)
+    answer = sampled_sequence(request, output, None)
+    assert (answer.logprobs.dtype, answer.logprobs.tolist()) == (np.float32, [0, -1, -2])
+    output.outputs[0].token_ids[1] = 9
+    with pytest.raises(RoomFailed, match=r"logprobs of \[0, 1, 2\] for the sampled tokens \[0, 9, 2\]"):
+        sampled_sequence(request, output, None)
 
 
 def test_spans_must_cover_every_token() -> None:
@@ -124,13 +188,11 @@ def test_spans_must_cover_every_token() -> None:
             sampled_sequence(request, final_output(5, *wrong), None)
 
 
-def table(*ranks: tuple[int, int, float]) -> dict[int, Any]:
-    return {token: SimpleNamespace(rank=rank, logprob=logprob) for token, rank, logprob in ranks}
-
-
 def test_prompt_logprobs_of_vllm() -> None:
     """A table has the k likeliest tokens, and the one that is there, which may be the k + 1st entry."""
-    tables = [None, table((6, 9, -4.0), (2, 1, -0.5), (3, 2, -1.5)), table((1, 2, -1.0), (7, 1, -0.2))]
+    tables = create_prompt_logprobs(flat_logprobs=True)  # an entry for the first token too, which has no logprob
+    append_logprobs_for_next_position(tables, [6, 2, 3], [-4.0, -0.5, -1.5], [None] * 3, 9, 2)
+    append_logprobs_for_next_position(tables, [7, 7, 1], [-0.2, -0.2, -1.0], [None] * 3, 1, 2)
     output = final_output(1, (0, 1), prompt_logprobs=tables)
 
     def asked(**wanted: Any) -> SampledSequence:

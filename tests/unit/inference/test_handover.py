@@ -140,7 +140,7 @@ def state(*parts: tuple[WeightIdentity, list[int]]) -> Any:
     for identity, part in parts:
         starts.append((str(identity), len(tokens)))
         tokens += part
-    logprobs = [{token: SimpleNamespace(logprob=-float(token)), 0: SimpleNamespace(logprob=0.5)} for token in tokens]
+    logprobs = SimpleNamespace(token_ids=tokens, logprobs=[-float(token) for token in tokens])
     return SimpleNamespace(
         weight_version_starts=starts,
         detokenizer=SimpleNamespace(output_token_ids=tokens, num_output_tokens=lambda: len(tokens)),

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from orchestrator_fakes import small_config
 
-from orchestrator.admission import BACK_OFF, KINDS, KV_HIGH, Backpressure, Gate, Kind, Permit
+from orchestrator.admission import BACK_OFF, KINDS, KV_HIGH, UNTOLD_PLACES, Backpressure, Gate, Kind, Permit
+from trireme.config import Config
+from trireme.config.inference import CPU_SEQUENCES
 from trireme.core.sampler import ReplicaStats
 
 LIMIT = 12
@@ -206,8 +208,8 @@ class Looked:
             task.cancel()
 
 
-FIRST = 80
-"""What one replica on a CPU decodes at once, 64, and a quarter more."""
+FIRST = CPU_SEQUENCES + CPU_SEQUENCES // 4
+"""What one replica on a CPU decodes at once, and a quarter more."""
 
 
 @pytest.mark.parametrize(
@@ -233,18 +235,53 @@ def test_the_limit_follows_the_replicas(loads: dict[int, ReplicaStats], held_bac
     asyncio.run(scenario())
 
 
+def on_gpus(**inference: int) -> Config:
+    config = small_config()
+    return config.model_copy(
+        update={
+            "cluster": config.cluster.model_copy(update={"device": "gpu"}),
+            "inference": config.inference.model_copy(update=inference),
+        }
+    )
+
+
+def test_where_vllm_decides_by_its_gpu_the_limit_is_what_the_replicas_say() -> None:
+    def said(*places: int | None) -> dict[int, ReplicaStats]:
+        return {i: ReplicaStats(0, 0, 0.0, 0, each) for i, each in enumerate(places)}
+
+    pressure = Backpressure(on_gpus(replicas=2))
+    untold = 2 * UNTOLD_PLACES * 5 // 4
+    limits = [pressure.gate.limit]
+    for loads in (said(1024, None), said(1024, 1024), said(2048, 2048)):
+        pressure.look(loads)
+        limits.append(pressure.gate.limit)
+    assert limits == [untold, untold, 2048 * 5 // 4, 2048 * 5 // 4], "once: from then on it follows the load"
+
+
+def test_a_number_of_sequences_that_was_given_decides_the_limit() -> None:
+    pressure = Backpressure(on_gpus(max_num_seqs=8))
+    pressure.look({0: ReplicaStats(0, 0, 0.0, 0, 1024)})
+    assert pressure.gate.limit == 10
+
+
 def test_only_new_preemptions_count_and_not_again_before_what_was_too_much_has_ended() -> None:
     async def scenario() -> None:
         async with Looked() as looked:
             pressure, limits = looked.pressure, []
-            for preemptions, ended in [(5, 0), (6, 0), (6, 16), (7, 0), (0, 0)]:  # the last: it was started again
+            for preemptions, ended in [
+                (5, 0),
+                (6, 0),
+                (6, FIRST // 5),
+                (7, 0),
+                (0, 0),
+            ]:  # the last: it was started again
                 for _ in range(ended):
                     looked.permit.leave_one()
                 pressure.look({0: load(waiting=1, preemptions=preemptions)})
                 limits.append(pressure.gate.limit)
-            assert limits == [64, 64, 64, 51, 51]
-            assert pressure.take() == {"perf/kv_used": 0.1, "perf/preemptions": 7.0, "perf/max_concurrent": 51.0}
-            assert pressure.take() == {"perf/kv_used": 0.1, "perf/preemptions": 0.0, "perf/max_concurrent": 51.0}
+            assert limits == [256, 256, 256, 204, 204]
+            assert pressure.take() == {"perf/kv_used": 0.1, "perf/preemptions": 7.0, "perf/max_concurrent": 204.0}
+            assert pressure.take() == {"perf/kv_used": 0.1, "perf/preemptions": 0.0, "perf/max_concurrent": 204.0}
 
     asyncio.run(scenario())
 

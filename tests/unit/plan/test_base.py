@@ -160,3 +160,18 @@ def test_planning_imports_nothing_heavy() -> None:
         "print({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+class TestThreadsOfActors:
+    """On a cluster that was there before, Ray gives each actor as many threads as whole cores of its `num_cpus`."""
+
+    def test_processes_with_a_model_get_the_threads_of_the_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        given = plan(resources=machines(cpus=16))
+        threads = {"env_vars": {"OMP_NUM_THREADS": "4"}}
+        found = given.by_room([options.get("runtime_env") for options in given.options])
+        assert found == {"trainer": [threads, threads], "inference": [threads], "orchestrator": [None]}
+        assert given.added_replica_options["runtime_env"] == threads
+
+    def test_processes_of_a_cluster_that_is_started_here_inherit_them(self) -> None:
+        assert not any("runtime_env" in options for options in plan().options)

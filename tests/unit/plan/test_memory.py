@@ -15,7 +15,7 @@ from memory_count import PASS, STATE, Case, count_shard, planned
 from memory_table import MODELS
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig, TrainerConfig
-from trireme.plan.memory import BASE_BYTES, GIB, SHARD_BASE_GIB, ModelMemory
+from trireme.plan.memory import BASE_BYTES, GIB, SHARD_BASE_GIB, ModelMemory, chunk_logits
 
 TOKENS = 64
 SIZES = {
@@ -135,3 +135,12 @@ def test_the_plan_of_a_shard_is_what_its_code_holds(name: str) -> None:
     counted = count_shard(case)[PASS]
     held = counted.device - (sum(counted.kinds[kind] for kind in STATE) if said.offloaded else 0)
     assert 0.85 < (said.total - SHARD_BASE_GIB * GIB) / held < 1.15
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "logits"),
+    [(None, 2**24), (0, 2**24), (1, 2**25), (6, 2**28), (12, 2**29), (23.9, 2**29), (24, 2**30), (140, 2**30)],
+)
+def test_logits_that_are_computed_at_the_same_time(free_gib: float | None, logits: int) -> None:
+    """Half of what is free on a GPU, at 12 bytes each; on a CPU always as many."""
+    assert chunk_logits(None if free_gib is None else int(free_gib * GIB)) == logits

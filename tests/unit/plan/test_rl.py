@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from model_support import FACTS
 from plan_support import cluster, inference, machines, orchestrator, plan, text_of
 
 from trireme.plan.memory import GIB
@@ -34,7 +35,11 @@ class TestNumbers:
         assert inference(given).recomputed_tokens == tokens
 
     def test_default_number_of_sequences(self) -> None:
-        assert (inference(plan()).max_num_seqs, inference(plan(device="gpu")).max_num_seqs) == (64, 256)
+        assert inference(plan()).max_num_seqs == 256
+        given = plan(device="gpu", orchestrator={"batch_size": 500, "max_steps_off_policy": 0})
+        assert inference(given).max_num_seqs is None, "vLLM decides by the GPU"
+        assert inference(given).recomputed_tokens == 500 * 8 * 64, "all that may be in flight"
+        assert "at first a quarter more rollouts than 1 replica decode, which vLLM decides by the GPU" in text_of(given)
 
     def test_memory_of_a_replica(self) -> None:
         expected = int((1.4 + 2) * GIB) + 4 * 1_000_000
@@ -58,6 +63,42 @@ class TestNumbers:
         text = text_of(plan(facts=None))
         assert "model not reachable, sizes unknown" in text
         assert inference(plan(facts=None)).recomputed_tokens is None
+
+
+class TestCostOfAnUpdate:
+    """Two shards train 16 x 8 sequences a step; K + 1 times as many can be in flight on a replica."""
+
+    @pytest.mark.parametrize(("bound", "share"), [(0, 2 / 3), (1, 4 / 3), (5, 4.0)])
+    def test_against_the_training_of_a_step(self, bound: int, share: float) -> None:
+        given = plan(orchestrator={"max_steps_off_policy": bound}, inference={"max_num_seqs": 1000})
+        assert inference(given).recompute_share == pytest.approx(share)
+        assert f"at most {share:.2g} times the arithmetic of a step's training" in text_of(given)
+        assert any("--inference.on-update keep_kv" in warning for warning in given.warnings) == (share > 2)
+
+    def test_replicas_share_it(self) -> None:
+        options = {"max_steps_off_policy": 5}
+        few, many = (inference(plan(replicas=n, orchestrator=options)).recompute_share for n in (1, 4))
+        assert few
+        assert many
+        assert many < few
+
+    def test_seconds_are_said_where_there_is_a_rate_to_assume(self) -> None:
+        facts = replace(FACTS, multiplied_parameters=8_000_000_000)
+        options = {"batch_size": 128, "max_steps_off_policy": 1}
+        text = text_of(plan(device="gpu", facts=facts, orchestrator=options))
+        assert "about 5.2 s of a replica at an assumed 400 TFLOP/s" in text  # 2 x 8e9 x 256 x 8 x 64 / 4e14
+        assert "TFLOP/s" not in text_of(plan(facts=facts))
+
+    @pytest.mark.parametrize(
+        ("on_update", "says"),
+        [("drain", "requests in flight are finished first"), ("keep_kv", "tokens of KV cache stay, of older weights")],
+    )
+    def test_other_ways_cost_nothing_of_it(self, on_update: str, says: str) -> None:
+        given = plan(orchestrator={"max_steps_off_policy": 5}, inference={"on_update": on_update})
+        text = text_of(given)
+        assert says in text
+        assert "computed again" not in text
+        assert not given.warnings
 
 
 class TestInFlight:
@@ -92,7 +133,7 @@ class TestText:
             "up to 1,280 per step",
             "no group is trained on that is more than 1 step old",
             "at most 32 groups",
-            "up to 4,096 tokens of KV cache",
+            "up to 16,384 tokens of KV cache",
             "/data/out/r",
             "mind the gap",
         ):

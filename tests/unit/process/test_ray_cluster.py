@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 from plan_support import plan
+from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
 from trireme.core.errors import BadInput, RoomFailed
 from trireme.process import ray_cluster as cluster
@@ -89,6 +91,33 @@ def test_ray_that_does_not_start_is_an_error_for_people(tmp_path: Path, monkeypa
     with pytest.raises(RoomFailed, match=told), cluster._local_cluster(plan()):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("chosen", [None, "/of/the/user"])
+def test_what_was_compiled_outlives_the_directory_of_a_run(
+    chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PyTorch itself finds the places of its cache and of Triton's. (vLLM's default is no temporary directory.)"""
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))  # for it to be set back
+    if chosen is None:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    else:
+        chosen = str(tmp_path) + chosen
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cluster, "LONGEST_TEMP_DIR", 1000)
+    monkeypatch.setattr(cluster, "_start_ray", lambda *_: None)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    with cluster._local_cluster(1):
+        own = os.environ["TMPDIR"]
+        places = [cache_dir(), triton_cache_dir(0)]
+    assert not Path(own).exists()
+    assert not any(place.startswith(own) for place in places)
+    expected = chosen or str(tmp_path / "cache/trireme/torchinductor")
+    assert places == [expected, f"{expected}/triton/0"]
 
 
 class TestAwaitPlaces:

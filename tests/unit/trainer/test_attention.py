@@ -5,6 +5,12 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import (
+    _registry,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    restore_flash_attention_impl,
+)
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainer import attention
@@ -92,3 +98,57 @@ def test_where_there_is_a_kernel():
 def test_what_packed_rows_cannot_is_refused(option):
     with pytest.raises(BadInput, match=r"--trainer.packing rows"):
         packed_attention(nn.Module(), *states(), None, **option)
+
+
+class Kernel:
+    """Stands for PyTorch's kernel: right, but for a factor of its output."""
+
+    def __init__(self, factor=1.0):
+        self.factor, self.removed = factor, False
+
+    def __call__(self, query, key, value, starts, key_starts, longest, longest_key, **options):
+        del options["window_size"]
+        return self.factor * masked_attention(query, key, value, starts, None, **options)
+
+    def remove(self):
+        self.removed = True
+
+
+@pytest.fixture
+def fa3(monkeypatch):
+    """Registers a kernel as FlashAttention 3, as a package of it does."""
+
+    def register(kernel):
+        monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", lambda: kernel)
+        monkeypatch.setattr(attention, "varlen_attn", kernel)
+        return kernel
+
+    yield register
+    if current_flash_attention_impl():
+        restore_flash_attention_impl()
+
+
+SIZES = torch.device("cpu"), torch.bfloat16, HEADS, KEY_HEADS, DIM
+
+
+def test_flash_attention_3_is_used_where_it_computes_the_same(fa3):
+    kernel = fa3(Kernel())
+    assert attention.choose_kernel(*SIZES) == "FlashAttention 3"
+    assert current_flash_attention_impl() == "FA3"
+    assert not kernel.removed
+
+
+def test_flash_attention_3_that_computes_something_else_is_given_up_aloud(fa3):
+    kernel = fa3(Kernel(factor=1.1))
+    chosen = attention.choose_kernel(*SIZES)
+    assert chosen.startswith("FlashAttention 2, as 3 cannot be used here: RuntimeError: its output differs by 0.1")
+    assert current_flash_attention_impl() is None
+    assert kernel.removed
+
+
+def test_without_its_package_flash_attention_2_stays():
+    """PyTorch's own registration, as it is installed: it imports the package of FlashAttention 3."""
+    assert "FA3" in list_flash_attention_impls()
+    chosen = attention.choose_kernel(*SIZES)
+    assert "ModuleNotFoundError: No module named 'flash_attn_interface'" in chosen
+    assert current_flash_attention_impl() is None

@@ -28,7 +28,7 @@ def whole(hidden, weight, targets, temperature):
 
 @pytest.mark.parametrize("chunk", [1, 7 * VOCABULARY, 10**6], ids=["one token", "seven tokens", "all"])
 def test_values_and_gradients_are_those_of_the_whole_logits(monkeypatch, chunk):
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk)
+    monkeypatch.setattr(logprobs, "chunk_logits", lambda free: chunk)
     hidden, weight, targets, temperature, upstream = inputs()
     p = SelectedLogprobs.apply(hidden, weight, targets, temperature)
     gradients = torch.autograd.grad(p, (hidden, weight), upstream)
@@ -38,8 +38,17 @@ def test_values_and_gradients_are_those_of_the_whole_logits(monkeypatch, chunk):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_what_is_free_on_a_gpu(monkeypatch):
+    """Not run on a GPU: PyTorch's answers are made up."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 2**37))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
+    assert logprobs._free_bytes(torch.device("cuda")) == 110, "what PyTorch holds and does not use counts too"
+    assert logprobs._free_bytes(torch.device("cpu")) is None
+
+
 def test_in_bfloat16_sums_are_taken_in_float32(monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", VOCABULARY)  # 37 chunks, whose gradients are added up
+    monkeypatch.setattr(logprobs, "chunk_logits", lambda free: VOCABULARY)  # 37 chunks, whose gradients are added up
     hidden, weight, targets, temperature, upstream = inputs(torch.bfloat16)
     p = SelectedLogprobs.apply(hidden, weight, targets, temperature)
     assert p.dtype == torch.float32
@@ -55,7 +64,7 @@ def off_by(wanted, given, head_dtype):
 
 
 def test_a_model_in_bfloat16_has_exact_logits_unless_they_are_asked_for_in_its_dtype(monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 3 * VOCABULARY)  # the matrix is cast in parts, too
+    monkeypatch.setattr(logprobs, "chunk_logits", lambda free: 3 * VOCABULARY)  # the matrix is cast in parts, too
     *given, _ = inputs(torch.bfloat16)
     wanted = whole(*(t.detach().double() for t in given[:2]), *given[2:])
     assert off_by(wanted, given, torch.float32) < 1e-5
