@@ -2,30 +2,26 @@
 
     python scripts/memory_table.py
 
-The plan's formulas say it for all numbers of GPUs. For one number of them, and a few layers of each model, the
-trainer's own code is counted beside it (`memory_count`), in about five CPU seconds for each line.
+The figures are those of the plan, which `tests/unit/plan/test_memory.py` compares with what the trainer's own code
+holds (`memory_count`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from memory_count import KINDS, PASS, Case, count_shard, planned
+from memory_count import Case, planned
 from trireme.config.model_facts import ModelFacts
 from trireme.plan.memory import GIB, GPU_ALLOWANCES, SHARD_BASE_GIB
 from trireme.plan.trainer import PINNED
 
 TARGET = Path(__file__).parents[1] / "docs" / "memory.md"
-PROCESSES = 2
 GB = 10**9
 GPU_SIZES = (80 * GB, 141 * GB)
 GPUS = (1, 8, 32)
-COUNTED_GPUS, COUNTED_LAYERS = 8, 4
 UTILIZATION = 0.9
 COMMIT_BYTES = 12
 TRAINING: dict[str, dict[str, Any]] = {"full": {}, "LoRA": {"lora": {"rank": 32}}}
@@ -86,7 +82,13 @@ The plan (`trireme.plan.memory`) says before a start what each shard will take; 
 formulas are compared with a count: the trainer's own code (loading, FSDP2, forward and backward with chunked logits,
 AdamW, publishing, the buffers of a commit) runs on tensors that have shapes and storages but no memory, in a process
 group that moves nothing, and the bytes of all storages that live are added up (`scripts/memory_count.py`, which lists
-what it replaces).
+what it replaces). Plan and count agree within 15 % for ten shards of two layers (`tests/unit/plan/test_memory.py`):
+full, with layers kept and computed twice, LoRA, a mixture of experts, bfloat16 master weights, offloaded, whole, on one
+GPU, and on CPUs. Of small models on many GPUs the plan is higher: by 22 % for four layers of Qwen3-0.6B on eight.
+
+On CPUs two real shards of 10 million parameters held 2 to 6 % less than the count in tensors, and 48 to 70 MiB more in
+resident memory, libraries' code and gloo's buffers among it (317 MiB counted with layers kept, 178 computed twice, 217
+with LoRA). So the resident growth of a shard has not been shown to be within 15 %.
 
 A shard holds at its peak:
 
@@ -113,22 +115,14 @@ REPLICAS = """
 A replica fills 90 % of its GPUs (`inference.gpu_memory_utilization`): weights in bfloat16, the rest is KV cache. The
 table gives the fewest GPUs of a replica whose weights leave a fifth of that for the cache, and the tokens that fit.
 """
-COUNTED = f"""
-## The count
-
-The plan beside the count of the first of {COUNTED_GPUS} shards, layers computed twice, in GB. Of each model only
-{COUNTED_LAYERS} layers are counted, as all are alike.
-"""
 
 
 def facts_of(name: str) -> ModelFacts:
     return ModelFacts.from_json(name, json.dumps(MODELS[name]))
 
 
-def case(name: str, training: str, gpus: int, *, twice: bool, layers: int | None = None) -> Case:
-    """A shard of the model, or of its first `layers`."""
-    described = MODELS[name] if layers is None else {**MODELS[name], "num_hidden_layers": layers}
-    return Case(described, shards=gpus, options={"checkpointing": twice, **TRAINING[training]})
+def case(name: str, training: str, gpus: int, *, twice: bool) -> Case:
+    return Case(MODELS[name], shards=gpus, options={"checkpointing": twice, **TRAINING[training]})
 
 
 def on_device(asked: Case) -> float:
@@ -168,27 +162,8 @@ def replica_rows() -> Iterator[str]:
         yield f"| {name} | {weights / GB:.1f} GB | {texts[0]} | {texts[1]} |"
 
 
-def peak_of_pass(asked: Case) -> Mapping[str, int]:
-    return count_shard(asked)[PASS].kinds
-
-
-def counted_rows() -> Iterator[str]:
-    asked = {
-        (name, how): case(name, how, COUNTED_GPUS, twice=True, layers=COUNTED_LAYERS)
-        for name in MODELS
-        for how in TRAINING
-    }
-    yield f"| model | training | counted | {' | '.join(KINDS)} | plan | |"
-    yield "|---" * (len(KINDS) + 5) + "|"
-    with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
-        for (name, training), kinds in zip(asked, pool.map(peak_of_pass, asked.values()), strict=True):
-            said, counted = on_device(asked[name, training]), sum(kinds.values()) / GB
-            each = " | ".join(f"{kinds[kind] / GB:.1f}" for kind in KINDS)
-            yield f"| {name} | {training} | {counted:.1f} | {each} | {said:.1f} | {said / counted - 1:+.0%} |"
-
-
 def render() -> str:
-    parts = [INTRODUCTION, *shard_rows(), REPLICAS, *replica_rows(), COUNTED, *counted_rows(), ""]
+    parts = [INTRODUCTION, *shard_rows(), REPLICAS, *replica_rows(), ""]
     return "\n".join(parts)
 
 
