@@ -221,6 +221,8 @@ class Case:
         """Returns the configuration of a run with the model in `directory`."""
         dtype, packing = ("bfloat16", "packed") if self.gpu else ("float32", "rows")
         trainer = {"shards": self.shards, "micro_batch_tokens": self.tokens, "packing": packing, **self.options}
+        if not self.whole:
+            trainer["reshard_after_forward"] = True
         return Config.model_validate(
             {
                 "model": {"name": directory, "dtype": dtype},

@@ -150,17 +150,18 @@ class Sharding:
         """Encloses the passes whose gradients add up. Gives a function to call before each pass; its argument says if
         that is the last.
 
-        Where memory allows (`whole`) the model stays gathered from pass to pass: gradients are added
-        up whole and summed over ranks in the last pass. At the end nothing is left gathered, also after an error.
+        Where memory allows (`ShardMemory`) the weights stay gathered from pass to pass. With `whole` gradients too are
+        added up whole, and summed over ranks in the last pass. At the end nothing is left gathered, also after an
+        error.
         """
         units = fsdp_units(model)
-        root = units[0]
+        root, frees = units[0], not (self.whole or self.memory.weights_stay)
 
         def next_pass(last: bool) -> None:
             root.set_requires_gradient_sync(last or not self.whole)
-            root.set_reshard_after_backward(last or not self.whole)
+            root.set_reshard_after_backward(last or frees)
 
-        root.set_reshard_after_forward(not self.whole)
+        root.set_reshard_after_forward(frees)
         try:
             yield next_pass
         finally:

@@ -130,6 +130,10 @@ class CommonTrainer(Section):
     checkpointing: bool | Literal["auto"] = "auto"
     """Keep only the input of each decoder layer, and compute the layer again in the backward pass; auto = for
     micro-batches whose activations exceed what the state leaves of the memory that the shards find."""
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Free the weights of a layer that were gathered from all shards after each pass, and gather them again for the
+    next one (ZeRO-3). false = gather them once for all micro-batches of a batch (ZeRO-2). auto = false where they fit
+    into memory."""
     compile: bool = False
     """torch.compile each decoder layer: faster steps, after a minute or so of compiling."""
     offload: Literal["none", "cpu"] = "none"

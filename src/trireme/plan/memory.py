@@ -76,6 +76,9 @@ class ShardMemory:
     """True: every shard keeps the whole model over the micro-batches of a batch, so that weights are gathered and
     gradients are summed over shards once per batch. False: once per micro-batch and layer. With several shards and
     micro-batches it decides the order in which gradients are added, and so their last bits."""
+    weights_stay: bool
+    """True: every shard keeps all weights over the micro-batches of a batch, so that they are gathered once per batch
+    (ZeRO-2; with `whole` also their gradients). False: layer by layer in each pass (ZeRO-3). It changes no bit."""
     offloaded: bool
     """True: the state is in host memory, and models compute on GPUs."""
 
@@ -91,6 +94,8 @@ class ShardMemory:
         if self.again:
             layers = f"layers are computed twice in micro-batches of more than {self.kept_tokens:,} tokens"
         weights = "once a batch" if self.whole else "layer by layer"
+        if self.weights_stay and not self.whole:
+            weights = "once a batch, their gradients summed layer by layer"
         return f"{layers}, weights are gathered {weights}"
 
 
@@ -108,16 +113,21 @@ class ModelMemory:
     def shard(self, options: CommonTrainer, tokens: int, state_bytes: int, room: int) -> ShardMemory:
         """Returns the memory of a shard that may fill `room` bytes, for `tokens` in a full micro-batch and
         `state_bytes` of the whole model. What the state leaves of the room is first for activations, as computing
-        layers twice costs more than gathering them again, then for the whole model."""
+        layers twice costs more than gathering them again, then for the whole model or at least all weights."""
         offloaded = self.on_gpus and options.offload == "cpu"
         state = state_bytes // options.shards
         free = room - BASE_BYTES - (0 if offloaded else state)
-        kept = self.kept_tokens(options.checkpointing, free - self.gathered(options.lora, whole=False))
+        by_layer = self.gathered(options.lora, whole=False)
+        kept = self.kept_tokens(options.checkpointing, free - by_layer)
         again = kept is not None and tokens > kept
         activations = self.activations(tokens, again)
-        whole = self.stays_whole(free - activations, options.lora)
-        gathered = max(self.gathered(options.lora, whole=whole), self.gathered_alone(options.lora) - activations)
-        return ShardMemory(tokens, state, gathered, activations, kept, again, whole, offloaded)
+        option, left = options.reshard_after_forward, free - activations
+        whole = option is not True and self.stays_whole(left, options.lora)
+        staying = by_layer + self.dtype_bytes * (self.facts.num_layers - 2) * self._layer
+        stay = whole or (staying <= left if option == "auto" else not option)
+        gathered = self.gathered(options.lora, whole=True) if whole else staying if stay else by_layer
+        gathered = max(gathered, self.gathered_alone(options.lora) - activations)
+        return ShardMemory(tokens, state, gathered, activations, kept, again, whole, stay, offloaded)
 
     @property
     def layer_bytes(self) -> int:

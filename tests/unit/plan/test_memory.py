@@ -137,6 +137,23 @@ def test_the_plan_of_a_shard_is_what_its_code_holds(name: str) -> None:
     assert 0.85 < (said.total - SHARD_BASE_GIB * GIB) / held < 1.15
 
 
+@pytest.mark.parametrize(("option", "just", "less"), [("auto", True, False), (False, True, True), (True, False, False)])
+def test_weights_stay_gathered_where_they_fit_or_as_told(option: bool | str, just: bool, less: bool) -> None:
+    """Beside the gradients of embeddings and a layer, and not if the whole model stays."""
+    deep = replace(FACTS, num_layers=10, num_parameters=10 * 100_000 + FACTS.embedding_parameters)
+    memory, options = ModelMemory(deep, 2, on_gpus=True), TrainerConfig(reshard_after_forward=option)
+    freed = memory.gathered(options.lora, whole=False)
+    room = BASE_BYTES + memory.activations(10, False) + freed + 2 * 8 * 100_000
+    assert freed + 2 * 8 * 100_000 < memory.gathered(options.lora, whole=True)
+    found = [memory.shard(options, 10, 0, room - missing) for missing in (0, 1)]
+    assert [each.weights_stay for each in found] == [just, less]
+    assert not any(each.whole for each in found)
+    told = "once a batch, their gradients summed layer by layer" if just else "layer by layer"
+    assert found[0].text.endswith(f"weights are gathered {told}")
+    rich = memory.shard(options, 10, 0, 2**40)
+    assert (rich.whole, rich.weights_stay) == ((False, False) if option is True else (True, True))
+
+
 @pytest.mark.parametrize(
     ("free_gib", "logits"),
     [(None, 2**24), (0, 2**24), (1, 2**25), (6, 2**28), (12, 2**29), (23.9, 2**29), (24, 2**30), (140, 2**30)],

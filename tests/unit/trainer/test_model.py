@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks_support import run_ranks
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_group
 
 # The tiny models and batches are the end-to-end tests' too.
 from trainer_support import VOCAB, make_batch, make_config, make_model
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from trainer.batching import ShardOutput, scatter_outputs
 from trainer.logprobs import SelectedLogprobs, token_logprobs
 from trainer.losses import resolve_loss
-from trainer.model import Sharding
+from trainer.model import Sharding, fsdp_units
 from trainer.shard import Shard
 from trireme.core.types import AdamParams, TokenBatch
 from trireme.core.weights import TensorEntry
@@ -62,6 +63,7 @@ def make_shard(rank, world_size, store, model, options):
     options = {"trainer__micro_batch_tokens": BUDGET, "trainer__shards": shards, **options}
     with pytest.MonkeyPatch.context() as patch:
         if options.pop("layer_by_layer", False):
+            options = {"trainer__reshard_after_forward": True, **options}
             patch.setattr(memory.ModelMemory, "stays_whole", lambda *_: False)
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
         return Shard(make_config(model, **options), rank, store, Packer(np.copy, rank))
@@ -153,6 +155,34 @@ GROUPS = {
     (3, 1): ("qwen3", {**WAYS["packed, checkpointing"], "layer_by_layer": True}),
     (2, 2): ("qwen3_moe", WAYS["layer by layer"]),
 }
+
+
+def gathers(rank, world_size, store, model, reshard):
+    """Returns a step without `whole`, and how often the weights of a unit were gathered in its passes."""
+    calls, gather = [], fsdp_group.foreach_all_gather
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp_group, "foreach_all_gather", lambda *args: calls.append(args) or gather(*args))
+        options = {"layer_by_layer": True, "trainer__reshard_after_forward": reshard}
+        one = make_shard(rank, world_size, store, model, options)
+        calls.clear()
+        output = one.forward_backward(make_batch(LENGTHS), "ppo", {}, None)
+    gradient = {name: p.grad.full_tensor().clone() for name, p in one._model.named_parameters()}
+    units, passes = len(fsdp_units(one._model)), len(one._micro_batches(make_batch(LENGTHS)))
+    gathered = [not parameter.is_meta and type(parameter).__name__ == "DTensor" for parameter in one._parameters]
+    dist.destroy_process_group()
+    return output.logprobs, gradient, len(calls), units, passes, all(gathered)
+
+
+def test_weights_that_stay_gathered_change_no_bit_and_are_gathered_once(models):
+    """ZeRO-2 and ZeRO-3 of two shards: gradients are summed after the same passes in the same order."""
+    kept, freed = (run_ranks(2, gathers, models["qwen3"], reshard) for reshard in (False, True))
+    for (p, gradient, calls, units, passes, sharded), (other_p, other, more_calls, *_) in zip(kept, freed, strict=True):
+        np.testing.assert_array_equal(p, other_p)
+        assert gradient.keys() == other.keys()
+        assert all(torch.equal(gradient[name], other[name]) for name in gradient)
+        assert passes > 1
+        assert (calls, more_calls >= passes * units) == (units, True)
+        assert sharded, "nothing is left gathered"
 
 
 @pytest.mark.parametrize("shape", GROUPS, ids=[f"{shards} shards x {copies}" for shards, copies in GROUPS])
