@@ -214,7 +214,7 @@ class Bench:
 
         with in_memory_files([bucket.data for bucket in published.source]) as paths:
             files = pickle.dumps((published.manifest, paths))
-            return float(await self.replica._in_engine("bare_reload", (files,)))
+            return float((await self.replica._in_engine("bare_reload", (files,)))[0])
 
 
 def config(model: Path, requests: int, on_update: str) -> Config:

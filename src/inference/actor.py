@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import pickle
+import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class ReplicaInfo:
 
     engine_pid: int
     """Process id of its engine."""
+    ranks: tuple[int, ...]
+    """Process ids of the engine's ranks, in order; one that is alone is the engine's process itself."""
     identity: WeightIdentity | None
     """The weights that it samples from; None before the first update."""
     node: str
@@ -81,6 +84,7 @@ class ReplicaActor(SamplingEngine):
         see_own_gpus()
         super().__init__(config, "a spare replica")
         self._log_dir, self._prepared = log_dir, False
+        self._watched: list[int] = []  # descriptors of the ranks' processes
         self.base: str | None = None
         self.receiver = load_transport(config.transport).make_receiver()
         self.updating = asyncio.Lock()
@@ -111,18 +115,19 @@ class ReplicaActor(SamplingEngine):
         self._become(index)
         log.info("process %d, a spare until now, succeeds replica %d", os.getpid(), index)
         os.environ[VISIBLE] = lost.devices
-        await self._await_end(lost.engine_pid)
+        await self._await_end({lost.engine_pid, *lost.ranks})
         return await self.start()
 
     async def has_lost_engine(self) -> bool:
-        """Tells if the engine's process died under this one, or stood still and was killed."""
+        """Tells if a process of the engine died under this one, or stood still and was killed."""
         # a call may fail before vLLM notices the death
-        return self.engine_killed or self.engine.errored or has_ended(self._engine_pid)
+        return self.engine_killed or self.engine.errored or any(map(has_ended, (self._engine_pid, *self.ranks)))
 
     async def restart(self) -> ReplicaInfo:
         """Starts an engine in place of one that was lost: most of a start is importing vLLM, which is done."""
         log.info("process %d starts another engine for %s", os.getpid(), self.name)
-        lost = self._engine_pid
+        lost = {self._engine_pid, *self.ranks}
+        self._forget_ranks()
         self._give_up_all()
         self._engine_process.kill()  # one that is stopped would hold up the next call
         await self._await_end(lost)
@@ -131,15 +136,16 @@ class ReplicaActor(SamplingEngine):
         self.updating = asyncio.Lock()
         return await self.start()
 
-    async def _await_end(self, pid: int) -> None:
-        """Waits for the engine process that was lost to free its memory: there is none for both."""
-        if not await _gone(pid):
-            log.warning(
-                "waited %g s for process %d, the lost engine of %s, to end and free its memory; starting beside it",
-                GONE_S,
-                pid,
-                self.name,
-            )
+    async def _await_end(self, pids: Iterable[int]) -> None:
+        """Waits for the processes of the engine that was lost to free their memory: there is none for both."""
+        for pid, gone in zip(pids, await asyncio.gather(*map(_gone, pids)), strict=True):
+            if not gone:
+                log.warning(
+                    "waited %g s for process %d, of %s's lost engine, to end and free its memory; starting beside it",
+                    GONE_S,
+                    pid,
+                    self.name,
+                )
 
     async def start(self) -> ReplicaInfo:
         """Starts the engine and samples once: the first logprobs compile a function that a request would wait for."""
@@ -154,6 +160,8 @@ class ReplicaActor(SamplingEngine):
         if self.config.trainer.lora.on:
             self.base = await asyncio.to_thread(base_digest, self.config.model.name)
         await (await self._submit(WARM_UP, salt="warm-up")).get()
+        self.ranks = tuple(await self._in_engine("settle"))
+        self._watch_ranks()
         self.engine_stats.answered = self.note_step  # from now on: the first steps of all are slow
         self.proved.set()
         log.info("ready")
@@ -163,14 +171,15 @@ class ReplicaActor(SamplingEngine):
         """Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken."""
         self._raise_if_broken()
         node = ray.get_runtime_context().get_node_id()
-        return ReplicaInfo(self._engine_pid, self.identity, node, os.environ.get(VISIBLE, ""))
+        return ReplicaInfo(self._engine_pid, self.ranks, self.identity, node, os.environ.get(VISIBLE, ""))
 
     async def heartbeat(self) -> Heartbeat:
         """Answers immediately. Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken, and
         when its engine has been silent for too long, which is killed then."""
         self._raise_if_broken()
         node = ray.get_runtime_context().get_node_id()
-        return Heartbeat((os.getpid(), self._engine_pid), node, *self.behind())
+        others = [pid for pid in self.ranks if pid != self._engine_pid]
+        return Heartbeat((os.getpid(), self._engine_pid, *others), node, *self.behind())
 
     async def weight_version(self) -> WeightIdentity | None:
         """Returns the engine's label of its tokens; None before the first update."""
@@ -183,8 +192,29 @@ class ReplicaActor(SamplingEngine):
         self._raise_if_broken()
         return self.engine_stats.stats(len(self.engine.output_processor.request_states))
 
+    def _watch_ranks(self) -> None:
+        """Makes the death of a rank the engine's. vLLM sees it too, but waits for ranks that wait for that one."""
+        for rank, pid in enumerate(self.ranks):
+            if pid != self._engine_pid:
+                self._watched.append(descriptor := os.pidfd_open(pid))  # readable once the process has ended
+                asyncio.get_running_loop().add_reader(descriptor, self._lost_rank, rank)
+
+    def _lost_rank(self, rank: int) -> None:
+        self._forget_ranks()
+        if not has_ended(self._engine_pid):  # else its ranks died with it
+            died = f"{self.name}: rank {rank} of its engine, process {self.ranks[rank]}, died"
+            self.broken = self.broken or RoomFailed(died)
+            log.error("%s; its engine, process %d, is killed", died, self._engine_pid)
+            os.kill(self._engine_pid, signal.SIGKILL)  # and with it all ranks
+
+    def _forget_ranks(self) -> None:
+        while self._watched:
+            asyncio.get_running_loop().remove_reader(descriptor := self._watched.pop())
+            os.close(descriptor)
+
     async def stop(self) -> None:
         """Ends the engine process, if there is one: a spare may still wait to start it."""
+        self._forget_ranks()
         if hasattr(self, "engine"):
             self.engine.shutdown()
         trace.stop()
@@ -244,9 +274,10 @@ class ReplicaActor(SamplingEngine):
             )
         with in_memory_files(buckets) as paths:
             files = pickle.dumps((manifest, paths))
-            reason = await step("receive", self._in_engine("receive_weights", args=(files,)))
-        if reason:
-            raise WeightsRefused(reason)
+            reasons = await step("receive", self._in_engine("receive_weights", args=(files,)))
+        alone, refusals = len(reasons) == 1, [(rank, reason) for rank, reason in enumerate(reasons) if reason]
+        if refusals:
+            raise WeightsRefused("; ".join(reason if alone else f"rank {rank}: {reason}" for rank, reason in refusals))
 
     async def _drained(self, identity: WeightIdentity, started: float) -> None:
         """Waits until no request is in flight; new ones wait in `_entering`."""
@@ -319,9 +350,9 @@ class ReplicaActor(SamplingEngine):
         logprobs = np.asarray([table[token].logprob for token, table in pairs], dtype=np.float32)
         return check_canary(manifest, logprobs)
 
-    async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> Any:
-        """Calls a method of vLLM's worker in the engine process; returns the answer of its first rank."""
-        return (await self.engine.collective_rpc(method, args=args))[0]
+    async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Calls a method of vLLM's worker on every rank of the engine; returns their answers, in order of the ranks."""
+        return await self.engine.collective_rpc(method, args=args)
 
     async def _step(self, name: str, awaitable: Awaitable[Value], *, deadline: float) -> Value:
         with trace.span(name, "update"):

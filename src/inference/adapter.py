@@ -48,6 +48,8 @@ def take_adapter(runner: Any, tensors: Mapping[str, torch.Tensor], adapter: Adap
     head = next(module for module in runner.get_model().modules() if isinstance(module, ParallelLMHead))
     if not hasattr(head, ORIGINAL):
         setattr(head, ORIGINAL, head.weight.data.clone())
+    own = head.shard_indices  # the part of the vocabulary that this rank holds
+    added = added[own.org_vocab_start_index : own.org_vocab_end_index]
     merged = getattr(head, ORIGINAL).clone()
     merged[: len(added)] = (merged[: len(added)].float() + added.to(merged.device)).to(merged.dtype)
     head.weight.data.copy_(merged)

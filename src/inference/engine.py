@@ -73,7 +73,7 @@ def start_engine(config: Config, who: str) -> AsyncLLM:
 def engine_args(config: Config, on_cpu: bool) -> dict[str, Any]:
     """Returns the arguments of vLLM's AsyncEngineArgs. Raises BadInput for `inference.engine_args` that are decided
     here."""
-    lora = config.trainer.lora
+    lora, ranks = config.trainer.lora, config.inference.tensor_parallel
     args: dict[str, Any] = {
         "model": config.model.name,
         "dtype": {"auto": "float32" if on_cpu else "bfloat16"}.get(config.model.dtype, config.model.dtype),
@@ -84,7 +84,9 @@ def engine_args(config: Config, on_cpu: bool) -> dict[str, Any]:
         "generation_config": "vllm",  # the model's own sampling defaults must not change what the trainer assumes
         "logprobs_mode": "processed_logprobs",  # raw ones ignore the temperature
         "worker_extension_cls": "inference.worker.WorkerExtension",
-        "distributed_executor_backend": "uni",  # inside a placement group vLLM would choose Ray
+        "tensor_parallel_size": ranks,
+        # Inside a placement group vLLM would choose Ray. With "uni" the one rank is the engine's process itself.
+        "distributed_executor_backend": "uni" if ranks == 1 else "mp",
         "enable_log_requests": False,
         "disable_log_stats": True,
         "seed": config.seed,
@@ -93,8 +95,8 @@ def engine_args(config: Config, on_cpu: bool) -> dict[str, Any]:
         layers = [name for name in lora.target_modules if name not in UNEMBED]
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.rank, "lora_target_modules": layers}
     if on_cpu:
-        # Otherwise every replica reserves a share of all memory, and the second cannot start.
-        args["kv_cache_memory_bytes"] = int(config.inference.memory_gb * 2**30)
+        # Otherwise every replica reserves a share of all memory, and the second cannot start. The bytes of one rank.
+        args["kv_cache_memory_bytes"] = int(config.inference.memory_gb * 2**30) // ranks
         # A seeded request whose prefill is split over several steps crashes vLLM's CPU engine ("CPU Generator does not
         # use offset"). So a prefill, also the one after an update, is computed whole or waits for the next step.
         args["enable_chunked_prefill"] = False

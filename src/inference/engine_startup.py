@@ -1,5 +1,8 @@
 """Starts a replica's engine process fast on CPUs, and makes sure that it never outlives the replica.
 
+With several ranks the engine's process starts one process for each, which computes, and these never outlive it: the
+kernel kills each with its parent.
+
 Measured from the actor's start to a replica that is ready (tiny Qwen3, 2 cores, byte code compiled), in CPU seconds of
 the actor, its engine process and their helpers; each is the same within 1 s however busy the machine:
 
@@ -18,6 +21,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+from collections.abc import Mapping
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess, SpawnContext, SpawnProcess
 
 from trireme.process.environ import write_stacks_on_signal
@@ -38,41 +42,56 @@ def die_with_parent() -> None:
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     parent = multiprocessing.parent_process()
-    if parent is None or not parent.is_alive():
+    if parent is None or os.getppid() != parent.pid:  # another process has adopted this one
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class _ForkedEngine(ForkProcess):
+class _Forked(ForkProcess):
     def run(self) -> None:
         die_with_parent()
         super().run()  # SIGUSR1 writes stacks: what handles it was forked too
 
 
-class _SpawnedEngine(SpawnProcess):
+class _Spawned(SpawnProcess):
     def run(self) -> None:
         die_with_parent()
         write_stacks_on_signal()
+        _start_ranks_by(None)
         super().run()
 
 
 class _ForkContext(ForkContext):
-    Process = _ForkedEngine
+    Process = _Forked
 
 
 class _SpawnContext(SpawnContext):
-    Process = _SpawnedEngine
+    Process = _Spawned
+
+
+_CONTEXTS: Mapping[str, BaseContext] = {"fork": _ForkContext(), "spawn": _SpawnContext()}
+"""Ways to start a process that never outlives its parent, by their names in multiprocessing."""
+
+
+def _start_ranks_by(method: str | None) -> None:
+    """Has an engine in this process, or forked from it, start its ranks so that they never outlive it, by `method` of
+    _CONTEXTS; None: by vLLM's choice."""
+    from vllm.utils.system_utils import get_mp_context
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: _CONTEXTS[method or get_mp_context().get_start_method()]
 
 
 def prepare_start(on_cpu: bool) -> None:
-    """Sets how vLLM starts engines in this process. Call before the first one."""
+    """Sets how vLLM starts engines in this process, and these their ranks. Call before the first one."""
     from vllm.v1.engine import utils
 
     # vLLM spawns its engine inside Ray actors, because a forked child can not use Ray; ours does not. Forking spares
     # it a second import of vLLM. With a GPU vLLM's choice stays: CUDA does not survive a fork.
-    context: BaseContext = _ForkContext() if on_cpu else _SpawnContext()
-    utils.get_mp_context = lambda: context
+    method = "fork" if on_cpu else "spawn"
+    utils.get_mp_context = lambda: _CONTEXTS[method]
     if not on_cpu:
         return
+    _start_ranks_by(method)
     import torch
     from vllm.model_executor.models import registry
     from vllm.utils.cpu_resource_utils import get_memory_affinity

@@ -77,6 +77,7 @@ class SamplingEngine:
         self.adapter: LoRARequest | None = None  # named by requests once an adapter has been taken
         self.broken: TriremeError | None = None
         self.engine_killed = False  # it was silent for too long
+        self.ranks: tuple[int, ...] = ()  # process ids of the engine's ranks, once it has started
         self.running: dict[str, InFlight] = {}
         self.halting = self.standing = False  # told to stop between two steps; stands still
         self.pausing = asyncio.Lock()  # held while the engine is paused, so that nothing else resumes it
@@ -110,8 +111,8 @@ class SamplingEngine:
             os.kill(self._engine_pid, STACKS)  # it writes its stacks, if it can
         asyncio.get_running_loop().call_later(STACKS_S, self._engine_process.kill)
 
-    def _cpu_s(self) -> float:
-        return cpu_seconds(self._engine_pid)
+    def _cpu_s(self) -> list[float]:
+        return [cpu_seconds(pid) for pid in self.ranks or (self._engine_pid,)]
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, Outcome]]]:
         """Samples all `requests` at the same time. Yields (index, sequence or that request's error) of those that have

@@ -10,7 +10,7 @@ one about all.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import psutil
@@ -24,15 +24,18 @@ LONGEST_GAP_S = 2.0
 
 
 class StallClock:
-    """Counts the seconds in which a process that is to answer made no progress. Look about once a second meanwhile.
+    """Counts the seconds in which processes that are to answer together made no progress: not all of them did, for one
+    that stands still holds up the others, which wait for it with all the CPU time there is. Look about once a second
+    meanwhile.
 
-    `cpu_s` returns the CPU seconds that the process has used so far. `silent_s` is always the time since it answered
-    last, or was asked.
+    `cpu_s` returns the CPU seconds that each has used so far. `silent_s` is always the time since they answered last,
+    or were asked.
     """
 
-    def __init__(self, cpu_s: Callable[[], float]) -> None:
+    def __init__(self, cpu_s: Callable[[], Sequence[float]]) -> None:
         self._cpu_s = cpu_s
-        self._used_s = self._stalled_s = self._longest_s = 0.0
+        self._used_s: Sequence[float] = ()
+        self._stalled_s = self._longest_s = 0.0
         self._looked = self._progressed = time.monotonic()
 
     def look(self, silent_s: float) -> float:
@@ -42,7 +45,9 @@ class StallClock:
         self._stalled_s = min(self._stalled_s + min(gap_s, LONGEST_GAP_S), silent_s)
         if self._stalled_s >= QUIET_S:
             used_s = self._cpu_s()
-            if abs(used_s - self._used_s) >= max(LEAST_CPU_S, LEAST_SHARE * self._stalled_s):  # less: a child ended
+            least_s = max(LEAST_CPU_S, LEAST_SHARE * self._stalled_s)
+            pairs = zip(used_s, self._used_s or [0.0] * len(used_s), strict=True)
+            if all(abs(used - before) >= least_s for used, before in pairs):  # less than before: a child ended
                 self._longest_s = max(self._longest_s, self._stalled_s - gap_s)  # in the last gap it did something
                 self._used_s, self._stalled_s, self._progressed = used_s, 0.0, now
         return self._stalled_s

@@ -1,16 +1,19 @@
-"""The part of a replica in vLLM's engine process: checks what arrives and loads it.
+"""The part of a replica in vLLM's engine: checks what arrives and loads it.
 
-vLLM imports this module in the engine process because the replica names `WorkerExtension` as its
-`worker_extension_cls`. All of this runs between two forward steps.
+vLLM imports this module in every rank of the engine because the replica names `WorkerExtension` as its
+`worker_extension_cls`. All of this runs between two forward steps. Each rank maps the same whole tensors and takes its
+part of them, by the loaders with which vLLM reads files.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,11 +72,21 @@ def _as_loaded(tensors: Iterable[tuple[str, torch.Tensor]], fault: str | None) -
 
 
 class WorkerExtension:
-    """Methods that the replica calls in the engine process, mixed into vLLM's Worker."""
+    """Methods that the replica calls on every rank of its engine, mixed into vLLM's Worker."""
 
+    rank: int
     model_runner: Any
     vllm_config: Any
     received: tuple[WeightsManifest, list[npt.NDArray[np.uint8]]] | None = None
+
+    def settle(self) -> int:
+        """Takes away the names of the shared memory by which ranks on CPUs communicate. They have found each other, and
+        killed ones would leave it in /dev/shm. (Of vLLM's other names there Python keeps track.) Returns this rank's
+        process id."""
+        if current_platform.is_cpu():
+            for path in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
+                path.unlink(missing_ok=True)  # another rank may be faster
+        return os.getpid()
 
     def receive_weights(self, pickled_files: bytes) -> str | None:
         """Checks what arrived against its digest; returns the reason to refuse it, or None. `pickled_files`: a manifest
@@ -95,7 +108,13 @@ class WorkerExtension:
         return None
 
     def take_weights(self) -> None:
-        """Loads the received weights, while the scheduler is paused."""
+        """Loads the received weights, while the scheduler is paused. An error names the rank."""
+        try:
+            self._load_received()
+        except Exception as error:  # vLLM passes its text on, and does not say whose it is
+            raise RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}") from error
+
+    def _load_received(self) -> None:
         assert self.received is not None
         manifest, buckets = self.received
         tensors = ((entry.name, tensor_of(entry, buckets)) for entry in manifest.entries)

@@ -98,18 +98,24 @@ class AdapterRoom(Room):
 
 @pytest.fixture(scope="module")
 def rooms(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, AdapterRoom]]:
-    directory = tmp_path_factory.mktemp("lora")
+    started = start_rooms(KINDS, tmp_path_factory.mktemp("lora"))
+    yield started
+    for room in started.values():
+        room.group.stop()
+
+
+def start_rooms(kinds: dict[str, Any], directory: Path, ranks: int = 1) -> dict[str, AdapterRoom]:
     groups = {}
-    for name, (family, tied, on_update, lora) in KINDS.items():
+    for name, (family, tied, on_update, lora) in kinds.items():
         random_model(family, tied, seed=0).save_pretrained(directory / name)
-        config = make_config(directory / name, False, on_update=on_update)
+        config = make_config(directory / name, False, on_update=on_update, tensor_parallel=ranks)
         trainer = config.trainer.model_copy(update={"lora": LoraConfig.model_validate(lora)})
         options = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
         config = config.model_copy(update={"trainer": trainer})
         groups[name] = InferenceHandle.start(config, [options], directory / "logs" / name)
     started = {}
     for name, group in groups.items():
-        family, tied, _, lora = KINDS[name]
+        family, tied, _, lora = kinds[name]
         references, who = group.ready_refs()
         (ready,) = get_all(references, who=who, timeout_s=START_S, log=directory / "logs" / name)
         options_of = LoraConfig.model_validate(lora)
@@ -117,9 +123,7 @@ def rooms(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         started[name] = AdapterRoom(
             family, tied, group, router, ready.engine_pid, lora=options_of, base=directory / name
         )
-    yield started
-    for group in groups.values():
-        group.stop()
+    return started
 
 
 def begin(room: Room, requests: list[Any]) -> list[asyncio.Task[Any]]:
@@ -146,7 +150,18 @@ def test_at_first_the_adapted_model_is_the_base(rooms: dict[str, AdapterRoom]) -
 
 
 def test_answers_over_three_adapters_know_which_token_came_from_which(rooms: dict[str, AdapterRoom]) -> None:
-    room = rooms["everywhere"]
+    check_three_adapters(rooms["everywhere"])
+
+
+@pytest.mark.long
+def test_two_ranks_have_each_their_part_of_an_adapter_that_of_the_head_too(ray_cluster: str, tmp_path: Path) -> None:
+    room = start_rooms({"ranks": EVERYWHERE}, tmp_path, ranks=2)["ranks"]
+    asyncio.run(room.update())
+    check_three_adapters(room)
+    room.group.stop()
+
+
+def check_three_adapters(room: AdapterRoom) -> None:
     prompts = [prompt_of(5 + 40 * i, seed=i) for i in range(6)]
 
     async def run() -> list[Any]:

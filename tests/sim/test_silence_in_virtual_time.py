@@ -49,8 +49,8 @@ class Busy(SamplingEngine):
     _has_requests = True
     used_s = 0.0
 
-    def _cpu_s(self) -> float:
-        return self.used_s
+    def _cpu_s(self) -> list[float]:
+        return [self.used_s]
 
     def kill_engine(self) -> None:
         """There is no process."""

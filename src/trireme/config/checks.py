@@ -32,6 +32,7 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
     elif isinstance(config, Config):
         own = [*_batch(config), *_groups(config), *_names(config), *_eval_envs(config), *_rendering(config)]
         own += [*_lengths(config, facts), *_reserved(config), *_concurrency(config), *_timeouts(config)]
+        own += _ranks(config, facts)
         warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
     key = "model.tokenizer" if config.model.tokenizer else "model.name"
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
@@ -74,6 +75,18 @@ def _reserved(config: Config) -> Iterator[Refusal]:
             f"eval.replicas = {reserved} in deterministic mode",
             "0: in which row such an evaluation ends depends on how fast it is",
             "leave --eval.replicas out, or --deterministic",
+        )
+
+
+def _ranks(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
+    """Refuses ranks over which vLLM cannot divide the heads."""
+    ranks = config.inference.tensor_parallel
+    if facts and facts.num_heads and ranks not in (fit := facts.rank_counts):
+        yield Refusal(
+            f"inference.tensor_parallel = {ranks} for {facts.name}, which has {facts.num_heads} attention heads, and "
+            f"{facts.num_kv_heads} of keys and values",
+            f"a number of ranks that divides them: {', '.join(map(str, fit))}",
+            f"set --inference.tensor-parallel to {max(n for n in fit if n < ranks)}",
         )
 
 

@@ -43,7 +43,9 @@ class SamplingConfig(Section):
 
 class InferenceConfig(Section):
     replicas: PositiveInt = Field(1, json_schema_extra={"flag": "inference-gpus"})
-    """Number of vLLM replicas (one GPU each where there are GPUs)."""
+    """Number of vLLM replicas (tensor_parallel GPUs each where there are GPUs)."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks of a replica, on one node: each holds a part of every layer, and has one GPU where there are GPUs."""
     transport: TransportName = "auto"
     """How weights travel to the replicas; auto = object_store."""
     on_update: Literal["recompute_kv", "keep_kv", "drain"] = "recompute_kv"
@@ -56,12 +58,13 @@ class InferenceConfig(Section):
     max_model_len: PositiveInt | None = None
     """Context of the engine; none = model.max_seq_len."""
     memory_gb: PositiveFloat = 0.25
-    """KV cache of a replica on CPUs, in GiB."""
+    """KV cache of a replica on CPUs, in GiB; its ranks share it."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory that a replica may take."""
+    """Share of a GPU's memory that a replica, or its rank on that GPU, may take."""
     gpu_cache_gb: PositiveFloat | None = None
-    """KV cache of a replica on its GPU, in GiB; none = what gpu_memory_utilization leaves, as vLLM measures it, and on
-    a GPU that is shared with the trainer, where nothing can be measured while both start, as the plan works it out."""
+    """KV cache of a replica on its GPU (on each of several), in GiB; none = what gpu_memory_utilization leaves, as vLLM
+    measures it, and on a GPU that is shared with the trainer, where nothing can be measured while both start, as the
+    plan works it out."""
     max_num_seqs: PositiveInt | None = None
     """Sequences that a replica decodes at the same time; none = on a GPU what a vLLM server takes there (256, or 1,024
     from 70 GiB of memory on, in vLLM 0.32), 256 on CPUs."""

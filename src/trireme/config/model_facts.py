@@ -79,6 +79,13 @@ class ModelFacts:
         return self.num_parameters * DTYPE_BYTES.get(str(dtype), 4)
 
     @property
+    def rank_counts(self) -> list[int]:
+        """Numbers of ranks over which the heads of a layer can be divided: each has as many of the queries', and of
+        the keys' as many or a copy of one. Empty without attention."""
+        heads, keys = self.num_heads, self.num_kv_heads
+        return [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
+
+    @property
     def embedding_parameters(self) -> int:
         """Parameters of the embeddings, and of the head unless it is tied."""
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)

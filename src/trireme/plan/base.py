@@ -178,7 +178,17 @@ class Plan:
     @property
     def models(self) -> list[int]:
         """Number of processes that hold a model, in each room that has such."""
-        return [len(part.actors) for part in self.parts if part.size_key]
+        return [len(part.actors) * part.ranks for part in self.parts if part.size_key]
+
+    @property
+    def _processes(self) -> int:
+        """Number of processes that compute, the orchestrator among them."""
+        return sum(len(part.actors) * part.ranks for part in self.parts)
+
+    @property
+    def _widest(self) -> int:
+        """Most processes of one actor, which are on one node."""
+        return max(part.ranks for part in self.parts)
 
     @property
     def shares_gpu(self) -> bool:
@@ -196,24 +206,27 @@ class Plan:
         """Threads for each process that computes: with a core or less for each, one is fastest and repeatable."""
         if self.config.deterministic:  # how a sum is split over threads decides its last bits
             return 1
-        return max(1, self.resources.cpus // len(self.actor_names))
+        return max(1, self.resources.cpus // self._processes)
 
     @property
-    def cpus_per_actor(self) -> float:
-        """Ray's CPU share of an actor: 1 where there are enough cores. Else so little that all find a place however the
-        cores are spread over the nodes: n nodes with c cores in all hold at least c / share - n actors."""
-        actors, has = len(self.actor_names), self.resources
-        return 1.0 if has.cpus >= actors else math.floor(100 * has.cpus / (actors + len(has.nodes))) / 100
+    def cpus_per_process(self) -> float:
+        """Ray's CPU share of a process that computes: 1 where there are enough cores. Else so little that all actors
+        find a place however the cores are spread over the nodes: an actor of w processes finds none only if each of n
+        nodes has less than w shares left, so all do if c cores in all are n * w shares more than all processes."""
+        has, nodes, widest = self.resources, len(self.resources.nodes), self._widest
+        if has.cpus >= self._processes + (widest - 1) * (nodes - 1):
+            return 1.0
+        return math.floor(100 * has.cpus / (self._processes + nodes * widest)) / 100
 
     @property
     def options(self) -> list[dict[str, Any]]:
         """Ray's options of each actor, in the order of `actor_names`."""
-        return [self._options(bool(part.size_key)) for part in self.parts for _ in part.actors]
+        return [self._options(part) for part in self.parts for _ in part.actors]
 
-    def _options(self, holds_model: bool) -> dict[str, Any]:
-        gpus = (0.5 if self.shares_gpu else 1.0) if self.on_gpus and holds_model else 0.0
-        options: dict[str, Any] = {"num_cpus": self.cpus_per_actor, "num_gpus": gpus}
-        if holds_model and cluster_address(self.config) is not None:
+    def _options(self, part: Part) -> dict[str, Any]:
+        gpus = (0.5 if self.shares_gpu else part.ranks * 1.0) if self.on_gpus and part.size_key else 0.0
+        options: dict[str, Any] = {"num_cpus": round(part.ranks * self.cpus_per_process, 2), "num_gpus": gpus}
+        if part.size_key and cluster_address(self.config) is not None:
             # Else Ray gives an actor as many threads as `num_cpus`, so one: AdamW of offloaded weights would have one
             # core. (In a cluster that is started here all processes inherit this variable.)
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(self.threads)}}
@@ -224,7 +237,8 @@ class Plan:
         """Ray's options of a replica that is added to a run. On CPUs that this run alone uses it needs no share, as all
         may be taken."""
         own = cluster_address(self.config) is None and not self.on_gpus
-        return self._options(holds_model=True) | ({"num_cpus": 0.0} if own else {})
+        (replica,) = (part for part in self.parts if part.room == "inference")
+        return self._options(replica) | ({"num_cpus": 0.0} if own else {})
 
     @property
     def blocks(self) -> list[int]:
@@ -269,11 +283,19 @@ class Plan:
         holders = [part for part in self.parts if part.size_key]
         keys = " or ".join(f"--{part.size_key}" for part in holders)
         sizes, has = " and ".join(part.size_text for part in holders), self.resources
-        if self.cpus_per_actor <= 0:
+        most = 100 * has.cpus - len(has.nodes) * self._widest
+        if self.cpus_per_process <= 0:
             raise Refusal(
-                f"{sizes}, in all {len(self.actor_names)} processes",
-                f"at most {100 * has.cpus - len(has.nodes)}, which is a hundred for each core of {has.source}",
+                f"{sizes}, in all {self._processes} processes",
+                f"at most {most}, which is a hundred for each core of {has.source}",
                 f"lower {keys}, or use a larger cluster",
+            ).error()
+        gpus = max(node.num_gpus for node in has.nodes)
+        if self.on_gpus and gpus < self._widest <= has.gpus:
+            raise Refusal(
+                f"inference.tensor_parallel = {self._widest}, which needs {self._widest} GPUs on one node",
+                f"at most {gpus}, which no node of {has.source} has more than",
+                "lower --inference.tensor-parallel, or use larger nodes",
             ).error()
         if self.gpus_needed <= self.resources.gpus:
             if any(part.room == "inference" for part in self.parts):

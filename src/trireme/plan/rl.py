@@ -17,6 +17,8 @@ REPLICA_BASE_GIB = 1.4
 ENGINE_BYTES = 3 * GIB
 """What an engine takes of a GPU beside weights and KV cache: CUDA's context, graphs, activations, logits. It is an
 allowance: nothing was measured on a GPU."""
+RANK_GIB = 0.35
+"""Measured memory of each of several ranks of a replica, with its part of shared pages, without weights and cache."""
 SPARE_GIB = 0.6
 """Measured memory of a spare that it does not share with other processes."""
 
@@ -46,8 +48,13 @@ class InferencePart(Part):
         return self.config.inference.gpu_memory_utilization <= SHARED_GPU_UTILIZATION
 
     @property
+    def ranks(self) -> int:
+        return self.config.inference.tensor_parallel
+
+    @property
     def size_text(self) -> str:
-        return f"inference.replicas = {self.config.inference.replicas}"
+        text = f"inference.replicas = {self.config.inference.replicas}"
+        return text if self.ranks == 1 else f"{text} with inference.tensor_parallel = {self.ranks}"
 
     @property
     def replica_bytes(self) -> int | None:
@@ -55,8 +62,13 @@ class InferencePart(Part):
         None if the sizes of the model are unknown."""
         if self.facts is None:
             return None
-        weights = self.facts.num_parameters * self.dtype_bytes
-        return int((REPLICA_BASE_GIB + self.config.inference.memory_gb) * GIB) + weights
+        weights = self.facts.num_parameters * self.dtype_bytes  # of all ranks together
+        return int((self._base_gib + self.config.inference.memory_gb) * GIB) + weights
+
+    @property
+    def _base_gib(self) -> float:
+        """Memory of a replica with all its processes, without weights and KV cache."""
+        return REPLICA_BASE_GIB + (RANK_GIB * self.ranks if self.ranks > 1 else 0)
 
     @property
     def needs(self) -> list[Need] | None:
@@ -70,7 +82,7 @@ class InferencePart(Part):
             cache = self._gpu_cache(self.facts)
             gpu = {"a replica's weights": weights // self.ranks, "its workspaces": ENGINE_BYTES, "its KV cache": cache}
             return [Need({"processes": cuda, **arriving}, gpu, shared)] * self.config.inference.replicas
-        base, cache = int(REPLICA_BASE_GIB * GIB), int(self.config.inference.memory_gb * GIB)
+        base, cache = int(self._base_gib * GIB), int(self.config.inference.memory_gb * GIB)
         host = {"processes": base, "the replicas' weights": weights, "KV caches": cache, **arriving}
         return [Need(host, {}, shared)] * self.config.inference.replicas
 
@@ -130,20 +142,21 @@ class InferencePart(Part):
         ]
 
     def rows(self, each: str) -> list[tuple[str, str]]:
-        replicas = self.config.inference.replicas
+        replicas, of = self.config.inference.replicas, f" of {self.ranks} ranks" if self.ranks > 1 else ""
         spare = f"; a spare without one on each node, {SPARE_GIB} GiB" if self.config.inference.spare else ""
-        text = f"{count(replicas, 'vLLM replica')}: {count(replicas, 'actor')} with an engine, {each}{spare}"
+        text = f"{count(replicas, 'vLLM replica')}: {count(replicas, 'actor')} with an engine{of}, {each}{spare}"
         memory = [("memory", self._memory_text(self.facts))] if self.facts else []
         return [("inference", text), *memory, ("each update", self._update_text())]
 
     def _memory_text(self, facts: ModelFacts) -> str:
         if self.on_gpus or self.replica_bytes is None:
+            whose = "its GPU" if self.ranks == 1 else "each of its GPUs"
             of_which = f", of which {gib(self._gpu_cache(facts))} KV cache" if self.on_gpus else ""
-            return f"a replica {self.config.inference.gpu_memory_utilization:.0%} of its GPU{of_which}"
+            return f"a replica {self.config.inference.gpu_memory_utilization:.0%} of {whose}{of_which}"
         cache = int(self.config.inference.memory_gb * GIB)
         holds = cache // (facts.kv_values_per_token * self.dtype_bytes)
         return (
-            f"a replica {gib(self.replica_bytes)} ({REPLICA_BASE_GIB} GiB + {self.dtype_bytes} B x "
+            f"a replica {gib(self.replica_bytes)} ({self._base_gib:g} GiB + {self.dtype_bytes} B x "
             f"parameters + KV cache {gib(cache)}, which holds {holds:,} tokens)"
         )
 

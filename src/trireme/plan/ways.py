@@ -55,6 +55,9 @@ def _changes(plan: Plan) -> Iterator[tuple[dict[str, Mapping[str, Any]], str]]:
     if inference:
         for replicas in range(inference.replicas - 1, 0, -1):
             yield {"inference": {"replicas": replicas}}, "slower sampling"
+    if inference and plan.on_gpus and plan.facts:
+        for ranks in (n for n in plan.facts.rank_counts if n > inference.tensor_parallel):
+            yield {"inference": {"tensor_parallel": ranks}}, "GPUs that are there"
     if plan.on_gpus:
         for shards in (options.shards * times for times in (2, 4, 8, 16)):
             yield {"trainer": {"shards": shards}}, "GPUs that are there"

@@ -177,10 +177,13 @@ def reserve(
     and the options of each actor. `ending` gives the places back.
 
     `blocks`: sizes of groups, from the first actor on, that must be on one node each; other actors are placed one by
-    one. Raises BadInput if no node is large enough for a block, and RoomFailed after `timeout_s` seconds."""
+    one. Raises BadInput if no node is large enough for a block, or for an actor with several GPUs, and RoomFailed after
+    `timeout_s` seconds."""
     blocks = [*blocks, *[1] * (len(resources) - sum(blocks))]
     bundles = [_bundle(*resources[end - size : end]) for size, end in zip(blocks, accumulate(blocks), strict=True)]
-    _refuse_unless_a_node_has([bundle for bundle, size in zip(bundles, blocks, strict=True) if size > 1])
+    for bundle, size in zip(bundles, blocks, strict=True):
+        if size > 1 or bundle.get("GPU", 0) > 1:
+            _refuse_unless_a_node_has(bundle, "trainer.gpus_per_node" if size > 1 else "inference.tensor_parallel")
     group = placement_group(bundles, strategy="PACK")
     ending.callback(remove_placement_group, group)
     who = [f"Ray to place {len(resources)} actors ({bundles})"]
@@ -287,16 +290,15 @@ def _signal(pids: Sequence[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _refuse_unless_a_node_has(bundles: Sequence[Mapping[str, float]]) -> None:
+def _refuse_unless_a_node_has(bundle: Mapping[str, float], key: str) -> None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    for bundle in bundles:
-        if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes):
-            most = {name: max(node.get(name, 0) for node in nodes) for name in bundle}
-            raise Refusal(
-                f"trainer.gpus_per_node, which asks for {dict(bundle)} on one node, where no node has more than {most}",
-                "a number of shards that one node can hold",
-                "lower --trainer.gpus-per-node, or leave it out",
-            ).error()
+    if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes):
+        most = {name: max(node.get(name, 0) for node in nodes) for name in bundle}
+        raise Refusal(
+            f"{key}, which asks for {dict(bundle)} on one node, where no node has more than {most}",
+            "a number of processes that one node can hold",
+            f"lower --{key.replace('_', '-')}, or leave it out",
+        ).error()
 
 
 def _bundle(*actors: Mapping[str, float]) -> dict[str, float]:

@@ -78,6 +78,20 @@ def test_batch_size_that_divides() -> None:
     check(config(trainer={"num_substeps": 4, "num_minibatches": 2}), FACTS)
 
 
+@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, True), (4, True), (3, False), (8, False)])
+def test_heads_must_divide_over_the_ranks_of_a_replica(ranks: int, fits: bool) -> None:
+    """Four of the queries, two of the keys: with four ranks each of the keys' has two copies."""
+    given = config(inference={"sampling": {"max_tokens": 10}, "tensor_parallel": ranks})
+    check(given, None)
+    if fits:
+        check(given, FACTS)
+    else:
+        text = refusal(given)
+        assert f"inference.tensor_parallel = {ranks} for" in text
+        assert "4 attention heads, and 2 of keys and values" in text
+        assert "1, 2, 4" in text
+
+
 def deterministic(**sections: dict) -> Config:
     return config(**sections).model_copy(update={"deterministic": True})
 

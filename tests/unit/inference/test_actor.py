@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -64,8 +65,8 @@ class Stalling(ReplicaActor):
     share = 0.0
     kills = 0
 
-    def _cpu_s(self) -> float:
-        return self.share * time.monotonic()
+    def _cpu_s(self) -> list[float]:
+        return [self.share * time.monotonic()]
 
     def kill_engine(self) -> None:
         self.kills += 1
@@ -497,9 +498,11 @@ class UpdatingReplica(SamplingReplica):
         self.canary_done = asyncio.Event()
         self.canary_done.set()
 
-    async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> Any:
+    refusals: tuple[str | None, ...] = (None, None)
+
+    async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.engine.calls.append(method)
-        return None
+        return list(self.refusals)
 
     async def _submit_canary(self, published: PublishedWeights) -> Any:
         self.engine.calls.append("canary")
@@ -536,6 +539,41 @@ def test_weights_that_cannot_be_fetched_change_nothing() -> None:
         assert (await made.load_weights(published(version=2))).identity.version == 2
 
     asyncio.run(run())
+
+
+def test_any_rank_refuses_an_update_by_its_name() -> None:
+    async def run() -> None:
+        made = UpdatingReplica("recompute_kv")
+        made.refusals = (None, "tensor w arrived corrupted")
+        with pytest.raises(WeightsRefused, match="inference replica 0: rank 1: tensor w arrived corrupted"):
+            await made.load_weights(published(version=1))
+        assert made.engine.calls == ["receive_weights"], "no rank has loaded anything"
+
+    asyncio.run(run())
+
+
+def test_the_death_of_a_rank_is_that_of_its_engine() -> None:
+    """Whose other ranks may wait for that one for ever."""
+    code = [sys.executable, "-c", "input()"]
+
+    async def run(engine: int, first: int, second: subprocess.Popen[bytes]) -> None:
+        made = PulsingReplica(deterministic=False)
+        made._engine_pid, made.ranks = engine, (first, second.pid)  # type: ignore[misc]
+        made._watch_ranks()
+        assert not await made.has_lost_engine()
+        second.kill()
+        deadline = time.monotonic() + 60
+        while not replica_module.has_ended(engine):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert await made.has_lost_engine()
+        assert made._watched == []
+        with pytest.raises(RoomFailed, match=f"rank 1 of its engine, process {second.pid}, died"):
+            await made.heartbeat()
+
+    with ExitStack() as stack:
+        three = [stack.enter_context(subprocess.Popen(code, stdin=subprocess.PIPE)) for _ in range(3)]
+        asyncio.run(run(three[0].pid, three[1].pid, three[2]))
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,15 @@ def test_on_gpus_vllm_decides_as_for_its_server(
     assert asked["arguments"]["max_num_seqs"] == 8
 
 
+def test_ranks_are_processes_of_vllms_own_and_share_the_kv_cache_of_a_replica() -> None:
+    keys = ("tensor_parallel_size", "distributed_executor_backend", "kv_cache_memory_bytes")
+    for ranks, executor in ((1, "uni"), (2, "mp")):
+        args = engine_args(config(tensor_parallel=ranks, memory_gb=0.5), on_cpu=True)
+        assert [args[key] for key in keys] == [ranks, executor, 2**29 // ranks]
+    with pytest.raises(BadInput, match="tensor_parallel_size"):
+        engine_args(config(engine_args={"tensor_parallel_size": 2}), on_cpu=True)
+
+
 def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> None:
     given = SamplingConfig(
         max_tokens=9, temperature=0.7, top_p=0.8, top_k=5, min_p=0.1, repetition_penalty=1.2, stop=("a",)

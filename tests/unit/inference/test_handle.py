@@ -55,7 +55,7 @@ class World:
         )
         self.group = InferenceHandle.start(config, [{"num_cpus": 2, "num_gpus": 1}] * 2, None)
         for index, node in enumerate("ab"):
-            self.answers[self.group.ready_ref(index)] = ReplicaInfo(100 + index, None, node, str(index))
+            self.answers[self.group.ready_ref(index)] = ReplicaInfo(100 + index, (100 + index,), None, node, str(index))
 
     def _create(self, _config: Config, index: int | None, options: dict[str, Any], _log_dir: None) -> Actor:
         self.made.append(Actor(index, options))

@@ -26,7 +26,7 @@ class Process:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.used_s = self.silent_s = 0.0
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.clock = StallClock(lambda: self.used_s)
+        self.clock = StallClock(lambda: (self.used_s,))
 
     def work(self, seconds: float, share: float, look_every_s: float = 1.0) -> float:
         """Time passes without an answer. Returns the longest time without progress that was seen."""
@@ -58,6 +58,14 @@ def test_what_uses_cpu_time_makes_progress_however_long_it_takes(process: Proces
 def test_what_uses_none_stands_still_also_if_threads_wake_up_now_and_then(process: Process, share: float) -> None:
     process.work(20.0, 1.0)
     assert process.work(60.0, share) >= 55.0
+
+
+def test_ranks_stand_still_as_soon_as_one_does_for_which_the_others_wait_busily(process: Process) -> None:
+    """As in a collective, where a rank looks again and again if the others have come."""
+    stopped_s = 5.0
+    process.clock = StallClock(lambda: (process.used_s, min(process.used_s, stopped_s)))
+    assert process.work(stopped_s, 1.0) <= MOST_S
+    assert process.work(60.0, 1.0) >= 55.0
 
 
 def test_an_answer_ends_a_stall(process: Process) -> None:

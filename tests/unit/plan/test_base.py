@@ -37,6 +37,18 @@ class TestDevices:
         assert [o["num_gpus"] for o in given.options] == [1.0] * 8 + [0.0]
         assert given.gpus_needed == 8
 
+    def test_a_gpu_for_each_rank_of_a_replica_in_one_place(self) -> None:
+        given = plan(shards=4, replicas=2, resources=gpus(8), inference={"tensor_parallel": 2})
+        assert [o["num_gpus"] for o in given.options] == [1.0] * 4 + [2.0] * 2 + [0.0]
+        assert given.gpus_needed == 8
+        assert given.added_replica_options["num_gpus"] == 2.0
+        assert "2 vLLM replicas: 2 actors with an engine of 2 ranks, one GPU each" in text_of(given)
+        small = plan(shards=1, replicas=1, resources=gpus(2), inference={"tensor_parallel": 4})
+        assert any("needs 5 GPUs, this machine has 2" in warning for warning in small.warnings)
+        spread = plan(shards=1, resources=cluster(gpus(4), gpus(4)), inference={"tensor_parallel": 6})
+        with pytest.raises(BadInput, match=r"needs 6 GPUs on one node(.|\n)*at most 4, which no node"):
+            spread.check_resources()
+
     def test_one_gpu_is_shared(self) -> None:
         given = plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.4})
         assert [o["num_gpus"] for o in given.options] == [0.5, 0.5, 0.0]
@@ -69,15 +81,26 @@ class TestCores:
         assert plan(resources=machines(cpus=cpus)).threads == threads
 
     def test_a_core_each_where_there_are_enough(self) -> None:
-        assert plan(resources=machines(cpus=4)).cpus_per_actor == 1.0
+        assert plan(resources=machines(cpus=4)).cpus_per_process == 1.0
 
     @pytest.mark.parametrize("cpus_N", [[1], [2], [3], [1, 1], [3, 0], [2, 1], [1, 1, 1], [5, 1], [1, 4]])
     @pytest.mark.parametrize("actors", [4, 7, 19])
     def test_all_actors_find_a_place_however_cores_are_spread(self, cpus_N: list[int], actors: int) -> None:
         resources = cluster(*(machines(cpus=cpus) for cpus in cpus_N))
-        share = plan(shards=actors - 2, resources=resources).cpus_per_actor
+        share = plan(shards=actors - 2, resources=resources).cpus_per_process
         assert share > 0
         assert sum(int(cpus / share) for cpus in cpus_N) >= actors
+
+    @pytest.mark.parametrize("cpus_N", [[2], [8], [3, 3], [4, 1], [2, 2, 2], [4, 4, 4, 4]])
+    @pytest.mark.parametrize(("replicas", "ranks"), [(1, 2), (3, 2), (2, 4)])
+    def test_all_ranks_of_a_replica_find_one_place(self, cpus_N: list[int], replicas: int, ranks: int) -> None:
+        resources = cluster(*(machines(cpus=cpus) for cpus in cpus_N))
+        given = plan(shards=1, replicas=replicas, resources=resources, inference={"tensor_parallel": ranks})
+        assert given.threads == max(1, sum(cpus_N) // (2 + replicas * ranks))
+        left = list(cpus_N)
+        for wanted in sorted(options["num_cpus"] for options in given.options):  # the widest last: the worst order
+            node = next(n for n, free in enumerate(left) if free >= wanted - 1e-9)
+            left[node] -= wanted
 
     def test_more_processes_than_can_have_a_place_are_refused_with_numbers(self) -> None:
         with pytest.raises(

@@ -56,6 +56,16 @@ def test_without_blocks_each_actor_has_its_own_bundle() -> None:
     assert reserved([SHARD, ACTOR], [1])[1] == [0, 1]
 
 
+def test_the_ranks_of_a_replica_are_one_bundle_which_some_node_must_hold() -> None:
+    group, places = reserved([SHARD, {"num_cpus": 4.0, "num_gpus": 4.0}], [])
+    assert (group.bundles[1], places) == ({"CPU": 4.0, "GPU": 4.0}, [0, 1])
+    with pytest.raises(BadInput) as refused:
+        reserved([SHARD, {"num_cpus": 8.0, "num_gpus": 8.0}], [])
+    assert "inference.tensor_parallel, which asks for {'CPU': 8.0, 'GPU': 8.0} on one node" in str(refused.value)
+    assert "no node has more than {'CPU': 64.0, 'GPU': 4.0}" in str(refused.value)
+    assert "--inference.tensor-parallel" in str(refused.value)
+
+
 def test_a_block_is_one_bundle() -> None:
     group, places = reserved([*[SHARD] * 6, ACTOR, ACTOR], [4, 2])
     assert group.bundles == [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 2.0}, {"CPU": 1.0}, {"CPU": 1.0}]

@@ -1,0 +1,149 @@
+"""Replicas of two ranks with the real vLLM: parity with Hugging Face over updates in flight, a rank that dies, and no
+process that outlives what it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import chaos_support
+import psutil
+import pytest
+from chaos_support import CHAOS, Cell, assert_whole, run_cell
+from inference_support import START_S, Room, make_config, prompt_of, random_model, request
+from resume_support import rows_of
+from run_support import shm_left_since
+
+from inference.handle import InferenceHandle
+from trireme.process.waits import get, get_all
+
+TOLERANCE = 1e-4
+GONE_S = 30.0
+RANKS = 2
+
+
+@contextmanager
+def replica(family: str, directory: Path) -> Iterator[Room]:
+    """A replica of two ranks. When it has been stopped nothing is left of it."""
+    shared_memory = set(os.listdir("/dev/shm"))
+    random_model(family, False, seed=0).save_pretrained(directory / "model")
+    config = make_config(directory / "model", False, tensor_parallel=RANKS)
+    config = config.model_copy(update={"timeouts": config.timeouts.model_copy(update={"step_s": START_S})})
+    options = {"num_cpus": RANKS, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+    group = InferenceHandle.start(config, [options], directory / "logs")
+    references, who = group.ready_refs()
+    (info,) = get_all(references, who=who, timeout_s=START_S, log=directory / "logs")
+    try:
+        yield Room(family, False, group, group.router_factory(())(), info.engine_pid)
+    finally:
+        group.stop()
+    assert shm_left_since(shared_memory) == set()
+
+
+def processes(room: Room) -> tuple[int, ...]:
+    """The actor, the engine, the ranks."""
+    pids: tuple[int, ...] = get(room.group.heartbeat_ref(0), who="the replica", timeout_s=60).pids
+    assert len(set(pids)) == 2 + RANKS
+    return pids
+
+
+def assert_gone(pids: Sequence[int]) -> None:
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    assert psutil.wait_procs(processes, timeout=GONE_S)[1] == []
+
+
+def replace(room: Room) -> tuple[int, ...]:
+    get(room.group.replace(0), who="the successor", timeout_s=START_S)
+    return processes(room)
+
+
+async def sample(room: Room, name: str, number: int, length: int) -> list[asyncio.Task[Any]]:
+    """Requests, each of which has got 16 tokens, as one that started after all others has."""
+    prompts = {f"{name} {i}": prompt_of(5 + 40 * i, seed=i) for i in range(number)}
+    running = [asyncio.create_task(room.router.sample(request(each, prompts[each], length))) for each in prompts]
+    await room.router.sample(request(f"{name} probe", prompt_of(4), 16))
+    return running
+
+
+async def update(room: Room) -> None:
+    """Publishes the next version; the replica takes it and proves it."""
+    assert (await room.update()).drift.largest < TOLERANCE
+
+
+async def check_updates_in_flight(room: Room) -> None:
+    """Answers over three versions, of which each has weights of its own, agree with the models of their tokens."""
+    await room.router.join(0, room.group.client(0))
+    await update(room)
+    running = await sample(room, "long", 3, 120)
+    await update(room)
+    await room.router.sample(request("between", prompt_of(4), 16))
+    await update(room)
+    for i, answer in enumerate(await asyncio.gather(*running)):
+        assert [span.identity.version for span in answer.spans] == [0, 1, 2]
+        assert room.difference(prompt_of(5 + 40 * i, seed=i), answer) < TOLERANCE
+
+
+def test_ranks_take_updates_in_flight_die_together_and_leave_nothing(ray_cluster: str, tmp_path: Path) -> None:
+    with replica("qwen3", tmp_path) as room:
+        actor, *lost = processes(room)
+        died = f"inference replica 0: rank 1 of its engine, process {lost[-1]}, died"
+
+        async def a_rank_dies() -> None:
+            await check_updates_in_flight(room)
+            (running,) = await sample(room, "lost", 1, 900)
+            os.kill(lost[-1], signal.SIGKILL)
+            index, reason = await room.router.next_failure()
+            assert (index, reason.split("; ")[0]) == (0, died)
+            assert not running.done(), "it waits for a successor"
+            running.cancel()
+
+        asyncio.run(a_rank_dies())
+        assert_gone(lost)
+        same, *successor = replace(room)
+        assert same == actor, "which has imported vLLM"
+        assert not set(successor) & set(lost)
+
+        async def its_successor_serves() -> None:
+            await room.router.join(0, room.group.client(0))
+            await update(room)
+            answer = await room.router.sample(request("later", prompt_of(9), 20))
+            assert room.difference(prompt_of(9), answer) < TOLERANCE
+
+        asyncio.run(its_successor_serves())
+        get(room.group.replicas[0].stop.remote(), who="the replica", timeout_s=60)
+        assert_gone(successor)
+        assert psutil.pid_exists(actor), "it has ended them, and lives"
+
+
+@pytest.mark.long
+def test_ranks_end_with_a_killed_engine_and_with_a_killed_actor(ray_cluster: str, tmp_path: Path) -> None:
+    """With experts, of which each rank has a part too."""
+    with replica("qwen3_moe", tmp_path) as room:
+        asyncio.run(check_updates_in_flight(room))
+        actor, *lost = processes(room)
+        os.kill(lost[0], signal.SIGKILL)
+        assert_gone(lost)
+        same, *successor = replace(room)
+        assert same == actor
+        os.kill(actor, signal.SIGKILL)
+        assert_gone([actor, *successor])
+
+
+@pytest.mark.long
+def test_a_run_replaces_a_replica_that_lost_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of an update."""
+    monkeypatch.setitem(chaos_support.PARTS, "rank", (("inference_0", 3),))
+    monkeypatch.setattr(chaos_support, "REPLACED", ("rank",))
+    flags = [*CHAOS, "--inference.tensor-parallel", str(RANKS)]
+    ended = run_cell(tmp_path, Cell("rank", "in-flight update"), flags)
+    assert_whole(ended)
+    assert {row["attempt"] for row in ended.rows} == {1}, "the trainer has seen nothing of it"
+    lost, served = rows_of(ended.root / "incidents.jsonl")
+    assert lost["part"] == served["part"] == "inference_0"
+    assert "of its engine, process" in lost["what"]
+    assert "its successor serves" in served["what"]
