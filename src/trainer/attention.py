@@ -74,6 +74,22 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads:
             raise RuntimeError(f"its {what} differs by {off:.2g} from that in float32")
 
 
+def _run_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: int,
+    window: tuple[int, int],
+    scale: float | None,
+) -> Tensor:
+    """Runs the variable-length kernel on [T, heads, dim]."""
+    told: dict[str, Any] = {} if _TAKES_GROUPS else {"enable_gqa": query.shape[1] != key.shape[1]}
+    out = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale, window_size=window, **told)
+    assert isinstance(out, Tensor), "no other output was requested"
+    return out
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -101,15 +117,13 @@ def packed_attention(
     if starts is None or longest is None:
         starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
         longest = length
-    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [B L, heads, dim]
     if has_kernel(query.device, query.dtype):
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        told = {} if _TAKES_GROUPS else grouped
-        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, **told)
-        assert isinstance(out, Tensor), "no other output was requested"
+        out = _run_kernel(q, k, v, starts, longest, window, scaling)
     else:
-        out = masked_attention(q, k, v, starts, sliding_window, scale=scaling, **grouped)
+        grouped = query.shape[1] != key.shape[1]
+        out = masked_attention(q, k, v, starts, sliding_window, scale=scaling, enable_gqa=grouped)
     return out.view(batch, length, *out.shape[1:]), None
 
 
