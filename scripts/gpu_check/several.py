@@ -1,4 +1,4 @@
-"""What takes two devices or more: NCCL between processes, and shards that agree with one."""
+"""What takes two devices or more: NCCL between processes, shards that agree with one, tensor-parallel replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from gpu_check.checks import Check, Context, Failed, Figures
-from gpu_check.engine import SYSTEM
+from gpu_check.engine import EAGER, SYSTEM
+from gpu_check.rooms import open_rooms, update_in_flight
 from gpu_check.shapes import make_config, make_model
 
 RANKS = 2
@@ -126,7 +127,16 @@ def _store(port: int) -> Any:
     return TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
 
 
+def _tensor_parallel(context: Context) -> Figures:
+    """Has a replica of two ranks take weights in flight; the trainer has a GPU of its own."""
+    shape = "0.6b" if context.on_gpu else "small"
+    flags = ["--inference.tensor-parallel", str(RANKS), *([EAGER, "true"] if context.on_gpu else [])]
+    with open_rooms(context, shape, *flags) as (rooms, start_s):
+        return {"start, s": start_s, **update_in_flight(rooms, context, 8)}
+
+
 CHECKS: tuple[Check, ...] = (
     Check("collectives", _collective, ("torch",), gpus=RANKS),
     Check("two shards agree with one", _shards, SYSTEM[2:], gpus=RANKS),
+    Check("a tensor-parallel replica", _tensor_parallel, SYSTEM, gpus=RANKS + 1),
 )
