@@ -21,8 +21,8 @@ import numpy.typing as npt
 import psutil
 import ray
 
-from inference.engine import end_of_sequence_ids, import_engine, start_engine
-from inference.sampling import HEALTH_TICK_S, SamplingEngine, Value, as_failure
+from inference.engine import end_of_sequence_ids, import_engine, start_engine, tables_of
+from inference.sampling import HEALTH_TICK_S, SamplingEngine, Value, answer_of, as_failure
 from trireme.config import Config
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import RoomFailed, WeightsRefused
@@ -190,7 +190,7 @@ class ReplicaActor(SamplingEngine):
     async def stats(self) -> ReplicaStats:
         """Returns the utilisation at the engine's last step. Raises RoomFailed or WeightsRefused when broken."""
         self._raise_if_broken()
-        return self.engine_stats.stats(len(self.engine.output_processor.request_states))
+        return self.engine_stats.stats(self.engine.get_num_unfinished_requests())
 
     def _watch_ranks(self) -> None:
         """Makes the death of a rank the engine's. vLLM sees it too, but waits for ranks that wait for that one."""
@@ -330,8 +330,9 @@ class ReplicaActor(SamplingEngine):
         """
         self.engine_stats.cache_cleared()
         states = self.engine.output_processor.request_states.values()
-        made = ((state.prompt_len, state.detokenizer.num_output_tokens()) for state in states)
-        return sum(prompt + answer for prompt, answer in made if answer)
+        made = ((state.prompt_len, state.detokenizer) for state in states)
+        answers = ((prompt, tokens.num_output_tokens()) for prompt, tokens in made if tokens is not None)
+        return sum(prompt + answer for prompt, answer in answers if answer)
 
     async def _submit_canary(self, manifest: WeightsManifest) -> RequestOutputCollector:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -345,7 +346,7 @@ class ReplicaActor(SamplingEngine):
 
     async def _prove(self, manifest: WeightsManifest, canary: RequestOutputCollector) -> Drift:
         """Returns the drift of this engine's canary. Raises WeightsRefused if it is too large."""
-        tables = (await canary.get()).prompt_logprobs[1:]
+        tables = tables_of((await answer_of(canary)).prompt_logprobs)
         pairs = zip(manifest.canary.tokens[1:].tolist(), tables, strict=True)
         logprobs = np.asarray([table[token].logprob for token, table in pairs], dtype=np.float32)
         return check_canary(manifest, logprobs)

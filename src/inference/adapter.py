@@ -13,7 +13,8 @@ prompt. So its adapter is merged into the matrix, of which a copy of the origina
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from vllm.lora.lora_model import LoRAModel
@@ -23,22 +24,32 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from trireme.core.weights import Adapter
 
-HEAD = "base_model.model.lm_head.lora_{}.weight"
-ORIGINAL = "weight_before_adapters"
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+
+    ModelRunner: TypeAlias = RunnerV1 | RunnerV2
+    """vLLM takes V2 on CUDA, unless a feature is on that it lacks; the runner for CPUs is derived from V1."""
+
+_HEAD = "base_model.model.lm_head.lora_{}.weight"
+_ORIGINALS: WeakKeyDictionary[ParallelLMHead, torch.Tensor] = WeakKeyDictionary()
+"""Output matrices without an adapter."""
 POLICY = LoRARequest("policy", 1, "in memory")
 """Named by every request once an adapter has been taken. vLLM reads no file of that name: it has the adapter."""
 
 
-def take_adapter(runner: Any, tensors: Mapping[str, torch.Tensor], adapter: Adapter) -> None:
+def take_adapter(runner: ModelRunner, tensors: Mapping[str, torch.Tensor], adapter: Adapter) -> None:
     """Replaces the values of the adapter in vLLM's model runner, while the scheduler is paused. `tensors`: by peft's
     names."""
     layers = dict(tensors)
-    a, b = (layers.pop(HEAD.format(which), None) for which in "AB")
-    helper = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=[])
+    a, b = (layers.pop(_HEAD.format(which), None) for which in "AB")
+    # Only divided by the rank, though vLLM declares it as an int.
+    helper = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=[])  # type: ignore[arg-type]
+    # vLLM's public way, `add_lora`, reads files of a directory: a second copy on a disk, which has no digest.
     manager = runner.lora_manager._adapter_manager
-    lora = LoRAModel.from_lora_tensors(
-        POLICY.lora_int_id, layers, helper, device="cpu", dtype=manager.lora_config.lora_dtype
-    )
+    dtype = manager.lora_config.lora_dtype
+    assert isinstance(dtype, torch.dtype), "vLLM replaces `auto` and names as it starts"
+    lora = LoRAModel.from_lora_tensors(POLICY.lora_int_id, layers, helper, device="cpu", dtype=dtype)
     manager.remove_adapter(lora.id)
     manager.add_adapter(lora)
     manager.activate_adapter(lora.id)
@@ -46,11 +57,12 @@ def take_adapter(runner: Any, tensors: Mapping[str, torch.Tensor], adapter: Adap
         return
     added = (b.float() @ a.float()) * (adapter.alpha / adapter.rank)  # without rows for padding of the vocabulary
     head = next(module for module in runner.get_model().modules() if isinstance(module, ParallelLMHead))
-    if not hasattr(head, ORIGINAL):
-        setattr(head, ORIGINAL, head.weight.data.clone())
     own = head.shard_indices  # the part of the vocabulary that this rank holds
     added = added[own.org_vocab_start_index : own.org_vocab_end_index]
-    merged = getattr(head, ORIGINAL).clone()
+    weight = head.get_parameter("weight").data
+    if head not in _ORIGINALS:
+        _ORIGINALS[head] = weight.clone()
+    merged = _ORIGINALS[head].clone()
     merged[: len(added)] = (merged[: len(added)].float() + added.to(merged.device)).to(merged.dtype)
-    head.weight.data.copy_(merged)
+    weight.copy_(merged)
     head.quant_method.process_weights_after_loading(head)  # on CPUs: packs it again

@@ -6,7 +6,8 @@ vLLM is imported inside the functions: importing this module must stay cheap for
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,11 @@ from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, Weig
 from trireme.process.device import find_device
 
 if TYPE_CHECKING:
-    from vllm.logprobs import FlatLogprobs
+    from vllm import SamplingParams
+    from vllm.logprobs import FlatLogprobs, LogprobsOnePosition, SampleLogprobs
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 CPU_ENVIRONMENT = {
     # the engine process runs the model itself: two processes a replica instead of three
@@ -126,21 +130,28 @@ def end_of_sequence_ids(engine: AsyncLLM) -> list[int]:
     return sorted(found)
 
 
-def give_tokenizer(engine: Any, name: str) -> None:
-    """Loads the tokenizer when the first request comes that strings may end: most runs have none."""
+def give_tokenizer(engine: AsyncLLM | LLMEngine, name: str) -> None:
+    """Loads the tokenizer when the first request comes that strings may end: most runs have none. (vLLM itself loads
+    one before it starts, or never.)"""
     if engine.output_processor.tokenizer is None:
         engine.output_processor.tokenizer = load_tokenizer(name)
 
 
-def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:
+def vllm_params(request: SampleRequest, end_ids: list[int]) -> SamplingParams:
     """Returns vLLM's SamplingParams: only the final answer, with the sampled tokens' logprobs. It is not detokenised
     unless strings end it."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = request.params
-    same = {**vars(params), "stop": list(params.stop_strings)}  # vLLM uses the same names
     return SamplingParams(
-        **same,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        seed=params.seed,
+        stop=list(params.stop_strings),
         include_stop_str_in_output=True,
         stop_token_ids=sorted({*params.stop_token_ids, *end_ids}),
         logprobs=0,
@@ -152,19 +163,28 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> Any:
     )
 
 
-def sampled_logprobs(flat: FlatLogprobs, start: int, tokens: list[int]) -> npt.NDArray[np.float32]:
+def sampled_logprobs(logprobs: SampleLogprobs | None, start: int, tokens: list[int]) -> npt.NDArray[np.float32]:
     """Returns the logprobs of `tokens`, which were sampled from number `start` on: float32 [T].
 
-    `flat`: those of a request for the sampled token alone, so its lists have one entry for each token. Raises
+    `logprobs`: those of a request for the sampled token alone, so their lists have one entry for each token. Raises
     RoomFailed if they are those of other tokens.
     """
+    flat = cast("FlatLogprobs", logprobs)  # as `vllm_params` asks for
     end = start + len(tokens)
     if flat.token_ids[start:end] != tokens:
         raise RoomFailed(f"vLLM gave logprobs of {flat.token_ids[start:end]} for the sampled tokens {tokens}")
     return np.asarray(flat.logprobs[start:end], dtype=np.float32)
 
 
-def sampled_sequence(request: SampleRequest, output: Any, kept_from: WeightIdentity | None) -> SampledSequence:
+def tables_of(logprobs: Iterable[LogprobsOnePosition | None] | None) -> list[LogprobsOnePosition]:
+    """Returns vLLM's table of logprobs for each token that has one: the first of a prompt has none."""
+    assert logprobs is not None
+    return [table for table in logprobs if table]
+
+
+def sampled_sequence(
+    request: SampleRequest, output: RequestOutput, kept_from: WeightIdentity | None
+) -> SampledSequence:
     """Converts vLLM's final RequestOutput. Raises RoomFailed unless its version spans cover every token.
 
     `kept_from`: the weights under which the request entered, where its KV cache outlives them (`keep_kv`), else None.
@@ -183,7 +203,7 @@ def sampled_sequence(request: SampleRequest, output: Any, kept_from: WeightIdent
     own: list[float | None] | None = None
     likeliest: list[list[tuple[int, float]] | None] | None = None
     if request.wants_prompt_logprobs:  # one table for each token of the prompt but the first
-        k, tables = request.topk_prompt_logprobs, output.prompt_logprobs[1:]
+        k, tables = request.topk_prompt_logprobs, tables_of(output.prompt_logprobs)
         if request.prompt_logprobs:
             pairs = zip(request.prompt[1:], tables, strict=True)
             own = [None, *(table[token].logprob for token, table in pairs)]

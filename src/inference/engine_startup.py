@@ -102,7 +102,7 @@ def prepare_start(on_cpu: bool) -> None:
     torch.compiler.set_stance("force_eager")
     # Spares a process that imports all of vLLM again: vLLM looks at a model's class there so as not to initialise CUDA
     # in this one.
-    registry._run_in_subprocess = lambda inspect: inspect()
+    registry._run_in_subprocess = lambda fn: fn()
     # Spares an engine a wait on machines with one memory node. vLLM moves the process's pages to the node that it
     # chooses (migrate_pages(2)). For that the kernel first runs a thread on each core that orders its lists of pages:
     # on a busy core this took 3 s and more, in which the engine stood still.

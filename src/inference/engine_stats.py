@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.loggers import PrometheusStatLogger
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from trireme.core.sampler import ReplicaStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class EngineStats(PrometheusStatLogger):
     """Keeps the newest statistics. It is a Prometheus logger in name only: otherwise vLLM would add a real one, which
     enters every token of every sequence in histograms that nothing reads."""
 
-    def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         self.running = 0
         self.places: int | None = None
         """Sequences that the engine decodes at the same time."""
@@ -34,7 +37,7 @@ class EngineStats(PrometheusStatLogger):
         self,
         scheduler_stats: SchedulerStats | None,
         iteration_stats: IterationStats | None,
-        mm_cache_stats: Any = None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
         self.answered(self.silent_s)

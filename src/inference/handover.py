@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ import numpy.typing as npt
 from inference.engine import sampled_logprobs
 from trireme.core.errors import TriremeError
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.output_processor import RequestState
 
 
 @dataclass(frozen=True)
@@ -37,21 +40,24 @@ class Progress:
 
     @classmethod
     def of_state(
-        cls, start: int, state: Any, kept_from: WeightIdentity | None, unproved: WeightIdentity | None
+        cls, start: int, state: RequestState, kept_from: WeightIdentity | None, unproved: WeightIdentity | None
     ) -> Progress:
         """Reads the tokens from number `start` on from vLLM's RequestState, without those of weights `unproved`.
 
         `kept_from`: as for `inference.engine.sampled_sequence`.
         """
+        detokenizer, logprobs_processor = state.detokenizer, state.logprobs_processor
+        assert detokenizer is not None
+        assert logprobs_processor is not None
         begins = [(WeightIdentity.parse(label), begin) for label, begin in state.weight_version_starts]
-        ends = [*(begin for _, begin in begins[1:]), state.detokenizer.num_output_tokens()]
+        ends = [*(begin for _, begin in begins[1:]), detokenizer.num_output_tokens()]
         spans = tuple(
             VersionSpan(identity, max(begin, start), end, mixed=kept_from not in (None, identity))
             for (identity, begin), end in zip(begins, ends, strict=False)
             if identity != unproved and end > start
         )
-        tokens = state.detokenizer.output_token_ids[start : spans[-1].end if spans else start]
-        logprobs = sampled_logprobs(state.logprobs_processor.logprobs, start, tokens)
+        tokens = detokenizer.output_token_ids[start : spans[-1].end if spans else start]
+        logprobs = sampled_logprobs(logprobs_processor.logprobs, start, tokens)
         return cls(start, np.asarray(tokens, np.int32), logprobs, spans)
 
 

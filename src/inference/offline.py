@@ -23,21 +23,27 @@ class OfflineEngine:
     ) -> None:
         """Raises BadInput for a build of vLLM that is not for `device`."""
         import_engine(on_cpu=device == "cpu")
-        from vllm import LLM
+        from vllm import LLM, EngineArgs
 
         on_cpu = device == "cpu"
         # As for a replica: see inference.engine.
-        cpu = {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "enable_chunked_prefill": False, "enforce_eager": True}
-        self._model = model
-        self._llm = LLM(
+        args = EngineArgs(
             model=model,
             dtype="float32" if on_cpu else "bfloat16",
-            max_model_len=max_model_len,
             skip_tokenizer_init=True,
             generation_config="vllm",
             seed=seed,
-            **(cpu if on_cpu else {"gpu_memory_utilization": gpu_memory_utilization}),
+            disable_log_stats=True,
         )
+        if max_model_len is not None:
+            args.max_model_len = max_model_len
+        if on_cpu:
+            args.kv_cache_memory_bytes, args.enable_chunked_prefill = CPU_KV_CACHE_BYTES, False
+            args.enforce_eager = True
+        else:
+            args.gpu_memory_utilization = gpu_memory_utilization
+        self._model = model
+        self._llm = LLM.from_engine_args(args)
 
     def answers(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], progress: TextIO

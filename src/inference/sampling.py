@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -28,9 +28,13 @@ from trireme.process.faults import fault_point
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
+    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.output_processor import RequestOutputCollector
+    from vllm.v1.engine.utils import CoreEngineProcManager
 
     from inference.engine_stats import EngineStats
 
@@ -90,12 +94,19 @@ class SamplingEngine:
         self._drains = config.inference.on_update == "drain"
 
     @property
+    def _core(self) -> AsyncMPClient:
+        core: AsyncMPClient = self.engine.engine_core  # a decorator in vLLM hides its type
+        return core
+
+    @property
     def _has_requests(self) -> bool:
-        return bool(self.engine.output_processor.request_states)
+        return self.engine.get_num_unfinished_requests() > 0
 
     @property
     def _engine_process(self) -> BaseProcess:
-        return self.engine.engine_core.resources.engine_manager.processes[0]
+        # vLLM names the process nowhere else; asking it for its pid fails when it matters, after its death.
+        manager = cast("CoreEngineProcManager", self._core.resources.engine_manager)
+        return manager.processes[0]
 
     @property
     def _engine_pid(self) -> int:
@@ -169,6 +180,7 @@ class SamplingEngine:
 
     def _made(self, entry: EngineRequest, start: int = 0) -> Progress:
         """Returns what an unfinished request has from token number `start` on, as far as its weights are proved."""
+        # Public ways are answers at their end, or a message for each token.
         state = self.engine.output_processor.request_states.get(entry.collector.request_id)
         if state is None:
             return NOTHING
@@ -209,7 +221,7 @@ class SamplingEngine:
         """Returns the whole answer; or what there is of it when it is aborted or this replica broke."""
         try:
             with self.sampling:
-                output = await entry.collector.get()
+                output = await answer_of(entry.collector)
             await self.proved.wait()  # at most until the end of the update, which cancels this if it fails
         except asyncio.CancelledError:
             made = self._made(entry)
@@ -229,7 +241,7 @@ class SamplingEngine:
         return await self._add(request.request_id, request.prompt, vllm_params(request, self.end_ids), salt)
 
     async def _add(
-        self, name: str, tokens: Sequence[int], params: Any, salt: str, priority: int = 0
+        self, name: str, tokens: Sequence[int], params: SamplingParams, salt: str, priority: int = 0
     ) -> RequestOutputCollector:
         """Adds a request to the engine's queue. `salt`: prefix-cache blocks are shared under equal salts only."""
         from vllm.inputs import tokens_input
@@ -257,7 +269,7 @@ class SamplingEngine:
             self.engine_stats.listen()
         self.halting = True
         # AsyncLLM.pause_generation would do the same, then sleep for 20 ms.
-        await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+        await self._core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         self.halting, self.standing = False, True
 
     async def resume(self) -> None:
@@ -333,6 +345,11 @@ class SamplingEngine:
         """Ends every request in flight with what it has."""
         for running in list(self.running.values()):
             running.task.cancel()
+
+
+async def answer_of(collector: RequestOutputCollector) -> RequestOutput:
+    """Waits for vLLM's final answer to a request for tokens; the other kind of answer is that of pooling models."""
+    return cast("RequestOutput", await collector.get())
 
 
 def as_failure(who: str, error: BaseException) -> TriremeError:

@@ -14,7 +14,7 @@ import pickle
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
 from inference.adapter import take_adapter
@@ -31,6 +30,11 @@ from trireme.core.errors import WeightsRefused
 from trireme.core.weights import WeightsManifest, check_received
 from trireme.process.faults import fault_point
 from trireme.transports.packing import tensor_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from inference.adapter import ModelRunner
 
 # At every update it warns of each module for which a checkpoint has no tensors: rotary embeddings, a tied output head.
 # The canary proves that all weights are right. (It is a filter because vLLM sets all levels again as it starts.)
@@ -41,24 +45,22 @@ logging.getLogger(layerwise.__name__).addFilter(lambda record: record.levelno >=
 torch.cpu._init_amx()
 
 
-def load_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> None:
+def load_weights(runner: ModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Loads one version whole: fused groups (q, k, v; gate and up) must be loaded together."""
-    # Linear weights are packed for the CPU at load and their parameters become empty, so model.load_weights alone
-    # would raise half-way. Layerwise reloading restores the parameters, loads, packs, and copies into place.
-    initialize_layerwise_reload(model)
-    model.load_weights(tensors)  # type: ignore[operator]
-    finalize_layerwise_reload(model, model_config)
+    runner.reload_weights(weights_iterator=tensors)
     if fault_point("inference.repack") == "skip":
         return
-    # Layerwise reloading leaves some weights as packed at the first load: logprobs would be wrong by nats, without an
-    # error. *The output matrix.* With tied embeddings it has no weight of its own in a checkpoint, so reloading skips
+    # Reloading leaves some weights as packed at the first load: logprobs would be wrong by nats, without an error.
+    # *The output matrix.* With tied embeddings it has no weight of its own in a checkpoint, so reloading skips
     # it. *Stacked experts, on CPUs.* vLLM packs them when it makes the kernel, at the first load. Later it copies the
     # plain weights into the packed tensors, and the kernel takes them for packed.
-    for module in model.modules():
+    for module in runner.get_model().modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
         elif isinstance(module, RoutedExperts) and current_platform.is_cpu():
-            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+            kernel = module.quant_method.moe_kernel
+            assert kernel is not None, "made at the first load"
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _as_loaded(tensors: Iterable[tuple[str, torch.Tensor]], fault: str | None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,8 +77,8 @@ class WorkerExtension:
     """Methods that the replica calls on every rank of its engine, mixed into vLLM's Worker."""
 
     rank: int
-    model_runner: Any
-    vllm_config: Any
+    model_runner: ModelRunner
+    vllm_config: VllmConfig
     received: tuple[WeightsManifest, list[npt.NDArray[np.uint8]]] | None = None
 
     def settle(self) -> int:
@@ -123,8 +125,7 @@ class WorkerExtension:
             if manifest.adapter:
                 take_adapter(runner, dict(tensors), manifest.adapter)
             else:
-                loaded = _as_loaded(tensors, fault_point("inference.load"))
-                load_weights(runner.get_model(), loaded, self.vllm_config.model_config)
+                load_weights(runner, _as_loaded(tensors, fault_point("inference.load")))
             if fault_point("inference.loaded") == "corrupt":
                 # One weight of the final norm, on which every logit depends.
                 names = runner.get_model().named_parameters()

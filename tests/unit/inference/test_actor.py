@@ -114,7 +114,7 @@ def test_an_engine_that_stands_still_is_killed_and_its_actor_lives(monkeypatch: 
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as engine:
         manager = SimpleNamespace(processes=[engine])
         made.engine.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
-        made.engine.output_processor = SimpleNamespace(request_states={"a": None})
+        made.engine.get_num_unfinished_requests = lambda: 1
 
         async def silent() -> None:
             assert (await made.heartbeat()).pids == (os.getpid(), engine.pid)
@@ -220,6 +220,9 @@ class EngineOfRequests:
         self.label = str(IDENTITY)
         self.engine_core = self
         self.output_processor = SimpleNamespace(request_states={})
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.output_processor.request_states)
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         await asyncio.sleep(0)
