@@ -6,12 +6,14 @@ that is not Any, and modules with uses of vLLM declare nothing as Any: nothing e
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
 from functools import cache
 from inspect import isgetsetdescriptor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mypy.build import BuildResult, build
 from mypy.checkexpr import has_any_type
@@ -79,10 +81,12 @@ def _fill_cache() -> None:
 def checked(replaced: Mapping[str, str] | None = None) -> BuildResult:
     """Checks our source with the settings of pyproject.toml, and keeps trees and types. `replaced`: other source text
     of some modules."""
-    with chdir(ROOT):  # settings are read there
+    with chdir(ROOT), TemporaryDirectory() as directory:  # settings are read there
         _fill_cache()
         sources, options = process_options([])
         options.export_types = options.preserve_asts = True
+        copied = shutil.copytree(options.cache_dir, Path(directory, "cache"))  # it must not learn the replaced text
+        options.cache_dir = str(copied)
         paths = {source.module: source.path for source in sources if source.path and Path(source.path).is_file()}
         texts = {module: Path(path).read_text() for module, path in paths.items()} | dict(replaced or {})
         return build([BuildSource(paths.get(module), module, text) for module, text in texts.items()], options)
