@@ -23,6 +23,7 @@ import ray
 
 from inference.engine import end_of_sequence_ids, import_engine, start_engine, tables_of
 from inference.sampling import HEALTH_TICK_S, SamplingEngine, Value, answer_of, as_failure
+from inference.stalls import StallClock
 from trireme.config import Config
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import RoomFailed, WeightsRefused
@@ -161,6 +162,7 @@ class ReplicaActor(SamplingEngine):
             self.base = await asyncio.to_thread(base_digest, self.config.model.name)
         await (await self._submit(WARM_UP, salt="warm-up")).get()
         self.ranks = tuple(await self._in_engine("settle"))
+        self._stalls = StallClock(self._cpu_s)  # before there was one process to look at, the engine's own
         self._watch_ranks()
         self.engine_stats.answered = self.note_step  # from now on: the first steps of all are slow
         self.proved.set()

@@ -284,9 +284,11 @@ class Shard:
         self._sums_whole.fill_(self._sharding.whole)
         if wanted == self._sharding.whole or self._mesh.size == 1:
             return ""
+        forbidden = self._config.trainer.reshard_after_forward is True
+        why = "trainer.reshard_after_forward forbids" if forbidden else "there is too little memory for"
         return (
-            "the run has kept the whole model over each batch, for which there is too little memory now: gradients are "
-            "added in another order, which changes their last bits"
+            f"the run has kept the whole model over each batch, which {why} now: gradients are added in another order, "
+            "which changes their last bits"
         )
 
     def save_weights(

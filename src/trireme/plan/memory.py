@@ -48,7 +48,7 @@ def host_room(memory_bytes: int, config: CommonConfig) -> int:
 
 def chunk_logits(free_bytes: int | None) -> int:
     """Returns how many logits a shard computes at the same time: on a GPU the largest power of two that needs at most
-    half of the `free_bytes` there. None: it computes on a CPU."""
+    half of the `free_bytes` there. None: as many as on CPUs."""
     if free_bytes is None:
         return CPU_LOGITS
     fit = max(1, free_bytes // (2 * LOGIT_BYTES))

@@ -14,8 +14,9 @@ MIB = 2**20
 SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
 SMI_S = 20.0
 """Time limit for the driver's answer. Without persistence mode it first initialises each GPU, for seconds."""
-STORE_SHARE, STORE_BYTES = 0.3, 200 * 10**9
-"""Ray's object store takes this share of a machine's memory, at most so many bytes, and at most what /dev/shm has
+STORE_SHARE, STORE_BYTES, STORE_ON_DISK = 0.3, 200 * 10**9, 10**10
+"""Ray's object store takes this share of a machine's memory, at most so many bytes. Where /dev/shm is too small for it,
+it is a file in Ray's temporary directory, of at most the last number of bytes
 (`ray._private.utils.resolve_object_store_memory`)."""
 
 
@@ -70,7 +71,7 @@ def this_machine() -> Node:
         num_gpus=count,
         memory_bytes=memory,
         shm_bytes=shm,
-        store_bytes=min(int(STORE_SHARE * memory), STORE_BYTES, shm),
+        store_bytes=min(int(STORE_SHARE * memory), STORE_BYTES, max(STORE_ON_DISK, int(0.95 * shm))),
         gpus=gpus[:count],
     )
 

@@ -45,6 +45,8 @@ def test_what_is_free_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
     assert logprobs._free_bytes(torch.device("cuda")) == 110, "what PyTorch holds and does not use counts too"
     assert logprobs._free_bytes(torch.device("cpu")) is None
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert logprobs._free_bytes(torch.device("cuda")) is None, "what is free differs between two runs"
 
 
 def test_in_bfloat16_sums_are_taken_in_float32(monkeypatch):
