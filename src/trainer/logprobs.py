@@ -132,8 +132,8 @@ class SelectedLogprobs(torch.autograd.Function):
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Returns what is free on a GPU, or held by PyTorch and not in use; None on a CPU, and in deterministic mode: chunks
-    decide the order of sums, and what is free differs between runs."""
+    """Returns what is free on a GPU, or held by PyTorch and not in use; None on a CPU, and in deterministic mode, as
+    chunks decide the order of sums, and what is free differs between runs."""
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return None
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
