@@ -225,7 +225,7 @@ def test_the_limit_follows_the_load_and_stands_in_the_row() -> None:
     run = virtual_time.run(whole_run(Run(small_config(50, 2, timeout_s=1000), sampler=Busy())))
     assert run.rows[0]["perf/kv_used"] == 0.75
     assert run.rows[0]["perf/preemptions"] % 3 == 0 < run.rows[0]["perf/preemptions"]
-    assert 2 <= run.rows[0]["perf/max_concurrent"] <= 64
+    assert 2 <= run.rows[0]["perf/max_concurrent"] <= 160, "four fifths of the 200 rollouts of two batches"
     assert run.rows[1]["perf/max_concurrent"] < run.rows[0]["perf/max_concurrent"]
 
 
