@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from memory_count import Case, planned
+from trireme.config.inference import InferenceConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.plan.memory import GIB, GPU_ALLOWANCES, SHARD_BASE_GIB
+from trireme.plan.rl import ENGINE_BYTES
 from trireme.plan.trainer import PINNED
 
 TARGET = Path(__file__).parents[1] / "docs" / "memory.md"
 GB = 10**9
 GPU_SIZES = (80 * GB, 141 * GB)
 GPUS = (1, 8, 32)
-UTILIZATION = 0.9
+UTILIZATION: float = InferenceConfig.model_fields["gpu_memory_utilization"].default
 COMMIT_BYTES = 12
 TRAINING: dict[str, dict[str, Any]] = {"full": {}, "LoRA": {"lora": {"rank": 32}}}
 QWEN = {
@@ -104,7 +106,8 @@ A shard holds at its peak:
   (`trainer.checkpointing`, "computed twice").
 
 Not counted, because it can only be measured on a GPU: CUDA's context (allowed for: 0.5 GiB), NCCL's buffers (1 GiB),
-workspaces of kernels (0.5 GiB), and the gaps of the allocator. "Fits" is with these 2 GiB.
+workspaces of kernels (0.5 GiB), and the gaps of the allocator. "Fits" is with these 2 GiB. A GPU's chunk of logits
+takes up to 12 GiB of what is left free.
 
 ## Shards
 
@@ -115,8 +118,9 @@ parameter, and a third more, as blocks are rounded up to powers of two.
 REPLICAS = """
 ## Replicas
 
-A replica fills 90 % of its GPUs (`inference.gpu_memory_utilization`): weights in bfloat16, the rest is KV cache. The
-table gives the fewest GPUs of a replica whose weights leave a fifth of that for the cache, and the tokens that fit.
+A replica fills 90 % of its GPUs (`inference.gpu_memory_utilization`): weights in bfloat16, 3 GiB of each for
+the engine, the rest is KV cache. The table gives the fewest GPUs of a replica whose weights leave a fifth of what it
+fills, and the tokens that fit into the cache.
 """
 
 
@@ -160,7 +164,8 @@ def replica_rows() -> Iterator[str]:
         weights, texts = 2 * facts.num_parameters, []
         for size in GPU_SIZES:
             ranks = next(n for n in (1, 2, 4, 8) if 0.8 * UTILIZATION * size * n >= weights)
-            tokens = int((UTILIZATION * size * ranks - weights) / (2 * facts.kv_values_per_token))
+            cache = (UTILIZATION * size - ENGINE_BYTES) * ranks - weights
+            tokens = int(cache / (2 * facts.kv_values_per_token))
             texts.append(f"{ranks} GPU{'s' if ranks > 1 else ''}, {tokens / 1e6:.2f} million tokens")
         yield f"| {name} | {weights / GB:.1f} GB | {texts[0]} | {texts[1]} |"
 

@@ -275,6 +275,8 @@ def _speed(shape: str, compiled: bool, context: Context) -> Figures:
     plan."""
     import torch
 
+    from trireme.plan.memory import LOGIT_BYTES, MOST_LOGITS
+
     shape, tokens = (shape, TOKENS) if context.on_gpu else ("small", 512)
     context.need_time(60 if shape == "4b" else 30, "loading and training it")
     model = _model(shape, context)
@@ -297,8 +299,12 @@ def _speed(shape: str, compiled: bool, context: Context) -> Figures:
         figures |= {} if at_peak / seconds >= TARGET_MFU else {"below the target of": TARGET_MFU}
     if context.on_gpu:
         figures |= {"memory, GiB": peak / GIB, "planned, GiB": planned / GIB}
-        if peak > PLAN_BOUND * planned:
-            raise Failed(f"a shard took {peak / GIB:.1f} GiB, the plan says {planned / GIB:.1f}; {figures}")
+        logits = MOST_LOGITS * LOGIT_BYTES
+        if peak > PLAN_BOUND * planned + logits:
+            raise Failed(
+                f"a shard took {peak / GIB:.1f} GiB, the plan says {planned / GIB:.1f} and up to {logits / GIB:g} for "
+                f"logits; {figures}"
+            )
     return figures
 
 

@@ -40,9 +40,8 @@ class OrchestratorActor:
         reserved_factory: Callable[[], Sampler] | None,
         log_dir: Path | None,
     ) -> None:
-        from trireme.process.ray_cluster import (
-            see_own_gpus,
-        )  # here, because code that only builds a pipeline needs no Ray
+        # Here, because code that only builds a pipeline needs no Ray.
+        from trireme.process.ray_cluster import see_own_gpus
 
         see_own_gpus()
         self._resources = AsyncExitStack()

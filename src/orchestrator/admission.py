@@ -30,7 +30,7 @@ Kind = Literal["train", "eval"]
 KINDS: tuple[Kind, ...] = ("train", "eval")
 KV_HIGH = 0.8
 """The limit does not grow while a replica uses more than this share of its KV cache."""
-UNTOLD_PLACES = 256
+LEAST_PLACES = 256
 """The least that a vLLM server decodes in parallel on a GPU; it may decide for more."""
 BACK_OFF = 0.8
 """After a preemption the limit is this share of what is in flight."""
@@ -121,8 +121,8 @@ class Permit:
 class Backpressure:
     """Holds the gate of a run, and adapts its limit to the replicas' load when `max_concurrent = "auto"`.
 
-    The limit starts a little above what the replicas decode in parallel, as far as the configuration says it, and then
-    as they say it. It falls when a replica has preempted a
+    The limit starts a quarter above what the replicas decode in parallel: by the configuration, or, where vLLM decides
+    it, first by LEAST_PLACES and then once by what the replicas report. It falls when a replica has preempted a
     sequence (given up its KV for lack of space), but not again before as many rollouts have ended. It grows by a group
     per replica while a request waits at the gate, some replica has an empty queue and none is near its KV capacity.
     """
@@ -130,9 +130,9 @@ class Backpressure:
     def __init__(self, config: Config) -> None:
         limit, self._group_size = config.orchestrator.max_concurrent, config.largest_group
         self._auto = limit == "auto" and not config.deterministic
-        self._config, self._untold = config, True
+        self._config, self._awaits_places = config, True
         if limit == "auto":
-            each = config.inference.sequences(on_gpus=config.cluster.device == "gpu") or UNTOLD_PLACES
+            each = config.inference.sequences(on_gpus=config.cluster.device == "gpu") or LEAST_PLACES
             limit = config.enough_rollouts(config.training_replicas * each)
         # In deterministic mode there is no limit: the load that replicas report, and when, differs between runs.
         self.gate = Gate(None if config.deterministic else limit)
@@ -155,8 +155,8 @@ class Backpressure:
     def _take_places(self, loads: Collection[ReplicaStats]) -> None:
         """Raises the limit, once, to what the replicas say that they decode in parallel: vLLM may decide that by their
         GPUs."""
-        if self._config.inference.max_num_seqs is None and self._untold and all(load.places for load in loads):
-            self._untold = False
+        if self._config.inference.max_num_seqs is None and self._awaits_places and all(load.places for load in loads):
+            self._awaits_places = False
             assert self.gate.limit is not None
             places = sum(load.places or 0 for load in loads)
             self.gate.set_limit(max(self.gate.limit, self._config.enough_rollouts(places)))

@@ -1,12 +1,11 @@
-"""The plan of any run, worked out before anything starts. It is composed of parts, one for each room that the run has,
-which share the machines."""
+"""The plan of any run, worked out before anything starts: parts, one for each of its rooms, share the machines."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -17,9 +16,10 @@ from rich.text import Text
 
 from trireme.config.installed import check_build, package_versions
 from trireme.config.model_facts import ModelFacts
+from trireme.config.run import READ_BYTES_PER_S
 from trireme.config.schema import CommonConfig
 from trireme.core.refusals import Refusal
-from trireme.plan.needs import GPU_TOLERANCE, HOST_TOLERANCE, Machine, Need, distribute, gib
+from trireme.plan.needs import GPU_TOLERANCE, HOST_TOLERANCE, Need, NodeNeeds, distribute, gib
 from trireme.plan.ways import ways_out
 from trireme.process.environ import Resources, cluster_address
 
@@ -49,6 +49,8 @@ class Part(ABC):
     """Sizes of the model; None if they are unknown."""
     resources: Resources
     """The machines."""
+    shares_gpu: bool = field(default=False, kw_only=True)
+    """True: its one actor shares a GPU with the one of another room; `Plan.parts` decides it."""
 
     room: ClassVar[str]
     """Its name in `Plan.by_room`."""
@@ -140,7 +142,9 @@ class Plan:
     @cached_property
     def parts(self) -> list[Part]:
         """The parts of the run, those that hold a model first."""
-        return [kind(self.config, self.facts, self.resources) for kind in self.kinds]
+        parts = [kind(self.config, self.facts, self.resources) for kind in self.kinds]
+        shares = self.on_gpus and self.resources.gpus < 2 and _models(parts) == [1, 1]
+        return [replace(part, shares_gpu=shares and all(each.may_share_gpu for each in parts)) for part in parts]
 
     @property
     def actor_names(self) -> list[str]:
@@ -172,13 +176,8 @@ class Plan:
     @property
     def start_text(self) -> str:
         """Says what makes up `start_s`."""
-        own = self.config.timeouts.start_s
-        return f"timeouts.start_s = {own:g} s, and {self.start_s - own:.0f} s to read the model at 100 MB/s"
-
-    @property
-    def models(self) -> list[int]:
-        """Number of processes that hold a model, in each room that has such."""
-        return [len(part.actors) * part.ranks for part in self.parts if part.size_key]
+        own, rate = self.config.timeouts.start_s, f"{READ_BYTES_PER_S / 1e6:g} MB/s"
+        return f"timeouts.start_s = {own:g} s, and {self.start_s - own:.0f} s to read the model at {rate}"
 
     @property
     def _processes(self) -> int:
@@ -193,13 +192,12 @@ class Plan:
     @property
     def shares_gpu(self) -> bool:
         """True: two rooms with one model each share a GPU, because there are not two."""
-        fit = self.models == [1, 1] and all(part.may_share_gpu for part in self.parts)
-        return self.on_gpus and self.resources.gpus < 2 and fit
+        return any(part.shares_gpu for part in self.parts)
 
     @property
     def gpus_needed(self) -> int:
         """Number of GPUs without which the run cannot start."""
-        return (1 if self.shares_gpu else sum(self.models)) if self.on_gpus else 0
+        return (1 if self.shares_gpu else sum(_models(self.parts))) if self.on_gpus else 0
 
     @property
     def threads(self) -> int:
@@ -251,7 +249,7 @@ class Plan:
         return {part.room: list(islice(left, len(part.actors))) for part in self.parts}
 
     @property
-    def machines(self) -> list[Machine]:
+    def machines(self) -> list[NodeNeeds]:
         """The machines with the actors that are probably on each; empty if the sizes of the model are unknown."""
         found = [part.needs for part in self.parts]
         if None in found:
@@ -302,7 +300,7 @@ class Plan:
                 check_build(on_gpus=self.on_gpus)
             return
         ways = [f"lower {keys}", "use a larger cluster", "--cluster.device cpu"]
-        if self.models == [1, 1] and self.resources.gpus == 1:
+        if _models(self.parts) == [1, 1] and self.resources.gpus == 1:
             ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SHARED_GPU_UTILIZATION - 0.1:g}")
         raise Refusal(
             f"{sizes}, which need {self.gpus_needed} GPUs",
@@ -322,8 +320,10 @@ class Plan:
                 f"needs {count(self.gpus_needed, 'GPU')}, {where} has {has.gpus}: "
                 "start it where they are, or give --cluster.address"
             )
-        if sum(self.models) > has.cpus and not self.on_gpus:
-            found.append(f"{sum(self.models)} processes compute on {has.cpus} cores of {where}: it works, slower")
+        if sum(_models(self.parts)) > has.cpus and not self.on_gpus:
+            found.append(
+                f"{sum(_models(self.parts))} processes compute on {has.cpus} cores of {where}: it works, slower"
+            )
         found += [f"too little memory, by an estimate: {text}" for text in self.shortages(hopeless=False)]
         found += [text for machine in self.machines if (text := machine.store_warning)]
         return found
@@ -388,6 +388,11 @@ class Plan:
             return "no part that dies is started again: the run fails then"
         often = f"at most {count(options.max_restarts, 'time')} in {options.restart_window_s:,g} s"
         return f"a part that dies is started again, {often}; a shard costs the steps since the newest commit"
+
+
+def _models(parts: Sequence[Part]) -> list[int]:
+    """Returns the number of processes that hold a model, in each room that has such."""
+    return [len(part.actors) * part.ranks for part in parts if part.size_key]
 
 
 def count(number: int, what: str) -> str:

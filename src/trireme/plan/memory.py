@@ -17,13 +17,14 @@ from trireme.config.trainer import CommonTrainer, LoraConfig
 GIB = 2**30
 SHARD_BASE_GIB = 0.5
 """Measured resident memory of a shard without weights."""
-LOGITS_GIB = 0.2
-"""Logits that a shard holds at the same time (`trainer.logprobs`)."""
 LOGIT_BYTES = 12
 """Bytes of each logit of a chunk in the backward pass: the chunk before and this one in float32, and their gradient."""
 CPU_LOGITS, MOST_LOGITS = 2**24, 2**30
 """Logits of a chunk: on a CPU, where larger ones are no faster; and at most, on a GPU with enough memory beside what is
 planned. (2^24 are 110 tokens of a vocabulary of 152,000: too few rows for a GPU.)"""
+LOGITS_GIB = CPU_LOGITS * LOGIT_BYTES / GIB
+"""What a chunk takes on a CPU, which is planned for. On a GPU larger chunks take up to half of what is left free, at
+most MOST_LOGITS * LOGIT_BYTES = 12 GiB (`trainer.logprobs`)."""
 BASE_BYTES = int((SHARD_BASE_GIB + LOGITS_GIB) * GIB)
 GPU_ALLOWANCES = {"CUDA context": GIB // 2, "NCCL": GIB, "workspaces": GIB // 2}
 """Bytes that a shard takes of its GPU beside tensors. They are allowances: nothing was measured on a GPU."""
@@ -166,7 +167,7 @@ class ModelMemory:
         return dtype * self.facts.embedding_parameters + max(of_head, of_layer)
 
     def gathered_alone(self, lora: LoraConfig) -> int:
-        """Bytes of the same where there are no activations: embeddings and output matrix, with the first layer, are
+        """Bytes that are whole while no activations are held: embeddings and output matrix, with the first layer, are
         copied out of the gathered buffer, or with their gradients into the float32 buffer."""
         dtype, root = self.dtype_bytes, self.facts.embedding_parameters
         return max(2 * dtype * (root + self._layer), 0 if lora.on else (2 * dtype + 4) * root)

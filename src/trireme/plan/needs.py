@@ -13,8 +13,8 @@ from trireme.plan.memory import GIB
 from trireme.process.machine import Gpu, Node
 
 GPU_TOLERANCE, HOST_TOLERANCE = 1.15, 2.0
-"""Times what a machine has, beyond which a run is refused; up to that it is warned of. On a GPU tensors are counted, to
-about 15 %. On a host much of what is counted is shared between processes, or is never touched."""
+"""A run that needs more than this many times what a machine has is refused; up to that it only warns. On a GPU tensors
+are counted, to about 15 %. On a host much of what is counted is shared between processes, or is never touched."""
 ASSUMED_GPU = Gpu(80 * GIB, 80 * GIB)
 """The GPU that is planned for where no driver tells of one."""
 HOST_OF_CUDA_GIB = 2.5
@@ -30,15 +30,15 @@ class Need:
     """The memory that one actor takes, in bytes by what for."""
 
     host: Mapping[str, int]
-    """Of its machine's memory."""
+    """Bytes of its machine's memory, by purpose."""
     gpu: Mapping[str, int] = field(default_factory=dict)
-    """Of the memory of each of its GPUs."""
+    """Bytes of memory on each of its GPUs, by purpose."""
     shared: Mapping[str, int] = field(default_factory=dict)
-    """Of its machine's memory, once for all actors there that name the same."""
+    """Bytes of its machine's memory that actors share: each name counts once for a machine."""
 
 
 @dataclass(frozen=True)
-class Machine:
+class NodeNeeds:
     """One machine with the actors that are on it."""
 
     node: Node
@@ -72,9 +72,9 @@ class Machine:
         found, gpu = [], self.node.smallest_gpu
         if gpu and sum(self.gpu.values()) > gpu_times * gpu.free_bytes:
             of_all = f" of {gib(gpu.memory_bytes)}" if gpu.free_bytes < gpu.memory_bytes else ""
-            found.append(f"a GPU of {self.node.name} has {gib(gpu.free_bytes)}{of_all} free, {parts_text(self.gpu)}")
+            found.append(f"a GPU of {self.node.name} has {gib(gpu.free_bytes)}{of_all} free, {_parts_text(self.gpu)}")
         if sum(self.host.values()) > host_times * self.node.memory_bytes:
-            found.append(f"{self.node.name} has {gib(self.node.memory_bytes)} of memory, {parts_text(self.host)}")
+            found.append(f"{self.node.name} has {gib(self.node.memory_bytes)} of memory, {_parts_text(self.host)}")
         return found
 
     @property
@@ -98,16 +98,16 @@ class Machine:
         if used:
             has = f"where {gib(gpu.free_bytes)} are free" if gpu else "whose size no driver told"
             text += f", and {gib(used)} on the fullest GPU, {has}"
-        return f"{text} ({', '.join(f'{what} {gib(n)}' for what, n in largest(self.host))})"
+        return f"{text} ({', '.join(f'{what} {gib(n)}' for what, n in _largest(self.host))})"
 
 
-def parts_text(parts: Mapping[str, int]) -> str:
+def _parts_text(parts: Mapping[str, int]) -> str:
     """Returns "15.20 GiB are needed: weights 9.00 GiB, ..."."""
-    each = ", ".join(f"{what} {gib(number)}" for what, number in largest(parts))
+    each = ", ".join(f"{what} {gib(number)}" for what, number in _largest(parts))
     return f"{gib(sum(parts.values()))} are needed: {each}"
 
 
-def largest(parts: Mapping[str, int]) -> list[tuple[str, int]]:
+def _largest(parts: Mapping[str, int]) -> list[tuple[str, int]]:
     """Returns all parts that are something, the largest first."""
     return sorted(((what, n) for what, n in parts.items() if n), key=lambda part: -part[1])
 
@@ -124,7 +124,7 @@ def distribute(
     nodes: Sequence[Node],
     *,
     shares_gpu: bool,
-) -> list[Machine]:
+) -> list[NodeNeeds]:
     """Returns the machines that are used, each with those actors of `needs` that are probably on it: on as few machines
     as possible, as Ray places them, though it has an order of its own. `options`: Ray's of each actor; `sizes`: how
     many actors, one after the other, are on one machine together."""
@@ -136,7 +136,7 @@ def distribute(
     places = [n for size, n in zip(sizes, _place(wanted, nodes), strict=True) for _ in range(size)]
     at = dict(zip(needs, places, strict=True))
     return [
-        Machine(node, {name: needs[name] for name in needs if at[name] == n}, shares_gpu)
+        NodeNeeds(node, {name: needs[name] for name in needs if at[name] == n}, shares_gpu)
         for n, node in enumerate(nodes)
         if n in places
     ]

@@ -62,8 +62,12 @@ class InferencePart(Part):
         None if the sizes of the model are unknown."""
         if self.facts is None:
             return None
-        weights = self.facts.num_parameters * self.dtype_bytes  # of all ranks together
-        return int((self._base_gib + self.config.inference.memory_gb) * GIB) + weights
+        return int((self._base_gib + self.config.inference.memory_gb) * GIB) + self._weight_bytes
+
+    @property
+    def _weight_bytes(self) -> int:
+        """Bytes of the weights of a replica, all ranks together; 0 if the sizes of the model are unknown."""
+        return self.facts.num_parameters * self.dtype_bytes if self.facts else 0
 
     @property
     def _base_gib(self) -> float:
@@ -75,7 +79,7 @@ class InferencePart(Part):
         if self.facts is None:
             return None
         spare = {"a spare": int(SPARE_GIB * GIB)} if self.config.inference.spare else {}
-        weights = self.facts.num_parameters * self.dtype_bytes
+        weights = self._weight_bytes
         arriving, shared = {"arriving weights": self.published_bytes}, {VERSIONS: 2 * self.published_bytes, **spare}
         if self.on_gpus:
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine
@@ -94,7 +98,7 @@ class InferencePart(Part):
         known = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
         memory = min((gpu.memory_bytes for gpu in known), default=ASSUMED_GPU.memory_bytes)
         share = int(memory * self.config.inference.gpu_memory_utilization)
-        left = share - ENGINE_BYTES - facts.num_parameters * self.dtype_bytes // self.ranks
+        left = share - ENGINE_BYTES - self._weight_bytes // self.ranks
         longest = self.config.seq_limit(facts) or 0
         return max(left, longest * facts.kv_values_per_token * self.dtype_bytes // self.ranks)
 
@@ -164,7 +168,7 @@ class InferencePart(Part):
         config, lora, limit = self.config, self.config.trainer.lora, self.config.seq_limit(self.facts)
         what = "the adapters" if lora.on else "all weights"
         if self.facts:
-            what += f" ({self.facts.trained_parameters(lora) * self.dtype_bytes / 2**20:,.2f} MiB)"
+            what += f" ({self.published_bytes / 2**20:,.2f} MiB)"
         what += f" travel by {config.transport}; "
         if config.inference.on_update == "drain":
             return f"{what}requests in flight are finished first"

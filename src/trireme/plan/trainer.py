@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from trireme.config.run import DTYPE_BYTES
 from trireme.plan.base import Part, count
 from trireme.plan.memory import (
+    BASE_BYTES,
     GIB,
     GPU_ALLOWANCES,
     LOGITS_GIB,
@@ -111,7 +112,7 @@ class TrainerPart(Part):
             return host_room(min(node.memory_bytes for node in self.resources.nodes), self.config)
         known = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
         gpu = min(known, key=lambda gpu: gpu.free_bytes, default=ASSUMED_GPU)
-        share = self.config.replica_gpu_share if self.resources.gpus == 1 else 0.0  # else a replica has its own
+        share = self.config.replica_gpu_share if self.shares_gpu else 0.0
         return gpu_room(gpu.free_bytes, gpu.memory_bytes, share)
 
     def rows(self, each: str) -> list[tuple[str, str]]:
@@ -151,7 +152,7 @@ class TrainerPart(Part):
         state = f"{of_state} / shards = {gib(memory.state)}"
         kept = "computed twice" if memory.again else "kept"
         return (
-            f"a shard up to {gib(memory.total)} ({SHARD_BASE_GIB + LOGITS_GIB:g} GiB + "
+            f"a shard up to {gib(memory.total)} ({gib(BASE_BYTES)} + "
             + ("" if memory.offloaded else f"{state} + ")
             + f"gathered {gib(memory.gathered)} + {gib(memory.activations)} for {memory.tokens:,} tokens whose layers "
             + f"are {kept})"

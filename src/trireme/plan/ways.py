@@ -81,12 +81,13 @@ def _flags(sections: Mapping[str, Mapping[str, Any]]) -> str:
             if key == "lora":
                 flags.append(f"--{section}.lora.rank {value.rank}")
             elif value is not None:
-                shown = (
-                    str(value).lower()
-                    if isinstance(value, bool)
-                    else f"{value:g}"
-                    if isinstance(value, float)
-                    else value
-                )
-                flags.append(f"--{section}.{key.replace('_', '-')} {shown}")
+                flags.append(f"--{section}.{key.replace('_', '-')} {_shown(value)}")
     return " ".join(flags)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from orchestrator_fakes import small_config
 
-from orchestrator.admission import BACK_OFF, KINDS, KV_HIGH, UNTOLD_PLACES, Backpressure, Gate, Kind, Permit
+from orchestrator.admission import BACK_OFF, KINDS, KV_HIGH, LEAST_PLACES, Backpressure, Gate, Kind, Permit
 from trireme.config import Config
 from trireme.config.inference import CPU_SEQUENCES
 from trireme.core.sampler import ReplicaStats
@@ -250,12 +250,12 @@ def test_where_vllm_decides_by_its_gpu_the_limit_is_what_the_replicas_say() -> N
         return {i: ReplicaStats(0, 0, 0.0, 0, each) for i, each in enumerate(places)}
 
     pressure = Backpressure(on_gpus(replicas=2))
-    untold = 2 * UNTOLD_PLACES * 5 // 4
+    first = 2 * LEAST_PLACES * 5 // 4
     limits = [pressure.gate.limit]
     for loads in (said(1024, None), said(1024, 1024), said(2048, 2048)):
         pressure.look(loads)
         limits.append(pressure.gate.limit)
-    assert limits == [untold, untold, 2048 * 5 // 4, 2048 * 5 // 4], "once: from then on it follows the load"
+    assert limits == [first, first, 2048 * 5 // 4, 2048 * 5 // 4], "once: from then on it follows the load"
 
 
 def test_a_number_of_sequences_that_was_given_decides_the_limit() -> None:

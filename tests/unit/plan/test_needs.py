@@ -208,6 +208,13 @@ class TestRoom:
         assert trainer(alone)._room == gpu_room(80 * GIB, 80 * GIB)
         assert trainer(shared)._room == gpu_room(80 * GIB, 80 * GIB, 0.4)
 
+    def test_a_machine_without_gpus_plans_for_one_that_is_shared(self) -> None:
+        nothing = machines(gpus=0)
+        options = {"gpu_memory_utilization": 0.4}
+        given = plan(shards=1, replicas=1, resources=nothing, facts=BILLIONS_8, inference=options, device="gpu")
+        assert given.shares_gpu
+        assert trainer(given)._room == gpu_room(80 * GIB, 80 * GIB, 0.4)
+
 
 class TestSharedGpu:
     def test_the_cache_of_the_replica_is_fixed(self) -> None:
