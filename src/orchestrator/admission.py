@@ -122,7 +122,7 @@ class Backpressure:
     """Holds the gate of a run, and adapts its limit to the replicas' load when `max_concurrent = "auto"`.
 
     The limit starts a quarter above what the replicas decode in parallel: by the configuration, or, where vLLM decides
-    it, first by LEAST_PLACES and then once by what the replicas report. It falls when a replica has preempted a
+    it, first by LEAST_PLACES and then by the most that the replicas report. It falls when a replica has preempted a
     sequence (given up its KV for lack of space), but not again before as many rollouts have ended. It grows by a group
     per replica while a request waits at the gate, some replica has an empty queue and none is near its KV capacity.
     """
@@ -130,7 +130,7 @@ class Backpressure:
     def __init__(self, config: Config) -> None:
         limit, self._group_size = config.orchestrator.max_concurrent, config.largest_group
         self._auto = limit == "auto" and not config.deterministic
-        self._config, self._awaits_places = config, True
+        self._config, self._places = config, 0
         if limit == "auto":
             each = config.inference.sequences(on_gpus=config.cluster.device == "gpu") or LEAST_PLACES
             limit = config.enough_rollouts(config.training_replicas * each)
@@ -153,12 +153,12 @@ class Backpressure:
             self._adapt(len(loads) * self._group_size, preemptions > 0, idle and kv_used < KV_HIGH)
 
     def _take_places(self, loads: Collection[ReplicaStats]) -> None:
-        """Raises the limit, once, to what the replicas say that they decode in parallel: vLLM may decide that by their
-        GPUs."""
-        if self._config.inference.max_num_seqs is None and self._awaits_places and all(load.places for load in loads):
-            self._awaits_places = False
+        """Raises the limit to what the replicas say that they decode in parallel, whenever that is more than ever: vLLM
+        may decide it by their GPUs, and replicas join later than others."""
+        places = sum(load.places or 0 for load in loads)
+        if self._config.inference.max_num_seqs is None and places > self._places:
+            self._places = places
             assert self.gate.limit is not None
-            places = sum(load.places or 0 for load in loads)
             self.gate.set_limit(max(self.gate.limit, self._config.enough_rollouts(places)))
 
     def _adapt(self, a_group_each: int, too_many: bool, too_few: bool) -> None:

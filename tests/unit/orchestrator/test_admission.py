@@ -252,10 +252,10 @@ def test_where_vllm_decides_by_its_gpu_the_limit_is_what_the_replicas_say() -> N
     pressure = Backpressure(on_gpus(replicas=2))
     first = 2 * LEAST_PLACES * 5 // 4
     limits = [pressure.gate.limit]
-    for loads in (said(1024, None), said(1024, 1024), said(2048, 2048)):
+    for loads in (said(None, None), said(1024), said(1024, 1024), said(1024)):
         pressure.look(loads)
         limits.append(pressure.gate.limit)
-    assert limits == [first, first, 2048 * 5 // 4, 2048 * 5 // 4], "once: from then on it follows the load"
+    assert limits == [first, first, 1024 * 5 // 4, 2048 * 5 // 4, 2048 * 5 // 4], "one that leaves lowers nothing"
 
 
 def test_a_number_of_sequences_that_was_given_decides_the_limit() -> None:
