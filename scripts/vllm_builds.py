@@ -23,6 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from zipfile import ZipFile
 
+from trireme.process.environ import user_cache
+
 DIFFERENT = {
     "vllm/_version.py": "the commit of which it was built",
     "vllm/platforms/__init__.py": "how the build for CPUs finds its own version",
@@ -30,7 +32,7 @@ DIFFERENT = {
 }
 """Files that differ, and in what."""
 ONLY_CUDA = ("vllm/third_party/", "vllm/vllm_flash_attn/")
-"""Where the CUDA build has files more: kernels for GPUs, which the build copies from elsewhere."""
+"""Directories that only the CUDA build has: kernels for GPUs, which the build copies from elsewhere."""
 PIP_S = 600
 
 
@@ -50,7 +52,7 @@ def pip(*arguments: str) -> str:
 def record_of_cuda_build(number: str) -> str:
     """Returns the list of files in the wheel of vLLM's CUDA build, which is kept in the user's cache directory. Raises
     RegistryRefused."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme" / f"vllm-{number}-RECORD"
+    cache = user_cache() / f"vllm-{number}-RECORD"
     if not cache.exists():
         record = _record_of_wheel(number)
         cache.parent.mkdir(parents=True, exist_ok=True)

@@ -16,12 +16,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from _common import Result, median
+from _common import Result
 
-from gpu_check.shapes import SHAPES, make_batch, make_config, make_model, make_shard, step_seconds
+from gpu_check.shapes import (
+    SHAPES,
+    TARGET_MFU,
+    make_batch,
+    make_config,
+    make_model,
+    make_shard,
+    median_step,
+    step_seconds,
+)
 
 SIZES = ("0.6b", "4b")
-TARGET = 0.4
 WARM_UP = 3
 
 
@@ -53,21 +61,17 @@ def main() -> None:
         model = make_model(Path(directory), args.size, "gpu")
         options = {"trainer__micro_batch_tokens": args.tokens, "trainer__compile": args.compile}
         shard = make_shard(make_config(model, "gpu", model__dtype="bfloat16", **options))
-    for _ in range(WARM_UP):
-        step_seconds(shard, batch)
-    torch.cuda.reset_peak_memory_stats()
-    steps = [step_seconds(shard, batch) for _ in range(args.repeats)]
+    seconds, peak_s, peak_bytes = median_step(shard, batch, WARM_UP, args.repeats)
     if args.profile:
         print_profile(shard, batch)
-    seconds, peak_s = median([s for s, _ in steps]), steps[0][1]
     mfu = peak_s / seconds
     Result(
         name=f"mfu of Qwen3-{args.size}",
         value=round(args.tokens / seconds, 1),
         unit="tokens/s",
         ratio=round(mfu, 4),
-        target=TARGET,
-        holds=mfu >= TARGET if peak_s else None,
+        target=TARGET_MFU,
+        holds=mfu >= TARGET_MFU if peak_s else None,
         against=f"the peak of {torch.cuda.get_device_name()} in bfloat16",
         detail={
             "step_s": seconds,
@@ -75,7 +79,7 @@ def main() -> None:
             "sequences": args.sequences,
             "compiled": args.compile,
             "layers_kept_up_to_tokens": shard._sharding.memory.kept_tokens,
-            "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "peak_memory_gib": round(peak_bytes / 2**30, 2),
         },
     ).print()
 

@@ -29,12 +29,17 @@ class Outcome:
     """How one check ended."""
 
     part: str
+    """The name of its part."""
     check: str
+    """The name of the check."""
     ending: Ending
+    """Passed, failed, or did not run."""
     reason: str = ""
     """Why it failed or did not run."""
     figures: Figures = field(default_factory=dict)
+    """What it measured."""
     seconds: float = 0.0
+    """How long it took."""
 
 
 @dataclass
@@ -57,7 +62,7 @@ class Context:
 
     @property
     def torch_device(self) -> str:
-        """The same, as PyTorch calls it."""
+        """Returns the name of that device in PyTorch."""
         return "cuda" if self.on_gpu else "cpu"
 
     @property
@@ -76,6 +81,7 @@ class Check:
     """One check of a part."""
 
     name: str
+    """What the table calls it."""
     run: Callable[[Context], Figures]
     """Raises Failed or NotRun; any other exception is a failure too."""
     needs: Sequence[str] = ()
@@ -102,7 +108,9 @@ def find_gpus() -> tuple[int, str]:
     CUDA_VISIBLE_DEVICES hides."""
     import torch
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    from trireme.process.machine import VISIBLE
+
+    visible = os.environ.get(VISIBLE)
     devices = sorted(name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit())
     driver = Path("/proc/driver/nvidia/version")
     found = (
@@ -110,6 +118,6 @@ def find_gpus() -> tuple[int, str]:
         + (f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA")
         + f"; {', '.join(devices) or 'no /dev/nvidia*'}; "
         + (driver.read_text().splitlines()[0] if driver.exists() else "no driver")
-        + f"; CUDA_VISIBLE_DEVICES is {'not set' if visible is None else repr(visible)}"
+        + f"; {VISIBLE} is {'not set' if visible is None else repr(visible)}"
     )
     return (torch.cuda.device_count() if torch.cuda.is_available() else 0), found

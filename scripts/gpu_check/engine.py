@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from gpu_check.checks import Check, Context, Failed, Figures
-from gpu_check.rooms import open_rooms, tokens_per_second, update_in_flight
+from gpu_check.rooms import GPU_SHARE, open_rooms, tokens_per_second, update_in_flight
 from gpu_check.shapes import make_model
 
 SYSTEM = ("vllm", "ray", "torch", "transformers", "pydantic", "peft", "xxhash", "psutil", "rich")
@@ -41,7 +41,7 @@ def _sleep(context: Context) -> Figures:
     model = make_model(context.directory / "sleeps", "0.6b", context.device)
     engine = LLM(
         model, dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True, enforce_eager=True,
-        enable_sleep_mode=True, gpu_memory_utilization=0.4,
+        enable_sleep_mode=True, gpu_memory_utilization=GPU_SHARE,
     )  # fmt: skip
 
     def answer() -> list[int]:
@@ -55,10 +55,8 @@ def _sleep(context: Context) -> Figures:
     asleep, freed = time.monotonic(), torch.cuda.mem_get_info()[0] - free
     engine.wake_up()
     awake = time.monotonic()
-    if freed < FREED * 0.4 * total:
-        raise Failed(
-            f"asleep it gave back {freed / 2**30:.1f} GiB, expected {FREED * 0.4 * total / 2**30:.1f} at least"
-        )
+    if freed < (least := FREED * GPU_SHARE * total):
+        raise Failed(f"asleep it gave back {freed / 2**30:.1f} GiB, expected {least / 2**30:.1f} at least")
     if (after := answer()) != before:
         raise Failed(f"awake again it answers {after}, before it slept {before}")
     return {"freed, GiB": freed / 2**30, "to sleep, s": asleep - started, "to wake, s": awake - asleep}

@@ -21,7 +21,9 @@ PROMPT, ANSWER = 24, 64
 UPDATES = 3
 LEARNING_RATE = 1e-3
 TOKENIZER = str(Path(__file__).parents[2] / "assets" / "sort-base")
-"""Is never used, as prompts are tokens; but a run is refused without one."""
+"""A tokenizer, without which a run is refused; it is never used, as prompts are tokens."""
+GPU_SHARE = 0.4
+"""Share of a GPU's memory that vLLM takes, so that a trainer fits beside it."""
 
 
 class Rooms:
@@ -108,7 +110,7 @@ def open_rooms(context: Context, shape: str, *flags: str) -> Iterator[tuple[Room
         *("--model.name", model, "--model.tokenizer", TOKENIZER, "--model.max-seq-len", str(length)),
         *("--inference.sampling.max-tokens", str(ANSWER), "--timeouts.start-s", str(max(30.0, context.left_s))),
         *("--cluster.device", context.device),
-        *(("--inference.gpu-memory-utilization", "0.4") if context.on_gpu else ()),
+        *(("--inference.gpu-memory-utilization", str(GPU_SHARE)) if context.on_gpu else ()),
         *flags,
     )
     config = api.loop_config(flags)

@@ -1,4 +1,4 @@
-"""What takes two devices or more: NCCL between processes, shards that agree with one, tensor-parallel replicas."""
+"""Checks that need two devices or more: NCCL between processes, shards that agree with one, tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -111,8 +111,10 @@ def _on_ranks(context: Context, work: Callable[..., Any], *args: str) -> list[An
 
 def _run_rank(end: Any, rank: int, port: int, device: str, work: Callable[..., Any], args: tuple[str, ...]) -> None:
     if device == "gpu":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(RANKS)))).split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank]
+        from trireme.process.machine import VISIBLE
+
+        visible = os.environ.get(VISIBLE, ",".join(map(str, range(RANKS)))).split(",")
+        os.environ[VISIBLE] = visible[rank]
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:

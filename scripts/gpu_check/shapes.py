@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from trireme.config import Config
     from trireme.core.types import TokenBatch
 
+TARGET_MFU = 0.4
+"""Share of a GPU's peak that the trainer is to reach with 16k tokens."""
 QWEN3 = {
     "model_type": "qwen3",
     "num_key_value_heads": 8,
@@ -135,3 +137,21 @@ def step_seconds(shard: Shard, batch: TokenBatch) -> tuple[float, float]:
     shard.optim_step(AdamParams(learning_rate=1e-6), float(len(batch.tokens)))
     wait()
     return time.perf_counter() - started, output.peak_s
+
+
+def median_step(shard: Shard, batch: TokenBatch, warm_up: int, repeats: int) -> tuple[float, float, int]:
+    """Makes steps, the first `warm_up` of them uncounted. Returns the median of their seconds, the seconds that one
+    would take at the GPU's peak, and the most bytes of the GPU's memory that were taken (0 on CPUs)."""
+    import torch
+
+    for _ in range(warm_up):
+        step_seconds(shard, batch)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    steps = [step_seconds(shard, batch) for _ in range(repeats)]
+    return (
+        float(np.median([step[0] for step in steps])),
+        steps[0][1],
+        torch.cuda.max_memory_allocated() if on_gpu else 0,
+    )

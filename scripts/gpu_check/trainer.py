@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpu_check.checks import Check, Context, Failed, Figures, NotRun
-from gpu_check.shapes import SHAPES, end_shard, make_batch, make_config, make_model, make_shard, step_seconds
+from gpu_check.shapes import SHAPES, TARGET_MFU, end_shard, make_batch, make_config, make_model, make_shard, median_step
 from gpu_check.stand_ins import stand_in
 
 if TYPE_CHECKING:
@@ -47,9 +47,6 @@ ONLY_GPU = {
 """Ways that show nothing on CPUs, and why."""
 TOKENS, SEQUENCES = 16384, 8
 WARM_UP, REPEATS = 2, 4
-TARGET_MFU = 0.4
-PLAN_BOUND = 1.15
-"""Times the plan's bytes that a shard may take."""
 GIB = 2**30
 
 
@@ -149,7 +146,7 @@ def _attention_alone(sequences: Sequence[Sequence[Tensor]], window: int | None) 
 
 @dataclass(frozen=True)
 class Step:
-    """What a shard computed of a batch."""
+    """The results of one step on a shard."""
 
     logprobs: np.ndarray
     """float32 [T]"""
@@ -196,9 +193,10 @@ def logprobs_by_hugging_face(model: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Exact:
-    """What a step in bfloat16 is compared with."""
+    """The reference for steps in bfloat16."""
 
     shape: str
+    """The name of the model's shape."""
     model: str
     """Its directory."""
     step: Step
@@ -273,9 +271,8 @@ def _attention(context: Context) -> Figures:
 def _speed(shape: str, compiled: bool, context: Context) -> Figures:
     """Trains a random model on 16k tokens in one packed micro-batch: tokens per second, MFU, and memory against the
     plan."""
-    import torch
-
     from trireme.plan.memory import LOGIT_BYTES, MOST_LOGITS
+    from trireme.plan.needs import GPU_TOLERANCE
 
     shape, tokens = (shape, TOKENS) if context.on_gpu else ("small", 512)
     context.need_time(60 if shape == "4b" else 30, "loading and training it")
@@ -286,13 +283,7 @@ def _speed(shape: str, compiled: bool, context: Context) -> Figures:
     planned = _planned(config, context)
     batch = make_batch([tokens // SEQUENCES] * SEQUENCES, SHAPES[shape]["vocab_size"], temperature=1.0)
     shard = make_shard(config)
-    for _ in range(WARM_UP):
-        step_seconds(shard, batch)
-    if context.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    steps = [step_seconds(shard, batch) for _ in range(REPEATS)]
-    peak = torch.cuda.max_memory_allocated() if context.on_gpu else 0
-    seconds, at_peak = float(np.median([step[0] for step in steps])), steps[0][1]
+    seconds, at_peak, peak = median_step(shard, batch, WARM_UP, REPEATS)
     figures: dict[str, Any] = {"tokens/s": tokens / seconds, "s/step": seconds}
     if at_peak:
         figures["MFU"] = at_peak / seconds
@@ -300,7 +291,7 @@ def _speed(shape: str, compiled: bool, context: Context) -> Figures:
     if context.on_gpu:
         figures |= {"memory, GiB": peak / GIB, "planned, GiB": planned / GIB}
         logits = MOST_LOGITS * LOGIT_BYTES
-        if peak > PLAN_BOUND * planned + logits:
+        if peak > GPU_TOLERANCE * planned + logits:
             raise Failed(
                 f"a shard took {peak / GIB:.1f} GiB, the plan says {planned / GIB:.1f} and up to {logits / GIB:g} for "
                 f"logits; {figures}"

@@ -36,7 +36,8 @@ CPU_ENVIRONMENT = {
 }
 
 HEAD_DTYPE = "head_dtype"
-"""Of the model's configuration, where vLLM looks for the dtype of logits; it knows "float32" and "model" too."""
+"""The key of the model's configuration in which vLLM looks for the dtype of logits; its values are "float32" and
+"model"."""
 
 
 def import_engine(*, on_cpu: bool) -> None:

@@ -24,9 +24,9 @@ LONGEST_GAP_S = 2.0
 
 
 class StallClock:
-    """Counts the seconds in which processes that are to answer together made no progress: not all of them did, for one
-    that stands still holds up the others, which wait for it with all the CPU time there is. Look about once a second
-    meanwhile.
+    """Counts the seconds in which at least one of several processes made no progress. They answer together, so one that
+    stands still holds up the others, which keep using CPU time while they wait for it. Call `look` about once a
+    second.
 
     `cpu_s` returns the CPU seconds that each has used so far. `silent_s` is always the time since they answered last,
     or were asked.

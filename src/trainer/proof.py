@@ -104,7 +104,7 @@ class Proof:
     why_rows: str = ""
     """Why rows are not packed although `trainer.packing` would have them so."""
     kernel: str = ""
-    """By what packed rows are computed, where there is a kernel for it."""
+    """The kernel that computes packed rows; empty if there is none."""
 
     @property
     def text(self) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +21,11 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_passes_on_cpus(part: str) -> None:
+def test_a_part_passes_on_cpus(part: str, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--part", part]
-    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=580)
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}  # for its logs
+    ended = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=580)
     result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     endings = {check["check"]: check["ending"] for check in result["checks"]}
     assert endings == {name: PARTS[part].get(name, "pass") for name in endings}, ended.stdout

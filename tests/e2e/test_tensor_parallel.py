@@ -136,7 +136,7 @@ def test_ranks_end_with_a_killed_engine_and_with_a_killed_actor(ray_cluster: str
 
 @pytest.mark.long
 def test_a_run_replaces_a_replica_that_lost_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of an update."""
+    """The rank dies in the middle of an update."""
     monkeypatch.setitem(chaos_support.PARTS, "rank", (("inference_0", 3),))
     monkeypatch.setattr(chaos_support, "REPLACED", ("rank",))
     flags = [*CHAOS, "--inference.tensor-parallel", str(RANKS)]

@@ -80,8 +80,9 @@ class Drift:
 EXACT = Drift(1e-4, 1e-4)
 """Largest drift of models in float32."""
 ROUNDED = Drift(0.2, 3.0)
-"""Largest drift of models in 16 bits at the first update of a run. The mean tells faults (1 and more) from rounding
-(up to 0.09); single tokens, whose experts rounding may change, moved by 1.4 (docs/benchmarks.md)."""
+"""Largest drift of models in 16 bits at the first update of a run. The mean tells faults (0.7 and more in the
+random models of two layers that were tried) from rounding (up to 0.09); single tokens, whose experts rounding may
+change, moved by up to 1.55 (docs/benchmarks.md)."""
 LEAST, GROWTH = Drift(0.05, ROUNDED.largest), 5.0
 """At later updates a model in 16 bits may have GROWTH times the drift of the first, and LEAST in any case."""
 
@@ -142,7 +143,7 @@ class UpdateReport:
     replica: int
     identity: WeightIdentity
     drift: Drift
-    """Of the canary."""
+    """Drift of this replica's canary."""
     reprefill_tokens: int
     """Tokens in flight whose KV cache is computed again."""
     seconds: float

@@ -15,9 +15,9 @@ from typing import Literal
 from trireme.config import CommonConfig
 from trireme.config.installed import INSTALL_GPU
 from trireme.core.refusals import Refusal
+from trireme.process.machine import VISIBLE
 
 Device = Literal["cpu", "gpu"]
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVER = Path("/proc/driver/nvidia/version")
 """Names the version of NVIDIA's driver, once that is loaded."""
 

@@ -61,6 +61,11 @@ def cluster_address(config: CommonConfig) -> str | None:
     return config.cluster.address or os.environ.get("RAY_ADDRESS")
 
 
+def user_cache() -> Path:
+    """Returns the directory of this user for what outlives a run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
+
+
 def prepare_ray_environment(address: str | None, threads: int, deterministic: bool) -> None:
     """Sets the variables that Ray reads when it is imported, for the cluster at `address` or one started here (None).
 

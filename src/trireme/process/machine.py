@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIB = 2**20
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
 SMI_S = 20.0
 """Time limit for the driver's answer. Without persistence mode it first initialises each GPU, for seconds."""
@@ -58,7 +59,7 @@ class Node:
 def this_machine() -> Node:
     """Reads the cores and GPUs that this process may use, and the memory of the machine. Starts no process unless the
     machine has GPUs."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(VISIBLE)
     count = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
     gpus = _ask_driver(visible) if count else ()
     if visible is not None:

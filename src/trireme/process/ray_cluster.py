@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,10 +24,9 @@ from trireme.config import CommonConfig
 from trireme.core.errors import RoomFailed
 from trireme.core.refusals import Refusal
 from trireme.process import waits
-from trireme.process.device import VISIBLE
-from trireme.process.environ import Resources, cluster_address
+from trireme.process.environ import Resources, cluster_address, user_cache
 from trireme.process.faults import fault_point
-from trireme.process.machine import Node, this_machine
+from trireme.process.machine import VISIBLE, Node, this_machine
 
 Progress = Callable[[list[str], float], None]
 SHUTDOWN_S = 15.0
@@ -117,7 +115,7 @@ def _local_cluster(cpus: int) -> Iterator[None]:
     before = _children()
     os.environ["TMPDIR"] = directory  # for what actors and engines leave when they are killed (vLLM's sockets)
     # What torch.compile has made, with Triton's kernels, would go there too. (vLLM's own cache is in ~/.cache.)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_user_cache() / "torchinductor"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "torchinductor"))
     try:
         _start_ray(cpus, directory)
         yield
@@ -129,11 +127,6 @@ def _local_cluster(cpus: int) -> Iterator[None]:
             process.kill()
         psutil.wait_procs(alive, timeout=SHUTDOWN_S)
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _user_cache() -> Path:
-    """Returns the directory of this user for what outlives a run."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
 
 
 def _start_ray(cpus: int, directory: str) -> None:

@@ -194,7 +194,7 @@ class TestPredecessor:
 
 
 def one_logprob() -> FlatLogprobs:
-    """That of token 7, the only one that was sampled."""
+    """Returns the logprob of token 7, the only one that was sampled."""
     return FlatLogprobs(token_ids=[7], logprobs=[-1.0])
 
 
@@ -556,7 +556,7 @@ def test_any_rank_refuses_an_update_by_its_name() -> None:
 
 
 def test_the_death_of_a_rank_is_that_of_its_engine() -> None:
-    """Whose other ranks may wait for that one for ever."""
+    """The other ranks may wait for the dead one for ever."""
     code = [sys.executable, "-c", "input()"]
 
     async def run(engine: int, first: int, second: subprocess.Popen[bytes]) -> None:

@@ -209,7 +209,7 @@ class Looked:
 
 
 FIRST = CPU_SEQUENCES + CPU_SEQUENCES // 4
-"""What one replica on a CPU decodes at once, and a quarter more."""
+"""One replica on a CPU decodes 256 sequences at the same time; a quarter more are admitted."""
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ OFTEN = ("0.6B-whole", "8B", "8B-lora", "30B-A3B")
 
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in CASES])
 def test_the_plan_of_a_shard_is_what_its_code_holds(name: str) -> None:
-    """Of layers only a few, as all are alike."""
+    """Keeps only a few layers, as all are alike."""
     case = replace(CASES[name], described={**CASES[name].described, "num_hidden_layers": LAYERS})
     said = planned(case)
     counted = count_shard(case)[PASS]

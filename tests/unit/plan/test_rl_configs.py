@@ -18,7 +18,7 @@ from trireme.plan.rl import RL_ROOMS
 
 ROOT = Path(__file__).parents[3]
 GPU_BYTES, HOST_BYTES = int(80e9), 128 * GIB
-"""Of each GPU, and of the host's memory for each GPU."""
+"""Memory of each GPU, and host memory for each GPU."""
 QWEN3_8B = {
     **SHAPES["4b"],
     **{"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},

