@@ -80,7 +80,7 @@ def report(name: str, head: str) -> None:
         path = Path(directory)
         model = make_model(name, path)
         import_engine(on_cpu=True)
-        from vllm import LLM, SamplingParams
+        from vllm import LLM, SamplingParams, TokensPrompt
 
         sections = {
             "model": {"name": directory, "dtype": "bfloat16", "head_dtype": head, "max_seq_len": 128},
@@ -96,12 +96,13 @@ def report(name: str, head: str) -> None:
         canary = compute_canary(model, torch.bfloat16, LENGTH, torch.device("cpu"))
         drawn = np.random.default_rng(0).integers(0, vocabulary, (SEQUENCES - 1, CANARY_TOKENS))
         sequences = [canary_tokens(vocabulary, LENGTH).tolist(), *drawn.tolist()]
-        prompts = [{"prompt_token_ids": tokens} for tokens in sequences]
+        prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in sequences]
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         means, largest = [], []
         for tokens, output in zip(sequences, llm.generate(prompts, params, use_tqdm=False), strict=True):
+            assert isinstance(output.prompt_logprobs, list)
             pairs = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
-            own = np.asarray([table[token].logprob for token, table in pairs])
+            own = np.asarray([table[token].logprob for token, table in pairs if table])
             ids = torch.tensor([tokens])
             with torch.no_grad():
                 p = token_logprobs(model, ids[:, :-1], ids[:, 1:], torch.ones(1, len(tokens) - 1))[0].numpy()

@@ -136,7 +136,7 @@ def step_log() -> Iterator[Steps]:
             steps.tokens.append(iteration.num_generation_tokens)
             steps.arrived.set()
 
-    EngineStats.record = recorded  # type: ignore[method-assign]
+    EngineStats.record = recorded  # type: ignore[method-assign, assignment]
     yield steps
     EngineStats.record = record  # type: ignore[method-assign]
 

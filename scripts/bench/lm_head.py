@@ -59,7 +59,7 @@ def report(way: str) -> None:
         p = whole(hidden, weight, targets, temperature)
     else:
         head, chunk = chunked
-        logprobs.chunk_logits = lambda free: 2 ** int(chunk)
+        logprobs.chunk_logits = lambda free_bytes: 2 ** int(chunk)
         p = logprobs.SelectedLogprobs.apply(hidden, weight, targets, temperature, DTYPES[head])
     forward = time.process_time()
     p.sum().backward()

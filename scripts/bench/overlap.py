@@ -33,6 +33,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 from _common import Result, cpu_by_room
 from _rooms import CORES, OTHERS_CORE, Rate, Task, check_pinned, let_actors_import_counting, pin
@@ -126,8 +127,8 @@ def datum(env: CountingEnv) -> Datum:
 
     tokens = [*env.prompt, *range(1, env.length + 1)]
     answered = np.arange(1, len(tokens)) >= len(env.prompt)
-    columns = {
-        "target_tokens": tokens[1:],
+    columns: dict[str, npt.NDArray[Any]] = {
+        "target_tokens": np.asarray(tokens[1:]),
         "mask": answered,
         "logprobs": np.zeros(len(answered)),
         "advantages": answered * (env.length % 2 - 0.5),
@@ -191,7 +192,7 @@ class Bench:
 
         from trireme.launch.run import train_and_commit
 
-        train_and_commit(self.training, self.run, self.core, self.supervisor, None, Console(highlight=False))
+        train_and_commit(self.training, self.run, self.core, self.supervisor, (), Console(highlight=False))
         return [json.loads(line) for line in (self.run.root / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -207,6 +208,7 @@ def started(config: Config) -> Iterator[Bench]:
     from trireme.plan.rl import RL_ROOMS
     from trireme.process.ray_cluster import ray_cluster
     from trireme.run.rundir import RunDir
+    from trireme.supervision.roster import Roster
 
     facts = ModelFacts.of(config, required=True)
     assert facts is not None
@@ -215,7 +217,7 @@ def started(config: Config) -> Iterator[Bench]:
     with (
         RunDir.open(config, training.fixed) as run,
         ray_cluster(config, plan.resources),
-        supervised(training, run, console) as (supervisor, where),
+        supervised(training, run, Roster(time.time), console) as (supervisor, where),
         attempt(training, run, supervisor, where, console) as core,
     ):
         yield Bench(training, run, core, supervisor)

@@ -291,7 +291,7 @@ def start_shards(config: Any, log_dir: Path, commit: Path | None) -> float:
     return until_ready(group, began, lambda: group.load_state(commit / "trainer", Manifest.read(commit).identities))
 
 
-def until_ready(group: Any, began: float, then: Callable[[], None]) -> float:
+def until_ready(group: Any, began: float, then: Callable[[], object]) -> float:
     from trireme.process import waits
 
     refs, names = group.ready_refs()

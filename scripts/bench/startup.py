@@ -112,7 +112,7 @@ def plain(path: str) -> tuple[float, float]:
     file = next(Path(path).glob("*.safetensors"))
     data = torch.empty(file.stat().st_size, dtype=torch.uint8)
     with file.open("rb") as stream:
-        stream.readinto(data.numpy())
+        stream.readinto(data.numpy().data)
     read = time.process_time() - started
     begin = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
     header = json.loads(data[8:begin].numpy().tobytes())
