@@ -132,10 +132,11 @@ class ReplicaActor(SamplingEngine):
         self._give_up_all()
         self._engine_process.kill()  # one that is stopped would hold up the next call
         await self._await_end(lost)
-        self.engine.shutdown()
-        super().__init__(self.config, self.name)  # the state of an engine without requests and weights
-        self.updating = asyncio.Lock()
-        return await self.start()
+        self.broken = self.broken or RoomFailed(f"{self.name}: its engine process died")
+        async with self.updating:  # an update of the lost engine ends first: it would take the next one for its own
+            self.engine.shutdown()
+            super().__init__(self.config, self.name)  # the state of an engine without requests and weights
+            return await self.start()
 
     async def _await_end(self, pids: Iterable[int]) -> None:
         """Waits for the processes of the engine that was lost to free their memory: there is none for both."""

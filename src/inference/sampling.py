@@ -307,17 +307,20 @@ class SamplingEngine:
         self, what: str, awaitable: Awaitable[Value], timeout_s: float, usual: LearnedDeadline | None = None
     ) -> Value:
         """Returns the value of `awaitable`. vLLM leaves calls pending for ever when its engine process is dead, so the
-        process is checked while waiting. Raises RoomFailed when it died, after `timeout_s` seconds, or when it made no
-        progress for `usual` seconds: only for what the engine does itself."""
-        task = asyncio.ensure_future(awaitable)
+        process is checked while waiting. Raises RoomFailed when it died or has a successor, after `timeout_s` seconds,
+        or when it made no progress for `usual` seconds: only for what the engine does itself."""
+        task, engine = asyncio.ensure_future(awaitable), self.engine
         started, stalls, stalled_s = time.monotonic(), StallClock(self._cpu_s), 0.0
         while not task.done():
             await asyncio.wait({task}, timeout=HEALTH_TICK_S)
             waited_s = time.monotonic() - started
+            if self.engine is not engine and not task.done():
+                task.cancel()
+                raise RoomFailed(f"{self.name}: its engine was replaced before it answered {what}")
             if usual and not task.done():
                 stalled_s = stalls.look(waited_s)
             stands_still = usual is not None and stalled_s > usual.seconds and waited_s <= timeout_s
-            if not task.done() and (self.engine.errored or waited_s > timeout_s or stands_still):
+            if not task.done() and (self._failure() or waited_s > timeout_s or stands_still):
                 task.cancel()
                 self._raise_if_broken()
                 why = f"no answer for {what} within {timeout_s:.0f} s"

@@ -20,7 +20,7 @@ def exact(device: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.
 def test_bfloat16_agrees_with_float32(exact: Exact, device: str, way: str) -> None:
     """Logprobs to the stated bound; the gradient points the same way as that of padded rows in float32."""
     if device == "cpu" and way in ONLY_GPU:
-        pytest.skip(ONLY_GPU[way])
+        pytest.skip(ONLY_GPU[way])  # reason: each is given in that table; scripts/gpu_check.py runs them on a GPU
     assert check_way(exact, device, way)
 
 
@@ -41,6 +41,7 @@ def test_a_wrong_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+# reason: it compares what the driver says with what PyTorch says, and there is neither without a GPU
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and PyTorch's CUDA build")
 def test_the_driver_tells_the_plan_what_pytorch_sees() -> None:
     gpus = this_machine().gpus

@@ -383,6 +383,58 @@ def test_updates_come_one_after_the_other() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_update_of_a_lost_engine_does_not_judge_its_successor(monkeypatch: pytest.MonkeyPatch, seen: bool) -> None:
+    """The start of an engine blocks the actor for longer than an engine may stand still, and a call to the lost one is
+    still pending: whether vLLM saw its death (`seen`) or not, the next engine is not the one that did not answer."""
+    monkeypatch.setattr("inference.sampling.HEALTH_TICK_S", 0.01)
+    monkeypatch.setattr("inference.stalls.QUIET_S", 0.02)
+    info = SimpleNamespace()
+
+    class Restarting(UpdatingReplica):
+        hangs = True
+        kills = 0
+        _engine_pid = -1
+        _engine_process = SimpleNamespace(kill=lambda: None)  # type: ignore[assignment]
+
+        def _cpu_s(self) -> list[float]:
+            return [0.0]
+
+        def kill_engine(self) -> None:
+            self.kills += 1
+
+        async def _await_end(self, pids: Any) -> None:
+            self.engine.errored = seen
+
+        async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+            if method == "take_weights" and self.hangs:
+                await asyncio.sleep(3600)
+            return await super()._in_engine(method, args)
+
+        async def start(self) -> Any:
+            self.engine, self.hangs = EngineOfRequests(), False
+            time.sleep(0.3)  # noqa: ASYNC251 (as vLLM's start does)
+            self.call_deadline = LearnedDeadline(0.2)
+            await asyncio.sleep(0.05)
+            self.proved.set()
+            return info
+
+    async def run() -> None:
+        made = Restarting("recompute_kv")
+        made.engine.shutdown = lambda: None
+        made.call_deadline = LearnedDeadline(0.2)
+        update = asyncio.create_task(made.load_weights(published(version=1)))
+        await turns()
+        assert "receive_weights" in made.engine.calls
+        assert await asyncio.wait_for(made.restart(), 10.0) is info
+        with pytest.raises(RoomFailed):
+            await update
+        assert (made.kills, made.broken) == (0, None)
+        assert (await made.load_weights(published(version=2))).identity.version == 2
+
+    asyncio.run(run())
+
+
 def unfinished(name: str) -> Any:
     """Stands for vLLM's RequestState of a request that has one token."""
     return SimpleNamespace(

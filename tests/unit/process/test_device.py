@@ -77,6 +77,7 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
         assert part in said
 
 
+# reason: the text under test is that of a PyTorch without CUDA
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch is built for CUDA")
 def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(device, "DRIVER", tmp_path / "none")
