@@ -1,0 +1,129 @@
+"""Additive digests of tensors: sums that can be taken of parts, wherever these are, and added up.
+
+A tensor is a sequence of 16-bit little-endian words w_i, unsigned, in C order; an odd last byte has a zero after it.
+Its digest is two sums modulo 2^64, for k = 0 and 1:
+
+    sum over i of w_i key_k(i),    key_k(i) = splitmix64(2 i + k) | 1
+
+A shard of the trainer and a rank of an engine each have a part of a tensor. They sum it with the keys of the words'
+places in the whole tensor, and nobody needs the whole. A word that changes, changes both sums, as keys are odd; two
+words that change places change one of them but for a chance of 2^-96. The sums find accidents. They do not resist
+someone who wants to forge weights: they are linear.
+
+The kernel is compiled by numba when it is first needed (`warm_up`), which takes half a CPU second in each process.
+numba's cache on disk would halve that, and is not used: it writes beside the source, and processes on unlike CPUs that
+share an installation could take each other's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+SCHEME = "sum64x2"
+"""Names this formula. It is part of the digest of a version (`trireme.core.weights.weights_digest`)."""
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""The constants of splitmix64. Source: https://prng.di.unimi.it/splitmix64.c"""
+MODULUS = 1 << 64
+WORD_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The two sums, from 0 to 2^64 - 1. Those of parts add up to those of the whole."""
+
+    first: int = 0
+    second: int = 0
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums((self.first + other.first) % MODULUS, (self.second + other.second) % MODULUS)
+
+    def __str__(self) -> str:
+        """32 hex digits, the form in which a table of tensors has them."""
+        return f"{self.first:016x}{self.second:016x}"
+
+    @property
+    def signed(self) -> tuple[int, int]:
+        """The same bits as signed numbers, for libraries that sum int64 and wrap around."""
+        return _signed(self.first), _signed(self.second)
+
+    @classmethod
+    def from_signed(cls, first: int, second: int) -> Sums:
+        """Undoes `signed`."""
+        return cls(first % MODULUS, second % MODULUS)
+
+
+def _signed(number: int) -> int:
+    return number - MODULUS if number >= MODULUS // 2 else number
+
+
+def sums_of(data: npt.NDArray[np.uint8], first_word: int = 0) -> Sums:
+    """Returns the sums of a contiguous array of bytes, uint8 [n], whose first byte begins word `first_word` of the
+    whole. Threads compute beside each other."""
+    even = len(data) // WORD_BYTES * WORD_BYTES
+    sums = sums_of_rows(data[:even].view("<u2")[None], first_word)
+    if even < len(data):
+        last, index = int(data[even]), first_word + even // WORD_BYTES
+        sums += Sums(*(last * key(index, k) % MODULUS for k in range(2)))
+    return sums
+
+
+def sums_of_rows(words: npt.NDArray[np.uint16], first_word: int = 0, step: int = 0) -> Sums:
+    """Returns the sums of contiguous words, uint16 [rows, words]. Row r begins at word `first_word + r step` of the
+    whole."""
+    if not words.size:
+        return Sums()
+    first, second = _kernel()(words, np.uint64(first_word), np.uint64(step))
+    return Sums(int(first), int(second))
+
+
+def key(index: int, k: int) -> int:
+    """Returns the factor of word `index` in sum `k`: from 1 to 2^64 - 1, odd."""
+    z = (2 * index + k + GOLDEN) % MODULUS
+    z = (z ^ (z >> 30)) * MIX_1 % MODULUS
+    z = (z ^ (z >> 27)) * MIX_2 % MODULUS
+    return (z ^ (z >> 31)) | 1
+
+
+def warm_up() -> None:
+    """Compiles the kernel, so that no update waits for it. Call it while a process starts."""
+    _kernel()
+
+
+@cache
+def _kernel() -> Callable[..., tuple[np.uint64, np.uint64]]:
+    """Compiles `_add_rows` for this CPU, for arrays that may be read-only and begin at any address."""
+    from numba import njit, types  # an import of a quarter of a CPU second
+
+    words = types.Array(types.uint16, 2, "C", readonly=True, aligned=False)
+    signature = types.UniTuple(types.uint64, 2)(words, types.uint64, types.uint64)
+    compiled: Any = njit(signature, nogil=True)(_add_rows)
+    return compiled
+
+
+_U = np.uint64  # numba makes a float of a uint64 and a plain number
+_GOLDEN, _MIX_1, _MIX_2 = _U(GOLDEN), _U(MIX_1), _U(MIX_2)
+_1, _2, _27, _30, _31 = _U(1), _U(2), _U(27), _U(30), _U(31)
+
+
+def _add_rows(words: Any, first_word: Any, step: Any) -> Any:
+    """Computes `sums_of_rows`. LLVM makes vector instructions of the inner loop as it stands; a function for the key
+    would be the same, but compiles longer."""
+    first, second = _U(0), _U(0)
+    for r in range(words.shape[0]):
+        row, start = words[r], _2 * (first_word + _U(r) * step) + _GOLDEN
+        for i in range(row.shape[0]):
+            word, x = _U(row[i]), start + _2 * _U(i)
+            z = (x ^ (x >> _30)) * _MIX_1
+            z = (z ^ (z >> _27)) * _MIX_2
+            first += word * ((z ^ (z >> _31)) | _1)
+            x += _1
+            z = (x ^ (x >> _30)) * _MIX_1
+            z = (z ^ (z >> _27)) * _MIX_2
+            second += word * ((z ^ (z >> _31)) | _1)
+    return first, second

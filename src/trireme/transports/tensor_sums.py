@@ -1,0 +1,165 @@
+"""The sums of `trireme.core.digest` of tensors on any device, whole or in part.
+
+A part says where its elements lie in the whole tensor: element [j_0, j_1, ...] of the part is element
+`first + sum of j_d strides[d]` of the whole, counted in C order. So a rectangle of the whole has the strides of the
+whole, whatever its own place in memory, and a slice of a fused parameter is any view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trireme.core.digest import GOLDEN, MIX_1, MIX_2, WORD_BYTES, Sums, sums_of, sums_of_rows
+
+PIECE_WORDS = 2**20
+"""Words that are summed at once: on a device that takes five int64 numbers for each, 40 MiB in all."""
+
+
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides, in elements, of a tensor in C order.
+
+    >>> c_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def rectangle(whole: Sequence[int], start: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """Returns `first` and `strides` of a part that begins at `start` of a tensor of shape `whole`.
+
+    >>> rectangle((4, 6), (1, 2))
+    (8, (6, 1))
+    """
+    strides = c_strides(whole)
+    return sum(at * stride for at, stride in zip(start, strides, strict=True)), strides
+
+
+def tensor_sums(
+    part: Tensor, first: int = 0, strides: Sequence[int] | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Returns the sums of `part`, int64 [2] (`Sums.signed`) on its device, for which nothing waits. `strides`: of the
+    whole tensor (None: the part is contiguous in it). `dtype`: that in which it is summed (None: its own).
+
+    Takes at most 64 MiB beside the tensor, whatever its size, dtype and strides.
+    """
+    strides = c_strides(part.shape) if strides is None else tuple(strides)
+    total = torch.zeros(2, dtype=torch.int64, device=part.device)
+    item = (dtype or part.dtype).itemsize
+    for piece, at in _pieces(part.detach(), first, strides, PIECE_WORDS * WORD_BYTES // item):
+        total += _piece_sums(piece.to(dtype or part.dtype).contiguous(), at, strides)
+    return total
+
+
+def to_sums(table: Tensor) -> list[Sums]:
+    """Returns the sums that are the rows of int64 [N, 2], which may be on a device."""
+    return [Sums.from_signed(first, second) for first, second in table.tolist()]
+
+
+def _pieces(part: Tensor, first: int, strides: Sequence[int], most: int) -> Iterator[tuple[Tensor, int]]:
+    """Cuts `part` into pieces of at most `most` elements, each with the place of its first in the whole."""
+    if part.numel() == 0:
+        return
+    if part.numel() <= most:
+        yield part, first
+        return
+    d = next(d for d, size in enumerate(part.shape) if size > 1)
+    inner = part.numel() // part.shape[d]
+    rows = max(1, most // inner)
+    for at in range(0, part.shape[d], rows):
+        piece = part.narrow(d, at, min(rows, part.shape[d] - at))
+        yield from _pieces(piece, first + at * strides[d], strides, most)
+
+
+def _piece_sums(piece: Tensor, first: int, strides: Sequence[int]) -> Tensor:
+    """Sums a contiguous piece, int64 [2] on its device."""
+    shape, strides = _merged(piece.shape, strides)
+    flat = piece.reshape(-1)
+    if piece.element_size() == 1:
+        return _sums_of_bytes(flat.view(torch.uint8), first, shape, strides)
+    words = piece.element_size() // WORD_BYTES
+    first, strides = first * words, [stride * words for stride in strides]
+    shape, strides = _merged([*shape, words], [*strides, 1])
+    flat = flat.view(torch.int16)
+    if _by_kernel(flat):
+        return _sums_by_rows(flat, first, shape, strides)
+    return _weighed(flat.to(torch.int64).bitwise_and_(0xFFFF), _indices(shape, first, strides, flat.device))
+
+
+def _by_kernel(flat: Tensor) -> bool:
+    """Returns True where the kernel of `trireme.core.digest` can read: on a CPU it is some seventy times as
+    fast as tensor operations."""
+    return flat.device.type == "cpu"
+
+
+def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Returns the same with as few dimensions as tell the places, at least one."""
+    sizes, steps = [1], [1]
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if sizes[-1] == 1 or steps[-1] == size * stride:
+            sizes[-1], steps[-1] = sizes[-1] * size, stride
+        else:
+            sizes.append(size)
+            steps.append(stride)
+    return sizes, steps
+
+
+def _sums_by_rows(flat: Tensor, first: int, shape: list[int], strides: list[int]) -> Tensor:
+    """Sums words, int16 on the CPU, by the kernel, which knows rows."""
+    words = flat.numpy().view(np.uint16)
+    rows, row = (shape[-2] if len(shape) > 1 else 1), shape[-1]
+    step = strides[-2] if len(shape) > 1 else 0
+    if strides[-1] != 1:
+        shape, strides = [*shape, 1], [*strides, 1]
+        rows, row, step = shape[-2], 1, strides[-2]
+    outer = _indices(shape[:-2] or [1], first, strides[:-2] or [0], flat.device).tolist()
+    sums = Sums()
+    for at, block in zip(outer, words.reshape(-1, rows, row), strict=True):
+        sums += sums_of_rows(block, at, step)
+    return torch.tensor(sums.signed)
+
+
+def _sums_of_bytes(flat: Tensor, first: int, shape: list[int], strides: list[int]) -> Tensor:
+    """Sums bytes, uint8, which are halves of words: the bytes at odd places are the upper ones."""
+    if _by_kernel(flat) and len(shape) == 1 and strides == [1] and first % WORD_BYTES == 0:
+        return torch.tensor(sums_of(flat.numpy(), first // WORD_BYTES).signed)
+    places = _indices(shape, first, strides, flat.device)
+    return _weighed(flat.to(torch.int64) << (places % WORD_BYTES * 8), places // WORD_BYTES)
+
+
+def _indices(shape: Sequence[int], first: int, strides: Sequence[int], device: torch.device) -> Tensor:
+    """Returns the place of each element in the whole, int64 [elements]."""
+    places = torch.full((1,), first, dtype=torch.int64, device=device)
+    for size, stride in zip(shape, strides, strict=True):
+        steps = torch.arange(size, dtype=torch.int64, device=device).mul_(stride)
+        places = (places[:, None] + steps).reshape(-1)
+    return places
+
+
+def _weighed(words: Tensor, places: Tensor) -> Tensor:
+    """Returns the two sums of words from 0 to 2^16 - 1 at their places, both int64 [words]: int64 [2]."""
+    x = places * 2
+    return torch.stack([_keys(x + k).mul_(words).sum() for k in range(2)])
+
+
+def _keys(x: Tensor) -> Tensor:
+    """Computes splitmix64(x) | 1 in the memory of `x`: int64 arithmetic wraps around."""
+    x.add_(_wrapped(GOLDEN))
+    x.bitwise_xor_(_shifted(x, 30)).mul_(_wrapped(MIX_1))
+    x.bitwise_xor_(_shifted(x, 27)).mul_(_wrapped(MIX_2))
+    return x.bitwise_xor_(_shifted(x, 31)).bitwise_or_(1)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shifts right without copying the sign."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _wrapped(number: int) -> int:
+    return Sums(number).signed[0]

@@ -1,0 +1,127 @@
+"""The sums of tensors: those of their bytes, whatever the dtype, the way in memory, and how the whole is cut."""
+
+from itertools import pairwise, product
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from digest_support import plain_sums
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trireme.core.digest import Sums
+from trireme.transports import tensor_sums as module
+from trireme.transports.packing import DTYPES
+from trireme.transports.tensor_sums import rectangle, tensor_sums, to_sums
+
+SHAPES = st.lists(st.integers(0, 7), max_size=4)
+SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-40, 65504.0, 3.4e38]
+
+
+def filled(shape: list[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Random bytes, whatever they mean: NaNs with payloads and subnormals among them."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    data = np.random.default_rng(seed).integers(0, 2 if dtype == torch.bool else 256, size, np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+
+
+def plain(tensor: torch.Tensor) -> Sums:
+    return plain_sums(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def summed(*tables: torch.Tensor) -> Sums:
+    return sum(to_sums(torch.stack(tables)), Sums())
+
+
+def on(device: str) -> Any:
+    """Within the block, tensors are summed as they are on a GPU, or as on a CPU."""
+    return patch.object(module, "_by_kernel", lambda _: device == "cpu")
+
+
+both = pytest.mark.parametrize("device", ["cpu", "gpu"])
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@given(shape=SHAPES, seed=st.integers(0, 9))
+@settings(max_examples=25)
+def test_the_sums_are_those_of_the_bytes(device: str, dtype: torch.dtype, shape: list[int], seed: int) -> None:
+    tensor = filled(shape, dtype, seed)
+    with on(device):
+        assert summed(tensor_sums(tensor)) == plain(tensor)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_bit_counts(device: str, dtype: torch.dtype) -> None:
+    """Of a NaN, of the sign of zero, of subnormals; and nothing is rounded on the way."""
+    tensor = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    with on(device):
+        sums = summed(tensor_sums(tensor))
+        assert sums == plain(tensor)
+        for place in range(len(SPECIAL)):
+            other = tensor.clone()
+            other.view(bits)[place] ^= 1
+            assert summed(tensor_sums(other)) != sums
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
+    """Draws a shape, and places at which each of its dimensions is cut."""
+    shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+    return shape, [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+
+
+@both
+@pytest.mark.parametrize("name", ["BF16", "F32", "U8"])
+@given(cut=cuts(), piece=st.integers(1, 60))
+@settings(max_examples=40)
+def test_rectangles_add_up_to_the_whole(
+    device: str, name: str, cut: tuple[list[int], list[list[int]]], piece: int
+) -> None:
+    """Views into the whole, with its strides in memory, and copies, in pieces of any size, one after the other."""
+    shape, places = cut
+    whole = filled(shape, DTYPES[name])
+    total = Sums()
+    with on(device), patch.object(module, "PIECE_WORDS", 4 * piece):
+        for number, box in enumerate(product(*(pairwise(ends) for ends in places))):
+            part = whole[tuple(slice(a, b) for a, b in box)]
+            first, strides = rectangle(shape, [a for a, _ in box])
+            total += summed(tensor_sums(part.clone() if number % 2 else part, first, strides))
+    assert total == plain(whole)
+
+
+@both
+def test_memory_in_another_order_is_summed_in_the_order_of_the_whole(device: str) -> None:
+    whole = filled([6, 10], torch.bfloat16)
+    held = whole.t().contiguous()
+    with on(device):
+        assert summed(tensor_sums(held.t())) == plain(whole)
+        parts = [tensor_sums(held[a : a + 5].t(), *rectangle(whole.shape, (0, a))) for a in (0, 5)]
+        assert summed(*parts) == plain(whole)
+        # `held` itself as a part: its columns are the rows of the whole.
+        assert summed(tensor_sums(held, 0, (1, 10))) == plain(whole)
+
+
+@both
+def test_a_cast_is_summed_piece_by_piece(device: str) -> None:
+    master = torch.randn(70, 33)
+    with on(device), patch.object(module, "PIECE_WORDS", 100):
+        assert summed(tensor_sums(master, dtype=torch.bfloat16)) == plain(master.to(torch.bfloat16))
+
+
+def test_parameters_and_tensors_without_elements_or_dimensions() -> None:
+    assert summed(tensor_sums(torch.nn.Parameter(torch.ones(3)))) == plain(torch.ones(3))
+    assert summed(tensor_sums(torch.ones(0, 5))) == Sums()
+    assert summed(tensor_sums(torch.tensor(2.5))) == plain(torch.tensor(2.5).reshape(1))
+
+
+def test_pieces_bound_the_memory() -> None:
+    """A tensor of 64 MiB that is cast and cut along its columns: no copy is larger than a piece."""
+    whole = torch.zeros(2048, 8192)
+    pieces = list(module._pieces(whole[:, 100:8000], 100, (8192, 1), module.PIECE_WORDS))
+    assert max(piece.numel() for piece, _ in pieces) <= module.PIECE_WORDS
+    assert sum(piece.numel() for piece, _ in pieces) == 2048 * 7900
