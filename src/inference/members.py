@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from inference.handover import Handover, Outcome, Progress
-from trireme.core.errors import ProvenanceError, RoomFailed, TriremeError, WeightsRefused
+from trireme.core.errors import ProvenanceError, RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
@@ -38,7 +38,8 @@ class ReplicaClient(Protocol):
         """Returns {request id: what it has made beyond the number of tokens that is known}, for requests in flight that
         have made something."""
 
-    async def load_weights(self, published: PublishedWeights) -> UpdateReport: ...
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        """Raises WeightsGone, and has changed nothing, when the bytes are nowhere any more."""
 
     async def adopt(self, identity: WeightIdentity) -> None: ...
 
@@ -97,6 +98,8 @@ class Member:
     """How often it has begun to take weights since it served last."""
     catching_up: asyncio.Task[None] | None = None
     """Brings it to the newest weights."""
+    stranded: WeightsGone | None = None
+    """Why it is behind until the next update, which waits for it: the newest weights can be had nowhere any more."""
     draining: bool = False
     followed: bool = False
     """A task asks it for progress."""
@@ -187,7 +190,13 @@ class Members:
         """Lets `member`, which has the newest weights, serve."""
         self._failures.pop(member.index, None)
         self._unreported.pop(member.index, None)
-        member.behind, member.joining, member.rounds = False, False, 0
+        member.behind, member.joining, member.stranded, member.rounds = False, False, None, 0
+        self._changed.set()
+
+    def strand(self, member: Member, gone: WeightsGone) -> None:
+        """Leaves `member` behind until the next update."""
+        log.warning("%s. It gets no requests until the next update, which brings it newer weights.", gone)
+        member.behind, member.stranded = True, gone
         self._changed.set()
 
     async def wait_for_serving(self) -> list[Member]:
@@ -197,7 +206,7 @@ class Members:
         with suppress(TimeoutError):
             while not self.any_serves:
                 self._changed.clear()
-                is_coming = any(member.behind and not member.draining for member in self.live)
+                is_coming = any(m.behind and not (m.draining or m.stranded) for m in self.live)
                 async with asyncio.timeout(None if is_coming else self._patience_s):
                     await self._changed.wait()
         if serving := self.serving:
@@ -205,17 +214,21 @@ class Members:
         refused = self._failures and all(isinstance(failure, WeightsRefused) for failure in self._failures.values())
         kind = WeightsRefused if refused else RoomFailed
         waited = f", and none joined within {self._patience_s:g} s" if self._patience_s else ""
-        reasons = "; ".join(str(self._failures[index]) for index in sorted(self._failures))
+        stranded = {member.index: member.stranded for member in self.live if member.stranded}
+        reasons = "; ".join(str(reason) for _, reason in sorted({**self._failures, **stranded}.items()))
         raise kind(f"no inference replica is left{waited}: {reasons or 'none has ever joined'}")
 
     async def call(self, member: Member, work: Awaitable[Value]) -> Value:
-        """Returns the answer of `member`. Raises why it is gone as soon as that is known, even if it never answers."""
+        """Returns the answer of `member`. Raises why it is gone as soon as that is known, even if it never answers. All
+        that it raises itself makes it gone but WeightsGone, for which it can do nothing."""
         task = asyncio.ensure_future(work)
         member.tasks.add(task)
         try:
             await asyncio.wait({task})
             if not task.cancelled():
                 return task.result()
+        except WeightsGone:
+            raise
         except TriremeError as failure:
             self.fail(member, failure)
             raise

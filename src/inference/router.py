@@ -20,7 +20,7 @@ from typing import Any
 from inference.handover import Handover, Outcome, Progress
 from inference.members import HandoverNeeded, Member, Members, ReplicaClient, RoutedRequest
 from trireme.core.deadline import LearnedDeadline
-from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
+from trireme.core.errors import RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
@@ -48,7 +48,8 @@ class Router:
     Weights. An update waits for the members that serve, each for ten times as long as the slowest update so far
     (`LearnedDeadline`). One that takes longer is left behind like one that joins: nothing waits for it, it gets no
     requests, and it serves (again) once it has the newest weights, however many versions that takes. The watcher of the
-    processes finds out if it is dead.
+    processes finds out if it is dead. A member that finds the bytes of a version gone takes a newer one; if there is
+    none yet, it is left behind until the next update, which waits for it.
 
     In deterministic mode routes are forgotten whenever nothing is in flight: requests that are then made in one turn of
     the event loop go where their own order says, whatever came before or in an earlier process.
@@ -219,18 +220,21 @@ class Router:
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
         """Brings every member that serves to `weights`, and those that joiners have waited for long enough. One that
         fails is left out, one that takes too long is left behind, and the others finish; then, in deterministic mode, a
-        failure is raised. When none has these weights, waits for one. Raises RoomFailed, or WeightsRefused when every
-        replica refuses them."""
+        failure is raised. When none has these weights, waits for one. Raises RoomFailed, WeightsRefused when every
+        replica refuses them, and WeightsGone when none can have their bytes any more; it may be called again then."""
         async with self._changing:
             turns = asyncio.Semaphore(self._max_updating or sys.maxsize)
             self._bring_newest = partial(self._update_one, weights.bounded_by(self._drift) if self._drift else weights)
-            members = [member for member in self._members.live if not member.behind or member.rounds >= ROUNDS]
+            members = [m for m in self._members.live if not m.behind or m.stranded or m.rounds >= ROUNDS]
             await asyncio.gather(*(self._update_in_turn(member, turns) for member in members))
-        failures = [member.gone for member in members if member.gone]
+        failures = [failure for member in members if (failure := member.gone or member.stranded)]
         refused = len(failures) == len(members) and all(isinstance(failure, WeightsRefused) for failure in failures)
         if failures and (self._fixed or refused):
             raise failures[0]
         reports = [member.report for member in members if member.report and not (member.gone or member.behind)]
+        stranded = [member.stranded for member in members if member.stranded]
+        if stranded and not reports:
+            raise stranded[0]
         reports = reports or [member.report for member in await self._members.wait_for_serving() if member.report]
         if self._drift is None and reports:
             drifts = [report.drift for report in reports]
@@ -262,14 +266,22 @@ class Router:
         return bool(late)
 
     async def _catch_up(self, member: Member) -> None:
-        """Brings `member` to the newest weights, however often they change meanwhile; then it serves."""
-        brought = None
+        """Brings `member` to the newest weights, however often they change meanwhile; then it serves. It is stranded
+        if the bytes of the newest are gone."""
+        brought: object = None
+        gone: WeightsGone | None = None
         with suppress(TriremeError):  # it is gone then
             while (bring := self._bring_newest) and bring is not brought:
-                brought = bring
+                brought, gone, member.stranded = bring, None, None
                 member.rounds += 1
-                await bring(member)
-            self._members.enter(member)
+                try:
+                    await bring(member)
+                except WeightsGone as error:  # it takes a newer one, if there is one by now
+                    gone = error
+            if gone:
+                self._members.strand(member, gone)
+            else:
+                self._members.enter(member)
 
     async def _update_one(self, weights: PublishedWeights, member: Member) -> None:
         async def load_and_check() -> UpdateReport:

@@ -15,7 +15,8 @@ Beside training. Both get permits at the gate, a group at a time; there neither 
 all of an evaluation is sampled in lockstep, and nothing else meanwhile.
 
 Reserved replicas (`eval.replicas`). They take weights only when these are due, and only the next evaluation waits for
-them. An evaluation stands in the row of the step during which it ended; `version` says which weights it was of.
+them. An evaluation stands in the row of the step during which it ended; `version` says which weights it was of. When
+they come so late that the bytes are gone, the next version is evaluated instead.
 
 Failed rollouts are tried again as in training. Those that fail for good are counted (`failed`) and left out of every
 mean: they are no zeros. A refused prompt fails without another try.
@@ -40,6 +41,7 @@ running: that one is repeated, with the weights of the commit.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +62,7 @@ from orchestrator.metrics import env_metrics
 from orchestrator.rollout import RolloutLimits, Sample
 from trireme.config import Config
 from trireme.config.schema import EnvConfig
-from trireme.core.errors import RoomFailed
+from trireme.core.errors import RoomFailed, WeightsGone
 from trireme.core.sampler import Sampler
 from trireme.core.weights import PublishedWeights
 from trireme.process import trace
@@ -72,6 +74,7 @@ CI95 = 1.96
 """Half the width of a 95 % interval, in standard errors."""
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,11 @@ class Evaluator:
     async def _evaluate(self, weights: PublishedWeights) -> None:
         version = weights.identity.version
         if self._reserved:
-            await self._reserved.update_weights(weights)
+            try:
+                await self._reserved.update_weights(weights)
+            except WeightsGone as gone:
+                log.warning("%s. The next version is evaluated in place of version %d.", gone, version)
+                return
         self._rows[self._schedule.row(version)] = await self.evaluate(version)
         self._done, self._owed = version, False
 

@@ -35,6 +35,11 @@ class RoomFailed(TriremeError):
     """A room (actor) raised, died, or did not answer within its deadline; names the room and its log."""
 
 
+class WeightsGone(RoomFailed):
+    """The trainer no longer keeps the bytes of a version that a replica or a commit wants. Where they were wanted
+    nothing has changed, and nothing is broken."""
+
+
 class ProvenanceError(TriremeError):
     """A token comes from weights that are not allowed: of unknown identity, or older than max_steps_off_policy."""
 

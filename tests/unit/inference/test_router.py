@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from inference.handover import NOTHING, Outcome, Progress
 from inference.router import Router
 from trireme.core import deadline as deadline_module
-from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
+from trireme.core.errors import RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import EXACT, ROUNDED, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
@@ -679,6 +679,100 @@ async def test_in_deterministic_mode_updates_wait_as_long_as_it_takes(monkeypatc
     assert not update.done()
     late.may_take.add(5)
     await update
+
+
+class Fetching(Updated):
+    """Finds the bytes of the versions in `gone` gone, once it may take them."""
+
+    def __init__(self, name: str, *may_take: int, gone: tuple[int, ...] = ()) -> None:
+        super().__init__(name, *may_take)
+        self.gone = set(gone)
+
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        taken = await super().load_weights(published)
+        if published.identity.version in self.gone:
+            raise WeightsGone(f"{self.name}: the trainer no longer keeps version {published.identity.version}")
+        return taken
+
+
+@in_loop
+async def test_a_joiner_whose_version_is_gone_by_the_time_takes_the_newest_and_is_not_dismissed() -> None:
+    first, joiner = Updated("replica 0", 3, 4), Fetching("replica 1", gone=(3,))
+    router = Router({0: first})
+    await router.update_weights(version(3))
+    join = asyncio.create_task(router.join(1, joiner))
+    await turns()
+    await router.update_weights(version(4))
+    joiner.may_take |= {3, 4}
+    await join
+    assert (joiner.begun, router.acknowledged()) == ([3, 4], {0: 4, 1: 4})
+
+
+@in_loop
+async def test_a_joiner_for_which_there_are_no_newer_weights_yet_gets_no_requests_and_the_next_update_waits_for_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, joiner = Updated("replica 0", 3, 4), Fetching("replica 1", 3, gone=(3,))
+    router = Router({0: first})
+    await router.update_weights(version(3))
+    await router.join(1, joiner)
+    assert caplog.text.count("replica 1: the trainer no longer keeps version 3. It gets no requests until") == 1
+    requests = asyncio.create_task(wave(router, ["a", "b"]))
+    await turns()
+    assert (first.groups, joiner.groups, router.acknowledged()) == ([["a0", "b1"]], [], {0: 3})
+    update = asyncio.create_task(router.update_weights(version(4)))
+    await turns(20)
+    assert not update.done()
+    joiner.may_take.add(4)
+    assert [report.replica for report in await update] == [0, 1]
+    assert router.acknowledged() == {0: 4, 1: 4}
+    first.go.set()
+    await requests
+
+
+@in_loop
+async def test_a_member_that_finds_the_bytes_gone_is_left_behind_until_the_next_update() -> None:
+    first, second = Updated("replica 0", 3, 4), Fetching("replica 1", 3, 4, gone=(3,))
+    router = Router({0: first, 1: second})
+    assert [report.replica for report in await router.update_weights(version(3))] == [0]
+    assert router.acknowledged() == {0: 3}
+    assert [report.replica for report in await router.update_weights(version(4))] == [0, 1]
+    failure = asyncio.create_task(router.next_failure())
+    await turns()
+    assert not failure.done(), "it was not dismissed"
+    failure.cancel()
+
+
+@in_loop
+@pytest.mark.parametrize("fixed", [False, True])
+async def test_an_update_whose_bytes_are_gone_for_all_says_so_and_the_next_one_finds_them_all(fixed: bool) -> None:
+    fakes = {i: Fetching(f"replica {i}", 3, 4, gone=(3,)) for i in range(2)}
+    router = Router(fakes, fixed=fixed, patience_s=20.0)
+    with pytest.raises(WeightsGone, match="replica 0: the trainer no longer keeps version 3"):
+        await router.update_weights(version(3))
+    assert [report.replica for report in await router.update_weights(version(4))] == [0, 1]
+
+
+@in_loop
+async def test_nobody_waits_for_one_whose_weights_are_gone() -> None:
+    """Nothing brings them before the next update, so it counts as if it were not there."""
+    router = Router({0: Fetching("replica 0", 3, gone=(3,))}, patience_s=0.05)
+    with pytest.raises(WeightsGone):
+        await router.update_weights(version(3))
+    with pytest.raises(RoomFailed, match=r"no inference replica is left.*0.05 s: replica 0: the trainer no longer"):
+        await router.sample(request("r"))
+
+
+@in_loop
+async def test_a_failure_after_gone_weights_is_one() -> None:
+    first, dead = Updated("replica 0", 3, 4), Fetching("replica 1", 3, gone=(3,))
+    router = Router({0: first, 1: dead})
+    await router.update_weights(version(3))
+    dead.loaded = RoomFailed("replica 1 died")
+    with suppress(RoomFailed):
+        await router._members.call(router._members.by_index[1], dead.stats())
+    assert await router.next_failure() == (1, "replica 1 died")
+    assert [report.replica for report in await router.update_weights(version(4))] == [0]
 
 
 @in_loop

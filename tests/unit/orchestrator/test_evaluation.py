@@ -30,7 +30,7 @@ from orchestrator.rollout import RolloutLimits
 from orchestrator.state import OrchestratorState
 from trireme.config import Config
 from trireme.config.schema import EvalConfig
-from trireme.core.errors import ProvenanceError, RoomFailed
+from trireme.core.errors import ProvenanceError, RoomFailed, WeightsGone
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 
 FIRST = 500
@@ -533,3 +533,40 @@ def test_the_next_evaluation_waits_for_reserved_replicas_that_are_busy() -> None
         return run.sampler.version
 
     assert asyncio.run(played()) == 1, "version 2 is due, and version 0 is not done"
+
+
+def test_when_the_bytes_of_a_version_are_gone_the_next_one_is_evaluated_instead() -> None:
+    async def played() -> OnReserved:
+        run = OnReserved()
+        held = run.reserved.hold_update(0)
+        run.reserved.update_error = WeightsGone("the trainer no longer keeps version 0")
+        async with run:
+            await run.step(0)
+            held.set()
+            await quiesce()
+            run.reserved.update_error = None
+            for step in range(1, 6):
+                await run.step(step)
+        return run
+
+    run = asyncio.run(played())
+    assert sorted(run.evaluated.values()) == [2, 4, 6]
+
+
+def test_an_evaluation_is_owed_until_it_was_done() -> None:
+    """Of a version that is not due by itself."""
+
+    async def played() -> OnReserved:
+        run = OnReserved()
+        run.reserved.update_error = WeightsGone("the trainer no longer keeps version 2")
+        async with run:
+            for step in range(2):
+                await run.step(step)
+            await quiesce()
+            run.reserved.update_error = None
+            for step in range(2, 6):
+                await run.step(step)
+        return run
+
+    run = asyncio.run(played())
+    assert sorted(run.evaluated.values()) == [3, 4, 6]
