@@ -41,7 +41,7 @@ from trainer.publish import CANARY_TOKENS
 from trireme.config import Config
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import Canary, Drift, PublishedWeights, WeightsManifest, weights_digest
-from trireme.transports.packing import Packer, tensor_of
+from trireme.transports.packing import pack, tensor_of
 
 TARGET = 1.3
 FLAT_MIB = 8.0
@@ -81,7 +81,7 @@ def publish(model: Path, scale: float) -> PublishedWeights:
 
     state = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
     tensors = [(name, tensor * scale) for name, tensor in state.items() if name != "lm_head.weight"]
-    entries, buckets = Packer(lambda data: Bucket(data.copy())).send([tensors])
+    entries, buckets = pack([tensors], lambda data: Bucket(data.copy()))
     tokens = np.arange(CANARY_TOKENS, dtype=np.int32)
     canary = Canary(tokens, np.zeros(CANARY_TOKENS - 1, np.float32), Drift(np.inf, np.inf))
     return PublishedWeights(WeightsManifest(WeightIdentity(1, 0, weights_digest(entries)), entries, canary), buckets)

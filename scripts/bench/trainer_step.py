@@ -118,7 +118,7 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int, keys: dict[s
         }
     )
     store = TCPStore("127.0.0.1", port, shards, False, timedelta(seconds=DEADLINE_S))
-    shard = Shard(config, rank, store, Packer(np.copy, rank))
+    shard = Shard(config, rank, store, Packer(np.copy, rank, shards))
     batch, adam = make_batch(), AdamParams(learning_rate=LEARNING_RATE)
 
     def step() -> None:

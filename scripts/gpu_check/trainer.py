@@ -168,8 +168,9 @@ def make_step(model: str, device: str, **options: object) -> Step:
     output = shard.forward_backward(batch, "importance_sampling", {}, None)
     gradient = torch.cat([p.grad.full_tensor().flatten().float().cpu() for p in shard._parameters])
     norm = shard.optim_step(AdamParams(learning_rate=1e-3), 50.0).metrics["grad_norm"]
-    if shard.publish_weights(1) is None:
-        raise Failed("the first rank published nothing")
+    published = shard.publish_weights(1)
+    if not published.manifest.entries or not published.source:
+        raise Failed(f"{len(published.manifest.entries)} tensors in {len(published.source)} buckets were published")
     return Step(scatter_outputs(batch, [output]), gradient, norm)
 
 

@@ -35,7 +35,7 @@ OWN_CODE = ("trainer/shard.py", "trainer/state.py")
 SPANS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
     "forward_backward": lambda batch, *_: trace.span("forward_backward", tokens=len(batch.tokens)),
     "optim_step": lambda *_: trace.span("optim"),
-    "publish_weights": lambda version: trace.span("publish", version=version),
+    "publish_weights": lambda version, *_: trace.span("publish", version=version),
     "begin_save": lambda _: trace.span("begin_save"),
 }
 """Spans of the verbs that appear in the trace, from the verb's arguments."""
@@ -72,7 +72,7 @@ class ShardActor:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
         _choose_interface(address[0])
         store = self._store if self._rank == 0 else self._open_store(*address)
-        sender = load_transport(self._config.transport).make_sender(self._rank)
+        sender = load_transport(self._config.transport).make_sender(self._rank, self._config.trainer.processes)
         self._shard = Shard(self._config, self._rank, store, sender, self._attempt, self._replica_share)
 
     def _open_store(self, host: str, port: int, listening: int | None = None) -> Any:

@@ -20,6 +20,7 @@ from trainer.losses import CustomLoss, resolve_loss, surrogate, with_sequence_ra
 from trireme.config import CommonConfig
 from trireme.config.losses import find_loss
 from trireme.core.errors import NonFiniteGradient, RoomFailed
+from trireme.core.transport import Offer, Session, load_transport
 from trireme.core.types import (
     AdamParams,
     Data,
@@ -53,13 +54,22 @@ class TrainerHandle:
     """
 
     def __init__(
-        self, config: CommonConfig, actors_R: Sequence[Any], ready_R: Sequence[Any], log_dir: Path | None
+        self,
+        config: CommonConfig,
+        actors_R: Sequence[Any],
+        ready_R: Sequence[Any],
+        log_dir: Path | None,
+        attempt: int = 1,
     ) -> None:
         self._actors_R = actors_R
         self._ready_R = ready_R
         self._timeouts = config.timeouts
         where = "" if log_dir is None else f" (log {log_dir}/trainer_{{rank}}.log)"
         self._names_R = [f"trainer shard {rank}" + where.format(rank=rank) for rank in range(len(actors_R))]
+        self._transport, self._attempt = load_transport(config.transport), attempt
+        self._terms_R: list[Any] = []  # of offers, by each shard
+        self._offering: Callable[[Offer], Session] | None = None
+        self._offered_s = 0.0
         self._suspects: list[tuple[int, ...]] = []  # of each forward_backward since the last update
 
     @classmethod
@@ -78,7 +88,7 @@ class TrainerHandle:
             for rank, (options, share) in enumerate(zip(options_R, shares_R, strict=True))
         ]
         address = actors_R[0].rendezvous.remote()
-        return cls(config, actors_R, [shard.setup.remote(address) for shard in actors_R], log_dir)
+        return cls(config, actors_R, [shard.setup.remote(address) for shard in actors_R], log_dir, attempt)
 
     def ready_refs(self) -> tuple[list[Any], list[str]]:
         """Returns references that resolve when the shards are ready, and the shards' names."""
@@ -157,7 +167,23 @@ class TrainerHandle:
     def publish_weights(self, version: int) -> PublishedWeights:
         """Makes the weights available to replicas as `version`. The buckets live as long as the caller keeps the
         result."""
-        return self._call("publish_weights", version)[0]
+        session = self._session(version)
+        published_R = self._call("publish_weights", version, session)
+        return replace(published_R[0], source=self._transport.join([published.source for published in published_R]))
+
+    def offer_by(self, offering: Callable[[Offer], Session], within_s: float) -> None:
+        """Has replicas asked, by `offering`, to take part when a version is sent by a transport that has sessions.
+        Sending is given up after `within_s` seconds. Without it, or without a replica that is ready, they fetch the
+        bytes when they want them."""
+        self._offering, self._offered_s = offering, within_s
+
+    def _session(self, version: int) -> Session | None:
+        """Returns the replicas that are ready for `version`; None if the transport has no sessions."""
+        self._terms_R = self._terms_R or self._call("terms")
+        sizes, endpoints_R = self._terms_R[0][0], tuple(endpoint for _, endpoint in self._terms_R)
+        if self._offering is None or endpoints_R[0] is None:
+            return None
+        return self._offering(Offer(self._attempt, version, sizes, endpoints_R, self._offered_s))
 
     def save_state(self, path: Path) -> Pending:
         """Begins to save weights, AdamW's state and random generators, as the verbs called before leave them, into

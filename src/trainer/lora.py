@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import TaskType, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trireme.config.trainer import LoraConfig
@@ -93,10 +95,21 @@ def adapter_units(
     model: PreTrainedModel, dtype: torch.dtype, device: torch.device
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Yields the adapters' whole tensors, in `dtype`, under the names that peft uses in files. Collective."""
+    for name, parameter in _adapter_parameters(model):
+        yield [(name, parameter.detach().to(device).full_tensor().to(dtype))]
+
+
+def published_adapters(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tuple[str, Tensor]]]:
+    """Returns what `adapter_units` yields, on the device "meta"."""
+    parameters = _adapter_parameters(model)
+    return [[(name, torch.empty(p.shape, dtype=dtype, device="meta"))] for name, p in parameters]
+
+
+def _adapter_parameters(model: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:
+    """Yields the adapters' parameters under the names that peft uses in files."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            whole = parameter.detach().to(device).full_tensor()
-            yield [(PREFIX + name.replace(f".{ADAPTER}.", "."), whole.to(dtype))]
+            yield PREFIX + name.replace(f".{ADAPTER}.", "."), cast(DTensor, parameter)
 
 
 def adapter_files(lora: LoraConfig, adapter: Adapter, base: str) -> dict[str, bytes]:

@@ -54,6 +54,12 @@ class Mesh:
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Returns the `value` of every rank, each picklable, in their order. Collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def smallest_room(self, config: CommonConfig, replica_share: float) -> int:
         """Returns the bytes that a shard may fill (`trireme.plan.memory`): the least of all ranks, so that all decide
         alike. A replica takes `replica_share` of this rank's GPU. Collective."""

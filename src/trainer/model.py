@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -270,18 +271,40 @@ def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]
     Names and shapes are those of a checkpoint, with experts apart. Tensors live until the next unit. Tied ones come
     once, under the embedding's name. Collective.
     """
+    for unit, tensors_of in _units(model):
+        if isinstance(unit, FSDPModule):
+            unit.unshard()
+        tensors = {name: tensor.detach() for name, tensor in tensors_of().items()}
+        yield list(revert_weight_conversion(model, tensors).items())
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def published_units(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tuple[str, Tensor]]]:
+    """Returns what `gathered_units` yields of a model that publishes in `dtype`, on the device "meta": names, shapes
+    and dtypes."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        casts = isinstance(tensor, DTensor) and tensor.is_floating_point()
+        return torch.empty(tensor.shape, dtype=dtype if casts else tensor.dtype, device="meta")
+
+    tensors = ({name: empty(tensor) for name, tensor in tensors_of().items()} for _, tensors_of in _units(model))
+    return [list(revert_weight_conversion(model, unit).items()) for unit in tensors]
+
+
+def _units(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[[], dict[str, Tensor]]]]:
+    """Yields the root and then the decoder layers, each with a function that returns its own saved tensors by name, as
+    they are when it is called: sharded, or whole."""
     root, *layers = fsdp_units(model) or [model]
     inside = {id(tensor) for layer in layers for tensor in _saved_tensors(layer).values()}
     names = {module: prefix and f"{prefix}." for prefix, module in model.named_modules()}
+
+    def tensors(unit: nn.Module) -> dict[str, Tensor]:
+        own = {names[unit] + name: tensor for name, tensor in _saved_tensors(unit).items()}
+        return {name: t for name, t in own.items() if id(t) not in inside} if unit is root else own
+
     for unit in (root, *layers):
-        if isinstance(unit, FSDPModule):
-            unit.unshard()
-        tensors = {names[unit] + name: tensor for name, tensor in _saved_tensors(unit).items()}
-        if unit is root:
-            tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) not in inside}
-        yield list(revert_weight_conversion(model, {name: tensor.detach() for name, tensor in tensors.items()}).items())
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
+        yield unit, partial(tensors, unit)
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from trainer.state import random_state, set_random_state
 from trainer.twin import make_twin
 from trireme.core.errors import BadInput
 from trireme.core.refusals import Refusal
-from trireme.transports.packing import Packer
+from trireme.transports.packing import pack
 
 LENGTHS = (13, 11)
 """Tokens of the two samples: more than a twin's windows and a convolution's kernel, few beside a training batch."""
@@ -275,7 +275,7 @@ def prove_reload(model: PreTrainedModel) -> None:
 
     Raises BadInput when tensors are missing or unknown there, or the probabilities are others.
     """
-    entries, buckets = Packer(np.copy).send(gathered_units(model))
+    entries, buckets = pack(gathered_units(model), np.copy)
     with tempfile.TemporaryDirectory() as directory:
         config = {"config.json": model.config.to_json_string(use_diff=False).encode()}
         write_weights(Path(directory), entries, buckets, config)

@@ -27,11 +27,11 @@ from trainer.batch_checks import PublishedVersions, check_batch, nonfinite_datum
 from trainer.batching import MicroBatch, Packed, Rows, ShardOutput, plan
 from trainer.export import companion_files, write_weights
 from trainer.logprobs import token_logprobs
-from trainer.lora import adapter_files, adapter_mode, adapter_units
+from trainer.lora import adapter_files, adapter_mode, adapter_units, published_adapters
 from trainer.losses import Metrics, backward, monitors, resolve_loss
 from trainer.mesh import Mesh
 from trainer.mfu import peak_flops, train_flops
-from trainer.model import Sharding, gathered_units, persistent_buffers
+from trainer.model import Sharding, gathered_units, persistent_buffers, published_units
 from trainer.proof import prove_models
 from trainer.publish import compute_canary
 from trainer.state import Checkpointer, make_adam_state
@@ -40,12 +40,13 @@ from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import BadInput, NonFiniteGradient, TriremeError
-from trireme.core.transport import Sender
+from trireme.core.transport import Sender, Session
 from trireme.core.types import AdamParams, OptimStepResponse, Provenance, TokenBatch, WeightIdentity, Which
-from trireme.core.weights import Adapter, PublishedWeights, TensorEntry, WeightsManifest, weights_digest
+from trireme.core.weights import Adapter, Layout, PublishedWeights, TensorEntry, WeightsManifest, weights_digest
 from trireme.process.device import find_device
 from trireme.process.faults import fault_point
 from trireme.run.metrics import reduce_metrics
+from trireme.transports.packing import Units, hash_tensor, lay_out
 
 log = logging.getLogger(__name__)
 SUMS_WHOLE = "gradients summed whole"
@@ -246,18 +247,35 @@ class Shard:
         self._optimizer.zero_grad()
         return OptimStepResponse({"lr": adam.learning_rate, "grad_norm": grad_norm})
 
-    def publish_weights(self, version: int) -> PublishedWeights | None:
-        """Packs the weights in the inference dtype as `version`; the first rank returns them, the others None."""
+    @cached_property
+    def layout(self) -> Layout:
+        """The places of all that is published, the same on all ranks."""
+        shapes = published_adapters if self._adapter else published_units
+        return lay_out(shapes(self._model, self._sharding.dtype))
+
+    def terms(self) -> tuple[tuple[int, ...], Any]:
+        """Returns what an offer to replicas needs: the sizes of the buckets, and where this rank can be found."""
+        return self.layout.sizes, self._sender.endpoint
+
+    def publish_weights(self, version: int, session: Session | None = None) -> PublishedWeights:
+        """Sends the weights in the inference dtype as `version`. What it returns has the part of this rank as its
+        source: `trireme.core.transport.Transport.join` makes one of all."""
         fault_point("trainer.publish")
-        dtype = self._sharding.dtype
+        dtype, hashes = self._sharding.dtype, dict[str, str]()
         units = adapter_units(self._model, dtype, self._device) if self._adapter else gathered_units(self._model)
-        entries, source = self._sender.send(units)
+        part = self._sender.send(version, self.layout, self._hashed(units, hashes), session)
         canary = compute_canary(self._model, dtype, self._max_seq_len, self._device)
-        own = WeightIdentity(self._attempt, version, weights_digest(entries, self._adapter))
-        identity = self._mesh.broadcast_object(own)
+        entries = self.layout.with_hashes({k: v for own in self._mesh.gather_objects(hashes) for k, v in own.items()})
+        identity = WeightIdentity(self._attempt, version, weights_digest(entries, self._adapter))
         self._published.add(identity)
-        manifest = WeightsManifest(identity, entries, canary, self._adapter)
-        return PublishedWeights(manifest, source) if self._mesh.is_first else None
+        return PublishedWeights(WeightsManifest(identity, entries, canary, self._adapter), part)
+
+    def _hashed(self, units: Units, hashes: dict[str, str]) -> Units:
+        """Yields the units, and adds the hashes of the tensors in this rank's share of the buckets to `hashes`."""
+        own = {e.name for e in self.layout.entries if e.bucket % self._mesh.size == self._mesh.rank}
+        for unit in units:
+            hashes.update({name: hash_tensor(tensor) for name, tensor in unit if name in own})
+            yield unit
 
     def begin_save(self, path: Path) -> None:
         """Begins to save the current state (weights, AdamW's state, random generators) into directory `path`."""

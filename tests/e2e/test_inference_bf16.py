@@ -21,7 +21,7 @@ from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import ROUNDED, Drift, PublishedWeights, WeightsManifest, weights_digest
 from trireme.process.waits import get, get_all
-from trireme.transports.packing import Packer
+from trireme.transports.packing import pack
 
 FAULTS = ("skip_norm", "skip_head", "swap_experts")
 
@@ -61,7 +61,7 @@ class Rounded:
     def next_weights(self) -> PublishedWeights:
         """Fresh random weights as a trainer publishes them."""
         self.model = self.next_model()
-        entries, source = Packer(ray.put).send(gathered_units(self.model))
+        entries, source = pack(gathered_units(self.model), ray.put)
         canary = compute_canary(self.model, torch.bfloat16, MAX_MODEL_LEN, torch.device("cpu"))
         identity = WeightIdentity(1, self.published, weights_digest(entries))
         return PublishedWeights(WeightsManifest(identity, entries, canary), source)

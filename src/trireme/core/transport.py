@@ -1,24 +1,19 @@
 """The seam between *what* is published (`trireme.core.weights.WeightsManifest`) and *how* it travels: the transports.
 
-    trainer shards --Sender.send(units)--> entries, source --Receiver.open(source)--> buckets of bytes
+    trainer ranks --Sender.send(layout, units, session)--> parts --Transport.join--> source --Receiver.open--> buckets
 
-The entries become part of the manifest. The source belongs to the transport: small, picklable, opaque to all others.
-Replicas open it, commits too (they write files from the bytes). Whatever the transport, a receiver checks the digest of
-the bytes, and each replica's canary proves their use. A new transport is a module in `trireme.transports` and a line in
-`TRANSPORTS`.
+The layout (`trireme.core.weights.Layout`) says where each tensor lies in which bucket. It is the same for every version
+of a run, and every rank knows it before anything is gathered. Bucket b belongs to rank b mod R: the buckets of a rank
+are its share. The source belongs to the transport: small, picklable, opaque to all others. Replicas open it, commits
+too (they write files from the bytes). Whatever the transport, a receiver checks the digest of the bytes, and each
+replica's canary proves their use. A new transport is a module in `trireme.transports` and a line in `TRANSPORTS`.
 
-The interface is provisional until the next transports are built. How they fit:
+*Sessions.* Some transports send to a fixed group of replicas. The trainer makes an `Offer`, the router asks its members
+and answers with the `Session` of those that are ready in time; the others are left out before anything is sent. A
+replica that is in no session, and a commit, open the same source, which also gives single buckets on demand.
 
-*A group whose members change* (broadcast). A source names a session: attempt, epoch, members, and the layout of the
-buckets. The router raises the epoch when a replica joins, leaves or fails. `send` makes the offer; `open` says ready,
-then receives. Members that do not answer by the deadline are dismissed before the broadcast, in which a dead member
-would block the others; after it, what a member lacks is its own failure and its replica is replaced. Every rank of the
-trainer calls `send`, so rank r of R can serve the replicas i with i mod R = r. A replica that is no member of the
-session, and a commit, open the same source: it also says where to get the buckets from host memory on demand.
-
-*Tensor-parallel receivers.* Each rank of an engine opens the source with a receiver of its own and gets whole tensors,
-of which vLLM's loaders keep that rank's part. The bytes of one node need to arrive there once: ranks share them through
-the object store, a memory file or a broadcast in the node. The digest covers whole tensors, so any rank can check it.
+*Tensor-parallel receivers.* The ranks of an engine share a node. Its rank 0 alone receives, into memory that the others
+map: the bytes arrive once, and vLLM's loaders keep each rank's part.
 
 *A delta* is an encoding on any source: its entries hold indices and values, and the manifest names its base, an
 identity that the receiver must hold; else the receiver asks for the dense form.
@@ -27,13 +22,14 @@ identity that the receiver must hold; else the receiver asks for the dense form.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.weights import TensorEntry
+from trireme.core.weights import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,13 +38,58 @@ TRANSPORTS = {"object_store": "trireme.transports.object_store"}
 """Modules that implement `Transport`, by the name that `inference.transport` chooses; imported when used."""
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What the trainer tells replicas before it sends a version to a group of them."""
+
+    attempt: int
+    version: int
+    sizes: tuple[int, ...]
+    """Bytes of each bucket, in the order in which they are sent."""
+    endpoints_R: tuple[Any, ...]
+    """Where each rank of the trainer can be found, as the transport says it. Rank r serves the replicas i with
+    i mod R = r."""
+    timeout_s: float
+    """Seconds from the offer until all is sent, or the sending is given up."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """The replicas that take part in sending one version."""
+
+    attempt: int
+    epoch: int
+    """Raised by the router whenever a replica joins, leaves or fails: with it the groups are made anew."""
+    members: tuple[int, ...]
+    """Numbers of the replicas that said in time that they are ready, ascending."""
+
+    def served_by(self, rank: int, size: int) -> tuple[int, ...]:
+        """Returns the members that rank `rank` of `size` sends to.
+
+        >>> Session(1, 0, (0, 1, 3, 4)).served_by(1, 2)
+        (1, 3)
+        """
+        return tuple(member for member in self.members if member % size == rank)
+
+
+def join_parts(parts_R: Sequence[Mapping[int, Any]]) -> tuple[Any, ...]:
+    """Returns what the ranks have, in order of the buckets, of which each has its share."""
+    joined = {bucket: reference for part in parts_R for bucket, reference in part.items()}
+    return tuple(joined[bucket] for bucket in range(len(joined)))
+
+
 class Sender(Protocol):
     """One end of a transport, in each shard of the trainer."""
 
-    def send(self, units: Iterable[Sequence[tuple[str, Tensor]]]) -> tuple[tuple[TensorEntry, ...], Any]:
-        """Sends the named tensors of one version; returns their table and the source. Collective: every rank calls it,
-        and takes each unit once, in turn, because gathering a unit is collective too. Ranks other than 0 may return an
-        empty table and None."""
+    endpoint: Any
+    """Where replicas that receive find it, for `Offer.endpoints_R`; None if the transport has no sessions."""
+
+    def send(
+        self, version: int, layout: Layout, units: Iterable[Sequence[tuple[str, Tensor]]], session: Session | None
+    ) -> Any:
+        """Sends the named tensors of one version; returns this rank's part of the source. Collective: every rank calls
+        it, and takes each unit once, in turn, because gathering a unit is collective too. Tensors come in the order of
+        the layout and live until the next unit."""
 
 
 class Receiver(Protocol):
@@ -62,9 +103,12 @@ class Receiver(Protocol):
 class Transport(Protocol):
     """A module that makes both ends."""
 
-    def make_sender(self, rank: int) -> Sender: ...
+    def make_sender(self, rank: int, size: int) -> Sender: ...
 
     def make_receiver(self) -> Receiver: ...
+
+    def join(self, parts_R: Sequence[Any]) -> Any:
+        """Returns the source, from what each rank's `send` returned."""
 
 
 def load_transport(name: str) -> Transport:

@@ -12,8 +12,9 @@ rank and alpha: without these the tensors mean nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ import xxhash
 
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
+
+ALIGNMENT = 64
+"""Bytes; of the tensors in a bucket."""
 
 
 def hash_bytes(data: npt.NDArray[np.uint8]) -> str:
@@ -42,6 +46,31 @@ class TensorEntry:
     offset: int
     nbytes: int
     hash: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor that a run publishes lies: the same for every version."""
+
+    entries: tuple[TensorEntry, ...]
+    """In the order in which tensors are gathered, which is that of their places. Hashes are empty."""
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of each bucket."""
+        sizes = [0] * (self.entries[-1].bucket + 1 if self.entries else 1)
+        for entry in self.entries:
+            sizes[entry.bucket] = max(sizes[entry.bucket], padded(entry.offset + entry.nbytes))
+        return tuple(sizes)
+
+    def with_hashes(self, hashes: Mapping[str, str]) -> tuple[TensorEntry, ...]:
+        """Returns the entries of one version, whose tensors have these hashes, by their names."""
+        return tuple(replace(entry, hash=hashes[entry.name]) for entry in self.entries)
+
+
+def padded(nbytes: int) -> int:
+    """Returns the bytes that a tensor of `nbytes` takes in a bucket: tensors begin at multiples of ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Weights travel through Ray's object store: rank 0 puts packed buckets there, each node fetches one copy of each.
+"""Weights travel through Ray's object store: each rank puts its share of the buckets, each node fetches one copy.
 
 The source of a version is the tuple of its buckets' references. The bytes live as long as a process holds it, so a
 replica that joins late and a commit read it too.
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from trireme.core.transport import Receiver, Sender
+from trireme.core.transport import Receiver, Sender, join_parts
 
 
 class ObjectStoreReceiver:
@@ -24,11 +24,15 @@ class ObjectStoreReceiver:
         return list(await asyncio.gather(*source))
 
 
-def make_sender(rank: int) -> Sender:
+def make_sender(rank: int, size: int) -> Sender:
     from trireme.transports.packing import Packer  # imports torch, which receivers do not need
 
-    return Packer(ray.put, rank)
+    return Packer(ray.put, rank, size)
 
 
 def make_receiver() -> Receiver:
     return ObjectStoreReceiver()
+
+
+def join(parts_R: Sequence[Any]) -> tuple[Any, ...]:
+    return join_parts(parts_R)

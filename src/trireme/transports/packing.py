@@ -5,19 +5,26 @@ Tensors that a replica fuses (q, k and v; gate and up) always share a bucket, so
 
 from __future__ import annotations
 
+import ctypes
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trireme.core.weights import TensorEntry, hash_bytes
+from trireme.core.errors import TriremeError
+from trireme.core.transport import Session, join_parts
+from trireme.core.weights import Layout, TensorEntry, hash_bytes, padded
 
 BUCKET_BYTES = 64 * 2**20
-ALIGNMENT = 64
+BUFFERS = 2
+"""Buckets that a rank packs or passes on at the same time."""
 DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -32,6 +39,10 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FUSED = re.compile(r"\b(?:[qkv]|gate|up)_proj\b")
 
+Bucket = npt.NDArray[np.uint8]
+Units = Iterable[Sequence[tuple[str, Tensor]]]
+"""Named tensors, unit by unit as they are gathered."""
+
 
 def fused_group(name: str) -> str:
     """Returns the same string for tensors that must stay together: q, k and v of a layer, its gate and up.
@@ -43,56 +54,110 @@ def fused_group(name: str) -> str:
     return name[: fused.start()] if fused else name
 
 
-def tensor_of(entry: TensorEntry, buckets: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
+def lay_out(units: Units, bucket_bytes: int = BUCKET_BYTES) -> Layout:
+    """Returns the places of tensors, which may be on the device "meta". A bucket has about `bucket_bytes`; a larger
+    group of tensors has a larger one to itself."""
+    entries: list[TensorEntry] = []
+    bucket = used = 0
+    for unit in units:
+        groups: defaultdict[str, list[tuple[str, Tensor]]] = defaultdict(list)
+        for name, tensor in unit:
+            groups[fused_group(name)].append((name, tensor))
+        for group in groups.values():
+            size = sum(padded(tensor.nbytes) for _, tensor in group)
+            if used and used + size > bucket_bytes:
+                bucket, used = bucket + 1, 0
+            for name, tensor in group:
+                dtype, shape = _NAMES[tensor.dtype], tuple(tensor.shape)
+                entries.append(TensorEntry(name, dtype, shape, bucket, used, tensor.nbytes, ""))
+                used += padded(tensor.nbytes)
+    return Layout(tuple(entries))
+
+
+def tensor_of(entry: TensorEntry, buckets: Mapping[int, Bucket] | Sequence[Bucket]) -> Tensor:
     """Returns the tensor that `entry` describes, as a view of its bucket."""
     flat = torch.from_numpy(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes])
     return flat.view(DTYPES[entry.dtype]).view(entry.shape)
 
 
-class Packer:
-    """A `trireme.core.transport.Sender`: rank 0 packs, the others take part in gathering each unit and keep nothing.
-
-    A bucket has about `bucket_bytes`; a larger group of tensors has a larger one to itself. Buckets are filled in one
-    buffer: `put` copies each to where receivers can get it and returns a reference. The source is the tuple of these.
-    """
-
-    def __init__(
-        self, put: Callable[[npt.NDArray[np.uint8]], Any], rank: int = 0, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        self._put, self._rank, self._bucket_bytes = put, rank, bucket_bytes
-        self._buffer = np.zeros(bucket_bytes, dtype=np.uint8)
-
-    def send(self, units: Iterable[Sequence[tuple[str, Tensor]]]) -> tuple[tuple[TensorEntry, ...], Any]:
-        entries: list[TensorEntry] = []
-        references: list[Any] = []
-        used = 0
-        for unit in units:
-            if self._rank != 0:
+def fill(
+    layout: Layout,
+    units: Units,
+    wanted: Collection[int],
+    buffer: Callable[[int], Bucket],
+    done: Callable[[int, Bucket], None],
+) -> None:
+    """Goes through all units, and copies the tensors of the buckets `wanted`, one bucket after the other, into what
+    `buffer` returns for its number, at least as large as the bucket. Calls `done` with each when it is full. Raises
+    TriremeError for tensors that are not those of the layout."""
+    places = {entry.name: entry for entry in layout.entries}
+    missing = defaultdict[int, int](int)
+    for entry in layout.entries:
+        missing[entry.bucket] += 1
+    filling: dict[int, Bucket] = {}
+    for unit in units:
+        for name, tensor in unit:
+            entry = places.pop(name, None)
+            if entry is None or (entry.shape, DTYPES[entry.dtype]) != (tuple(tensor.shape), tensor.dtype):
+                raise TriremeError(
+                    f"tensor {name}, {tensor.dtype} {tuple(tensor.shape)}, is not in the layout: {entry}"
+                )
+            if entry.bucket not in wanted:
                 continue
-            groups: dict[str, list[tuple[str, Tensor]]] = {}
-            for name, tensor in unit:
-                groups.setdefault(fused_group(name), []).append((name, tensor))
-            for group in groups.values():
-                size = sum(_padded(tensor.nbytes) for _, tensor in group)
-                if used and used + size > self._bucket_bytes:
-                    references.append(self._put(self._buffer[:used]))
-                    used = 0
-                if size > len(self._buffer):
-                    self._buffer = np.zeros(size, dtype=np.uint8)
-                for name, tensor in group:
-                    entries.append(self._copy(name, tensor, len(references), used))
-                    used += _padded(tensor.nbytes)
-        if self._rank != 0:
-            return (), None
-        references.append(self._put(self._buffer[:used]))
-        return tuple(entries), tuple(references)
-
-    def _copy(self, name: str, tensor: Tensor, bucket: int, offset: int) -> TensorEntry:
-        place = self._buffer[offset : offset + tensor.nbytes]
-        torch.from_numpy(place).view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        shape = tuple(tensor.shape)
-        return TensorEntry(name, _NAMES[tensor.dtype], shape, bucket, offset, tensor.nbytes, hash_bytes(place))
+            if entry.bucket not in filling:
+                filling[entry.bucket] = buffer(entry.bucket)[: layout.sizes[entry.bucket]]
+            tensor_of(entry, filling).copy_(tensor)
+            missing[entry.bucket] -= 1
+            if not missing[entry.bucket]:
+                done(entry.bucket, filling.pop(entry.bucket))
+    if places:
+        raise TriremeError(f"{len(places)} tensors of the layout were not gathered, {next(iter(places))} among them")
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+class Packer:
+    """A `trireme.core.transport.Sender` of buckets that receivers fetch: each rank packs its share. `put` copies a
+    bucket to where receivers can get it, and returns a reference; it runs in a thread. The part of a rank is
+    {bucket: its reference}."""
+
+    endpoint = None
+
+    def __init__(self, put: Callable[[Bucket], Any], rank: int = 0, size: int = 1) -> None:
+        self._put, self._rank, self._size = put, rank, size
+        self._buffers = [np.zeros(0, dtype=np.uint8)] * BUFFERS
+
+    def send(self, version: int, layout: Layout, units: Units, session: Session | None) -> dict[int, Any]:
+        share = range(self._rank, len(layout.sizes), self._size)
+        free, putting = SimpleQueue[Bucket](), dict[int, Future[Any]]()
+        for own in self._buffers:
+            free.put(own)
+
+        def buffer(bucket: int) -> Bucket:
+            own = free.get()  # waits for the thread, if it has both
+            return own if len(own) >= layout.sizes[bucket] else np.zeros(max(layout.sizes), dtype=np.uint8)
+
+        def put(full: Bucket) -> Any:
+            try:
+                return self._put(full)
+            finally:
+                free.put(cast(Bucket, full.base))
+
+        with ThreadPoolExecutor(1, "put") as thread:
+            fill(layout, units, share, buffer, lambda bucket, full: putting.update({bucket: thread.submit(put, full)}))
+        part = {bucket: reference.result() for bucket, reference in putting.items()}
+        self._buffers = [free.get() for _ in self._buffers]
+        return part
+
+
+def pack(units: Units, put: Callable[[Bucket], Any], bucket_bytes: int = BUCKET_BYTES) -> tuple[Any, tuple[Any, ...]]:
+    """Packs tensors that are all here; returns their entries, with hashes, and the references of the buckets."""
+    tensors = [list(unit) for unit in units]
+    layout = lay_out(tensors, bucket_bytes)
+    references = join_parts([Packer(put).send(0, layout, tensors, None)])
+    return layout.with_hashes({name: hash_tensor(t) for unit in tensors for name, t in unit}), references
+
+
+def hash_tensor(tensor: Tensor) -> str:
+    """Returns the hash of a tensor's bytes, by which `trireme.core.weights.check_received` knows them again."""
+    whole = tensor.detach().cpu().contiguous()
+    # `Tensor.numpy` would mark the memory as shared for ever, and FSDP could no longer free a gathered parameter.
+    return hash_bytes(np.frombuffer((ctypes.c_uint8 * whole.nbytes).from_address(whole.data_ptr()), dtype=np.uint8))

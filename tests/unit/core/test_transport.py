@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from trireme.core.errors import WeightsRefused
-from trireme.core.transport import TRANSPORTS, Receiver, Sender, load_transport
+from trireme.core.errors import TriremeError, WeightsRefused
+from trireme.core.transport import TRANSPORTS, Receiver, Sender, join_parts, load_transport
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, check_received, weights_digest
-from trireme.transports.packing import Packer, tensor_of
+from trireme.transports.packing import Packer, hash_tensor, lay_out, tensor_of
 
 
 def to_file(bucket: npt.NDArray[np.uint8]) -> str:
@@ -30,12 +30,16 @@ class FileReceiver:
         return [np.fromfile(path, np.uint8) for path in source]
 
 
-def make_sender(rank: int) -> Sender:
-    return Packer(to_file, rank, bucket_bytes=4096)
+def make_sender(rank: int, size: int) -> Sender:
+    return Packer(to_file, rank, size)
 
 
 def make_receiver() -> Receiver:
     return FileReceiver()
+
+
+def join(parts_R: Sequence[dict[int, str]]) -> tuple[str, ...]:
+    return join_parts(parts_R)
 
 
 @pytest.fixture
@@ -54,7 +58,10 @@ def layers() -> list[list[tuple[str, torch.Tensor]]]:
 
 
 def published(name: str, units: list[list[tuple[str, torch.Tensor]]]) -> PublishedWeights:
-    entries, source = load_transport(name).make_sender(0).send(units)
+    """Sends by two ranks, whose senders go through the same units here."""
+    transport, layout = load_transport(name), lay_out(units, bucket_bytes=400)
+    source = transport.join([transport.make_sender(rank, 2).send(0, layout, units, None) for rank in range(2)])
+    entries = layout.with_hashes({name: hash_tensor(tensor) for unit in units for name, tensor in unit})
     canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
     return PublishedWeights(WeightsManifest(WeightIdentity(1, 0, weights_digest(entries)), entries, canary), source)
 
@@ -79,10 +86,52 @@ def test_bytes_that_a_transport_changes_are_refused(file_transport: str) -> None
         check_received(weights.manifest, buckets)
 
 
-def test_other_ranks_take_part_in_gathering_each_unit_and_send_nothing(file_transport: str) -> None:
-    units = iter(layers())
-    assert load_transport(file_transport).make_sender(1).send(units) == ((), None)
-    assert next(units, None) is None
+def test_a_rank_takes_part_in_gathering_each_unit_and_sends_its_share(file_transport: str) -> None:
+    layout, transport = lay_out(layers(), bucket_bytes=400), load_transport(file_transport)
+    assert len(layout.sizes) > 3
+    for rank in range(3):
+        units = iter(layers())
+        part = transport.make_sender(rank, 3).send(0, layout, units, None)
+        assert list(part) == list(range(rank, len(layout.sizes), 3))
+        assert next(units, None) is None
+
+
+def other_dtype(units: list[list[tuple[str, torch.Tensor]]]) -> None:
+    units[0][0] = (units[0][0][0], units[0][0][1].double())
+
+
+def missing_layer(units: list[list[tuple[str, torch.Tensor]]]) -> None:
+    units.pop()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_dtype, r"tensor layers.0.self_attn.q_proj.weight, torch.float64 \(17, 3\), is not in the layout"),
+        (missing_layer, "4 tensors of the layout were not gathered, layers.2.self_attn.q_proj.weight among them"),
+    ],
+)
+def test_tensors_that_are_not_those_of_the_layout_are_refused(change: Callable[..., None], said: str) -> None:
+    units = layers()
+    layout = lay_out(units)
+    change(units)
+    with pytest.raises(TriremeError, match=said):
+        Packer(np.copy).send(0, layout, units, None)
+
+
+def test_a_sender_whose_store_was_full_sends_the_next_version() -> None:
+    fails = [True, True, True]
+
+    def put(bucket: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        if fails:
+            fails.pop()
+            raise OSError("the store is full")
+        return bucket.copy()
+
+    layout, packer = lay_out(layers(), bucket_bytes=400), Packer(put)
+    with pytest.raises(OSError, match="the store is full"):
+        packer.send(0, layout, layers(), None)
+    assert len(packer.send(1, layout, layers(), None)) == len(layout.sizes)
 
 
 def test_the_configuration_accepts_the_names_in_the_table_and_no_others() -> None:

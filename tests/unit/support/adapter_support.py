@@ -19,7 +19,7 @@ from trireme.checkpoint.store import CheckpointStore
 from trireme.config.trainer import LoraConfig
 from trireme.core.base_digest import base_digest
 from trireme.core.weights import Adapter
-from trireme.transports.packing import Packer
+from trireme.transports.packing import pack
 
 LORA = LoraConfig(rank=8, alpha=12)
 PROMPT = torch.tensor([[3, 5, 2, 7, 1, 4]])
@@ -38,7 +38,7 @@ def make_adapter_run(root: Path, base: Path) -> CheckpointStore:
     torch.manual_seed(0)
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft_config(LORA))
     tensors = {name: torch.randn_like(t) / 20 for name, t in get_peft_model_state_dict(adapted).items()}
-    entries, buckets = Packer(np.copy).send([[item] for item in tensors.items()])
+    entries, buckets = pack([[item] for item in tensors.items()], np.copy)
     head = store.head()
     assert head is not None
     draft = store.draft(2, head.attempt)

@@ -16,7 +16,7 @@ from trainer.export import companion_files, write_weights
 from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.checkpoint.manifest import CommitRef
 from trireme.checkpoint.store import CheckpointStore, Head
-from trireme.transports.packing import Packer
+from trireme.transports.packing import pack
 
 BASE_MODEL = Path(__file__).parents[3] / "assets" / "sort-base"
 TENSOR_FILE_BYTES = 400_000
@@ -36,7 +36,7 @@ def companions() -> dict[str, bytes]:
 def write_parts(draft: Path, scale: float) -> tuple[FileRecord, ...]:
     """All rooms' parts, as the rooms write them: the model's weights are those of the base model times `scale`."""
     weights = {name: p.detach() * scale for name, p in base_model().named_parameters()}
-    entries, buckets = Packer(np.copy).send([[item] for item in weights.items()])
+    entries, buckets = pack([[item] for item in weights.items()], np.copy)
     groups = [
         {"index": i, "problem": f"p{i}", "requeues": 0, "floor": 1, "finished": done}
         for i, done in enumerate([1, 1, 0])

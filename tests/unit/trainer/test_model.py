@@ -46,7 +46,7 @@ class Step:
 
 def published(one: Shard, version: int) -> dict[str, np.ndarray]:
     weights = one.publish_weights(version)
-    if weights is None:
+    if not weights.source:  # this rank has no bucket
         return {}
 
     def tensor(entry: TensorEntry) -> np.ndarray:
@@ -66,7 +66,7 @@ def make_shard(rank, world_size, store, model, options):
             options = {"trainer__reshard_after_forward": True, **options}
             patch.setattr(memory.ModelMemory, "stays_whole", lambda *_: False)
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        return Shard(make_config(model, **options), rank, store, Packer(np.copy, rank))
+        return Shard(make_config(model, **options), rank, store, Packer(np.copy, rank, world_size))
 
 
 def one_step(rank, world_size, store, model, options, save_to=None):

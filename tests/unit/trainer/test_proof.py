@@ -120,7 +120,7 @@ def test_packed_rows_that_leak_are_refused_by_name(shard, tmp_path):
 def refusal(rank, world_size, store, source):
     config = make_config(source, trainer__packing="packed", trainer__shards=world_size)
     try:
-        Shard(config, rank, store, Packer(np.copy, rank))
+        Shard(config, rank, store, Packer(np.copy, rank, world_size))
     except BadInput as error:
         return str(error)
     return "none"

@@ -17,9 +17,10 @@ from trainer.losses import resolve_loss, with_sequence_ratios
 from trainer.publish import canary_tokens
 from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.normalization import Normalization
+from trireme.core.transport import join_parts
 from trireme.core.types import AdamParams, Provenance, TokenBatch, WeightIdentity
 from trireme.core.weights import EXACT, ROUNDED, check_canary, check_received
-from trireme.transports.packing import Packer, fused_group
+from trireme.transports.packing import Packer, fused_group, lay_out
 
 LENGTHS = (5, 9, 1, 7, 9)
 
@@ -134,11 +135,12 @@ def test_fused_tensors_share_a_bucket_and_the_buffer_is_reused():
         return len(buckets) - 1
 
     names = [f"layers.{i}.{part}.weight" for i in range(2) for part in ("attn.q_proj", "attn.k_proj", "norm")]
-    packer = Packer(put, bucket_bytes=512)
+    packer = Packer(put)
     for version in range(2):
         buckets.clear()
         units = [[(name, torch.full((50 + i,), float(i + version))) for i, name in enumerate(names)]]
-        entries, references = packer.send(units)
+        layout = lay_out(units, bucket_bytes=512)
+        entries, references = layout.entries, join_parts([packer.send(version, layout, units, None)])
         assert list(references) == list(range(len(buckets)))
         for i, e in enumerate(entries):
             got = buckets[e.bucket][e.offset : e.offset + e.nbytes].view(np.float32)
