@@ -3,6 +3,7 @@
 import os
 import signal
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from trainer.shard import Shard
 from trainer.snapshot import kinds
 from trireme.checkpoint.files import checksum_of
 from trireme.core.errors import BadInput, ProvenanceError, RoomFailed, StorageFailed, TriremeError
+from trireme.core.transport import join_parts
 from trireme.core.types import AdamParams, ForwardBackwardOutput, Provenance, WeightIdentity
 from trireme.core.weights import check_received
 from trireme.launch.run import check_shared
@@ -105,12 +107,16 @@ class Alone:
     def __init__(self, model):
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
         self._shard = Shard(make_config(model, trainer__micro_batch_tokens=24), 0, store, sender=Packer(ray.put))
-        self.optim_step, self.publish_weights = self._shard.optim_step, self._shard.publish_weights
+        self.optim_step = self._shard.optim_step
         self.load_state = self._shard.load_state
 
     def forward_backward(self, batch, loss_fn, loss_fn_config):
         output = self._shard.forward_backward(batch, loss_fn, loss_fn_config, None)
         return ForwardBackwardOutput(scatter_outputs(batch, [output]), batch.offsets, output.metrics)
+
+    def publish_weights(self, version):
+        published = self._shard.publish_weights(version)
+        return replace(published, source=join_parts([published.source]))
 
     def save(self, path):
         self._shard.begin_save(path)
