@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 TINY = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", "3"]
@@ -26,6 +28,8 @@ KILLED_GONE_S = 100.0
 cluster (`publish_error` in `ray._private.process_watcher`), which has ended too; then they end."""
 SHM_S = 3.0
 """What another program is given to map a file that it has made, or to take its name away."""
+RESOURCE_TRACKER = "from multiprocessing.resource_tracker import main"
+"""In the command line of the process that removes what a program of multiprocessing leaves, and ends after it."""
 RL, SFT = "trireme.cli.rl", "trireme.cli.sft"
 """The modules behind the commands."""
 
@@ -71,14 +75,33 @@ def marked_processes(mark: str) -> dict[int, str]:
 
 
 def shm_left_since(before: Collection[str]) -> set[str]:
-    """Files in /dev/shm that are new and stay there, although no living process has them mapped or open: those of other
-    programs come and go."""
+    """Files in /dev/shm that are new and stay there, although no living process has them mapped or open, or will remove
+    them when it ends: those of other programs come and go."""
     deadline = time.monotonic() + SHM_S
-    while (left := set(os.listdir("/dev/shm")) - set(before)) and (left := left - shm_in_use()):
+    while (left := set(os.listdir("/dev/shm")) - set(before)) and (left := left - shm_in_use() - tracked_semaphores()):
         if time.monotonic() > deadline:
             break
         time.sleep(0.1)
     return left
+
+
+def tracked_semaphores() -> set[str]:
+    """Semaphores of multiprocessing in /dev/shm that are younger than a living resource tracker.
+
+    A process that is killed leaves its semaphores, which then nobody has mapped, until the tracker of its program
+    removes them, when the program ends. The tracker of the program that is looked at has ended by then.
+    """
+    trackers = [
+        process.info["create_time"]
+        for process in psutil.process_iter(["cmdline", "create_time"])
+        if RESOURCE_TRACKER in " ".join(process.info["cmdline"] or [])
+    ]
+    found = set()
+    for file in Path("/dev/shm").glob("sem.mp-*"):
+        with suppress(OSError):  # it was removed while we looked
+            if any(begun < file.stat().st_ctime for begun in trackers):
+                found.add(file.name)
+    return found
 
 
 def shm_in_use() -> set[str]:
