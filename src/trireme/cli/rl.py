@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
@@ -70,7 +71,7 @@ def _next_steps(config: Config, root: Path, seconds: float) -> str:
         "the reward curve, as an SVG file:",
         f"  uv run --no-sync python scripts/plot_reward.py {root}/metrics.jsonl",
         "the trained model, in Hugging Face layout, on a prompt of the run:",
-        f"  uv run --no-sync python -c {shlex.quote(_ask(weights, newest_prompt(root), config))}",
+        f"  uv run --no-sync python -c {_quoted(_ask(weights, newest_prompt(root), config))}",
     ]
     seed = config.seed + 1
     last = [
@@ -87,6 +88,12 @@ def _ask(weights: Path, prompt: str | None, config: Config) -> str:
         f"from transformers import pipeline; print(pipeline('text-generation', '{weights}')("
         f"{(prompt or 'PROMPT')!r}, max_new_tokens={longest})[0]['generated_text'])"
     )
+
+
+def _quoted(code: str) -> str:
+    """Returns code as one word of a shell: in double quotes if a shell reads nothing inside them, as the code has
+    single ones; else as shlex does it, which is hard to read."""
+    return shlex.quote(code) if re.search(r'["$`!]|\\\\', code) else f'"{code}"'
 
 
 if __name__ == "__main__":

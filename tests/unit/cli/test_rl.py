@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,16 +66,20 @@ def test_every_config_passes_a_dry_run(name: str, capsys: pytest.CaptureFixture[
     assert "staleness" in out
 
 
-def test_the_command_that_asks_the_model_has_a_prompt_of_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "prompt", ["Sort: \"$HOME\" `ls` 'it'\n", "Sort: 361695\n", "it's", "2 \\ 3", "Wow!", "$1", "`1`", "'1", '"1']
+)
+def test_the_command_that_asks_the_model_has_a_prompt_of_the_run(tmp_path: Path, prompt: str) -> None:
     """Whatever is in it: quotes, line ends, what a shell would read."""
-    prompt = "Sort: \"$HOME\" `ls` 'it'\n"
     turns = [{"observation_text": prompt, "action_text": "1", "versions": []}]
     group = {"rewards": [1.0], "rollouts": [{"turns": turns, "stop_reason": "stop"}]}
     write_records(tmp_path / "rollouts", 3, [json.dumps(group)])
     config = load(["@", "configs/quickstart.toml"], {}).config
     (line,) = [line for line in _next_steps(config, make_root(tmp_path), 1.0).splitlines() if "pipeline" in line]
-    *_, flag, code = shlex.split(line)
+    printed = ["bash", "-c", f"printf '%s\\0' {line}"]
+    *_, flag, code = subprocess.run(printed, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
     assert flag == "-c"
+    assert ('"from' in line) == (prompt == "Sort: 361695\n")
     (call,) = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords]
     assert ast.literal_eval(call.args[0]) == prompt
     assert [(each.arg, ast.literal_eval(each.value)) for each in call.keywords] == [("max_new_tokens", 10)]
