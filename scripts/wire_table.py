@@ -1,0 +1,178 @@
+"""Writes docs/wire.md: how long published weights of known models are on the wire, by a model of the network.
+
+    python scripts/wire_table.py
+
+Nothing is measured here but the shape of gloo's broadcast (`scripts/bench/publish_scaling.py`). Every byte of a version
+is counted at each interface that it passes; a way takes as long as the busiest interface.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from memory_table import facts_of
+from trireme.core.transport import Session
+
+TARGET = Path(__file__).parents[1] / "docs" / "wire.md"
+GB = 10**9
+BYTES_PER_PARAMETER = 2
+GPUS_PER_NODE = 8
+TRAINING_SHARE = 4
+"""One node in so many trains, but at least one."""
+NODES = (2, 4, 8, 16, 32, 64)
+MODELS = {"Qwen3-4B": 1, "Qwen3-8B": 1, "Qwen3-30B-A3B": 2, "Llama-3-70B": 4}
+"""The GPUs of a replica: the fewest of 80 GB on which docs/memory.md has its weights and a KV cache fit."""
+NODE_GBIT, GPU_GBIT = 100, 400
+"""Rates of a node's only network card, and of the card that each GPU has in nodes made for training."""
+NODE_CARD, GPU_CARD = NODE_GBIT * 1e9 / 8, GPU_GBIT * 1e9 / 8
+"""The same in bytes per second."""
+
+Hop = tuple[int, int]
+"""From which rank of a group to which; rank 0 is the root."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of eight GPUs: the first of them train, the others sample."""
+
+    nodes: int
+    replica_gpus: int
+
+    @property
+    def training(self) -> int:
+        return max(1, self.nodes // TRAINING_SHARE)
+
+    @property
+    def sampling(self) -> int:
+        return self.nodes - self.training
+
+    @property
+    def ranks(self) -> int:
+        return self.training * GPUS_PER_NODE
+
+    @property
+    def replicas(self) -> int:
+        return self.sampling * GPUS_PER_NODE // self.replica_gpus
+
+    def rank_gpu(self, rank: int) -> int:
+        """Returns the number of a trainer rank's GPU in the cluster."""
+        return rank
+
+    def replica_gpu(self, replica: int) -> int:
+        """Returns the number of the GPU of a replica's rank 0."""
+        return self.ranks + replica * self.replica_gpus
+
+    def groups(self) -> Iterator[list[int]]:
+        """Yields, for each trainer rank that serves replicas, the GPUs of its group, its own first."""
+        session = Session(1, 0, tuple(range(self.replicas)))
+        for rank in range(self.ranks):
+            if served := session.served_by(rank, self.ranks):
+                yield [self.rank_gpu(rank), *map(self.replica_gpu, served)]
+
+
+def tree(size: int) -> Iterator[Hop]:
+    """Yields the hops of gloo's own broadcast in a group, a binomial tree.
+
+    >>> list(tree(5))
+    [(0, 1), (0, 2), (1, 3), (0, 4)]
+    """
+    for to in range(1, size):
+        yield to - (1 << (to.bit_length() - 1)), to
+
+
+def chain(size: int) -> Iterator[Hop]:
+    """Yields the hops of a broadcast in which each passes the pieces on to the next.
+
+    >>> list(chain(4))
+    [(0, 1), (1, 2), (2, 3)]
+    """
+    yield from ((to - 1, to) for to in range(1, size))
+
+
+def busiest(hops: Iterable[Hop], gpus_per_card: int) -> int:
+    """Returns how many copies the busiest card sends or receives, of hops between GPUs. Within a node none passes."""
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+    for start, end in hops:
+        if start // GPUS_PER_NODE != end // GPUS_PER_NODE:
+            sent[start // gpus_per_card] += 1
+            received[end // gpus_per_card] += 1
+    return max((*sent.values(), *received.values()))
+
+
+Shape = Callable[[int], Iterable[Hop]]
+
+
+def broadcast_copies(cluster: Cluster, shape: Shape, gpus_per_card: int) -> int:
+    """Returns the copies that pass the busiest card when each trainer rank sends to its group in that shape."""
+    groups = list(cluster.groups())
+    return busiest(((group[a], group[b]) for group in groups for a, b in shape(len(group))), gpus_per_card)
+
+
+def seconds(cluster: Cluster, nbytes: float) -> dict[str, float]:
+    """Returns the seconds of each way to send `nbytes`, and of gathering them.
+
+    Between nodes gathering passes what a node lacks through its only card. Ray moves an object over TCP to each node
+    once. When all sampling nodes ask at once, all ask the node that put it: the only one for what rank 0 puts, and as
+    many as train when each puts its share.
+    """
+    card = nbytes / NODE_CARD
+    return {
+        "gather": (1 - 1 / cluster.training) * card,
+        "store of rank 0": cluster.sampling * card,
+        "object store": max(1, cluster.sampling / cluster.training) * card,
+        "tree": broadcast_copies(cluster, tree, GPUS_PER_NODE) * card,
+        "chain": broadcast_copies(cluster, chain, GPUS_PER_NODE) * card,
+        "tree, GPU cards": broadcast_copies(cluster, tree, 1) * nbytes / GPU_CARD,
+        "chain, GPU cards": broadcast_copies(cluster, chain, 1) * nbytes / GPU_CARD,
+    }
+
+
+def rows(name: str) -> Iterator[str]:
+    """Yields the lines of one model's table."""
+    nbytes = BYTES_PER_PARAMETER * facts_of(name).num_parameters
+    clusters = [Cluster(nodes, MODELS[name]) for nodes in NODES]
+    ways = [seconds(cluster, nbytes) for cluster in clusters]
+    gpus = MODELS[name]
+    yield f"**{name}**, {nbytes / GB:.1f} GB, replicas of {gpus} GPU{'s' if gpus > 1 else ''}:\n"
+    yield f"| nodes: train + sample | replicas | {' | '.join(ways[0])} |"
+    yield "|---" * (2 + len(ways[0])) + "|"
+    for cluster, found in zip(clusters, ways, strict=True):
+        texts = [f"{value:.2f}" for value in found.values()]
+        yield f"| {cluster.training} + {cluster.sampling} | {cluster.replicas} | {' | '.join(texts)} |"
+    yield ""
+
+
+INTRODUCTION = f"""# Weights on the wire
+
+Generated by `scripts/wire_table.py`. Nothing on this page was measured, except that gloo's own broadcast is a tree
+(`publish_scaling` in [benchmarks](benchmarks.md)). Seconds in which all bytes of one version pass the busiest network
+card, in bfloat16, if cards alone limit: Ray's own rate, disks, memory and the load into the engine are not in it.
+
+- Nodes have {GPUS_PER_NODE} GPUs. One in {TRAINING_SHARE} trains, at least one; the others sample. Cards send and
+  receive at the same time.
+- *One card* for each node: {NODE_GBIT} Gbit/s. *GPU cards*: each GPU has its own, {GPU_GBIT} Gbit/s. What is sent
+  within a node passes no card.
+- *gather*: each training node receives what its shards lack, once, through one card. It comes before all other columns
+  and is partly at the same time.
+- *object store*: every rank puts its share, and each sampling node fetches one copy, however many replicas it has.
+  *store of rank 0*: if rank 0 put all.
+- *tree*, *chain*: broadcasts. Rank r of R sends to the replicas i with i mod R = r, at once with the other ranks, by
+  gloo's own broadcast or by passing on pieces. The ranks of a replica share one copy, which its rank 0 receives.
+
+What follows: with a card for each GPU a chain takes one copy's time, whatever the number of nodes. With one card for a
+node each replica of the node receives a copy of its own through it, so there the object store is better, unless a
+replica fills its node.
+
+"""
+
+
+def render() -> str:
+    return INTRODUCTION + "\n".join(line for name in MODELS for line in rows(name))
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")
