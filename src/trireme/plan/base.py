@@ -93,6 +93,11 @@ class Part(ABC):
         return True
 
     @property
+    def least_gpu_share(self) -> float:
+        """The smallest share of a GPU with which its actors start; 0 where there is no such limit."""
+        return 0.0
+
+    @property
     def size_text(self) -> str:
         """The keys, with values, by which its actors need GPUs."""
         return ""
@@ -150,8 +155,6 @@ class Plan:
     def actor_names(self) -> list[str]:
         """The name of each actor, part after part."""
         return [name for part in self.parts for name in part.actors]
-
-    # --- devices and places
 
     @property
     def on_gpus(self) -> bool:
@@ -260,8 +263,7 @@ class Plan:
 
     def shortages(self, *, hopeless: bool) -> list[str]:
         """Says which machines have too little memory, or with `hopeless` less than the estimates' errors explain."""
-        times = (GPU_TOLERANCE, HOST_TOLERANCE) if hopeless else (1.0, 1.0)
-        return [text for machine in self.machines for text in machine.excess(*times)]
+        return [text for machine in self.machines for text in machine.excess(hopeless=hopeless)]
 
     def check_resources(self) -> None:
         """Raises BadInput when the run needs more GPUs than there are, has more processes than Ray can place on the
@@ -307,8 +309,6 @@ class Plan:
             f"at most {has.gpus} GPUs, which is what {has.source} has",
             "; or ".join(ways),
         ).error()
-
-    # --- for people
 
     @property
     def warnings(self) -> list[str]:

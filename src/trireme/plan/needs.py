@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from trireme.plan.memory import GIB
+from trireme.plan.memory import GIB, GPU_ALLOWANCES
 from trireme.process.machine import Gpu, Node
 
 GPU_TOLERANCE, HOST_TOLERANCE = 1.15, 2.0
@@ -20,9 +20,14 @@ ASSUMED_GPU = Gpu(80 * GIB, 80 * GIB)
 HOST_OF_CUDA_GIB = 2.5
 """Host memory of a process that uses CUDA, without tensors. It is an allowance: nothing was measured on a GPU."""
 VERSIONS = "two versions of the weights"
-"""They are in Ray's object store of each machine that publishes or takes them, the newest and the one before it."""
+"""The newest and the one before it, in Ray's object store (transport object_store): all of them on each machine with a
+replica, which maps them; elsewhere the shares of the trainer's ranks."""
 SERVICES_GIB = 0.4
 """Measured memory of Ray's services on a machine."""
+KEPT_VERSIONS = 2
+"""Versions that live at the same time: the newest, and the one before it, until all replicas have the newest."""
+BUCKETS_BYTES = 2 * 64 * 2**20
+"""Two buckets of published weights (`trireme.transports.packing`, which imports torch), on their way from a device."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,10 @@ class Need:
     """Bytes of memory on each of its GPUs, by purpose."""
     shared: Mapping[str, int] = field(default_factory=dict)
     """Bytes of its machine's memory that actors share: each name counts once for a machine."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Its part of what others have in `shared`: parts of one name add up, and are in the whole where that is too."""
+    gpu_share: float = 0.0
+    """The share of all memory of each of its GPUs that must be free when it starts."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +61,10 @@ class NodeNeeds:
         """Bytes of host memory by what for, of all actors together."""
         found = {"Ray": int(SERVICES_GIB * GIB)}
         for need in self.actors.values():
-            found |= {what: max(number, found.get(what, 0)) for what, number in need.shared.items()}
-        for need in self.actors.values():
-            for what, number in need.host.items():
+            for what, number in (*need.host.items(), *need.parts.items()):
                 found[what] = found.get(what, 0) + number
+        for need in self.actors.values():
+            found |= {what: max(number, found.get(what, 0)) for what, number in need.shared.items()}
         return found
 
     @property
@@ -67,21 +76,39 @@ class NodeNeeds:
         fullest = max(each, key=lambda one: sum(one.values()))
         return dict(fullest)
 
-    def excess(self, gpu_times: float = 1.0, host_times: float = 1.0) -> list[str]:
-        """Says what is needed beyond so many times what the machine has: largest part first."""
+    def excess(self, *, hopeless: bool) -> list[str]:
+        """Says what is needed beyond what the machine has, largest part first; with `hopeless` only what the estimates'
+        errors do not explain."""
+        gpu_times, host_times = (GPU_TOLERANCE, HOST_TOLERANCE) if hopeless else (1.0, 1.0)
         found, gpu = [], self.node.smallest_gpu
-        if gpu and sum(self.gpu.values()) > gpu_times * gpu.free_bytes:
+        if gpu:
+            share = max((need.gpu_share for need in self.actors.values()), default=0.0)
+            claimed = int(share * gpu.memory_bytes)
             of_all = f" of {gib(gpu.memory_bytes)}" if gpu.free_bytes < gpu.memory_bytes else ""
-            found.append(f"a GPU of {self.node.name} has {gib(gpu.free_bytes)}{of_all} free, {_parts_text(self.gpu)}")
+            has = f"a GPU of {self.node.name} has {gib(gpu.free_bytes)}{of_all} free"
+            if sum(self.gpu.values()) > gpu_times * gpu.free_bytes:
+                found.append(f"{has}, {_parts_text(self.gpu)}")
+            elif claimed + (0 if hopeless else self._beside) > gpu.free_bytes:
+                found.append(
+                    f"{has}, and vLLM starts only where {gib(claimed)} are: inference.gpu_memory_utilization = "
+                    f"{share:g} of all, whatever inference.gpu_cache_gb is"
+                )
         if sum(self.host.values()) > host_times * self.node.memory_bytes:
             found.append(f"{self.node.name} has {gib(self.node.memory_bytes)} of memory, {_parts_text(self.host)}")
         return found
 
     @property
+    def _beside(self) -> int:
+        """Bytes that are probably taken of a replica's GPU before vLLM looks how much is free: by the context of its
+        own process, and by the state of a shard on the same GPU, which starts at the same time."""
+        others = [need.gpu for need in self.actors.values() if self.shares_gpu and not need.gpu_share]
+        return GPU_ALLOWANCES["CUDA context"] + sum(one.get("state", 0) for one in others)
+
+    @property
     def store_warning(self) -> str:
         """Says that the versions of the weights that live at the same time do not fit into Ray's object store; empty if
         they do."""
-        versions = max((need.shared.get(VERSIONS, 0) for need in self.actors.values()), default=0)
+        versions = self.host.get(VERSIONS, 0)
         if versions <= self.node.store_bytes:
             return ""
         return (

@@ -9,7 +9,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import Config
 from trireme.plan.base import SHARED_GPU_UTILIZATION, Part, count
 from trireme.plan.memory import GIB
-from trireme.plan.needs import ASSUMED_GPU, HOST_OF_CUDA_GIB, VERSIONS, Need, gib
+from trireme.plan.needs import ASSUMED_GPU, HOST_OF_CUDA_GIB, KEPT_VERSIONS, VERSIONS, Need, gib
 from trireme.plan.trainer import TrainerPart
 
 REPLICA_BASE_GIB = 1.4
@@ -22,6 +22,9 @@ RANK_GIB = 0.35
 SPARE_GIB = 0.6
 """Measured memory of a spare that it does not share with other processes."""
 
+ARRIVING = "arriving weights"
+"""A version that is received beside the one that is loaded, in memory that the ranks of the replica map. (Those that
+come through Ray's store are mapped from there.)"""
 FORWARD_PASSES = 3
 """Arithmetic of training on a token, in forward passes: the backward pass is two."""
 DEAR_SHARE = 2.0
@@ -80,12 +83,16 @@ class InferencePart(Part):
             return None
         spare = {"a spare": int(SPARE_GIB * GIB)} if self.config.inference.spare else {}
         weights = self._weight_bytes
-        arriving, shared = {"arriving weights": self.published_bytes}, {VERSIONS: 2 * self.published_bytes, **spare}
+        in_store = self.config.transport == "object_store"
+        arriving = {} if in_store else {ARRIVING: self.published_bytes}
+        shared = {**({VERSIONS: KEPT_VERSIONS * self.published_bytes} if in_store else {}), **spare}
         if self.on_gpus:
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine
             cache = self._gpu_cache(self.facts)
             gpu = {"a replica's weights": weights // self.ranks, "its workspaces": ENGINE_BYTES, "its KV cache": cache}
-            return [Need({"processes": cuda, **arriving}, gpu, shared)] * self.config.inference.replicas
+            share = self.config.inference.gpu_memory_utilization
+            each = Need({"processes": cuda, **arriving}, gpu, shared, gpu_share=share)
+            return [each] * self.config.inference.replicas
         base, cache = int(self._base_gib * GIB), int(self.config.inference.memory_gb * GIB)
         host = {"processes": base, "the replicas' weights": weights, "KV caches": cache, **arriving}
         return [Need(host, {}, shared)] * self.config.inference.replicas
@@ -95,12 +102,26 @@ class InferencePart(Part):
         but enough for one sequence."""
         if self.config.inference.gpu_cache_gb:
             return int(self.config.inference.gpu_cache_gb * GIB)
-        known = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
-        memory = min((gpu.memory_bytes for gpu in known), default=ASSUMED_GPU.memory_bytes)
-        share = int(memory * self.config.inference.gpu_memory_utilization)
+        share = int(self._gpu_bytes * self.config.inference.gpu_memory_utilization)
         left = share - ENGINE_BYTES - self._weight_bytes // self.ranks
-        longest = self.config.seq_limit(facts) or 0
-        return max(left, longest * facts.kv_values_per_token * self.dtype_bytes // self.ranks)
+        return max(left, self._sequence_cache(facts))
+
+    @property
+    def least_gpu_share(self) -> float:
+        # A KV cache of its own size has no limit by a share. Else there must be room for one sequence.
+        if self.facts is None or self.config.inference.gpu_cache_gb:
+            return 0.0
+        return (ENGINE_BYTES + self._weight_bytes // self.ranks + self._sequence_cache(self.facts)) / self._gpu_bytes
+
+    @property
+    def _gpu_bytes(self) -> int:
+        """Memory of the smallest GPU."""
+        known = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
+        return min((gpu.memory_bytes for gpu in known), default=ASSUMED_GPU.memory_bytes)
+
+    def _sequence_cache(self, facts: ModelFacts) -> int:
+        """Bytes on each GPU of a replica of the KV cache of the longest sequence."""
+        return (self.config.seq_limit(facts) or 0) * facts.kv_values_per_token * self.dtype_bytes // self.ranks
 
     def sharing_gpu(self) -> dict[str, Any]:
         """Fixes the KV cache: vLLM would measure what its share leaves while the trainer takes memory too."""

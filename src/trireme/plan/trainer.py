@@ -20,9 +20,19 @@ from trireme.plan.memory import (
     host_room,
     shard_memory,
 )
-from trireme.plan.needs import ASSUMED_GPU, HOST_OF_CUDA_GIB, VERSIONS, Need, gib
+from trireme.plan.needs import (
+    ASSUMED_GPU,
+    BUCKETS_BYTES,
+    HOST_OF_CUDA_GIB,
+    KEPT_VERSIONS,
+    VERSIONS,
+    Need,
+    gib,
+)
 
 COPIES = "copies for commits"
+SHARES = "shares of two versions of the weights"
+"""Where no store has them (transport broadcast), each rank keeps those buckets of both that belong to it."""
 PINNED = 4 / 3
 """The pinned memory of a GPU's copies, over their size: blocks are rounded up to a power of two, which adds a third to
 sizes that are spread evenly."""
@@ -61,9 +71,13 @@ class TrainerPart(Part):
         if self.on_gpus:
             held = {"state": of_tensors.pop("state")} if memory.offloaded else {}
             host, gpu = {"processes": int(HOST_OF_CUDA_GIB * GIB), **held}, {**of_tensors, **GPU_ALLOWANCES}
-        host[COPIES] = self._copies
-        first = Need({**host, "loading": self._loading(host)}, gpu, {VERSIONS: 2 * self.published_bytes})
-        return [first, *[Need(host, gpu)] * (self.config.trainer.processes - 1)]
+        host |= {COPIES: self._copies, "buckets on their way": BUCKETS_BYTES}
+        share = KEPT_VERSIONS * -(-self.published_bytes // self.config.trainer.processes)
+        in_store = self.config.transport == "object_store"
+        host |= {} if in_store else {SHARES: share}
+        parts = {VERSIONS: share} if in_store else {}
+        first = Need({**host, "loading": self._loading(host)}, gpu, parts=parts)
+        return [first, *[Need(host, gpu, parts=parts)] * (self.config.trainer.processes - 1)]
 
     @property
     def _copies(self) -> int:

@@ -42,10 +42,12 @@ def _changes(plan: Plan) -> Iterator[tuple[dict[str, Mapping[str, Any]], str]]:
     if inference and not plan.on_gpus:
         for part in (2, 4, 8):
             yield {"inference": {"memory_gb": inference.memory_gb / part}}, "fewer sequences at the same time"
-    if inference and plan.shares_gpu:
-        for share in (0.4, 0.3, 0.2):
-            if share < inference.gpu_memory_utilization:
-                yield {"inference": {"gpu_memory_utilization": share}}, "fewer sequences at the same time"
+    if inference and plan.on_gpus:
+        least = max(part.least_gpu_share for part in plan.parts)
+        cost = "nothing, as gpu_cache_gb is set" if inference.gpu_cache_gb else "fewer sequences at the same time"
+        for share in (tenths / 10 for tenths in range(9, 0, -1)):
+            if least <= share < inference.gpu_memory_utilization:
+                yield {"inference": {"gpu_memory_utilization": share}}, cost
     if options.checkpointing is not True:
         yield {"trainer": {"checkpointing": True}}, "a forward pass more for each backward pass"
     tokens = options.micro_batch_tokens or 16384

@@ -12,7 +12,9 @@ from trireme.config import installed
 from trireme.core.errors import BadInput
 from trireme.plan.base import Plan
 from trireme.plan.memory import GIB, gpu_room, host_room
-from trireme.plan.needs import GPU_TOLERANCE, HOST_TOLERANCE
+from trireme.plan.needs import BUCKETS_BYTES, GPU_TOLERANCE, HOST_TOLERANCE
+from trireme.plan.ways import ways_out
+from trireme.transports.packing import BUCKET_BYTES
 
 BILLIONS_8 = replace(
     FACTS,
@@ -58,8 +60,6 @@ class TestNeeds:
         assert machine.host["state"] == 2 * memory.state
         assert machine.host["copies for commits"] == 12 * FACTS.num_parameters
         assert machine.host["KV caches"] == 2 * GIB // 4
-        assert machine.host["arriving weights"] == 2 * 4 * FACTS.num_parameters
-        assert machine.host["two versions of the weights"] == 2 * 4 * FACTS.num_parameters, "once a machine"
 
     def test_on_gpus_tensors_are_there_and_copies_in_host_memory(self) -> None:
         (machine,) = large().machines
@@ -67,7 +67,6 @@ class TestNeeds:
         assert sum(machine.gpu.values()) == pytest.approx(0.9 * 80 * GIB, rel=1e-6)
         assert "state" not in machine.host
         assert machine.host["copies for commits"] == pytest.approx(16 * BILLIONS_8.num_parameters, rel=1e-6)
-        assert machine.host["arriving weights"] == 8 * 2 * BILLIONS_8.num_parameters
 
     def test_offloaded_state_is_in_host_memory(self) -> None:
         kept, offloaded = (large(trainer={"offload": where}).machines[0] for where in ("none", "cpu"))
@@ -93,6 +92,50 @@ class TestNeeds:
     def test_unknown_sizes(self) -> None:
         assert plan(facts=None).machines == []
         assert plan(facts=None).shortages(hopeless=True) == []
+
+
+class TestPublishedWeights:
+    """Two versions of them, and what is on its way."""
+
+    BYTES = 2 * BILLIONS_8.num_parameters
+
+    def by_broadcast(self, given: Plan) -> Plan:
+        inference = given.config.inference.model_copy(update={"transport": "broadcast"})
+        return replace(given, config=given.config.model_copy(update={"inference": inference}))
+
+    def test_a_store_has_them_once_a_machine(self) -> None:
+        (machine,) = large().machines
+        assert machine.host["two versions of the weights"] == 2 * self.BYTES, "for 8 replicas and 8 shards"
+        assert "arriving weights" not in machine.host, "they are mapped from there"
+
+    def test_a_store_where_no_replica_is_has_the_shares_of_its_ranks(self) -> None:
+        four = machines(cpus=32, gpus=4, memory_bytes=HUGE, gpu_bytes=80 * GIB)
+        given = plan(shards=8, replicas=4, facts=BILLIONS_8, resources=cluster(four, four, four))
+        found = [machine.host["two versions of the weights"] for machine in given.machines]
+        assert found == [self.BYTES, self.BYTES, 2 * self.BYTES], "half of the ranks each, and a replica's are whole"
+        alone = plan(shards=3, replicas=1, facts=BILLIONS_8, resources=cluster(four, four))
+        third = -(-self.BYTES // 3)
+        assert alone.machines[0].actors["trainer shard 2"].parts == {"two versions of the weights": 2 * third}
+
+    def test_a_broadcast_needs_no_store(self) -> None:
+        (machine,) = self.by_broadcast(large(host=100 * GIB)).machines
+        assert "two versions of the weights" not in machine.host
+        assert machine.host["shares of two versions of the weights"] == 2 * self.BYTES, "of 8 ranks together"
+        assert machine.host["arriving weights"] == 8 * self.BYTES, "each replica receives them, ranks map them"
+        assert machine.store_warning == ""
+        several = large(shards=1, replicas=1, inference={"tensor_parallel": 4})
+        assert self.by_broadcast(several).machines[0].host["arriving weights"] == self.BYTES
+
+    def test_adapters_are_all_that_travels(self) -> None:
+        (machine,) = self.by_broadcast(large(trainer={"lora": {"rank": 8}})).machines
+        trained = 8 * sum(BILLIONS_8.linear_widths[name] for name in ("q_proj", "down_proj"))
+        assert machine.host["arriving weights"] == 8 * 2 * trained
+        assert machine.host["shares of two versions of the weights"] == 2 * 2 * trained
+
+    def test_each_rank_has_two_buckets_on_their_way(self) -> None:
+        assert BUCKETS_BYTES == 2 * BUCKET_BYTES
+        for given in (large(), self.by_broadcast(large())):
+            assert given.machines[0].host["buckets on their way"] == 8 * BUCKETS_BYTES
 
 
 class TestMachines:
@@ -147,6 +190,61 @@ class TestRefusals:
         given.check_resources()
         with pytest.raises(BadInput, match=r"has 10\.00 GiB of 80\.00 GiB free"):
             busy.check_resources()
+
+    def half_full(self, **given) -> Plan:
+        """Others have taken 40 of 80 GiB on the GPU of the replica and on those of all shards, which need 20."""
+        few = {"checkpointing": True, "micro_batch_tokens": 2048}
+        one = large(shards=16, replicas=1, gpus=17, trainer=few, **given)
+        return self.with_free(one, 40 * GIB)
+
+    def with_free(self, given: Plan, free: int) -> Plan:
+        (node,) = given.resources.nodes
+        taken = tuple(replace(gpu, free_bytes=free) for gpu in node.gpus)
+        return replace(given, resources=replace(given.resources, nodes=(replace(node, gpus=taken),)))
+
+    def test_a_share_that_is_not_free_though_the_cache_is_small(self) -> None:
+        """vLLM asks at its start for the share of all memory, also where the cache has a size of its own."""
+        small = self.half_full(inference={"gpu_cache_gb": 4.0})
+        assert sum(small.machines[0].gpu.values()) < 40 * GIB, "it would fit"
+        with pytest.raises(BadInput) as refused:
+            small.check_resources()
+        text = str(refused.value)
+        assert "a GPU of this machine has 40.00 GiB of 80.00 GiB free, and vLLM starts only where 72.00 GiB are" in text
+        assert "cheapest first: --inference.gpu-memory-utilization 0.4 (nothing, as gpu_cache_gb is set)" in text
+        share = {"gpu_cache_gb": 4.0, "gpu_memory_utilization": 0.4}
+        self.half_full(inference=share).check_resources()
+
+    def test_a_share_within_the_tolerance_is_refused_too(self) -> None:
+        """It is no estimate."""
+        given = large(shards=4, replicas=1, gpus=5, trainer={"micro_batch_tokens": 2048, "checkpointing": True})
+        self.with_free(given, 73 * GIB).check_resources()
+        with pytest.raises(BadInput, match=r"vLLM starts only where 72\.00 GiB are: .* = 0\.9 of all"):
+            self.with_free(given, 71 * GIB).check_resources()
+
+    def test_the_context_of_its_process_only_warns(self) -> None:
+        given = large(shards=4, replicas=1, gpus=5, inference={"gpu_cache_gb": 4.0})
+        for over, warns in ((GIB // 2, False), (GIB // 2 - 2**20, True)):
+            tight = self.with_free(given, 72 * GIB + over)
+            tight.check_resources()
+            assert any("vLLM starts only where" in text for text in tight.warnings) is warns
+
+    def test_a_share_without_room_for_a_sequence_is_no_way_out(self) -> None:
+        """Weights of 15.3 GiB, 3 GiB of workspaces and 5.6 GiB of cache for 40,960 tokens need 0.3 of 80 GiB."""
+        given = self.half_full()
+        assert inference(given).least_gpu_share == pytest.approx(23.88 / 80, abs=1e-3)
+        assert any(way.startswith("--inference.gpu-memory-utilization 0.4 (fewer") for way in ways_out(given))
+        assert ways_out(self.with_free(given, 23 * GIB)) == [], "though 0.2 of 80 GiB are free"
+        assert inference(self.half_full(inference={"gpu_cache_gb": 4.0})).least_gpu_share == 0
+
+    def test_beside_a_shard_its_state_is_taken_too(self) -> None:
+        one = machines(gpus=1, gpu_bytes=80 * GIB, memory_bytes=HUGE)
+        options = {"gpu_memory_utilization": 0.5, "gpu_cache_gb": 1.0}
+        given = plan(shards=1, resources=one, facts=FACTS, inference=options)
+        assert given.shares_gpu
+        state = trainer(given).shard_memory.state  # type: ignore[union-attr]
+        for free, warns in ((40 * GIB + GIB // 2 + state, False), (40 * GIB + GIB // 2 + state - 1, True)):
+            tight = self.with_free(given, free)
+            assert any("vLLM starts only where" in text for text in tight.warnings) is warns
 
     def test_a_host_that_is_too_small(self) -> None:
         need = sum(large().machines[0].host.values())
