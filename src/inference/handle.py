@@ -19,6 +19,7 @@ from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import ReplicaStats, Sampler
+from trireme.core.transport import Offer
 from trireme.core.types import SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
 from trireme.process.ray_cluster import on_node
@@ -67,6 +68,9 @@ class RayReplica:
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         doing = f"taking version {published.identity.version}"
         return await self._get(self.handle.load_weights.remote(published), doing, self.update_s + GRACE_S)
+
+    async def offer(self, offer: Offer) -> None:
+        await self._get(self.handle.offer.remote(offer), f"offered version {offer.version}", offer.timeout_s)
 
     async def adopt(self, identity: WeightIdentity) -> None:
         await self._get(self.handle.adopt.remote(identity), "naming its weights")

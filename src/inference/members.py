@@ -15,6 +15,7 @@ import numpy as np
 from inference.handover import Handover, Outcome, Progress
 from trireme.core.errors import ProvenanceError, RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.sampler import ReplicaStats
+from trireme.core.transport import Offer
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
 
@@ -40,6 +41,10 @@ class ReplicaClient(Protocol):
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         """Raises WeightsGone, and has changed nothing, when the bytes are nowhere any more."""
+
+    async def offer(self, offer: Offer) -> None:
+        """Returns when the replica is ready to receive what is offered. That it raises does not mean that it is
+        broken."""
 
     async def adopt(self, identity: WeightIdentity) -> None: ...
 
@@ -100,6 +105,8 @@ class Member:
     """Brings it to the newest weights."""
     stranded: WeightsGone | None = None
     """Why it is behind until the next update, which waits for it: the newest weights can be had nowhere any more."""
+    asked: asyncio.Task[TriremeError | None] | None = None
+    """Asks it whether it is ready for what was offered; None: there is no such question without an answer."""
     draining: bool = False
     followed: bool = False
     """A task asks it for progress."""
@@ -202,20 +209,21 @@ class Members:
     async def wait_for_serving(self) -> list[Member]:
         """Returns the members that take requests. When there is none, waits for those that take weights, and for
         others to join. Raises, with all failures, when none comes: WeightsRefused if all members refused weights, else
-        RoomFailed."""
+        RoomFailed; and WeightsGone at once where only the next update brings one."""
         with suppress(TimeoutError):
             while not self.any_serves:
                 self._changed.clear()
-                is_coming = any(m.behind and not (m.draining or m.stranded) for m in self.live)
-                async with asyncio.timeout(None if is_coming else self._patience_s):
+                behind = [member for member in self.live if member.behind and not member.draining]
+                if behind and all(member.stranded for member in behind):
+                    raise WeightsGone(f"no inference replica has the newest weights: {behind[0].stranded}")
+                async with asyncio.timeout(None if behind else self._patience_s):
                     await self._changed.wait()
         if serving := self.serving:
             return serving
         refused = self._failures and all(isinstance(failure, WeightsRefused) for failure in self._failures.values())
         kind = WeightsRefused if refused else RoomFailed
         waited = f", and none joined within {self._patience_s:g} s" if self._patience_s else ""
-        stranded = {member.index: member.stranded for member in self.live if member.stranded}
-        reasons = "; ".join(str(reason) for _, reason in sorted({**self._failures, **stranded}.items()))
+        reasons = "; ".join(str(self._failures[index]) for index in sorted(self._failures))
         raise kind(f"no inference replica is left{waited}: {reasons or 'none has ever joined'}")
 
     async def call(self, member: Member, work: Awaitable[Value]) -> Value:

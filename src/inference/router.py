@@ -19,9 +19,11 @@ from typing import Any
 
 from inference.handover import Handover, Outcome, Progress
 from inference.members import HandoverNeeded, Member, Members, ReplicaClient, RoutedRequest
+from inference.offers import Offers
 from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.sampler import ReplicaStats
+from trireme.core.transport import Offer, Session
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
@@ -75,6 +77,7 @@ class Router:
         that are not finite, several times in a row, has failed.
         """
         self._members = Members(replicas, patience_s)
+        self._offers = Offers(self._members)
         self._fixed, self._max_updating, self._one_version = fixed, max_updating, one_version
         self._vocab_size = vocab_size
         self._routes: OrderedDict[str, Member] = OrderedDict()
@@ -83,6 +86,7 @@ class Router:
         self._name, self._numbers = uuid.uuid4().hex[:6], itertools.count()
         self._changing = asyncio.Lock()  # the weights
         self._bring_newest: Callable[[Member], Awaitable[Any]] | None = None
+        self._newest: int | None = None  # the version that it brings
         self._deadline = LearnedDeadline(update_s)
         self._drift: Drift | None = None  # at the first update, the largest of all replicas
 
@@ -103,7 +107,8 @@ class Router:
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
         """Samples one sequence. Cancelling the caller aborts it on its replica. Raises RoomFailed or WeightsRefused
-        when no replica is left, and RoomFailed when no replica can sample it."""
+        when no replica is left, WeightsGone when none has the newest weights and none can have them any more, and
+        RoomFailed when no replica can sample it."""
         handover = Handover(request)
         while True:
             if not self._members.any_serves:
@@ -217,14 +222,20 @@ class Router:
 
     # ------------------------------------------------------------------------------------------------------- weights
 
+    async def offer(self, offer: Offer) -> Session:
+        return await self._offers.make_session(offer, self._newest)
+
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
         """Brings every member that serves to `weights`, and those that joiners have waited for long enough. One that
         fails is left out, one that takes too long is left behind, and the others finish; then, in deterministic mode, a
         failure is raised. When none has these weights, waits for one. Raises RoomFailed, WeightsRefused when every
-        replica refuses them, and WeightsGone when none can have their bytes any more; it may be called again then."""
+        replica refuses them, and WeightsGone when none can have their bytes any more: the next update brings newer
+        ones."""
+        self._offers.sent()
         async with self._changing:
             turns = asyncio.Semaphore(self._max_updating or sys.maxsize)
             self._bring_newest = partial(self._update_one, weights.bounded_by(self._drift) if self._drift else weights)
+            self._newest = weights.identity.version
             members = [m for m in self._members.live if not m.behind or m.stranded or m.rounds >= ROUNDS]
             await asyncio.gather(*(self._update_in_turn(member, turns) for member in members))
         failures = [failure for member in members if (failure := member.gone or member.stranded)]
@@ -232,9 +243,6 @@ class Router:
         if failures and (self._fixed or refused):
             raise failures[0]
         reports = [member.report for member in members if member.report and not (member.gone or member.behind)]
-        stranded = [member.stranded for member in members if member.stranded]
-        if stranded and not reports:
-            raise stranded[0]
         reports = reports or [member.report for member in await self._members.wait_for_serving() if member.report]
         if self._drift is None and reports:
             drifts = [report.drift for report in reports]
@@ -294,6 +302,9 @@ class Router:
         member.given.append(weights.identity)
         try:
             member.report = await self._members.call(member, load_and_check())
+        except WeightsGone:  # else no update would ever wait for one that fetches longer than versions are kept
+            self._deadline.note(now() - started)
+            raise
         finally:
             member.updating = False
         self._deadline.note(now() - started)
@@ -302,7 +313,7 @@ class Router:
     async def adopt(self, identity: WeightIdentity) -> None:
         """Labels the weights that the replicas loaded from disk as `identity`, in place of a first update. Raises
         RoomFailed."""
-        self._bring_newest = partial(self._adopt_one, identity)
+        self._bring_newest, self._newest = partial(self._adopt_one, identity), identity.version
         await asyncio.gather(*map(self._bring_newest, self._members.live))
 
     async def _adopt_one(self, identity: WeightIdentity, member: Member) -> None:
@@ -334,6 +345,7 @@ class Router:
         if member.requests:
             self._spawn(self._abort(member, list(member.requests)))
             await self._without_requests(member, HAND_OVER_S)
+        await self._offers.await_sent(member)
         self._members.dismiss(member, RoomFailed(f"{member.name} was drained"))
 
     async def _without_requests(self, member: Member, timeout_s: float) -> None:

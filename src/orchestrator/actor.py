@@ -19,6 +19,7 @@ from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
 from trireme.core.sampler import Heartbeat, Sampler
 from trireme.core.tokenizer import load_tokenizer
+from trireme.core.transport import Offer, Session
 from trireme.core.types import Minibatch, StepSummary, WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import signals, trace
@@ -69,6 +70,9 @@ class OrchestratorActor:
         )
         signals.end_after(self.stop)
         spare_collector()
+
+    async def offer(self, offer: Offer) -> Session:
+        return await self._pipeline.replicas.offer(offer)
 
     async def update_weights(self, weights: PublishedWeights) -> None:
         await self._pipeline.update_weights(weights)

@@ -16,7 +16,8 @@ all of an evaluation is sampled in lockstep, and nothing else meanwhile.
 
 Reserved replicas (`eval.replicas`). They take weights only when these are due, and only the next evaluation waits for
 them. An evaluation stands in the row of the step during which it ended; `version` says which weights it was of. When
-they come so late that the bytes are gone, the next version is evaluated instead.
+none has the bytes of these weights any more, because they came too late or the only one that had taken them was lost,
+the next version is evaluated instead.
 
 Failed rollouts are tried again as in training. Those that fail for good are counted (`failed`) and left out of every
 mean: they are no zeros. A refused prompt fails without another try.
@@ -198,14 +199,14 @@ class Evaluator:
 
     async def _evaluate(self, weights: PublishedWeights) -> None:
         version = weights.identity.version
-        if self._reserved:
-            try:
+        try:
+            if self._reserved:
                 await self._reserved.update_weights(weights)
-            except WeightsGone as gone:
-                log.warning("%s. The next version is evaluated in place of version %d.", gone, version)
-                return
-        self._rows[self._schedule.row(version)] = await self.evaluate(version)
-        self._done, self._owed = version, False
+            self._rows[self._schedule.row(version)] = await self.evaluate(version)
+        except WeightsGone as gone:
+            log.warning("%s. The next version is evaluated in place of version %d.", gone, version)
+        else:
+            self._done, self._owed = version, False
 
     async def evaluate(self, version: int) -> dict[str, float]:
         """Evaluates `version`, which all replicas hold, and returns the metrics. Raises RoomFailed after

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from orchestrator.actor import OrchestratorActor
 from orchestrator.lifetimes import end_deadline_s
 from orchestrator.replicas import update_deadline_s
 from trireme.config import Config
-from trireme.core.errors import TriremeError
+from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Sampler
+from trireme.core.transport import Epochs, Offer, Session
 from trireme.core.types import Minibatch, StepSummary, WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import waits
@@ -24,6 +27,7 @@ ANSWER_S = 30.0
 STOP_S = 10.0
 PROGRESS_S, EVALUATION_PROGRESS_S = 30.0, 5.0
 """Seconds between lines about a long wait, and about an evaluation that is all that a command does."""
+log = logging.getLogger(__name__)
 
 
 class OrchestratorHandle:
@@ -33,6 +37,7 @@ class OrchestratorHandle:
         self._config, self._actor, self._log = config, actor, log
         self._started = actor.start.remote()
         self._replicas: set[int] = set()  # those that were asked to join and not to leave
+        self._epochs = Epochs()
 
     @classmethod
     def start(
@@ -53,6 +58,23 @@ class OrchestratorHandle:
     def ready_refs(self) -> tuple[list[Any], list[str]]:
         """Returns references that resolve once the actor is ready, and the names of their owners."""
         return [self._started], ["orchestrator"]
+
+    def offer(self, offer: Offer) -> Session:
+        """Asks the replicas to receive a version while the trainer sends it. Returns those that are ready, maybe none,
+        after at most `offer.ready_s` and ANSWER_S seconds. None are when the orchestrator is dead or does not answer:
+        the version can be published without it, and the next call, or its watcher, ends the attempt if it has to end.
+        """
+        who, limit_s = "orchestrator (which replicas are ready for new weights)", offer.ready_s + ANSWER_S
+        try:
+            answer: Session = waits.get(self._actor.offer.remote(offer), who=who, timeout_s=limit_s, log=self._log)
+        except RoomFailed as failure:
+            if failure.__cause__ and not waits.died(failure):
+                raise
+            log.warning("%s; version %d is sent to no replica: they fetch it", failure, offer.version)
+            answer = Session(offer.attempt, -1, ())
+        # Replicas may wait in the groups of an answer that came too late: those of the next one are others.
+        self._epochs.begins((answer.epoch, answer.members))
+        return replace(answer, epoch=self._epochs.number)
 
     def update_weights(
         self,

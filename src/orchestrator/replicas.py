@@ -1,4 +1,4 @@
-"""The replicas of a run: waits for their updates, and passes on which of them join and leave."""
+"""The replicas of a run: waits for their updates, makes one session of all, and passes on which join and leave."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Sampler
+from trireme.core.transport import Epochs, Offer, Session
 
 ANSWER_S = 60.0
 """Added to the replicas' own deadlines for an update, so that their message, which says what was late, comes first."""
@@ -32,6 +33,7 @@ class Replicas:
         self.update: asyncio.Task[None] | None = None
         """The last update of the training replicas that was begun."""
         self._failures: dict[int, asyncio.Task[tuple[int, str]]] = {}
+        self._epochs = Epochs()
 
     async def update_ended(self) -> None:
         """Waits until no update is in progress. Raises the error of the last one, and RoomFailed when it is late."""
@@ -47,6 +49,19 @@ class Replicas:
                 f"{self._samplers[0].acknowledged()}"
             )
         self.update.result()
+
+    async def offer(self, offer: Offer) -> Session:
+        """Asks all replicas to receive a version while the trainer sends it. Returns those that are ready in time, of
+        training and reserved ones together: no two have the same number. A new epoch of either is one of both.
+
+        While an update is in progress reserved replicas are not asked. They may be next to take it, for an evaluation,
+        and would receive the next version beside it.
+        """
+        updating = self.update is not None and not self.update.done()
+        asked = self._samplers[:1] if updating else self._samplers
+        parts = await asyncio.gather(*(sampler.offer(offer) for sampler in asked))
+        self._epochs.begins([(part.epoch, part.members) for part in parts if part.members])
+        return Session(offer.attempt, self._epochs.number, tuple(sorted(i for part in parts for i in part.members)))
 
     async def join(self, index: int, client: Any, *, reserved: bool) -> None:
         """Lets a replica serve once it has the newest weights; `reserved`: for evaluations alone. Raises its error."""

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models
 from orchestrator.handle import OrchestratorHandle
 from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached, RoomFailed, StorageFailed
+from trireme.core.transport import Offer, Session
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest
 from trireme.process import waits
@@ -84,6 +85,31 @@ def test_a_run_of_three_steps_and_a_sudden_death(model_dir: Path, tmp_path: Path
         next(handle.minibatches(3, 0))
     assert (tmp_path / "orchestrator_0.log").exists()
     handle.stop()
+
+
+def test_the_driver_waits_for_an_offer_no_longer_than_its_deadline(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It publishes without a session, and in groups of which no replica of an unanswered offer is a member."""
+    monkeypatch.setattr("orchestrator.handle.ANSWER_S", 0.5)
+    handle = start(model_dir)
+    wait_ready(handle)
+
+    def offer(version: int, timeout_s: float = 300.0) -> Session:
+        return handle.offer(Offer(2, version, (64,), ("here",), timeout_s))
+
+    assert [offer(5), offer(6)] == [Session(2, 1, (0, 4))] * 2
+    assert offer(7, timeout_s=1.0) == Session(2, 2, ())
+    assert caplog.messages[-1] == (
+        "waited 1 s for orchestrator (which replicas are ready for new weights) and got no answer; "
+        "version 7 is sent to no replica: they fetch it"
+    )
+    assert offer(9) == Session(2, 3, (0, 4))
+    with pytest.raises(RoomFailed, match=r"orchestrator .* raised ArithmeticError: a bug"):
+        offer(8)
+    handle.stop()
+    assert offer(9) == Session(2, 4, ())
+    assert "died" in caplog.messages[-1]
 
 
 def test_what_goes_wrong_in_the_actor_reaches_the_driver(model_dir: Path) -> None:

@@ -11,6 +11,10 @@ The token that it samples says which version sampled it, so that what the spans 
 Replicas die, hang (they say nothing more, until somebody watches), leave and join. A successor joins `restart_s` after
 the loss was found.
 
+With `sessions` the trainer offers each version before it sends it. Those that are ready have its bytes when they are to
+take it, unless one of them dies or hangs meanwhile; others fetch it, while the trainer keeps it: until the next but one
+is published.
+
 Lengths are lognormal, cut at `LONGEST` times the median. Half of the variance belongs to the problem, half to the
 rollout: a problem with long answers has long answers when it is sampled afresh.
 """
@@ -39,8 +43,9 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trainer.batch_checks import PublishedVersions
 from trireme.config import Config
-from trireme.core.errors import RoomFailed
+from trireme.core.errors import RoomFailed, WeightsGone
 from trireme.core.sampler import ReplicaStats
+from trireme.core.transport import Offer, Session
 from trireme.core.types import (
     Minibatch,
     SampledSequence,
@@ -85,10 +90,14 @@ class Scenario:
     max_updating: int | None = None
     train_s: float = 8.0
     publish_s: float = 0.5
+    fetch_s: float = 0.0
+    sessions: bool = False
+    offer_s: float = 300.0
     slower: Mapping[int, float] = field(default_factory=dict)
     acknowledges_late_s: Mapping[int, float] = field(default_factory=dict)
     dies_at_s: Mapping[int, float] = field(default_factory=dict)
     hangs_at_s: Mapping[int, float] = field(default_factory=dict)
+    hangs_at_offers_from_s: Mapping[int, float] = field(default_factory=dict)
     drains_at_s: Mapping[int, float] = field(default_factory=dict)
     joins_at_s: Mapping[int, float] = field(default_factory=dict)
     restart_s: float | None = None
@@ -224,18 +233,21 @@ class InFlight:
 class SimReplica:
     """An `inference.router.ReplicaClient`. Every request ends with its sequence, an abort, or this replica's death."""
 
-    def __init__(self, index: int, scenario: Scenario) -> None:
-        self.name = f"simulated replica {index}"
+    def __init__(self, index: int, scenario: Scenario, trainer: SimTrainer) -> None:
+        self.index, self.name = index, f"simulated replica {index}"
+        self.received: int | None = None
+        """The version whose bytes it has."""
+        self.fetches = 0
         self.tokens = 0
         """Sampled so far, whoever gets them."""
         self.busy_s = 0.0
         """Time that sequences have spent in decoding, added up."""
         self.lengths: list[int] = []
         """Of all requests that were ever asked for, as long as they would become."""
-        self._index, self._scenario = index, scenario
+        self._scenario, self._trainer = scenario, trainer
         self._token_s = scenario.token_s * scenario.slower.get(index, 1.0)
         self._identity: WeightIdentity | None = None
-        self._paused = False
+        self._paused = self._taking = False
         self._running: dict[str, InFlight] = {}
         self._waiting: dict[str, InFlight] = {}
         self._dead: RoomFailed | None = None
@@ -267,8 +279,30 @@ class SimReplica:
                 sequence.outbox.put_nowait((sequence.index, self._made(sequence, 0)))
         self._fill()
 
+    async def offer(self, offer: Offer) -> None:
+        await self._check_alive()
+        assert not self._taking, f"{self.name} would receive beside bytes that it has still to load"
+        if self.received is not None and not self._scenario.is_reserved(self.index):
+            assert self._identity, f"{self.name} would receive beside bytes that it waits to load"
+            assert self._identity.version >= self.received, f"{self.name} would receive beside bytes that it is to load"
+        if asyncio.get_running_loop().time() >= self._scenario.hangs_at_offers_from_s.get(self.index, math.inf):
+            await asyncio.Event().wait()
+        self.received = None
+
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         await self._check_alive()
+        self._taking = True
+        try:
+            if self.received != published.identity.version:
+                self.fetches += 1
+                await asyncio.sleep(self._scenario.fetch_s)
+                await self._check_alive()
+                self._trainer.give(published.identity.version)
+            return await self._take(published)
+        finally:
+            self._taking = False
+
+    async def _take(self, published: PublishedWeights) -> UpdateReport:
         self._paused = True
         for sequence in self._running.values():
             self._stand_still(sequence)
@@ -280,9 +314,9 @@ class SimReplica:
         for sequence in self._running.values():
             self._go_on(sequence)
         self._fill()
-        await asyncio.sleep(self._scenario.acknowledges_late_s.get(self._index, 0.0))
+        await asyncio.sleep(self._scenario.acknowledges_late_s.get(self.index, 0.0))
         await self._check_alive()
-        return UpdateReport(self._index, published.identity, Drift(0.0, 0.0), prefilled, seconds)
+        return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), prefilled, seconds)
 
     async def adopt(self, identity: WeightIdentity) -> None:
         self._identity = identity
@@ -294,6 +328,10 @@ class SimReplica:
     def die(self) -> None:
         self._dead = RoomFailed(f"{self.name} died")
         self._end()
+
+    @property
+    def answers(self) -> bool:
+        return not (self._dead or self._hangs)
 
     def hang(self) -> None:
         """From now on it answers nothing, and raises nothing."""
@@ -403,12 +441,43 @@ def published(version: int) -> PublishedWeights:
 
 
 @dataclass
+class SimTrainer:
+    """The trainer as far as replicas see it."""
+
+    sessions: list[tuple[Session, list[SimReplica]]] = field(default_factory=list)
+    """Of each version, with its members."""
+    newest: int = -1
+
+    def give(self, version: int) -> None:
+        """Raises WeightsGone unless it keeps the bytes of `version`; without sessions they live as long as anybody
+        refers to them."""
+        if self.sessions and version < self.newest - 1:
+            raise WeightsGone(f"version {version} is gone: the newest is {self.newest}")
+
+    async def publish(self, version: int, pipeline: Pipeline, outcome: Outcome) -> PublishedWeights:
+        scenario, members = outcome.scenario, []
+        if scenario.sessions:
+            session = await pipeline.replicas.offer(Offer(1, version, (64,), ("trainer",), scenario.offer_s))
+            living = {replica.index: replica for replica in outcome.replicas}
+            members = [living[index] for index in session.members]
+            self.sessions.append((session, members))
+        await asyncio.sleep(scenario.publish_s)
+        if all(member.answers for member in members):
+            for member in members:
+                member.received = version
+        self.newest = version
+        return published(version)
+
+
+@dataclass
 class Outcome:
     """The result of a simulated run. `rows` are the orchestrator's rows of metrics, `seconds` virtual ones."""
 
     scenario: Scenario
     problems: Problems
+    trainer: SimTrainer
     replicas: list[SimReplica]
+    """All that there were, in the order in which they came."""
     minibatches: list[list[Minibatch]] = field(default_factory=list)
     released: list[StepSummary] = field(default_factory=list)
     trained_lengths: list[int] = field(default_factory=list)
@@ -452,7 +521,9 @@ class Outcome:
 
 def simulate(scenario: Scenario, router: type[Router] = Router) -> Outcome:
     """A whole run. Raises what the pipeline raises, and Deadlock."""
-    outcome = Outcome(scenario, Problems(scenario), [SimReplica(i, scenario) for i in range(scenario.replicas)])
+    trainer = SimTrainer()
+    replicas = [SimReplica(i, scenario, trainer) for i in range(scenario.replicas)]
+    outcome = Outcome(scenario, Problems(scenario), trainer, replicas)
     ticks = {"LAG_TICK_S": NO_DEADLINE_S, "STATS_TICK_S": scenario.stats_tick_s}
     progress = mock.patch("inference.router.PROGRESS_S", scenario.progress_tick_s)
     with progress, mock.patch.multiple("orchestrator.pipeline", **ticks):
@@ -521,7 +592,7 @@ class Supervision:
 
     async def _join(self, index: int, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        replica = SimReplica(index, self.outcome.scenario)
+        replica = SimReplica(index, self.outcome.scenario, self.outcome.trainer)
         self.outcome.replicas.append(replica)
         await self.pipeline.replicas.join(index, replica, reserved=self.outcome.scenario.is_reserved(index))
 
@@ -535,9 +606,10 @@ class Supervision:
 async def drive(pipeline: Pipeline, outcome: Outcome) -> None:
     """The loop of `trireme.train.rl_loop.train`."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
-    await pipeline.update_weights(published(0))
+    weights = await outcome.trainer.publish(0, pipeline, outcome)
+    await pipeline.update_weights(weights)
     started = loop.time()
-    versions = PublishedVersions(scenario.max_steps_off_policy, [published(0).identity])
+    versions = PublishedVersions(scenario.max_steps_off_policy, [weights.identity])
     part_s = scenario.train_s / (scenario.substeps * scenario.minibatches)
     for step in range(scenario.steps):
         outcome.minibatches.append([])
@@ -549,9 +621,9 @@ async def drive(pipeline: Pipeline, outcome: Outcome) -> None:
                 note(outcome, minibatch)
                 await asyncio.sleep(part_s)
                 last = minibatch.last
-        await asyncio.sleep(scenario.publish_s)
-        versions.add(published(step + 1).identity)
-        await pipeline.update_weights(published(step + 1))
+        weights = await outcome.trainer.publish(step + 1, pipeline, outcome)
+        versions.add(weights.identity)
+        await pipeline.update_weights(weights)
         outcome.released.append(pipeline.release(step))
         outcome.ended_s.append(loop.time())
     outcome.seconds = loop.time() - started

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from trireme.core.transport import Offer, Session
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
 
@@ -51,8 +52,13 @@ class Sampler(Protocol):
         Raises RoomFailed when no replica can finish it.
         """
 
+    async def offer(self, offer: Offer) -> Session:
+        """Asks the replicas to receive a version while the trainer sends it. Returns those that are ready, maybe none,
+        after at most `offer.ready_s` seconds. Others fetch the version when they are to take it."""
+
     async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings every live replica to `weights` while it samples. Raises WeightsRefused or RoomFailed."""
+        """Brings every live replica to `weights` while it samples. Raises WeightsRefused or RoomFailed, as
+        WeightsGone when no replica can have the bytes any more: newer ones may be brought then."""
 
     async def adopt(self, identity: WeightIdentity) -> None:
         """Labels the weights that the replicas loaded from disk as `identity`, in place of a first update. Raises
@@ -67,14 +73,15 @@ class Sampler(Protocol):
 
     async def join(self, index: int, client: Any) -> None:
         """Adds replica `index`, new or in place of a lost one; `client` calls it. It takes the newest weights first, if
-        any were published, beside updates, which do not wait for it. Raises its failure."""
+        any were published, beside updates, which do not wait for it; where their bytes are gone, it takes those of the
+        next update. Raises its failure."""
 
     def leave(self, index: int, reason: str) -> None:
         """Removes replica `index`, which is dead; other replicas finish its requests."""
 
     async def drain(self, index: int, timeout_s: float) -> None:
         """Gives replica `index` no new requests, and removes it when those in flight are finished, or after `timeout_s`
-        seconds, when other replicas finish them from what they have."""
+        seconds, when other replicas finish them from what they have; and when no weights are being sent to it."""
 
     async def next_failure(self) -> tuple[int, str]:
         """Waits for the next replica that this sampler finds to have failed; returns its number and the reason. It is

@@ -38,6 +38,10 @@ TRANSPORTS = {"object_store": "trireme.transports.object_store"}
 """Modules that implement `Transport`, by the name that `inference.transport` chooses; imported when used."""
 
 
+READY_PART = 10
+"""The part of an offer's time in which replicas say that they are ready."""
+
+
 @dataclass(frozen=True)
 class Offer:
     """What the trainer tells replicas before it sends a version to a group of them."""
@@ -52,6 +56,12 @@ class Offer:
     timeout_s: float
     """Seconds from the offer until all is sent, or the sending is given up."""
 
+    @property
+    def ready_s(self) -> float:
+        """Seconds that replicas have to say that they are ready: it takes an engine one step, the trainer stands still
+        meanwhile, and most of the time is for sending."""
+        return self.timeout_s / READY_PART
+
 
 @dataclass(frozen=True)
 class Session:
@@ -59,7 +69,8 @@ class Session:
 
     attempt: int
     epoch: int
-    """Raised by the router whenever a replica joins, leaves or fails: with it the groups are made anew."""
+    """Higher than in the last session if the members are others: then groups are made anew, else used again. A
+    successor of a replica is another member under the same number."""
     members: tuple[int, ...]
     """Numbers of the replicas that said in time that they are ready, ascending."""
 
@@ -70,6 +81,21 @@ class Session:
         (1, 3)
         """
         return tuple(member for member in self.members if member % size == rank)
+
+
+class Epochs:
+    """Counts how often the members of sessions changed."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._last: Any = None
+
+    def begins(self, members: Any) -> bool:
+        """Takes note of the members of a session, as anything that tells them from others. Returns True if they are
+        not those of the last one: then an epoch begins."""
+        begins = members != self._last
+        self.number, self._last = self.number + begins, members
+        return begins
 
 
 def join_parts(parts_R: Sequence[Mapping[int, Any]]) -> tuple[Any, ...]:

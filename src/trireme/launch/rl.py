@@ -63,6 +63,7 @@ class RlRun(TrainingRun):
             inference.router_factory(()) if config.eval.replicas else None,
         )
         ending.callback(orchestrator.stop)
+        trainer.offer_by(orchestrator.offer, config.timeouts.update_s)
         return Core(trainer, {"orchestrator": orchestrator}, (trainer, orchestrator), orchestrator)
 
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:

@@ -748,19 +748,25 @@ async def test_a_member_that_finds_the_bytes_gone_is_left_behind_until_the_next_
 async def test_an_update_whose_bytes_are_gone_for_all_says_so_and_the_next_one_finds_them_all(fixed: bool) -> None:
     fakes = {i: Fetching(f"replica {i}", 3, 4, gone=(3,)) for i in range(2)}
     router = Router(fakes, fixed=fixed, patience_s=20.0)
-    with pytest.raises(WeightsGone, match="replica 0: the trainer no longer keeps version 3"):
+    with pytest.raises(WeightsGone, match=r"replica [01]: the trainer no longer keeps version 3"):
         await router.update_weights(version(3))
     assert [report.replica for report in await router.update_weights(version(4))] == [0, 1]
 
 
 @in_loop
 async def test_nobody_waits_for_one_whose_weights_are_gone() -> None:
-    """Nothing brings them before the next update, so it counts as if it were not there."""
-    router = Router({0: Fetching("replica 0", 3, gone=(3,))}, patience_s=0.05)
-    with pytest.raises(WeightsGone):
-        await router.update_weights(version(3))
-    with pytest.raises(RoomFailed, match=r"no inference replica is left.*0.05 s: replica 0: the trainer no longer"):
-        await router.sample(request("r"))
+    """Nothing brings them before the next update."""
+    first, joiner = Updated("replica 0", 3), Fetching("replica 1", 3, gone=(3,))
+    router = Router({0: first}, patience_s=20.0)
+    await router.update_weights(version(3))
+    join = asyncio.create_task(router.join(1, joiner))
+    await turns(1)
+    router.leave(0, "replica 0 died")
+    waiting = asyncio.create_task(router.sample(request("r")))
+    for asked in (waiting, router.sample(request("later"))):
+        with pytest.raises(WeightsGone, match="no inference replica has the newest weights: replica 1: the trainer no"):
+            await asked
+    await join
 
 
 @in_loop

@@ -1,0 +1,146 @@
+"""The sessions of a router: which of its replicas receive a version while the trainer sends it.
+
+    trainer --Offer--> router --offer--> replicas that are asked --ready--> router --Session--> trainer, which sends
+
+*Who is asked.* Members that serve and have taken all weights that they were to take. The trainer publishes a version
+before it waits for the update to the one before (`trireme.train.rl_loop.train_step`), so that some members may still
+load that one, or wait for their turn with its bytes in memory (`inference.max_updating`). They are not asked, and fetch
+the new bytes when their turn comes, as everybody does with Ray's object store. So no replica receives a version while
+it holds bytes that it has still to load, a replica never has bytes of more than one version, and nothing waits for an
+update here: the trainer gathers and sends while updates go on, as it does without sessions, and there is no circle of
+waits. Receiving pauses no engine, so `max_updating` limits taking alone.
+
+One exception: a member that takes a version which was not sent to it fetches that, which may last until after the next
+offer, each time anew. The offer waits for it, once and at most for half of `Offer.ready_s`; then it is in the session.
+The trainer would wait for this update after it has sent, so what is lost is, once, the overlap of the two.
+
+*Who takes part.* Those that said in time that they are ready. The trainer stands still meanwhile, so the time limit is
+short: ten times the slowest answer of this run, at most `Offer.ready_s`. A replica that is late or refuses keeps its
+requests: it fetches the bytes, and if it is dead, its other calls or its watcher say so. One whose answer is still
+missing at the next offer is not asked, so that a replica which hangs costs the trainer one time limit, not one for
+each version.
+
+*Epochs.* An epoch is the time in which sessions have the same members, whose groups of senders and receivers can so be
+used again. A successor of a lost member has its number but is another one.
+
+*The end.* A member that leaves while a version is on its way to it waits until that was sent: its death would hold up
+the others of its group until the time limit of the offer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from contextlib import suppress
+
+from inference.members import Member, Members
+from trireme.core.deadline import LearnedDeadline
+from trireme.core.errors import TriremeError
+from trireme.core.transport import Epochs, Offer, Session
+
+log = logging.getLogger(__name__)
+
+
+class Offers:
+    """Makes the sessions of a router, one at a time."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._deadline = LearnedDeadline(math.inf)
+        self._epochs = Epochs()
+        self._group: list[Member] = []
+        """The members of the last session."""
+        self._busy: set[Member] = set()
+        """Those that had still to take weights at the last offer."""
+        self._said: set[Member] = set()
+        """Those of which this epoch has said why they take no part."""
+        self._sent = asyncio.Event()
+        self._until = 0.0
+        """When the last session is over in any case, by the loop's clock."""
+
+    async def make_session(self, offer: Offer, newest: int | None) -> Session:
+        """Asks the members that serve and have taken version `newest` (None: there was none). Returns those that are
+        ready, after at most `offer.ready_s` seconds."""
+        now = asyncio.get_running_loop().time
+        started, limit_s = now(), min(self._deadline.seconds, offer.ready_s)
+        self._until = started + offer.timeout_s
+        settled = [member for member in self._members.serving if _is_settled(member, newest)]
+        asked = {member: self._begin_asking(member, offer) for member in settled if not member.asked}
+        if fetching := self._note_busy([member for member in self._members.serving if member not in settled]):
+            limit_s = offer.ready_s
+            await asyncio.wait(fetching.values(), timeout=limit_s / 2)
+            caught_up = [member for member in fetching if member.serves and _is_settled(member, newest)]
+            asked |= {member: self._begin_asking(member, offer) for member in caught_up if not member.asked}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=started + limit_s - now())
+        refusals = {member: _refusal(answer, limit_s) for member, answer in asked.items()}
+        self._begin([member for member, refusal in refusals.items() if member.serves and not refusal])
+        for member, refusal in refusals.items():
+            if refusal and not member.gone and member not in self._said:
+                self._said.add(member)
+                log.warning(
+                    "%s takes no part in the sending of version %d and fetches it: %s",
+                    member.name,
+                    offer.version,
+                    refusal,
+                )
+        return Session(offer.attempt, self._epochs.number, tuple(member.index for member in self._group))
+
+    def sent(self) -> None:
+        """Takes note that the last session is over: its version was published, or the trainer gave up."""
+        self._sent.set()
+
+    async def await_sent(self, member: Member) -> None:
+        """Waits until nothing is on its way to `member` any more, at most as long as it was offered for."""
+        if member in self._group:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._until):
+                    await self._sent.wait()
+
+    def _begin(self, group: list[Member]) -> None:
+        """Begins a session, and an epoch if its members are not those of the last one."""
+        self._group = group
+        self._sent.clear()
+        if self._epochs.begins(group):
+            self._said.clear()
+            names = ", ".join(member.name for member in group)
+            log.info("new weights are sent to %s", names or "nobody: they are fetched")
+
+    def _note_busy(self, busy: list[Member]) -> dict[Member, asyncio.Task[None]]:
+        """Returns those that are worth a wait, and the ends of their updates: they fetch weights that were not sent to
+        them, and were not busy already at the last offer."""
+        before, self._busy = self._busy, set(busy)
+        worth = [member for member in busy if member not in before and member not in self._group and member.updating]
+        return {member: member.catching_up for member in worth if member.catching_up}
+
+    def _begin_asking(self, member: Member, offer: Offer) -> asyncio.Task[TriremeError | None]:
+        member.asked = asyncio.get_running_loop().create_task(self._ask(member, offer))
+        member.tasks.add(member.asked)
+        member.asked.add_done_callback(member.tasks.discard)
+        return member.asked
+
+    async def _ask(self, member: Member, offer: Offer) -> TriremeError | None:
+        """Returns why `member` does not take part; None once it is ready."""
+        now = asyncio.get_running_loop().time
+        started = now()
+        try:
+            await member.client.offer(offer)
+        except TriremeError as refusal:  # if it is broken, its other calls say so
+            return refusal
+        finally:
+            member.asked = None
+        self._deadline.note(now() - started)  # of late ones too: else none would ever be in time again
+        return None
+
+
+def _is_settled(member: Member, newest: int | None) -> bool:
+    """Tells whether `member` has taken version `newest` and takes no other."""
+    return member.acknowledged == newest and not member.updating
+
+
+def _refusal(answer: asyncio.Task[TriremeError | None], limit_s: float) -> str:
+    """Says why a member that was asked takes no part; empty if it does."""
+    if not answer.done():
+        return f"it was not ready within {limit_s:.1f} s"
+    return "it is gone" if answer.cancelled() else str(answer.result() or "")

@@ -1,0 +1,145 @@
+"""Weights that are sent to sessions, in whole runs: whoever joins, dies, hangs or is slow, an epoch begins exactly when
+the members are others, no replica receives beside weights that it has still to load (it would say so), and nothing
+waits that did not wait without sessions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from math import ceil
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import Outcome, Scenario, simulate
+from test_evaluation_in_virtual_time import EVERY_FOURTH, evaluations, versions
+from test_joins_in_virtual_time import steps_of
+from test_pipeline_in_virtual_time import check
+
+SENT = Scenario("drop", 2, steps=20, spread=0.5, sessions=True)
+ALL = (0, 1, 2, 3)
+
+
+def members(outcome: Outcome) -> list[tuple[int, ...]]:
+    """Returns the numbers of the members of each session."""
+    return [session.members for session, _ in outcome.trainer.sessions]
+
+
+def check_sessions(outcome: Outcome) -> Outcome:
+    check(outcome)
+    for (before, who_before), (after, who_after) in pairwise(outcome.trainer.sessions):
+        begins = [id(each) for each in who_before] != [id(each) for each in who_after]
+        assert after.epoch - before.epoch >= begins
+        assert after.epoch == before.epoch or begins, "groups that could be used again are made anew"
+    return outcome
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize("max_updating", [None, 1, 3])
+@pytest.mark.parametrize("update_s", [0.5, 5.0, 20.0])
+def test_a_run_takes_as_long_as_without_sessions(update_s: float, max_updating: int | None, bound: int) -> None:
+    """Updates take much less, a bit less, and much more time than a step."""
+    sent = replace(SENT, update_s=update_s, max_updating=max_updating, max_steps_off_policy=bound)
+    outcome, plain = check_sessions(simulate(sent)), simulate(replace(sent, sessions=False))
+    assert outcome.ended_s == pytest.approx(plain.ended_s)
+    fetches = sum(replica.fetches for replica in outcome.replicas)
+    received = sum(map(len, members(outcome)))
+    assert fetches + received == len(ALL) * (sent.steps + 1)
+    if bound == 0 or update_s * ceil(len(ALL) / (max_updating or len(ALL))) < sent.train_s:
+        assert fetches == 0, "all have taken the version before"
+
+
+def test_slow_updates_leave_out_those_that_have_still_to_take_the_version_before() -> None:
+    outcome = check_sessions(simulate(replace(SENT, update_s=4.0, max_updating=1)))
+    assert outcome.replicas[0].fetches == 0
+    assert outcome.replicas[3].fetches > 10
+
+
+def test_one_that_hangs_at_offers_costs_the_time_of_one_and_samples_as_before() -> None:
+    """Its answer never comes, and nobody finds it dead."""
+    hanging = replace(SENT, hangs_at_offers_from_s={1: 60.0}, offer_s=200.0)
+    outcome, plain = check_sessions(simulate(hanging)), simulate(SENT)
+    assert set(members(outcome)) == {ALL, (0, 2, 3)}
+    assert outcome.seconds <= plain.seconds + 20.0 + 1.0
+    assert outcome.replicas[1].fetches > 5
+    assert outcome.replicas[1].tokens > 0.5 * outcome.replicas[2].tokens
+
+
+def test_when_all_hang_at_offers_all_fetch() -> None:
+    outcome = check_sessions(simulate(replace(SENT, hangs_at_offers_from_s=dict.fromkeys(ALL, 60.0))))
+    assert members(outcome)[-1] == ()
+    assert all(replica.fetches > 5 for replica in outcome.replicas)
+
+
+def test_replicas_that_join_are_in_the_next_session_and_each_begins_an_epoch() -> None:
+    joins = {index: 30.0 + 20.0 * index for index in range(4, 8)}
+    outcome = check_sessions(simulate(replace(SENT, joins_at_s=joins, fetch_s=1.0)))
+    assert members(outcome)[0] == ALL
+    assert members(outcome)[-1] == tuple(range(8))
+    assert [replica.fetches for replica in outcome.replicas[:4]] == [0] * 4
+    assert all(replica.fetches <= 2 for replica in outcome.replicas[4:])
+    assert outcome.trainer.sessions[-1][0].epoch - outcome.trainer.sessions[0][0].epoch == len(joins)
+
+
+@pytest.mark.parametrize("fetch_s", [12.0, 20.0])
+def test_a_joiner_that_fetches_for_longer_than_a_step_is_in_a_session_in_the_end(fetch_s: float) -> None:
+    """Else it would have to fetch each version, and each update would last as long as that."""
+    outcome = check_sessions(simulate(replace(SENT, steps=40, joins_at_s={4: 30.0}, fetch_s=fetch_s)))
+    assert members(outcome)[-1] == (*ALL, 4)
+    assert outcome.replicas[4].tokens > 0
+    assert steps_of(outcome)[-2] == pytest.approx(steps_of(outcome)[0]), "the last one waits for its update"
+
+
+def test_a_joiner_that_fetches_for_much_longer_than_versions_are_kept_serves_nevertheless() -> None:
+    outcome = check_sessions(simulate(replace(SENT, steps=40, joins_at_s={4: 30.0}, fetch_s=100.0)))
+    assert outcome.replicas[4].tokens > 0
+    assert len(outcome.replicas) == 5, "nobody was replaced"
+
+
+@pytest.mark.parametrize("at_s", [2.0, 20.0, 41.0, 60.0])
+def test_the_only_reserved_replica_is_lost_when_its_version_is_gone(at_s: float) -> None:
+    """What it has evaluated is lost with it; the next version is evaluated instead."""
+    own = Scenario(steps=24, train_s=2.0, replicas=3, max_concurrent=24, sessions=True, restart_s=10.0, patience_s=60.0)
+    own = replace(own, evaluation={**EVERY_FOURTH, "replicas": 1}, dies_at_s={2: at_s})
+    outcome = check_sessions(simulate(own))
+    assert outcome.replicas[3].tokens > 0, "its successor evaluates"
+    evaluated = versions(evaluations(outcome))
+    assert max(evaluated.values()) == own.steps
+    assert len(evaluated) >= 4
+    assert 2 in members(outcome)[-1]
+
+
+times = st.floats(0.0, 150.0)
+losses = st.dictionaries(st.integers(0, 3), times, max_size=3)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    dies=losses,
+    hangs=losses,
+    late=losses,
+    drains=st.dictionaries(st.integers(0, 3), times, max_size=1),
+    joins=st.dictionaries(st.integers(4, 6), times, max_size=3),
+    options=st.fixed_dictionaries(
+        {
+            "update_s": st.sampled_from([0.5, 4.0, 12.0]),
+            "fetch_s": st.sampled_from([0.0, 3.0, 20.0]),
+            "max_updating": st.sampled_from([None, 1, 2]),
+            "max_steps_off_policy": st.integers(0, 2),
+            "restart_s": st.sampled_from([1.0, 25.0]),
+        }
+    ),
+)
+def test_whoever_comes_and_goes(
+    dies: dict[int, float],
+    hangs: dict[int, float],
+    late: dict[int, float],
+    drains: dict[int, float],
+    joins: dict[int, float],
+    options: dict[str, Any],
+) -> None:
+    lost = {"dies_at_s": dies, "hangs_at_s": {i: at for i, at in hangs.items() if i not in dies}}
+    left = {i: at for i, at in drains.items() if i not in dies and i not in hangs}
+    scenario = replace(SENT, steps=12, patience_s=1000.0, offer_s=100.0, **lost, **options)
+    check_sessions(simulate(replace(scenario, drains_at_s=left, joins_at_s=joins, hangs_at_offers_from_s=late)))

@@ -1,0 +1,331 @@
+"""Sessions of a router: who is asked, who takes part, and when an epoch begins. All times are virtual."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import virtual_time
+
+from inference.handover import Outcome, Progress
+from inference.router import Router
+from trireme.core.deadline import LEAST_S, TAUGHT_BY
+from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.sampler import ReplicaStats
+from trireme.core.transport import Offer, Session
+from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
+from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
+
+TIMEOUT_S = 300.0
+READY_S = 30.0
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        virtual_time.run(test(*args, **fixtures))
+
+    return run
+
+
+def version(number: int) -> PublishedWeights:
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
+    return PublishedWeights(WeightsManifest(WeightIdentity(1, number, f"d{number}"), (), canary), ())
+
+
+def offer(number: int) -> Offer:
+    return Offer(1, number, (64, 64), ("here",), TIMEOUT_S)
+
+
+class Replica:
+    """Is ready for an offer after `ready_s` seconds, and has taken weights after `update_s`."""
+
+    def __init__(self, index: int, ready_s: float = 0.0, update_s: float = 0.0) -> None:
+        self.name = f"replica {index}"
+        self.ready_s, self.update_s, self._index = ready_s, update_s, index
+        self.refusal: TriremeError | None = None
+        self.dead: TriremeError | None = None
+        self.offered: list[int] = []
+        self.loading = False
+
+    async def offer(self, offer: Offer) -> None:
+        assert not self.loading, "it would receive beside bytes that it has still to load"
+        self.offered.append(offer.version)
+        await (asyncio.sleep(self.ready_s) if self.ready_s < math.inf else asyncio.Event().wait())
+        if self.refusal:
+            raise self.refusal
+
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        self.loading = True
+        await asyncio.sleep(self.update_s)
+        self.loading = False
+        return UpdateReport(self._index, published.identity, Drift(0.0, 0.0), 0, 0.0)
+
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
+        await asyncio.Event().wait()
+        yield 0, RoomFailed("never")
+
+    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
+        return {}
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        return
+
+    async def adopt(self, identity: WeightIdentity) -> None:
+        return
+
+    async def stats(self) -> ReplicaStats:
+        if self.dead:
+            raise self.dead
+        return ReplicaStats(0, 0, 0.0, 0)
+
+
+def fleet(*replicas: Replica, **options: Any) -> Router:
+    return Router(dict(enumerate(replicas)), update_s=300.0, **options)
+
+
+async def publish(router: Router, number: int) -> Session:
+    """A whole publication: the session, and the update."""
+    session = await router.offer(offer(number))
+    await router.update_weights(version(number))
+    return session
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# ---- who takes part
+
+
+@in_virtual_time
+async def test_all_that_serve_are_asked_at_the_same_time() -> None:
+    router = fleet(*(Replica(i, ready_s=2.0) for i in range(3)))
+    assert await router.offer(offer(0)) == Session(1, 1, (0, 1, 2))
+    assert now() == 2.0
+
+
+@in_virtual_time
+async def test_one_that_is_late_is_left_out_is_said_once_and_costs_its_time_limit_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hanging = Replica(1, ready_s=math.inf)
+    router = fleet(Replica(0), hanging)
+    for number in range(4):
+        assert (await publish(router, number)).members == (0,)
+    assert now() == READY_S
+    assert hanging.offered == [0], "its answer is still missing"
+    assert router.acknowledged() == {0: 3, 1: 3}, "it takes the weights, and is not dismissed"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == (
+        "replica 1 takes no part in the sending of version 0 and fetches it: it was not ready within 30.0 s"
+    )
+
+
+@in_virtual_time
+async def test_one_that_was_late_takes_part_again_once_it_has_answered() -> None:
+    late = Replica(1, ready_s=READY_S + 10.0)
+    router = fleet(Replica(0), late)
+    assert (await publish(router, 0)).members == (0,)
+    late.ready_s = 0.0
+    assert (await publish(router, 1)).members == (0,), "the answer that comes later is about version 0"
+    await asyncio.sleep(11.0)
+    assert (await publish(router, 2)).members == (0, 1)
+    assert late.offered == [0, 2]
+
+
+@in_virtual_time
+async def test_one_that_refuses_is_left_out_as_long_as_it_does_and_stays_a_replica(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken = Replica(1)
+    broken.refusal = RoomFailed("replica 1: its group broke")
+    router = fleet(Replica(0), broken)
+    sessions = [await publish(router, number) for number in range(3)]
+    broken.refusal = None
+    sessions.append(await publish(router, 3))
+    assert [session.members for session in sessions] == [(0,), (0,), (0,), (0, 1)]
+    assert [session.epoch for session in sessions] == [1, 1, 1, 2]
+    assert caplog.text.count("fetches it: replica 1: its group broke") == 1
+    assert router.acknowledged() == {0: 3, 1: 3}
+    broken.refusal = RoomFailed("replica 1: its group broke again")
+    await publish(router, 4)
+    assert caplog.text.count("fetches it: replica 1: its group broke again") == 1, "once in each epoch"
+
+
+@in_virtual_time
+async def test_when_nobody_is_ready_the_session_is_empty_after_the_time_limit() -> None:
+    router = fleet(*(Replica(i, ready_s=math.inf) for i in range(2)))
+    assert (await publish(router, 0)).members == ()
+    assert now() == READY_S
+    assert router.acknowledged() == {0: 0, 1: 0}
+    assert (await Router({}).offer(offer(1))).members == ()
+
+
+@in_virtual_time
+async def test_the_time_limit_is_learned_and_late_answers_teach_too() -> None:
+    first, second = Replica(0, ready_s=0.1), Replica(1, ready_s=0.1)
+    router = fleet(first, second)
+    for number in range(TAUGHT_BY):
+        await publish(router, number)
+    started, second.ready_s = now(), 20.0
+    assert (await publish(router, 98)).members == (0,)
+    assert now() - started == pytest.approx(LEAST_S)
+    await asyncio.sleep(20.0)
+    assert (await publish(router, 99)).members == (0, 1), "20 s are usual now"
+
+
+@in_virtual_time
+async def test_one_that_is_lost_while_it_is_asked_is_not_waited_for() -> None:
+    router = fleet(Replica(0, ready_s=1.0), Replica(1, ready_s=math.inf), Replica(2, ready_s=math.inf))
+    asking = asyncio.create_task(router.offer(offer(0)))
+    await asyncio.sleep(2.0)
+    router.leave(1, "replica 1 died")
+    drain = asyncio.create_task(router.drain(2, 1.0))
+    assert (await asking).members == (0,)
+    assert now() == 2.0
+    await drain
+
+
+@in_virtual_time
+async def test_one_that_begins_to_leave_while_others_are_asked_takes_no_part() -> None:
+    staying, leaving = Replica(0, ready_s=2.0), Replica(1)
+    router = fleet(staying, leaving)
+    busy = asyncio.create_task(router.sample(SampleRequest("r", (1,), SamplingParams(max_tokens=1), "r")))
+    asking = asyncio.create_task(router.offer(offer(0)))
+    await asyncio.sleep(1.0)
+    drain = asyncio.create_task(router.drain(1, 5.0))
+    assert (await asking).members == (0,)
+    busy.cancel()
+    await drain
+
+
+# ---- updates, joins and leaves
+
+
+@in_virtual_time
+async def test_those_that_have_still_to_take_the_version_before_are_not_asked_and_nothing_waits_for_them() -> None:
+    replicas = [Replica(i, update_s=10.0) for i in range(3)]
+    router = fleet(*replicas, max_updating=1)
+    assert (await router.offer(offer(0))).members == (0, 1, 2)
+    update = asyncio.create_task(router.update_weights(version(0)))
+    for after_s, members in ((5.0, ()), (15.0, (0,)), (25.0, (0, 1)), (35.0, (0, 1, 2))):
+        await asyncio.sleep(after_s - now())
+        assert (await router.offer(offer(1))).members == members
+        assert now() == after_s
+    await update
+
+
+@in_virtual_time
+async def test_one_that_is_behind_or_joins_is_asked_once_it_serves() -> None:
+    router = fleet(Replica(0))
+    await publish(router, 0)
+    joiner = Replica(1, update_s=10.0)
+    join = asyncio.create_task(router.join(1, joiner))
+    await asyncio.sleep(1.0)
+    before = await publish(router, 1)
+    await join
+    after = await publish(router, 2)
+    assert (before.members, after.members) == ((0,), (0, 1))
+    assert joiner.offered == [2]
+
+
+@in_virtual_time
+async def test_one_that_fetches_what_was_not_sent_to_it_is_waited_for_once() -> None:
+    """Else it would be busy with fetching at each offer."""
+    late = Replica(1, ready_s=40.0)
+    router = fleet(Replica(0), late)
+    assert (await router.offer(offer(0))).members == (0,)
+    late.ready_s, late.update_s = 0.0, 12.0
+    update = asyncio.create_task(router.update_weights(version(0)))
+    await asyncio.sleep(10.0)  # its answer has come
+    assert (await router.offer(offer(1))).members == (0, 1)
+    assert now() == READY_S + 12.0
+    await update
+    update, late.update_s = asyncio.create_task(router.update_weights(version(1))), 100.0
+    for _ in range(2):
+        before = now()
+        await asyncio.sleep(1.0)
+        assert (await router.offer(offer(2))).members == (0,), "it was sent that version and is slow all the same"
+        assert now() == before + 1.0
+    await update
+
+
+@in_virtual_time
+async def test_one_that_fetches_for_longer_than_that_is_left_out_and_not_waited_for_again() -> None:
+    refusing = Replica(1, update_s=100.0)
+    refusing.refusal = RoomFailed("replica 1: its group broke")
+    router = fleet(Replica(0), refusing)
+    await router.offer(offer(0))
+    update = asyncio.create_task(router.update_weights(version(0)))
+    await asyncio.sleep(1.0)
+    assert [(await router.offer(offer(number))).members for number in (1, 2)] == [(0,), (0,)]
+    assert now() == 1.0 + READY_S / 2
+    assert refusing.offered == [0]
+    await update
+
+
+@in_virtual_time
+async def test_an_epoch_begins_exactly_when_the_members_are_others() -> None:
+    replicas = [Replica(i) for i in range(3)]
+    router = fleet(*replicas)
+    epochs: list[tuple[int, int]] = []
+
+    async def next_epoch() -> int:
+        session = await publish(router, len(epochs))
+        epochs.append((session.epoch, len(session.members)))
+        return epochs[-1][0] - (epochs[-2][0] if len(epochs) > 1 else 0)
+
+    assert await next_epoch() == 1
+    assert await next_epoch() == 0
+    await router.join(3, Replica(3))
+    assert [await next_epoch(), await next_epoch()] == [1, 0]
+    await router.join(3, Replica(3))  # a successor: the same numbers, another member
+    assert [await next_epoch(), await next_epoch()] == [1, 0]
+    router.leave(3, "replica 3 died")
+    assert [await next_epoch(), await next_epoch()] == [1, 0]
+    replicas[0].dead = RoomFailed("replica 0 died")
+    await router.stats()
+    assert [await next_epoch(), await next_epoch()] == [1, 0]
+    joining = asyncio.create_task(router.join(0, Replica(0, update_s=5.0)))
+    await asyncio.sleep(1.0)
+    assert await next_epoch() == 0, "it does not take part yet"
+    await joining
+    assert await next_epoch() == 1
+    await router.drain(1, 1.0)
+    assert [await next_epoch(), await next_epoch()] == [1, 0]
+    replicas[2].ready_s = math.inf
+    assert [await next_epoch(), await next_epoch()] == [1, 0]
+    assert [members for _, members in epochs] == [3, 3, 4, 4, 4, 4, 3, 3, 2, 2, 2, 3, 2, 2, 1, 1]
+
+
+# ---- leaving
+
+
+@in_virtual_time
+async def test_a_member_leaves_when_the_version_that_is_being_sent_to_it_is_published() -> None:
+    router = fleet(Replica(0), Replica(1))
+    await router.offer(offer(0))
+    drain = asyncio.create_task(router.drain(1, 1.0))
+    await asyncio.sleep(100.0)
+    assert not drain.done(), "its end would break a group that is sending"
+    await router.update_weights(version(0))
+    await drain
+    assert now() == 100.0
+    await router.drain(0, 1.0)
+    assert now() == 100.0, "nothing is on its way"
+
+
+@in_virtual_time
+async def test_a_member_leaves_when_the_time_limit_of_sending_has_passed() -> None:
+    router = fleet(Replica(0), Replica(1, ready_s=math.inf))
+    await router.offer(offer(0))
+    await router.drain(1, 1.0)
+    assert now() == READY_S, "it takes no part"
+    await router.drain(0, 1.0)
+    assert now() == TIMEOUT_S
