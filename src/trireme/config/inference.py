@@ -47,7 +47,9 @@ class InferenceConfig(Section):
     tensor_parallel: PositiveInt = 1
     """Ranks of a replica, on one node: each holds a part of every layer, and has one GPU where there are GPUs."""
     transport: TransportName = "auto"
-    """How weights travel to the replicas; auto = object_store."""
+    """How weights travel to the replicas. object_store: each machine with a replica fetches one copy from Ray's store.
+    broadcast: each trainer shard sends all weights to its part of the replicas, by gloo on CPUs and NCCL on GPUs; a
+    replica that is not ready in time fetches them from the shards. auto = object_store."""
     on_update: Literal["recompute_kv", "keep_kv", "drain"] = "recompute_kv"
     """How requests in flight take new weights: recompute_kv computes their KV cache again under the new weights;
     keep_kv keeps it (a shorter pause, but the tokens after it come from no policy exactly, and are marked mixed);

@@ -190,7 +190,7 @@ class InferencePart(Part):
         what = "the adapters" if lora.on else "all weights"
         if self.facts:
             what += f" ({self.published_bytes / 2**20:,.2f} MiB)"
-        what += f" travel by {config.transport}; "
+        what += f" travel by {config.transport}{self._groups_text()}; "
         if config.inference.on_update == "drain":
             return f"{what}requests in flight are finished first"
         verb = "are computed again" if config.inference.on_update == "recompute_kv" else "stay, of older weights"
@@ -202,6 +202,21 @@ class InferencePart(Part):
             rollouts = f"min({self.max_num_seqs} sequences x {replicas}, {rollouts})"
         tokens = f"{what}up to {self.recomputed_tokens:,} tokens of KV cache {verb} ({rollouts} x {limit} tokens)"
         return tokens + (self._cost_text() if config.inference.on_update == "recompute_kv" else "")
+
+    def _groups_text(self) -> str:
+        """Says who sends a broadcast to how many replicas, and the host memory that it takes; empty for transports that
+        send to nobody."""
+        if self.config.transport != "broadcast":
+            return ""
+        replicas, ranks = self.config.inference.replicas, self.config.trainer.processes
+        senders, each = min(replicas, ranks), count(-(-replicas // ranks), "replica")
+        to = each if replicas <= ranks else f"up to {each}"
+        text = f" from {senders} of {count(ranks, 'shard')} to {to} each"
+        if self.facts is None:
+            return text
+        share = KEPT_VERSIONS * self.published_bytes // ranks
+        kept = f"each shard keeps {gib(share)} in host memory ({KEPT_VERSIONS} versions of its share)"
+        return f"{text} ({kept}, each replica {gib(self.published_bytes)} that arrive)"
 
     def _cost_text(self) -> str:
         """Says what computing the KV cache again costs: on GPUs also in seconds, at an assumed rate."""

@@ -11,6 +11,7 @@ from trireme.config import Config
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
+from trireme.core.transport import TRANSPORTS
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,7 +35,6 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--inference.replicas", "2"),
         ("--trainer.micro-batch-tokens", "64"),
         ("--trainer.micro-batch-size", "4"),
-        ("--inference.transport", "object_store"),
         ("--trainer.learning-rate", "1e-5"),
         ("--max-steps", "7"),
         ("--orchestrator.max-steps-off-policy", "3"),
@@ -60,6 +60,11 @@ def test_may_change(flags: tuple[str, str]) -> None:
 def test_may_not_change(flags: tuple[str, str], room: str) -> None:
     before, after = parts(), parts(*flags)
     assert [name for name in before if before[name] != after[name]] == [room]
+
+
+@pytest.mark.parametrize("transport", list(TRANSPORTS))
+def test_the_transport_may_change(transport: str) -> None:
+    assert parts("--inference.transport", transport) == parts()
 
 
 def test_the_same_model_elsewhere_is_the_same(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from model_support import FACTS
 from plan_support import cluster, inference, machines, orchestrator, plan, text_of
 
 from trireme.plan.memory import GIB
+from trireme.plan.needs import gib
 from trireme.plan.rl import SPARE_GIB
 
 
@@ -55,6 +56,24 @@ class TestNumbers:
         assert two["a spare"] == int(SPARE_GIB * GIB), "once for all replicas of a machine"
         several = plan(inference={"spare": True, "replicas": 2}, resources=cluster(machines(cpus=3), machines(cpus=2)))
         assert [machine.host.get("a spare", 0) > 0 for machine in several.machines] == [True, True]
+
+    @pytest.mark.parametrize(
+        ("shards", "replicas", "who"),
+        [
+            (1, 1, "from 1 of 1 shard to 1 replica each"),
+            (4, 2, "from 2 of 4 shards to 1 replica each"),
+            (2, 5, "from 2 of 2 shards to up to 3 replicas each"),
+        ],
+    )
+    def test_a_broadcast_says_who_sends_to_how_many_and_what_it_keeps(
+        self, shards: int, replicas: int, who: str
+    ) -> None:
+        given = plan(shards=shards, replicas=replicas)
+        sending = given.config.inference.model_copy(update={"transport": "broadcast"})
+        text = text_of(by_broadcast := replace(given, config=given.config.model_copy(update={"inference": sending})))
+        assert f"travel by broadcast {who} (each shard keeps" in text
+        assert f"{gib(2 * inference(by_broadcast).published_bytes // shards)} in host memory (2 versions of" in text
+        assert "travel by object_store; " in text_of(given), "which sends to nobody"
 
     def test_too_little_memory_warns(self) -> None:
         assert any("of memory" in w for w in plan(resources=machines(memory_bytes=GIB)).warnings)
