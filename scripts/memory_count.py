@@ -7,9 +7,9 @@ trainer allocates; CUDA's context, NCCL's buffers, workspaces of kernels and the
 
 These parts of a shard are replaced, because they need values, files or other processes:
 - numbers that are read out of a tensor (`.item()`, `bool()`, `.numpy()`) are 1, and 0 in arrays;
-- process groups are torch's fake ones, and an object that is broadcast is that of this rank, which is the first;
+- process groups are torch's fake ones, and objects that are broadcast or gathered are those of this rank, the first;
 - the model that the first rank loads is made from its configuration, in the same dtype;
-- the proof at the start (`trainer.proof`) computes nothing;
+- the proof at the start (`trainer.proof`) computes nothing, and what is published has no hashes;
 - buffers of a commit are made, but not read as numpy arrays;
 - for a GPU, rows are packed although no kernel is there: torch knows the shapes of what it returns.
 """
@@ -54,6 +54,7 @@ from trainer.shard import Shard
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.types import AdamParams, TokenBatch
+from trireme.core.weights import Layout
 from trireme.core.weights import Layout
 from trireme.plan.memory import ShardMemory, shard_memory
 
@@ -338,6 +339,9 @@ def _without_memory(*, gpu: bool) -> Iterator[None]:
         replace(trainer.model.AutoModelForCausalLM, "from_config", as_it_is(AutoModelForCausalLM.from_config))
         replace(trainer.snapshot, "DeviceMesh", lambda device, ranks, **options: meshes[0])
         replace(Mesh, "broadcast_object", lambda mesh, value: value)
+        replace(Mesh, "gather_objects", lambda mesh, value: [value])
+        replace(Layout, "with_hashes", lambda layout, hashes: layout.entries)
+        replace(trainer.shard, "hash_tensor", lambda tensor: "")
         replace(trainer.model, "load_source", _load_source)
         replace(trainer.shard, "base_digest", lambda name: "0" * 32)
         replace(trainer.shard, "prove_models", _prove)
