@@ -55,7 +55,6 @@ from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.types import AdamParams, TokenBatch
 from trireme.core.weights import Layout
-from trireme.core.weights import Layout
 from trireme.plan.memory import ShardMemory, shard_memory
 
 WEIGHTS, GRADIENTS, MOMENTS, GATHERED = "weights", "gradients", "moments", "gathered"
