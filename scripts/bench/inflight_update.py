@@ -92,8 +92,8 @@ def bare_reload(worker: Any, pickled_files: bytes) -> float:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
-    manifest, paths = pickle.loads(pickled_files)
-    buckets = [np.memmap(path, dtype=np.uint8, mode="c") for path in paths]
+    manifest, regions = pickle.loads(pickled_files)
+    buckets = [region.map() for region in regions]
     for bucket in buckets:
         bucket.sum()
     tensors = [(entry.name, tensor_of(entry, buckets)) for entry in manifest.entries]
@@ -210,10 +210,11 @@ class Bench:
         return published
 
     async def reload(self, published: PublishedWeights) -> float:
-        from inference.actor import in_memory_files
+        from inference.session import copy_to_memory
 
-        with in_memory_files([bucket.data for bucket in published.source]) as paths:
-            files = pickle.dumps((published.manifest, paths))
+        file, regions = copy_to_memory([bucket.data for bucket in published.source])
+        with os.fdopen(file):
+            files = pickle.dumps((published.manifest, regions))
             return float((await self.replica._in_engine("bare_reload", (files,)))[0])
 
 

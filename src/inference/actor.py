@@ -8,27 +8,27 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 import ray
 
 from inference.engine import end_of_sequence_ids, import_engine, start_engine, tables_of
 from inference.sampling import HEALTH_TICK_S, SamplingEngine, Value, answer_of, as_failure
+from inference.session import Broadcasts, Region
 from inference.stalls import StallClock
 from trireme.config import Config
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import RoomFailed, WeightsRefused
 from trireme.core.sampler import Heartbeat, ReplicaStats
-from trireme.core.transport import load_transport
+from trireme.core.transport import Offer, load_transport
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport, WeightsManifest, check_canary
 from trireme.process import trace
@@ -87,7 +87,7 @@ class ReplicaActor(SamplingEngine):
         self._log_dir, self._prepared = log_dir, False
         self._watched: list[int] = []  # descriptors of the ranks' processes
         self.base: str | None = None
-        self.receiver = load_transport(config.transport).make_receiver()
+        self.broadcasts = Broadcasts(load_transport(config.transport).make_receiver(), self._receive_broadcast)
         self.updating = asyncio.Lock()
         if index is None:
             redirect_output(log_dir, "inference_spare")
@@ -129,6 +129,7 @@ class ReplicaActor(SamplingEngine):
         log.info("process %d starts another engine for %s", os.getpid(), self.name)
         lost = {self._engine_pid, *self.ranks}
         self._forget_ranks()
+        self.broadcasts.lose_engine()
         self._give_up_all()
         self._engine_process.kill()  # one that is stopped would hold up the next call
         await self._await_end(lost)
@@ -218,6 +219,7 @@ class ReplicaActor(SamplingEngine):
     async def stop(self) -> None:
         """Ends the engine process, if there is one: a spare may still wait to start it."""
         self._forget_ranks()
+        self.broadcasts.close()
         if hasattr(self, "engine"):
             self.engine.shutdown()
         trace.stop()
@@ -237,16 +239,19 @@ class ReplicaActor(SamplingEngine):
         started = time.monotonic()
         self._raise_if_broken()
         step = partial(self._step, deadline=started + self.config.timeouts.update_s)
+        here = AsyncExitStack()
         try:
-            buckets = await step(FETCH, self.receiver.open(published.source))
+            fetched = self.broadcasts.fetched(self.index, published.source)
+            regions = await step(FETCH, here.enter_async_context(fetched))
         except Exception as error:
             raise as_failure(f"{self.name}, fetching version {published.identity.version}", error) from error
-        async with self.updating:  # one that a dead orchestrator began may still run
+        async with here, self.updating:  # one that a dead orchestrator began may still run
             self._raise_if_broken()
             try:
                 fault_point("inference.update")
                 with trace.span("update", "update", version=published.identity.version):
-                    await self._receive(published.manifest, buckets, step)
+                    await self._receive(published.manifest, regions, step)
+                    await here.aclose()  # the engine has mapped them
                     async with self.pausing:
                         if self._drains:
                             await self._drained(published.identity, started)
@@ -259,6 +264,12 @@ class ReplicaActor(SamplingEngine):
                 self._give_up_all()
                 raise self.broken from error
 
+    async def offer(self, offer: Offer) -> None:
+        """Returns when this replica is ready to receive a broadcast. Raises RoomFailed when it is not."""
+        self._raise_if_broken()
+        fault_point("transport.offer")
+        await self._guarded("an offer", self.broadcasts.offer(offer), offer.timeout_s)
+
     async def adopt(self, identity: WeightIdentity) -> None:
         """Labels the weights that the engine loaded from disk as `identity`, in place of a first update. Raises
         RoomFailed."""
@@ -267,7 +278,7 @@ class ReplicaActor(SamplingEngine):
         await self._guarded("a name for its weights", label, self.config.timeouts.update_s)
         self.identity = identity
 
-    async def _receive(self, manifest: WeightsManifest, buckets: Sequence[npt.NDArray[np.uint8]], step: Step) -> None:
+    async def _receive(self, manifest: WeightsManifest, regions: Sequence[Region], step: Step) -> None:
         """Brings the bytes into the engine process and checks them, while it samples. Raises WeightsRefused, also for
         adapters of other weights than this replica has loaded."""
         if manifest.adapter and manifest.adapter.base != self.base:
@@ -275,9 +286,8 @@ class ReplicaActor(SamplingEngine):
                 f"version {manifest.identity.version} is an {manifest.adapter}, but the files of "
                 f"{self.config.model.name} here have digest {self.base}: every node needs the same ones"
             )
-        with in_memory_files(buckets) as paths:
-            files = pickle.dumps((manifest, paths))
-            reasons = await step("receive", self._in_engine("receive_weights", args=(files,)))
+        files = pickle.dumps((manifest, regions))
+        reasons = await step("receive", self._in_engine("receive_weights", args=(files,)))
         alone, refusals = len(reasons) == 1, [(rank, reason) for rank, reason in enumerate(reasons) if reason]
         if refusals:
             raise WeightsRefused("; ".join(reason if alone else f"rank {rank}: {reason}" for rank, reason in refusals))
@@ -358,25 +368,14 @@ class ReplicaActor(SamplingEngine):
         """Calls a method of vLLM's worker on every rank of the engine; returns their answers, in order of the ranks."""
         return await self.engine.collective_rpc(method, args=args)
 
+    async def _receive_broadcast(self, offer: Offer, serial: int, pipe: str) -> None:
+        """Has the engine's rank 0 receive: its thread begins between two steps."""
+        await self._in_engine("receive_broadcast", args=(pickle.dumps((offer, self.index, serial, pipe)),))
+
     async def _step(self, name: str, awaitable: Awaitable[Value], *, deadline: float) -> Value:
         with trace.span(name, "update"):
             usual = None if name == FETCH else self.call_deadline  # the engine has no part in it
             return await self._guarded(f"update step {name!r}", awaitable, max(deadline - time.monotonic(), 0.0), usual)
-
-
-@contextmanager
-def in_memory_files(buckets: Sequence[npt.NDArray[np.uint8]]) -> Iterator[tuple[str, ...]]:
-    """Yields paths of nameless files with the bytes of `buckets`, for other processes of this user.
-
-    So the engine process needs neither Ray nor a name in /dev/shm, and no file is left behind when either process dies.
-    The copy is made while the engine still samples: it costs memory for the moment, not a longer pause.
-    """
-    with ExitStack() as stack:
-        files = [stack.enter_context(os.fdopen(os.memfd_create("weights"), "wb")) for _ in buckets]
-        for file, bucket in zip(files, buckets, strict=True):
-            file.write(bucket.data)
-            file.flush()
-        yield tuple(f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files)
 
 
 async def _gone(pid: int) -> bool:

@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 from inference.adapter import take_adapter
+from inference.receiving import Receiving
 from trireme.core.errors import WeightsRefused
 from trireme.core.weights import WeightsManifest, check_received
 from trireme.process.faults import fault_point
@@ -80,6 +81,7 @@ class WorkerExtension:
     model_runner: ModelRunner
     vllm_config: VllmConfig
     received: tuple[WeightsManifest, list[npt.NDArray[np.uint8]]] | None = None
+    receiving: Receiving | None = None
 
     def settle(self) -> int:
         """Takes away the names of the shared memory by which ranks on CPUs communicate. They have found each other, and
@@ -90,15 +92,20 @@ class WorkerExtension:
                 path.unlink(missing_ok=True)  # another rank may be faster
         return os.getpid()
 
+    def receive_broadcast(self, pickled_offer: bytes) -> None:
+        """Begins to receive what is offered, on rank 0. `pickled_offer`: the arguments of `Receiving.start`."""
+        if self.rank == 0:
+            self.receiving = self.receiving or Receiving()
+            self.receiving.start(*pickle.loads(pickled_offer))
+
     def receive_weights(self, pickled_files: bytes) -> str | None:
         """Checks what arrived against its digest; returns the reason to refuse it, or None. `pickled_files`: a manifest
-        and the paths of `inference.actor.in_memory_files`.
+        and where its buckets are, of type `inference.session.Region`.
 
         The checked bytes stay mapped and are in memory by then: the pause in which they are loaded fetches nothing.
         """
-        manifest, paths = pickle.loads(pickled_files)
-        # Pages are shared with the files until written to, and writes stay private.
-        buckets: list[npt.NDArray[np.uint8]] = [np.memmap(path, dtype=np.uint8, mode="c") for path in paths]
+        manifest, regions = pickle.loads(pickled_files)
+        buckets: list[npt.NDArray[np.uint8]] = [region.map() for region in regions]
         if fault_point("inference.received") == "corrupt":
             entry = manifest.entries[len(manifest.entries) // 2]
             buckets[entry.bucket][entry.offset] ^= 1
@@ -133,6 +140,8 @@ class WorkerExtension:
                 norms[-1].data[0] += 1.0
             torch.accelerator.synchronize()
         self.received = None
+        if self.receiving:
+            self.receiving.forget(manifest.identity.version)  # all ranks had mapped it
 
     def free_memory(self) -> None:
         """Gives the memory in which weights were loaded back to the system: some milliseconds, after requests resume.

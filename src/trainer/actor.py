@@ -15,19 +15,21 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
+import numpy as np
+import numpy.typing as npt
 import ray
 
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
-from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Heartbeat
 from trireme.core.transport import load_transport
 from trireme.core.weights import PublishedWeights
 from trireme.process import trace, waits
 from trireme.process.environ import redirect_output, view_of, yield_to_others
 from trireme.process.faults import number_process
+from trireme.process.interfaces import choose_interface
 from trireme.process.ray_cluster import see_own_gpus
+from trireme.transports.kept import KeptVersions
 
 OWN_CODE = ("trainer/shard.py", "trainer/state.py")
 """Files whose threads `stack` shows."""
@@ -70,10 +72,10 @@ class ShardActor:
         from trainer.shard import Shard
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-        _choose_interface(address[0])
+        choose_interface(address[0])
         store = self._store if self._rank == 0 else self._open_store(*address)
-        sender = load_transport(self._config.transport).make_sender(self._rank, self._config.trainer.processes)
-        self._shard = Shard(self._config, self._rank, store, sender, self._attempt, self._replica_share)
+        self._sender = load_transport(self._config.transport).make_sender(self._rank, self._config.trainer.processes)
+        self._shard = Shard(self._config, self._rank, store, self._sender, self._attempt, self._replica_share)
 
     def _open_store(self, host: str, port: int, listening: int | None = None) -> Any:
         """Connects to the store; hosts it if it is given the descriptor of a listening socket, which the store owns."""
@@ -98,14 +100,39 @@ class ShardActor:
 
     @ray.method(concurrency_group="save")
     def save_weights(self, path: Path, published: PublishedWeights) -> list[FileRecord]:
-        """Fetches published weights and writes them."""
+        """Fetches published weights, of which the caller has a lease, and writes them."""
         if self._config.checkpoint.async_save:
             yield_to_others()  # the threads of this group only save
         timeout_s, who = self._config.timeouts.checkpoint_s, f"the bytes of version {published.identity.version}"
-        with trace.span("save_weights", "saving weights"):
-            opening = load_transport(self._config.transport).make_receiver().open(published.source)
-            buckets = asyncio.run(waits.get_async(opening, who=who, timeout_s=timeout_s))
-            return self._shard.save_weights(path, published.manifest.entries, buckets)
+        transport = load_transport(self._config.transport)
+        try:
+            with trace.span("save_weights", "saving weights"):
+                opening = transport.make_receiver().open(published.source)
+                buckets = asyncio.run(waits.get_async(opening, who=who, timeout_s=timeout_s))
+                return self._shard.save_weights(path, published.manifest.entries, buckets)
+        finally:
+            transport.release(published.source)
+
+    @ray.method(concurrency_group="give")
+    def bucket(self, version: int, number: int) -> npt.NDArray[np.uint8]:
+        """Returns a bucket of this rank's share, also while a verb runs. Raises WeightsGone."""
+        return self._kept.bucket(version, number)
+
+    @ray.method(concurrency_group="give")
+    def lease(self, version: int) -> None:
+        """Keeps the share of `version` until `release`. Raises WeightsGone."""
+        self._kept.lease(version)
+
+    @ray.method(concurrency_group="give")
+    def release(self, version: int) -> None:
+        self._kept.release(version)
+
+    @property
+    def _kept(self) -> KeptVersions:
+        from trireme.transports.sending import BroadcastSender
+
+        assert isinstance(self._sender, BroadcastSender), "no other transport's source names this actor"
+        return self._sender.kept
 
     @ray.method(concurrency_group="watch")
     def heartbeat(self) -> Heartbeat:
@@ -122,29 +149,3 @@ class ShardActor:
         stacks = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
         own = [stack for stack in stacks if any(frame.filename.endswith(OWN_CODE) for frame in stack)]
         return "".join("".join(stack.format()) for stack in own) or "(in no verb)\n"
-
-
-def _choose_interface(host: str) -> None:
-    """Has gloo and NCCL use the interface towards `host` unless the user has chosen one. (Else gloo takes the address
-    of the host's name, and NCCL one of its own choice: other nodes may reach neither.)"""
-    interface = _interface_towards(host)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": not also those whose names begin like it
-
-
-def _interface_towards(host: str) -> str:
-    """Returns the network interface by which this node reaches the address `host`, as the kernel routes it. Raises
-    RoomFailed if there is none."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # of UDP: chooses the route, sends nothing
-        except OSError as error:
-            raise RoomFailed(f"this node has no route to {host}, where trainer shard 0 is: {error}") from error
-        own = probe.getsockname()[0]
-    found = {name: [a.address for a in addresses] for name, addresses in psutil.net_if_addrs().items()}
-    names = [name for name, addresses in found.items() if own in addresses]
-    if not names:
-        raise RoomFailed(
-            f"this node reaches {host}, where trainer shard 0 is, from {own}, an address of none of {found}"
-        )
-    return names[0]

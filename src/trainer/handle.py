@@ -41,6 +41,8 @@ INQUEST_S = 3.0
 PROGRESS_S = 30.0
 """Seconds between lines about a call that takes long."""
 
+GIVERS = 4
+"""Threads of a shard that give buckets to those who ask for them."""
 NAMED = 8
 """Number of datums that an error names."""
 
@@ -80,7 +82,7 @@ class TrainerHandle:
         they are ready, see `ready_refs`."""
         if len(options_R) != config.trainer.processes:
             raise ValueError(f"the mesh {config.trainer.mesh} needs options for each process, got {len(options_R)}")
-        actor = ray.remote(concurrency_groups={"watch": 1, "save": 2})(ShardActor)
+        actor = ray.remote(concurrency_groups={"watch": 1, "save": 2, "give": GIVERS})(ShardActor)
         # Half a GPU means that a replica has the other half (`trireme.plan.base.Plan.shares_gpu`).
         shares_R = [config.replica_gpu_share if 0 < o.get("num_gpus", 0) < 1 else 0.0 for o in options_R]
         actors_R = [
@@ -183,7 +185,9 @@ class TrainerHandle:
         sizes, endpoints_R = self._terms_R[0][0], tuple(endpoint for _, endpoint in self._terms_R)
         if self._offering is None or endpoints_R[0] is None:
             return None
-        return self._offering(Offer(self._attempt, version, sizes, endpoints_R, self._offered_s))
+        started = time.monotonic()
+        session = self._offering(Offer(self._attempt, version, sizes, endpoints_R, self._offered_s))
+        return replace(session, left_s=max(started + self._offered_s - time.monotonic(), 0.0))
 
     def save_state(self, path: Path) -> Pending:
         """Begins to save weights, AdamW's state and random generators, as the verbs called before leave them, into
@@ -205,6 +209,7 @@ class TrainerHandle:
     def save_weights(self, path: Path, published: PublishedWeights) -> Pending:
         """Begins to write `published` as a Hugging Face directory, on the node of shard 0; otherwise like
         `save_state`."""
+        self._transport.lease(published.source)  # which the shard ends
         return Pending([self._actors_R[0].save_weights.remote(path, published)], self._names_R[:1])
 
     def heartbeats(self) -> dict[str, Callable[[], Any]]:

@@ -34,7 +34,7 @@ from trireme.core.weights import Layout
 if TYPE_CHECKING:
     from torch import Tensor
 
-TRANSPORTS = {"object_store": "trireme.transports.object_store"}
+TRANSPORTS = {name: f"trireme.transports.{name}" for name in ("object_store", "broadcast")}
 """Modules that implement `Transport`, by the name that `inference.transport` chooses; imported when used."""
 
 
@@ -44,7 +44,7 @@ READY_PART = 10
 
 @dataclass(frozen=True)
 class Offer:
-    """What the trainer tells replicas before it sends a version to a group of them."""
+    """The trainer tells replicas this before it sends a version to a group of them."""
 
     attempt: int
     version: int
@@ -73,6 +73,9 @@ class Session:
     successor of a replica is another member under the same number."""
     members: tuple[int, ...]
     """Numbers of the replicas that said in time that they are ready, ascending."""
+    left_s: float = 0.0
+    """Seconds until the sending is given up, from when the trainer's ranks are told of the session; the trainer's
+    handle, which made the offer, knows them."""
 
     def served_by(self, rank: int, size: int) -> tuple[int, ...]:
         """Returns the members that rank `rank` of `size` sends to.
@@ -135,6 +138,13 @@ class Transport(Protocol):
 
     def join(self, parts_R: Sequence[Any]) -> Any:
         """Returns the source, from what each rank's `send` returned."""
+
+    def lease(self, source: Any) -> None:
+        """Has the bytes kept until `release`, whatever is published meanwhile: a commit that is written beside training
+        reads them later. Raises WeightsGone if it is too late."""
+
+    def release(self, source: Any) -> None:
+        """Ends a lease, without waiting."""
 
 
 def load_transport(name: str) -> Transport:

@@ -36,3 +36,11 @@ def make_receiver() -> Receiver:
 
 def join(parts_R: Sequence[Any]) -> tuple[Any, ...]:
     return join_parts(parts_R)
+
+
+def lease(source: Any) -> None:
+    """The references that whoever saves the bytes is given keep them."""
+
+
+def release(source: Any) -> None:
+    """The references end with those that hold them."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,9 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FUSED = re.compile(r"\b(?:[qkv]|gate|up)_proj\b")
 
-Bucket = npt.NDArray[np.uint8]
+Bucket: TypeAlias = npt.NDArray[np.uint8]
+Buffer = TypeVar("Buffer", Bucket, Tensor, Bucket | Tensor)
+"""What a bucket is packed in: host memory, or bytes on a GPU."""
 Units = Iterable[Sequence[tuple[str, Tensor]]]
 """Named tensors, unit by unit as they are gathered."""
 
@@ -74,9 +76,12 @@ def lay_out(units: Units, bucket_bytes: int = BUCKET_BYTES) -> Layout:
     return Layout(tuple(entries))
 
 
-def tensor_of(entry: TensorEntry, buckets: Mapping[int, Bucket] | Sequence[Bucket]) -> Tensor:
+def tensor_of(entry: TensorEntry, buckets: Mapping[int, Bucket | Tensor] | Sequence[Bucket]) -> Tensor:
     """Returns the tensor that `entry` describes, as a view of its bucket."""
-    flat = torch.from_numpy(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes])
+    if not entry.nbytes:  # which cannot be viewed as another dtype
+        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    part = buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
+    flat = part if isinstance(part, Tensor) else torch.from_numpy(part)
     return flat.view(DTYPES[entry.dtype]).view(entry.shape)
 
 
@@ -84,8 +89,8 @@ def fill(
     layout: Layout,
     units: Units,
     wanted: Collection[int],
-    buffer: Callable[[int], Bucket],
-    done: Callable[[int, Bucket], None],
+    buffer: Callable[[int], Buffer],
+    done: Callable[[int, Buffer], None],
 ) -> None:
     """Goes through all units, and copies the tensors of the buckets `wanted`, one bucket after the other, into what
     `buffer` returns for its number, at least as large as the bucket. Calls `done` with each when it is full. Raises
@@ -94,7 +99,7 @@ def fill(
     missing = defaultdict[int, int](int)
     for entry in layout.entries:
         missing[entry.bucket] += 1
-    filling: dict[int, Bucket] = {}
+    filling: dict[int, Buffer] = {}
     for unit in units:
         for name, tensor in unit:
             entry = places.pop(name, None)

@@ -368,6 +368,15 @@ def test_requests_on_their_way_in_are_given_up_too() -> None:
     asyncio.run(run())
 
 
+async def received(made: ReplicaActor) -> None:
+    """Waits until weights are in the engine: a thread brings them there."""
+    for _ in range(2000):
+        if "receive_weights" in made.engine.calls:
+            return await turns()
+        await asyncio.sleep(0.01)
+    raise AssertionError(made.engine.calls)
+
+
 def test_updates_come_one_after_the_other() -> None:
     """Also when the first is of an orchestrator that has died meanwhile."""
 
@@ -375,7 +384,7 @@ def test_updates_come_one_after_the_other() -> None:
         made = UpdatingReplica("recompute_kv")
         made.canary_done.clear()
         updates = [asyncio.create_task(made.load_weights(published(version))) for version in (1, 2)]
-        await turns()
+        await received(made)
         assert made.engine.calls.count("receive_weights") == 1
         made.canary_done.set()
         assert [(await update).identity.version for update in updates] == [1, 2]
@@ -413,8 +422,8 @@ def test_an_update_of_a_lost_engine_does_not_judge_its_successor(monkeypatch: py
 
         async def start(self) -> Any:
             self.engine, self.hangs = EngineOfRequests(), False
-            time.sleep(0.3)  # noqa: ASYNC251 (as vLLM's start does)
-            self.call_deadline = LearnedDeadline(0.2)
+            time.sleep(1.2)  # noqa: ASYNC251 (as vLLM's start does)
+            self.call_deadline = LearnedDeadline(1.0)
             await asyncio.sleep(0.05)
             self.proved.set()
             return info
@@ -422,10 +431,9 @@ def test_an_update_of_a_lost_engine_does_not_judge_its_successor(monkeypatch: py
     async def run() -> None:
         made = Restarting("recompute_kv")
         made.engine.shutdown = lambda: None
-        made.call_deadline = LearnedDeadline(0.2)
+        made.call_deadline = LearnedDeadline(1.0)
         update = asyncio.create_task(made.load_weights(published(version=1)))
-        await turns()
-        assert "receive_weights" in made.engine.calls
+        await received(made)
         assert await asyncio.wait_for(made.restart(), 10.0) is info
         with pytest.raises(RoomFailed):
             await update
@@ -673,7 +681,7 @@ def test_drain_finishes_what_is_in_flight_and_lets_new_requests_wait() -> None:
         sampling = asyncio.create_task(outcomes(made, requests_of("a")))
         await turns()
         update = asyncio.create_task(made.load_weights(published(version=1)))
-        await turns()
+        await received(made)
         new = asyncio.create_task(outcomes(made, requests_of("new")))
         await turns()
         assert made.engine.calls == ["a", "receive_weights"]
@@ -691,12 +699,12 @@ def test_drain_finishes_what_is_in_flight_and_lets_new_requests_wait() -> None:
 
 def test_a_drain_that_takes_too_long_says_who_is_waited_for() -> None:
     async def run() -> None:
-        made = UpdatingReplica("drain", update_s=0.05)
+        made = UpdatingReplica("drain", update_s=0.5)
         made.engine.going.clear()
         sampling = asyncio.create_task(outcomes(made, requests_of("slow one", "slow two")))
         await turns()
         expected = (
-            r"inference replica 0 could not take version 1 within 0.05 s: it waited for 2 requests in flight "
+            r"inference replica 0 could not take version 1 within 0.5 s: it waited for 2 requests in flight "
             r"\(slow one, slow two\). Raise timeouts.update_s, .* inference.on_update = recompute_kv"
         )
         with pytest.raises(RoomFailed, match=expected):
@@ -746,7 +754,7 @@ def test_what_was_sampled_under_refused_weights_is_given_up() -> None:
 
 def test_a_canary_that_never_comes_breaks_the_replica() -> None:
     async def run() -> None:
-        made = UpdatingReplica("recompute_kv", update_s=0.05)
+        made = UpdatingReplica("recompute_kv", update_s=0.5)
         made.canary_done.clear()
         with pytest.raises(RoomFailed, match="inference replica 0: no answer for update step 'canary' within 0 s"):
             await made.load_weights(published(version=1))

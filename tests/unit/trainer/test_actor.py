@@ -1,16 +1,13 @@
-"""Where the store of a trainer listens, and by which interface shards reach each other.
+"""Where the store of a trainer listens.
 
 tests/e2e/test_listening.py looks at all processes of a run."""
 
-import os
-import socket
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from trainer import actor
-from trireme.core.errors import RoomFailed
 
 
 def listening() -> set[str]:
@@ -37,72 +34,3 @@ def test_the_store_listens_where_the_node_is_in_the_cluster_and_nowhere_else(
     assert (other.get("key"), other.host) == (b"value", ip)
     assert listening() - before == {ip} - before
     del shard._store
-
-
-ROUTES = {"10.0.0.7": "10.0.0.5", "192.168.1.7": "192.168.1.5", "10.9.9.9": "10.8.8.8"}
-"""The address of this node from which the kernel would reach another: two networks, and one of no interface."""
-
-
-class Probe:
-    """Stands for a UDP socket of a node with several networks."""
-
-    def __init__(self, family: int, kind: int) -> None:
-        assert kind == socket.SOCK_DGRAM
-
-    def __enter__(self) -> "Probe":
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def connect(self, address: tuple[str, int]) -> None:
-        if address[0] not in ROUTES:
-            raise OSError(101, "Network is unreachable")
-        self.own = ROUTES[address[0]]
-
-    def getsockname(self) -> tuple[str, int]:
-        return self.own, 4242
-
-
-@pytest.fixture
-def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": "192.168.1.5"}
-    found = {
-        name: [SimpleNamespace(address="02:00:00:00:00:01"), SimpleNamespace(address=ip)] for name, ip in own.items()
-    }
-    monkeypatch.setattr(actor.psutil, "net_if_addrs", lambda: found)
-    names = {name: getattr(socket, name) for name in ("AF_INET", "AF_INET6", "SOCK_DGRAM")}
-    monkeypatch.setattr(actor, "socket", SimpleNamespace(**names, socket=Probe))
-
-
-@pytest.mark.usefixtures("two_networks")
-@pytest.mark.parametrize(("host", "interface"), [("10.0.0.7", "eth0"), ("192.168.1.7", "eth1")])
-def test_gloo_and_nccl_take_the_interface_that_leads_to_the_first_shard(
-    host: str, interface: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    actor._choose_interface(host)
-    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (interface, f"={interface}")
-
-
-@pytest.mark.usefixtures("two_networks")
-def test_an_interface_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib"}
-    for name, value in chosen.items():
-        monkeypatch.setenv(name, value)
-    actor._choose_interface("10.0.0.7")
-    assert {name: os.environ[name] for name in chosen} == chosen
-
-
-@pytest.mark.usefixtures("two_networks")
-@pytest.mark.parametrize(("host", "why"), [("172.16.0.1", "no route .*unreachable"), ("10.9.9.9", "from 10.8.8.8, an")])
-def test_a_first_shard_that_cannot_be_reached_is_said(host: str, why: str) -> None:
-    with pytest.raises(RoomFailed, match=why):
-        actor._interface_towards(host)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
-def test_on_one_machine_it_is_the_loopback(host: str) -> None:
-    """As the kernel of this machine routes it."""
-    assert actor._interface_towards(host) == "lo"

@@ -1,0 +1,143 @@
+"""Receives broadcasts in rank 0 of a replica's engine, in a thread beside the engine's loop.
+
+The bytes of a version come into one file without a name, which all ranks of the engine map. How it ends is written to
+a pipe of the replica's actor, a line of JSON for each message, so that nobody has to ask the engine, which answers
+between two steps only. Waiting for bytes holds no lock of Python's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from trireme.core.errors import RoomFailed
+from trireme.core.finite_json import to_json
+from trireme.core.transport import Offer
+from trireme.process.faults import fault_point
+from trireme.transports.broadcast import Endpoint
+from trireme.transports.meeting import BroadcastGroup, GroupMember, open_store
+
+PAGE = 4096
+LEAST_S = 0.1
+PASS_ON_S = 1.0
+"""Time for the version before to be passed on, whose group is used again then."""
+LONGEST = 1000
+"""Characters of a message: a pipe takes lines of up to 4 KiB whole."""
+log = logging.getLogger(__name__)
+
+
+class Receiving:
+    """The newest version that was offered to a replica, on its way into the engine."""
+
+    def __init__(self) -> None:
+        self._current: Broadcast | None = None
+
+    def start(self, offer: Offer, number: int, serial: int, pipe: str) -> None:
+        """Begins to receive what replica `number` was offered, in place of what it still receives. `serial` is in all
+        messages, which are written to the pipe at the path `pipe`."""
+        last = self._current
+        if last:
+            last.given_up.set()
+        self._current = Broadcast(offer, number, serial, pipe, last)
+
+    def forget(self, version: int) -> None:
+        """Gives the memory of a version back that has been loaded."""
+        if self._current and self._current.version == version:
+            self._current.close()
+
+
+class Broadcast:
+    """One version that is being received. The thread continues with the group of the one before."""
+
+    def __init__(self, offer: Offer, number: int, serial: int, pipe: str, before: Broadcast | None) -> None:
+        self.version = offer.version
+        self._offer, self._number, self._serial, self._pipe, self._before = offer, number, serial, pipe, before
+        self._deadline = time.monotonic() + offer.timeout_s
+        self.given_up = threading.Event()
+        self.group: BroadcastGroup | None = None
+        self._file: int | None = None
+        name = f"receiving version {offer.version}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Closes the file; its memory lives on where it is mapped."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def _run(self) -> None:
+        pipe = os.open(self._pipe, os.O_WRONLY)
+        try:
+            group = self._receive(self._last_group(), pipe)
+        except Exception as error:  # what the libraries raise has no narrower type
+            self.close()
+            self._tell(pipe, failed=str(error)[:LONGEST])
+        else:
+            self._finish(group)
+        finally:
+            os.close(pipe)
+
+    def _finish(self, group: BroadcastGroup) -> None:
+        """Keeps the group for the next version, once this one has been passed on by it."""
+        try:
+            group.collective.finish(self._left_s)
+        except RoomFailed as lost:
+            log.warning("version %d has arrived, and the group is given up: %s", self.version, lost)
+        else:
+            self.group = group
+
+    def _last_group(self) -> BroadcastGroup | None:
+        """Returns the group by which the version before arrived, if its thread has ended."""
+        before, self._before = self._before, None
+        if before is None:
+            return None
+        before.close()
+        before._thread.join(PASS_ON_S)
+        return None if before._thread.is_alive() else before.group
+
+    @property
+    def _left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), LEAST_S)
+
+    def _receive(self, last: BroadcastGroup | None, pipe: int) -> BroadcastGroup:
+        """Receives all buckets and tells where they are; returns the group by which they came."""
+        endpoint: Endpoint = self._offer.endpoints_R[self._number % len(self._offer.endpoints_R)]
+        store = open_store(endpoint.host, endpoint.port)
+        fault_point("transport.ready")
+        self._tell(pipe, ready=True)
+        ends = list(accumulate(-(-size // PAGE) * PAGE for size in self._offer.sizes))
+        self._file = file = os.memfd_create("weights")
+        os.ftruncate(file, max(ends[-1], 1))
+        whole = np.memmap(f"/proc/self/fd/{file}", dtype=np.uint8, mode="r+")
+        version, attempt = self._offer.version, self._offer.attempt
+        member = GroupMember(store, endpoint.host, self._number, attempt, version, self.given_up.is_set)
+        group = member.meet(last, self._deadline)
+        offsets = [0, *ends[:-1]]
+        for offset, size in zip(offsets, self._offer.sizes, strict=True):
+            fault_point("transport.bucket")
+            if size:
+                self._receive_bucket(group, torch.from_numpy(whole[offset : offset + size]))
+        fault_point("transport.finish")
+        self._tell(pipe, arrived={"path": f"/proc/{os.getpid()}/fd/{file}", "offsets": offsets})
+        return group
+
+    def _receive_bucket(self, group: BroadcastGroup, place: torch.Tensor) -> None:
+        if self.given_up.is_set():
+            raise RoomFailed("a later version was offered")
+        if group.kind == "gloo":
+            group.collective.broadcast(place, self._left_s)
+            return
+        arrived = torch.empty_like(place, device="cuda")
+        group.collective.broadcast(arrived, self._left_s)
+        place.copy_(arrived)
+
+    def _tell(self, pipe: int, **message: Any) -> None:
+        os.write(pipe, (to_json({"serial": self._serial, **message}) + "\n").encode())

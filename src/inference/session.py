@@ -1,0 +1,188 @@
+"""A replica's part in the sessions in which weights are broadcast: its answer to an offer, and what has arrived.
+
+The engine's rank 0 receives (`inference.receiving`) and writes to a pipe of this process how far it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trireme.core.errors import RoomFailed
+from trireme.core.transport import Offer, Receiver
+
+GRACE_S = 1.0
+"""How much longer than the trainer a replica waits: its offer came a little later."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes of one bucket in a file that other processes of this user can map."""
+
+    path: str
+    """The file, which need not have a name: a path below /proc."""
+    offset: int
+    """Where in the file they begin."""
+    nbytes: int
+    """How many there are."""
+
+    def map(self) -> npt.NDArray[np.uint8]:
+        """Maps them: pages are shared with the file until written to, and writes stay private."""
+        if not self.nbytes:
+            return np.zeros(0, dtype=np.uint8)  # nothing cannot be mapped
+        return np.memmap(self.path, np.uint8, "c", self.offset, (self.nbytes,))
+
+
+@dataclass
+class _Incoming:
+    """A version that was offered to this replica."""
+
+    offer: Offer
+    serial: int
+    deadline: float
+    ready: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    arrived: asyncio.Future[list[Region]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """Takes a message of the receiving thread."""
+        if "arrived" in message:
+            path, offsets = message["arrived"]["path"], message["arrived"]["offsets"]
+            pairs = zip(offsets, self.offer.sizes, strict=True)
+            self._settle(self.arrived, [Region(path, offset, nbytes) for offset, nbytes in pairs])
+        elif "failed" in message:
+            self.fail(message["failed"])
+        self._settle(self.ready, None)
+
+    def fail(self, why: str) -> None:
+        for future in (self.ready, self.arrived):
+            if not future.done():
+                future.set_exception(RoomFailed(why))
+                future.exception()  # nobody may ever ask for it
+
+    def is_of(self, source: Any) -> bool:
+        """Tells if it is the version of this source."""
+        return (self.offer.attempt, self.offer.version) == (source.session.attempt, source.version)
+
+    @staticmethod
+    def _settle(future: asyncio.Future[Any], value: Any) -> None:
+        if not future.done():
+            future.set_result(value)
+
+
+class Broadcasts:
+    """The newest version that is broadcast to this replica. `start` has the engine's rank 0 receive what is offered,
+    and write messages with the given number to a pipe with the given path. `receiver` has versions on demand."""
+
+    def __init__(self, receiver: Receiver, start: Callable[[Offer, int, str], Awaitable[Any]]) -> None:
+        self._receiver, self._start = receiver, start
+        self._incoming: _Incoming | None = None
+        self._pipe: tuple[int, int] | None = None
+        self._unread = b""
+        self._serial = 0
+        self._mapping = asyncio.Lock()  # held while what has arrived is mapped, and while receiving begins
+
+    async def offer(self, offer: Offer) -> None:
+        """Returns when the engine is ready to receive; what it still received of another version is given up. Raises
+        RoomFailed when it cannot."""
+        if self._incoming:
+            self._incoming.fail(f"version {offer.version} was offered")
+        try:
+            async with asyncio.timeout(offer.timeout_s):
+                async with self._mapping:
+                    deadline, self._serial = time.monotonic() + offer.timeout_s, self._serial + 1
+                    self._incoming = incoming = _Incoming(offer, self._serial, deadline)
+                    await self._start(offer, self._serial, self._open_pipe())
+                await asyncio.shield(incoming.ready)
+        except TimeoutError:
+            raise RoomFailed(
+                f"the engine was not ready to receive version {offer.version} in {offer.timeout_s:.0f} s"
+            ) from None
+
+    @asynccontextmanager
+    async def fetched(self, number: int, source: Any) -> AsyncIterator[list[Region]]:
+        """Gives where the bytes of `source` are, as soon as they are in this node's memory, where they stay until the
+        end of the block: as they were broadcast to replica `number`, else as they are had on demand. Raises RoomFailed
+        when they cannot be had."""
+        session = getattr(source, "session", None)  # None: another transport, or a loop that makes no offers
+        why = await self._why_not(number, source) if session else "there is no session"
+        if not why:
+            async with self._mapping:
+                if (incoming := self._incoming) and incoming.is_of(source):
+                    yield incoming.arrived.result()
+                    return
+            why = "another version was offered"
+        if session:
+            log.warning("inference replica %d takes version %d on demand: %s", number, source.version, why)
+        buckets = await self._receiver.open(source)
+        file, regions = await asyncio.to_thread(copy_to_memory, buckets)
+        del buckets
+        try:
+            yield regions
+        finally:
+            os.close(file)
+
+    async def _why_not(self, number: int, source: Any) -> str:
+        """Waits until the version of `source` has arrived; returns the reason if it does not ("" if it does)."""
+        if number not in source.session.members:
+            return "it is not in the session: it joined later, or was not ready in time"
+        if (incoming := self._incoming) is None or not incoming.is_of(source):
+            return "its engine was started anew, or another version was offered"
+        await asyncio.wait({incoming.arrived}, timeout=max(incoming.deadline + GRACE_S - time.monotonic(), 0.0))
+        if not incoming.arrived.done():
+            return f"not all has arrived in the {incoming.offer.timeout_s:.0f} s that it may take"
+        return str(incoming.arrived.exception() or "")
+
+    def lose_engine(self) -> None:
+        """Forgets what an engine received that has ended."""
+        if self._incoming:
+            self._incoming.fail("its engine has ended")
+        self._incoming = None
+
+    def close(self) -> None:
+        """Closes the pipe."""
+        if self._pipe:
+            asyncio.get_running_loop().remove_reader(self._pipe[0])
+            for end in self._pipe:
+                os.close(end)
+            self._pipe = None
+
+    def _open_pipe(self) -> str:
+        """Returns the path by which another process of this user can write to the pipe."""
+        if self._pipe is None:
+            self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            asyncio.get_running_loop().add_reader(self._pipe[0], self._read)
+        return f"/proc/{os.getpid()}/fd/{self._pipe[1]}"
+
+    def _read(self) -> None:
+        assert self._pipe is not None
+        self._unread += os.read(self._pipe[0], 65536)
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if self._incoming and self._incoming.serial == message["serial"]:
+                self._incoming.hear(message)
+
+
+def copy_to_memory(buckets: Sequence[npt.NDArray[np.uint8]]) -> tuple[int, list[Region]]:
+    """Copies buckets into one file without a name; returns its descriptor and where they are. The file lives until the
+    descriptor is closed and nobody maps it. For a thread: it takes as long as copying does."""
+    file = os.memfd_create("weights")
+    regions, end = [], 0
+    for bucket in buckets:
+        regions.append(Region(f"/proc/{os.getpid()}/fd/{file}", end, len(bucket)))
+        view = bucket.data
+        while view:  # a call writes at most 2 GiB
+            written = os.pwrite(file, view, end)
+            view, end = view[written:], end + written
+    return file, regions

@@ -1,0 +1,44 @@
+"""The network interface by which a process reaches another node."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import psutil
+
+from trireme.core.errors import RoomFailed
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+"""Variables by which a user chooses the interface of the libraries."""
+
+
+def choose_interface(host: str) -> None:
+    """Has gloo and NCCL use the interface towards `host` unless the user has chosen one. (Else gloo takes the address
+    of the host's name, and NCCL one of its own choice: other nodes may reach neither.)"""
+    interface = interface_towards(host)
+    os.environ.setdefault(GLOO, interface)
+    os.environ.setdefault(NCCL, f"={interface}")  # "=": not also those whose names begin like it
+
+
+def gloo_interface(host: str) -> str:
+    """Returns the interface that gloo is to use towards `host`: the user's choice, or that of the route."""
+    return os.environ.get(GLOO) or interface_towards(host)
+
+
+def interface_towards(host: str) -> str:
+    """Returns the network interface by which this node reaches the address `host`, as the kernel routes it. Raises
+    RoomFailed if there is none."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # of UDP: chooses the route, sends nothing
+        except OSError as error:
+            raise RoomFailed(f"this node has no route to {host}, where a trainer shard is: {error}") from error
+        own = probe.getsockname()[0]
+    found = {name: [a.address for a in addresses] for name, addresses in psutil.net_if_addrs().items()}
+    names = [name for name, addresses in found.items() if own in addresses]
+    if not names:
+        raise RoomFailed(
+            f"this node reaches {host}, where a trainer shard is, from {own}, an address of none of {found}"
+        )
+    return names[0]

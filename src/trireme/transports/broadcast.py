@@ -1,0 +1,112 @@
+"""Weights travel by broadcasts: each trainer rank sends all buckets to its part of the replicas, while it packs them.
+
+What others need, replicas that join or were left out and commits, each rank keeps in its own memory: its share of the
+last two versions. They take single buckets on demand (`trainer.actor.ShardActor.bucket`). The source of a version names
+its session and the actors that keep it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import ray
+from ray.exceptions import RayError
+
+from trireme.core.transport import Receiver, Sender, Session
+from trireme.process import waits
+
+AT_ONCE = 4
+"""Buckets that a receiver asks for at the same time."""
+ANSWER_S = 30.0
+"""Time limit for a lease, which only a process that hangs does not answer at once."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a trainer rank can be found."""
+
+    host: str
+    """Address of the store at which the root and the members of its groups meet."""
+    port: int
+    """The store's port."""
+    holder: Any
+    """Handle of the actor that keeps the rank's share."""
+
+
+@dataclass(frozen=True)
+class KeptPart:
+    """Says what one rank keeps of a version."""
+
+    version: int
+    session: Session | None
+    buckets: int
+    """Number of all buckets of the version."""
+    holder: Any
+    """Handle of the actor that keeps this rank's share."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the bytes of a version are."""
+
+    version: int
+    session: Session | None
+    """Whom they were sent to; None: to nobody."""
+    buckets: int
+    """How many there are."""
+    holders_R: tuple[Any, ...]
+    """Handles of the actors that keep them: bucket b is the share of actor b mod R."""
+
+
+class OnDemand:
+    """Implements `trireme.core.transport.Receiver`: takes bucket by bucket from the trainer's memory. The arrays are
+    read-only."""
+
+    async def open(self, source: Source) -> list[npt.NDArray[np.uint8]]:
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def take(number: int) -> npt.NDArray[np.uint8]:
+            rank = number % len(source.holders_R)
+            async with turns:
+                try:
+                    bucket: npt.NDArray[np.uint8] = await source.holders_R[rank].bucket.remote(source.version, number)
+                except RayError as error:
+                    who = f"trainer shard {rank}, asked for bucket {number} of version {source.version}"
+                    raise waits.failure(error, who, None) from error
+                return bucket
+
+        return list(await asyncio.gather(*map(take, range(source.buckets))))
+
+
+def make_sender(rank: int, size: int) -> Sender:
+    """Makes the sender of an actor, which gives its buckets to others."""
+    from trireme.transports.sending import BroadcastSender  # imports torch, which receivers do not need
+
+    return BroadcastSender(rank, size, ray.util.get_node_ip_address(), ray.get_runtime_context().current_actor)
+
+
+def make_receiver() -> Receiver:
+    return OnDemand()
+
+
+def join(parts_R: Sequence[KeptPart]) -> Source:
+    first = parts_R[0]
+    return Source(first.version, first.session, first.buckets, tuple(part.holder for part in parts_R))
+
+
+def lease(source: Source) -> None:
+    """Has each rank keep its share of the version until `release`. Raises RoomFailed: WeightsGone if it is too late."""
+    asked = [holder.lease.remote(source.version) for holder in source.holders_R]
+    who = [f"trainer shard {rank}, asked to keep version {source.version}" for rank in range(len(asked))]
+    waits.get_all(asked, who=who, timeout_s=ANSWER_S)
+
+
+def release(source: Source) -> None:
+    """Ends a lease, without waiting."""
+    for holder in source.holders_R:
+        holder.release.remote(source.version)

@@ -1,0 +1,221 @@
+"""Groups in which one process, the root, sends the same bytes to all others: over TCP, or between GPUs.
+
+Why not torch's NCCL group: its watchdog ends the process when a peer has died, and here a peer is a replica, which may
+die. vLLM's communicator waits without a deadline, and the trainer does not import vLLM. So NCCL's own few functions
+are called, without blocking, from the library that PyTorch has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from trireme.core.errors import RoomFailed
+from trireme.process.interfaces import gloo_interface
+
+ROOT = 0
+POLL_S = 0.001
+PIECE_BYTES = 2**20
+
+
+class Collective(Protocol):
+    """A group of processes, of which rank 0 is the root."""
+
+    def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
+        """Sends `buffer`, uint8, of the root to the others, who receive it in theirs. Raises RoomFailed after
+        `timeout_s` seconds, and when another member is dead; then the group is of no more use."""
+
+    def finish(self, timeout_s: float) -> None:
+        """Waits until this member has passed on what it had to; the buffers may not be written to before that. The root
+        has done so when `broadcast` returns. Raises RoomFailed; then the group is of no more use."""
+
+    def abort(self) -> None:
+        """Gives the group up, also while another thread is in `broadcast`, which ends by its deadline at the latest."""
+
+
+class GlooCollective:
+    """A group over TCP, along a chain: each member passes on what has arrived, in pieces, so one copy leaves the root
+    and each member but the last. (gloo's own broadcast is a tree of whole messages: log2 of the group's size copies
+    leave the root.) Constructing it is collective.
+
+    A member whose successor is lost still receives; those behind it do not. What is sent to a stopped process cannot be
+    aborted and ends at its deadline. The sockets of the group end with the last reference to it.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, interface: str) -> None:
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub names another class
+        options._devices = [ProcessGroupGloo.create_device(interface=interface)]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 1
+        self._before, self._behind = rank - 1, rank + 1 if rank + 1 < size else None
+        self._next_tag = 0
+        self._passing: list[Any] = []  # sends that nobody has waited for
+        self._cut = ""  # why nothing is passed on any more
+        try:
+            self._group: Any = ProcessGroupGloo(store, rank, size, options)
+        except RuntimeError as error:
+            raise RoomFailed(f"the members of a group of {size} did not all connect: {error}") from error
+
+    def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
+        group = self._group  # destroying it waits for its thread: this one may have to do that, `abort` never
+        if group is None:
+            raise RoomFailed("the group was given up")
+        deadline = time.monotonic() + timeout_s
+        pieces = list(enumerate(buffer.split(PIECE_BYTES), start=self._next_tag))
+        self._next_tag += len(pieces)
+        try:
+            # All are asked for in advance: a send waits until it is asked for, else for a round trip each time.
+            arriving = [group.recv([piece], self._before, tag) for tag, piece in pieces] if self._before >= 0 else []
+            for number, (tag, piece) in enumerate(pieces):
+                if arriving:
+                    _wait(arriving[number], deadline)
+                self._pass_on(group, piece, tag)
+        except RuntimeError as error:
+            raise RoomFailed(f"a broadcast of {buffer.nbytes} bytes failed: {error}") from error
+        if self._before < 0:
+            self.finish(timeout_s)
+
+    def _pass_on(self, group: Any, piece: Tensor, tag: int) -> None:
+        if self._behind is None or self._cut:
+            return
+        try:
+            self._passing.append(group.send([piece], self._behind, tag))
+        except RuntimeError as error:
+            self._cut = str(error)
+
+    def finish(self, timeout_s: float) -> None:
+        deadline, passing, self._passing = time.monotonic() + timeout_s, self._passing, []
+        try:
+            for sent in passing:
+                _wait(sent, deadline)
+        except RuntimeError as error:
+            self._cut = self._cut or str(error)
+        if self._cut:
+            raise RoomFailed(f"the next member of the group is lost: {self._cut}")
+
+    def abort(self) -> None:
+        self._group = None
+
+
+def _wait(work: Any, deadline: float) -> None:
+    """Waits for a send or receive of gloo, which may be waited for only once. Raises RuntimeError at the deadline."""
+    work.wait(timedelta(seconds=max(deadline - time.monotonic(), POLL_S)))  # 0 would mean the group's own timeout
+
+
+class NcclCollective:
+    """A group of GPUs, one for each process: NCCL refuses two processes on one GPU. `buffer` must be on this one's."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, nccl: Nccl | None = None) -> None:
+        self._nccl, self._comm = nccl or Nccl(), ctypes.c_void_p()
+        deadline = time.monotonic() + timeout_s
+        if rank == ROOT:
+            store.set("nccl", self._nccl.unique_id().hex())
+        else:
+            store.wait(["nccl"], timedelta(seconds=timeout_s))
+        self._stream = torch.cuda.Stream()
+        self._nccl.init_rank(self._comm, size, bytes.fromhex(store.get("nccl").decode()), rank)
+        self._await(lambda: True, deadline, f"the members of a group of {size} GPUs to connect")
+
+    def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
+        deadline, done = time.monotonic() + timeout_s, torch.cuda.Event()
+        self._stream.wait_stream(torch.cuda.current_stream())  # which has filled the buffer
+        self._nccl.broadcast(buffer.data_ptr(), buffer.nbytes, ROOT, self._comm, self._stream.cuda_stream)
+        self._await(lambda: True, deadline, "a broadcast to begin")
+        done.record(self._stream)
+        self._await(done.query, deadline, f"a broadcast of {buffer.nbytes} bytes")
+
+    def finish(self, timeout_s: float) -> None:
+        """NCCL passes on what it has to before `broadcast` returns."""
+
+    def abort(self) -> None:
+        comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm:
+            self._nccl.abort(comm)  # also ends the kernel that waits for the others
+
+    def _await(self, ended: Callable[[], bool], deadline: float, what: str) -> None:
+        """Waits until NCCL has no call in progress and `ended()`. Raises RoomFailed."""
+        while True:
+            if not self._comm:
+                raise RoomFailed("the group was given up")
+            error = self._nccl.async_error(self._comm)
+            if error not in (Nccl.SUCCESS, Nccl.IN_PROGRESS):
+                raise RoomFailed(f"waited for {what}: {self._nccl.describe(error)}")
+            if error == Nccl.SUCCESS and ended():
+                return
+            if time.monotonic() > deadline:
+                raise RoomFailed(f"waited for {what} until its deadline")
+            time.sleep(POLL_S)
+
+
+class _Config(ctypes.Structure):
+    """The first fields of `ncclConfig_t` as they have been since NCCL 2.14, which it accepts by their version."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+    ]
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+
+
+class Nccl:
+    """NCCL's functions for a group that never blocks its caller."""
+
+    SUCCESS, IN_PROGRESS = 0, 7
+    UINT8 = 1
+    MAGIC, VERSION = 0xCAFEBEEF, 21400
+
+    def __init__(self) -> None:
+        self._library: Any = ctypes.CDLL("libnccl.so.2")
+        self._library.ncclGetErrorString.restype = ctypes.c_char_p
+
+    def unique_id(self) -> bytes:
+        made = _UniqueId()
+        self._check(self._library.ncclGetUniqueId(ctypes.byref(made)))
+        return bytes(made)
+
+    def init_rank(self, comm: ctypes.c_void_p, size: int, unique_id: bytes, rank: int) -> None:
+        """Begins to join the group `unique_id`; `async_error` says when that is done."""
+        config = _Config(ctypes.sizeof(_Config), self.MAGIC, self.VERSION, 0)
+        named = _UniqueId.from_buffer_copy(unique_id)
+        self._check(self._library.ncclCommInitRankConfig(ctypes.byref(comm), size, named, rank, ctypes.byref(config)))
+
+    def broadcast(self, address: int, nbytes: int, root: int, comm: ctypes.c_void_p, stream: int) -> None:
+        place, count = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
+        sent = self._library.ncclBroadcast(place, place, count, self.UINT8, root, comm, ctypes.c_void_p(stream))
+        self._check(sent)
+
+    def async_error(self, comm: ctypes.c_void_p) -> int:
+        found = ctypes.c_int()
+        self._check(self._library.ncclCommGetAsyncError(comm, ctypes.byref(found)))
+        return found.value
+
+    def abort(self, comm: ctypes.c_void_p) -> None:
+        self._library.ncclCommAbort(comm)
+
+    def describe(self, error: int) -> str:
+        return f"NCCL: {self._library.ncclGetErrorString(error).decode()}"
+
+    def _check(self, result: int) -> None:
+        if result not in (self.SUCCESS, self.IN_PROGRESS):
+            raise RoomFailed(self.describe(result))
+
+
+def join_group(kind: str, store: Store, name: str, rank: int, size: int, timeout_s: float, host: str) -> Collective:
+    """Joins the group `name`, of `kind` "nccl" or "gloo", which meets at `store`, of the root at the address `host`.
+    Collective. Raises RoomFailed."""
+    own = PrefixStore(name, store)
+    if kind == "nccl":
+        return NcclCollective(own, rank, size, timeout_s)
+    return GlooCollective(own, rank, size, timeout_s, gloo_interface(host))

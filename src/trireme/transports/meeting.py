@@ -1,0 +1,152 @@
+"""How the root of a broadcast and its members meet, at a store that the root hosts, for each version anew:
+
+    root: `call`, which says who is asked --> members: `answer`, with the group and the GPU that they have
+    root: `go`, the group to send by and who is in it --> all of them: join that group, if they have not yet
+
+A member that does not answer in time is left out before anything is sent. A group lives on while its members and the
+epoch stay and all of them still have it: whoever gave it up says so here, so nobody waits in a group that is broken
+elsewhere. Keys and groups are named by attempt, epoch and version.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import Store, TCPStore
+
+from trireme.core.errors import RoomFailed
+from trireme.core.finite_json import to_json
+from trireme.core.transport import Session
+from trireme.transports.collective import Collective, join_group
+
+POLL_S = 0.01
+STORE_S = 30.0
+"""Time limit for connecting to a store that listens."""
+ANSWER_SHARE = 0.25
+"""Part of the time that is left in which members, who have just said that they are ready, have to answer."""
+
+
+@dataclass(frozen=True)
+class BroadcastGroup:
+    """A collective with its name and its members."""
+
+    name: str
+    epoch: int
+    members: tuple[int, ...]
+    """Numbers of the replicas, in order of their ranks, which begin at 1."""
+    kind: str
+    """What it sends by: "nccl" or "gloo"."""
+    collective: Collective
+
+
+def open_store(host: str, port: int, listening: int | None = None) -> TCPStore:
+    """Connects to a store; hosts it if it is given the descriptor of a listening socket, which the store owns."""
+    hosts, timeout = listening is not None, timedelta(seconds=STORE_S)
+    return TCPStore(host, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening)
+
+
+def own_gpu() -> str:
+    """Returns the identity of this process's GPU; empty if it has none."""
+    return str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""
+
+
+class GroupRoot:
+    """The root's side."""
+
+    def __init__(self, store: Store, host: str, version: int, session: Session, members: Sequence[int]) -> None:
+        self._store, self._host, self._session, self._members = store, host, session, tuple(members)
+        self._version, self._key = version, _key(session.attempt, version)
+
+    def meet(self, last: BroadcastGroup | None, deadline: float) -> tuple[BroadcastGroup, tuple[int, ...]]:
+        """Returns the group to send by, `last` if all that answer are in it and still have it, and the members that
+        did not answer in time. Raises RoomFailed when none answers or the group is not complete by `deadline`."""
+        if last and last.epoch != self._session.epoch:
+            last = None
+        self._set("call", members=self._members)
+        found = self._answers(time.monotonic() + ANSWER_SHARE * (deadline - time.monotonic()))
+        there, late = tuple(sorted(found)), tuple(each for each in self._members if each not in found)
+        if not there:
+            raise RoomFailed(f"{named(late)} said that they are ready, and did not answer at the store")
+        gpus = [own_gpu(), *(answer["gpu"] for answer in found.values())]
+        kind = "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+        kept = last and last.members == there and all(answer["group"] == last.name for answer in found.values())
+        name = last.name if last and kept else f"{self._session.attempt}.{self._session.epoch}.{self._version}"
+        self._set("go", group=name, members=there, kind=kind, epoch=self._session.epoch)
+        if last and kept:
+            return last, late
+        left_s = max(deadline - time.monotonic(), POLL_S)
+        joined = join_group(kind, self._store, name, 0, 1 + len(there), left_s, self._host)
+        return BroadcastGroup(name, self._session.epoch, there, kind, joined), late
+
+    def clear(self) -> None:
+        """Takes away what was said about this version."""
+        for key in ("call", "go", *(f"answer/{member}" for member in self._members)):
+            self._store.delete_key(self._key + key)
+
+    def _set(self, key: str, **values: Any) -> None:
+        self._store.set(self._key + key, to_json(values))
+
+    def _answers(self, deadline: float) -> dict[int, dict[str, str]]:
+        found: dict[int, dict[str, str]] = {}
+        while True:
+            for member in self._members:
+                key = f"{self._key}answer/{member}"
+                if member not in found and self._store.check([key]):
+                    found[member] = json.loads(self._store.get(key))
+            if len(found) == len(self._members) or time.monotonic() > deadline:
+                return {member: found[member] for member in sorted(found)}
+            time.sleep(POLL_S)
+
+
+class GroupMember:
+    """The side of replica `number`; `given_up` tells if nobody waits for this version any more."""
+
+    def __init__(
+        self, store: Store, host: str, number: int, attempt: int, version: int, given_up: Callable[[], bool]
+    ) -> None:
+        self._store, self._host, self._number, self._key = store, host, number, _key(attempt, version)
+        self._given_up = given_up
+
+    def meet(self, last: BroadcastGroup | None, deadline: float) -> BroadcastGroup:
+        """Returns the group to receive by, `last` if the root says so. Raises RoomFailed."""
+        if self._number not in self._await("call", deadline)["members"]:
+            raise RoomFailed("it was not ready in time, and was left out")
+        answer = to_json({"group": last.name if last else "", "gpu": own_gpu()})
+        self._store.set(f"{self._key}answer/{self._number}", answer)
+        go = self._await("go", deadline)
+        name, members, kind = go["group"], tuple(go["members"]), go["kind"]
+        if self._number not in members:
+            raise RoomFailed("it did not answer in time, and was left out")
+        if last and last.name == name:
+            return last
+        rank, left_s = 1 + members.index(self._number), max(deadline - time.monotonic(), POLL_S)
+        joined = join_group(kind, self._store, name, rank, 1 + len(members), left_s, self._host)
+        return BroadcastGroup(name, go["epoch"], members, kind, joined)
+
+    def _await(self, key: str, deadline: float) -> dict[str, Any]:
+        while not self._store.check([self._key + key]):
+            if self._given_up():
+                raise RoomFailed("a later version was offered")
+            if time.monotonic() > deadline:
+                raise RoomFailed(f"the trainer shard at {self._host} did not begin to send in time")
+            time.sleep(POLL_S)
+        return dict(json.loads(self._store.get(self._key + key)))
+
+
+def named(members: Sequence[int]) -> str:
+    """Names replicas in a sentence.
+
+    >>> named((0, 2))
+    'inference replica 0, 2'
+    """
+    return f"inference replica {', '.join(map(str, members))}"
+
+
+def _key(attempt: int, version: int) -> str:
+    return f"{attempt}/{version}/"

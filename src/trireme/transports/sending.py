@@ -1,0 +1,243 @@
+"""The sender of broadcasts in a trainer rank.
+
+The rank never waits for a replica beyond the deadline of the session. Sending is the work of a thread, which is given
+up then, with its group and with the buffers that it may still read; gathering goes on, since other ranks take part in
+it. The members take what they lack on demand.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trireme.core.errors import RoomFailed
+from trireme.core.transport import Session
+from trireme.core.weights import Layout
+from trireme.transports.broadcast import Endpoint, KeptPart
+from trireme.transports.kept import Bucket, KeptVersions
+from trireme.transports.meeting import BroadcastGroup, GroupRoot, named, open_store
+from trireme.transports.packing import BUFFERS, fill
+
+Buffer: TypeAlias = "Bucket | Tensor"
+"""A flat array of bytes in host memory, or a tensor of them on a GPU."""
+TICK_S = 0.02
+log = logging.getLogger(__name__)
+
+
+class Sending:
+    """One version on its way to `members` in a thread, at first by `group`, that of the version before.
+
+    The thread owns the group. It ends at the deadline at the latest, also after it was given up, and the group's
+    sockets with it.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, version: int, session: Session, members: tuple[int, ...], group: BroadcastGroup | None
+    ) -> None:
+        self.group: BroadcastGroup | None = group
+        self.failure = ""
+        """Why it was given up."""
+        self.deadline = time.monotonic() + session.left_s
+        self._root_of = endpoint, version, session, members
+        self._done = threading.Event()
+        self._full: queue.Queue[tuple[Buffer, Callable[[], None]] | None] = queue.Queue(BUFFERS)
+        threading.Thread(target=self._run, name=f"broadcast of version {version}", daemon=True).start()
+
+    def hand_over(self, bucket: Buffer, sent: Callable[[], None]) -> bool:
+        """Hands a full bucket to the thread, which calls `sent` when it will not read it any more. Returns False if the
+        sending has been given up; then `sent` may never be called."""
+        return self.wait(lambda: self._accepts((bucket, sent)))
+
+    def finish(self) -> bool:
+        """Waits until all is sent; returns False if the sending has been given up."""
+        return self.wait(lambda: self._accepts(None)) and self.wait(lambda: self._done.wait(TICK_S))
+
+    def wait(self, ended: Callable[[], bool]) -> bool:
+        """Calls `ended`, which takes TICK_S, until it is true. Returns False if the sending has been given up, which it
+        is at the deadline."""
+        while not self.failure:
+            if ended():
+                return not self.failure
+            if time.monotonic() > self.deadline:
+                self._give_up("its deadline has passed")
+        return False
+
+    def _accepts(self, item: tuple[Buffer, Callable[[], None]] | None) -> bool:
+        try:
+            self._full.put(item, timeout=TICK_S)
+        except queue.Full:
+            return False
+        return True
+
+    def _give_up(self, why: str) -> None:
+        self.failure = self.failure or why
+        if group := self.group:
+            group.collective.abort()
+
+    def _run(self) -> None:
+        try:
+            self._send_all(*self._root_of)
+        except Exception as error:  # what the libraries raise has no narrower type
+            self._give_up(str(error))
+            self.group = None
+        self._done.set()
+
+    def _send_all(self, endpoint: Endpoint, version: int, session: Session, members: tuple[int, ...]) -> None:
+        root = GroupRoot(open_store(endpoint.host, endpoint.port), endpoint.host, version, session, members)
+        group, late = root.meet(self.group, self.deadline)
+        self.group = group
+        if late:
+            log.warning(
+                "version %d: %s did not connect though ready, and must take the bytes on demand", version, named(late)
+            )
+        while item := self._next():
+            bucket, sent = item
+            buffer = bucket if isinstance(bucket, Tensor) else torch.from_numpy(bucket)
+            if group.kind == "gloo":
+                buffer = buffer.cpu()  # of a GPU that the trainer shares with a replica
+            if len(buffer):
+                group.collective.broadcast(buffer, max(self.deadline - time.monotonic(), TICK_S))
+            sent()
+        root.clear()
+
+    def _next(self) -> tuple[Buffer, Callable[[], None]] | None:
+        while not self.failure and time.monotonic() < self.deadline:
+            try:
+                return self._full.get(timeout=TICK_S)
+            except queue.Empty:
+                continue
+        raise RoomFailed(self.failure or "the trainer did not gather all weights before the deadline")
+
+
+class Packing:
+    """The buckets of one version in a rank: which it fills, in which memory, and what becomes of them.
+
+    Those of its share are kept in host memory. Where there is a GPU all are packed there, and copied while they are
+    sent; in host memory each of the share has its place from the start. The others go through `free` buffers.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        share: Iterable[int],
+        sending: Sending | None,
+        on_gpu: bool,
+        free: queue.SimpleQueue[Buffer] | None,
+    ) -> None:
+        self._sizes, self._sending = layout.sizes, sending
+        self._share = set(share)
+        self.wanted = set(range(len(layout.sizes))) if sending else set(self._share)
+        """The buckets to fill: the share alone once the sending has been given up."""
+        self.kept: dict[int, Bucket] = {number: np.zeros(0, dtype=np.uint8) for number in self._share}
+        self._copies = torch.cuda.Stream() if on_gpu else None
+        self._borrowed: dict[int, Buffer] = {}
+        self.free = free or self._make_buffers()
+
+    def buffer(self, number: int) -> Buffer:
+        """Returns memory for a bucket, which waits for the sending if that has all of it."""
+        if number in self._share and self._copies is None:
+            return np.zeros(self._sizes[number], dtype=np.uint8)
+        found: list[Buffer] = []
+        if self._sending is None or not self._sending.wait(lambda: self._take_free(found)):
+            self._without_sending()
+            found = [self.free.get_nowait()]
+        self._borrowed[number] = found[0]
+        return found[0]
+
+    def done(self, number: int, bucket: Buffer) -> None:
+        """Passes a full bucket on."""
+        borrowed, free = self._borrowed.pop(number, None), self.free
+
+        def sent() -> None:
+            if borrowed is not None:
+                free.put(borrowed)
+
+        if number in self._share and self._copies is None:
+            assert isinstance(bucket, np.ndarray)
+            self.kept[number] = bucket
+        handed = self._sending is not None and self._sending.hand_over(bucket, sent)
+        if number in self._share and self._copies is not None:
+            assert isinstance(bucket, Tensor)
+            self.kept[number] = self._copy(bucket)
+        if not handed:
+            self._without_sending()
+            if self._sending is None:
+                sent()
+
+    def _copy(self, bucket: Tensor) -> Bucket:
+        """Copies a bucket to pinned host memory, beside what the GPU computes."""
+        assert self._copies is not None
+        copy = torch.empty(bucket.shape, dtype=torch.uint8, pin_memory=True)
+        self._copies.wait_stream(torch.cuda.current_stream())  # which has filled the bucket
+        with torch.cuda.stream(self._copies):
+            copy.copy_(bucket, non_blocking=True)
+        self._copies.synchronize()
+        return copy.numpy()
+
+    def _take_free(self, found: list[Buffer]) -> bool:
+        try:
+            found.append(self.free.get(timeout=TICK_S))
+        except queue.Empty:
+            return False
+        return True
+
+    def _without_sending(self) -> None:
+        """Goes on without the thread, if it was given up, and without the buffers that it may still read."""
+        if self._sending is not None:
+            self._sending, self.free = None, self._make_buffers()
+            self.wanted &= self._share
+
+    def _make_buffers(self) -> queue.SimpleQueue[Buffer]:
+        free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        for _ in range(BUFFERS):
+            if self._copies is None:
+                free.put(np.zeros(max(self._sizes), dtype=np.uint8))  # memory that is never written to costs nothing
+            else:
+                free.put(torch.zeros(max(self._sizes), dtype=torch.uint8, device="cuda"))
+        return free
+
+
+class BroadcastSender:
+    """Implements `trireme.core.transport.Sender` for rank `rank` of `size`, whose node has the address `host` in the
+    cluster. `holder`: the actor that gives buckets to others."""
+
+    def __init__(self, rank: int, size: int, host: str, holder: Any) -> None:
+        self._rank, self._size, self._on_gpu = rank, size, torch.cuda.is_available()
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._store = open_store(host, listening.getsockname()[1], listening.detach())
+        self.endpoint = Endpoint(host, self._store.port, holder)
+        self.kept = KeptVersions()
+        self._group: BroadcastGroup | None = None
+        self._free: queue.SimpleQueue[Buffer] | None = None
+
+    def send(
+        self, version: int, layout: Layout, units: Iterable[Sequence[tuple[str, Tensor]]], session: Session | None
+    ) -> KeptPart:
+        members, sending = session.served_by(self._rank, self._size) if session else (), None
+        if session and members:
+            sending, self._group = Sending(self.endpoint, version, session, members, self._group), None
+        self.kept.begin(version)
+        share = range(self._rank, len(layout.sizes), self._size)
+        packing = Packing(layout, share, sending, self._on_gpu, self._free)
+        fill(layout, units, packing.wanted, packing.buffer, packing.done)
+        for number, bucket in packing.kept.items():
+            self.kept.keep(version, number, bucket)
+        if sending and not sending.finish():
+            log.warning(
+                "version %d was not sent to all of %s, who take on demand what they lack: %s",
+                version,
+                named(members),
+                sending.failure,
+            )
+        self._free = None if sending and sending.failure else packing.free
+        self._group = sending.group if sending and not sending.failure else self._group
+        return KeptPart(version, session, len(layout.sizes), self.endpoint.holder)

@@ -1,0 +1,196 @@
+"""A replica's part in broadcasts: whom it believes, what it maps, when it fetches instead."""
+
+import asyncio
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference.session import Broadcasts, copy_to_memory
+from trireme.core.errors import RoomFailed
+from trireme.core.finite_json import to_json
+from trireme.core.transport import Offer, Session
+from trireme.transports.broadcast import Source
+
+OFFER = Offer(attempt=1, version=5, sizes=(64, 0, 128), endpoints_R=(None,), timeout_s=30.0)
+SOURCE = Source(5, Session(1, 0, (0, 2)), 3, ())
+SENT = [np.arange(64, dtype=np.uint8), np.zeros(0, np.uint8), np.full(128, 7, np.uint8)]
+
+
+def test_what_the_engine_process_maps_is_whole_and_private_and_leaves_nothing_behind() -> None:
+    buckets = [np.arange(200, dtype=np.uint8), np.zeros(0, np.uint8), np.full(5000, 7, np.uint8)]
+    open_before = set(os.listdir("/proc/self/fd"))
+    file, regions = copy_to_memory(buckets)
+    received = [region.map() for region in regions]
+    received[0][3] = 99
+    again = [region.map() for region in regions]
+    os.close(file)
+    assert [a.tolist() for a in again] == [b.tolist() for b in buckets]
+    assert received[0][3] == 99
+    del received, again  # mappings hold descriptors of their own
+    assert not os.path.exists(regions[0].path)
+    assert set(os.listdir("/proc/self/fd")) <= open_before
+
+
+class Engine:
+    """Stands for the engine's rank 0: writes to the pipe what a test tells it, and keeps what arrived in a file."""
+
+    def __init__(self) -> None:
+        self.offered: list[int] = []
+        self.serial, self.pipe = 0, ""
+        self.file, regions = copy_to_memory(SENT)
+        self.arrival = {"path": regions[0].path, "offsets": [region.offset for region in regions]}
+
+    async def start(self, offer: Offer, serial: int, pipe: str) -> None:
+        self.offered.append(offer.version)
+        self.serial, self.pipe = serial, pipe
+        self.say(ready=True)
+
+    def say(self, serial: int | None = None, **message: Any) -> None:
+        with open(self.pipe, "wb", buffering=0) as pipe:
+            pipe.write((to_json({"serial": serial or self.serial, **message}) + "\n").encode())
+
+
+class OnDemand:
+    """Counts how often all is fetched."""
+
+    fetched = 0
+
+    async def open(self, source: Any) -> list[Any]:
+        self.fetched += 1
+        return SENT
+
+
+class Replica:
+    """The parts together."""
+
+    def __init__(self) -> None:
+        self.engine, self.on_demand = Engine(), OnDemand()
+        self.broadcasts = Broadcasts(self.on_demand, self.engine.start)
+
+    async def bytes_of(self, source: Any = SOURCE, number: int = 2) -> list[Any]:
+        async with self.broadcasts.fetched(number, source) as regions:
+            return [region.map().tolist() for region in regions]
+
+
+def played(play: Any) -> Replica:
+    """Runs a coroutine function with a replica; returns the replica."""
+
+    async def run() -> Replica:
+        replica = Replica()
+        async with asyncio.timeout(20):
+            await play(replica)
+        replica.broadcasts.close()
+        os.close(replica.engine.file)
+        return replica
+
+    before = set(os.listdir("/proc/self/fd"))
+    replica = asyncio.run(run())
+    assert set(os.listdir("/proc/self/fd")) <= before
+    return replica
+
+
+def test_what_was_broadcast_is_mapped_where_it_arrived() -> None:
+    async def play(replica: Replica) -> None:
+        await replica.broadcasts.offer(OFFER)
+        waiting = asyncio.create_task(replica.bytes_of())
+        await asyncio.sleep(0)
+        replica.engine.say(arrived=replica.engine.arrival)
+        assert await waiting == [bucket.tolist() for bucket in SENT]
+
+    assert played(play).on_demand.fetched == 0
+
+
+def test_a_replica_that_is_not_ready_says_why() -> None:
+    async def play(replica: Replica) -> None:
+        async def cannot(offer: Offer, serial: int, pipe: str) -> None:
+            replica.engine.serial, replica.engine.pipe = serial, pipe
+            replica.engine.say(failed="the store does not answer")
+
+        replica.broadcasts._start = cannot
+        with pytest.raises(RoomFailed, match="the store does not answer"):
+            await replica.broadcasts.offer(OFFER)
+
+        async def hangs(offer: Offer, serial: int, pipe: str) -> None: ...
+
+        replica.broadcasts._start = hangs
+        with pytest.raises(RoomFailed, match="the engine was not ready to receive version 5 in 0 s"):
+            await replica.broadcasts.offer(replace(OFFER, timeout_s=0.05))
+
+    played(play)
+
+
+@pytest.mark.parametrize(
+    ("number", "happens", "why"),
+    [
+        (1, "", "inference replica 1 takes version 5 on demand: it is not in the session"),
+        (2, "failed", "on demand: Connection reset by peer"),
+        (2, "late", "on demand: not all has arrived in the 0 s that it may take"),
+        (2, "engine lost", "on demand: its engine was started anew, or another version was offered"),
+        (2, "next offered", "on demand: its engine was started anew, or another version was offered"),
+    ],
+)
+def test_what_did_not_arrive_is_fetched_and_that_is_said(
+    number: int, happens: str, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.session.GRACE_S", 0.0)
+
+    async def play(replica: Replica) -> None:
+        await replica.broadcasts.offer(replace(OFFER, timeout_s=0.3) if happens == "late" else OFFER)
+        if happens == "failed":
+            replica.engine.say(failed="Connection reset by peer")
+        elif happens == "engine lost":
+            replica.broadcasts.lose_engine()
+        elif happens == "next offered":
+            await replica.broadcasts.offer(replace(OFFER, version=6))
+        assert await replica.bytes_of(number=number) == [bucket.tolist() for bucket in SENT]
+
+    assert played(play).on_demand.fetched == 1
+    assert why in caplog.text
+
+
+def test_who_waits_for_a_version_does_not_wait_for_it_once_a_later_one_is_offered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def play(replica: Replica) -> None:
+        await replica.broadcasts.offer(OFFER)
+        waiting = asyncio.create_task(replica.bytes_of())
+        await asyncio.sleep(0)
+        first = replica.engine.serial
+        await replica.broadcasts.offer(replace(OFFER, version=6))
+        await waiting
+        replica.engine.say(serial=first, failed="a later version was offered")  # by the thread that was given up
+        replica.engine.say(arrived=replica.engine.arrival)
+        await replica.bytes_of(replace(SOURCE, version=6))
+
+    assert played(play).on_demand.fetched == 1
+    assert "version 5 on demand: version 6 was offered" in caplog.text
+    assert "version 6 on demand" not in caplog.text
+
+
+def test_the_next_version_does_not_take_the_memory_of_one_that_is_being_mapped() -> None:
+    async def play(replica: Replica) -> None:
+        await replica.broadcasts.offer(OFFER)
+        replica.engine.say(arrived=replica.engine.arrival)
+        async with replica.broadcasts.fetched(2, SOURCE) as regions:
+            offered = asyncio.create_task(replica.broadcasts.offer(replace(OFFER, version=6)))
+            await asyncio.sleep(0.1)
+            assert replica.engine.offered == [5], "it has not begun, so the file of version 5 is still there"
+            assert [len(region.map()) for region in regions] == list(OFFER.sizes)
+        await offered
+        assert replica.engine.offered == [5, 6]
+
+    assert played(play).on_demand.fetched == 0
+
+
+def test_a_source_without_session_is_fetched_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """That of another transport, or of a loop that makes no offers."""
+
+    async def play(replica: Replica) -> None:
+        for source in ("references", replace(SOURCE, session=None)):
+            await replica.bytes_of(source)
+
+    assert played(play).on_demand.fetched == 2
+    assert caplog.text == ""

@@ -1,0 +1,173 @@
+"""Receivers of broadcasts in processes of their own, and a sender in this one or in another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+
+from trireme.core.transport import Offer, Session
+from trireme.core.weights import Layout
+from trireme.transports.packing import lay_out
+
+HOST = "127.0.0.1"
+DEADLINE_S = 60.0
+BUCKET_BYTES = 4096
+
+Tensors = Sequence[tuple[str, torch.Tensor]]
+
+
+def tensors_of(version: int, count: int = 12) -> list[tuple[str, torch.Tensor]]:
+    """Makes the tensors of a version, of some 1 to 3 KB each."""
+    made = torch.Generator().manual_seed(version)
+    return [(f"t{n}", torch.rand(300 + 40 * n, generator=made)) for n in range(count)]
+
+
+def laid_out(tensors: Tensors) -> Layout:
+    return lay_out([tensors], BUCKET_BYTES)
+
+
+class Receiver:
+    """A process with an `inference.receiving.Receiving`, as rank 0 of the engine of replica `number` has one."""
+
+    def __init__(self, number: int, faults: str = "") -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["inference.receiving", "trireme.transports.sending"])
+        self.number = number
+        self._end, there = context.Pipe()
+        self.process = context.Process(target=_receive, args=(there, number, faults), daemon=True)
+        self.process.start()
+        there.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def offer(self, offer: Offer) -> None:
+        self._end.send(("offer", offer))
+
+    def hear(self) -> Mapping[str, Any]:
+        """Returns the next message, without its serial number. Raises EOFError if the process has ended."""
+        if not self._end.poll(DEADLINE_S):
+            raise TimeoutError(f"receiver {self.number} said nothing for {DEADLINE_S:.0f} s")
+        return {name: value for name, value in self._end.recv().items() if name != "serial"}
+
+    def outcome(self) -> str:
+        """Returns "arrived", or the reason why not, once it is ready. A dead process has no reason."""
+        try:
+            while "ready" in (message := self.hear()):
+                pass
+        except (EOFError, ConnectionResetError):
+            return "dead"
+        return "arrived" if "arrived" in message else str(message["failed"])
+
+    def digests(self) -> list[str]:
+        """Returns the digests of the buckets that arrived last, and gives their memory back."""
+        self._end.send(("digests",))
+        return list(self.hear()["digests"])
+
+    def held(self) -> Mapping[str, Any]:
+        """Returns what the process has open: files without names, sockets beside the one to the store, threads."""
+        self._end.send(("held",))
+        return self.hear()
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            os.kill(self.pid, signal.SIGCONT)
+            self.process.kill()
+        self.process.join(DEADLINE_S)
+        self._end.close()
+
+
+def _receive(end: Any, number: int, faults: str) -> None:
+    from inference.receiving import Receiving
+    from trireme.process.faults import number_process
+
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", TRIREME_FAULTS=faults)
+    number_process(number)
+    read, write = os.pipe()
+    arrived: dict[str, Any] = {}
+    offered: list[Offer] = []
+
+    def relay() -> None:
+        for line in os.fdopen(read):
+            message = json.loads(line)
+            arrived.update(message.get("arrived", {}))
+            end.send(message)
+
+    threading.Thread(target=relay, daemon=True).start()
+    receiving = Receiving()
+    while True:
+        match end.recv():
+            case ("offer", offer):
+                offered.append(offer)
+                receiving.start(offer, number, len(offered), f"/proc/self/fd/{write}")
+            case ("digests",):
+                with open(arrived["path"], "rb") as file:
+                    whole = file.read()
+                pairs = zip(arrived["offsets"], offered[-1].sizes, strict=True)
+                end.send({"digests": [digest(whole[offset : offset + size]) for offset, size in pairs]})
+                receiving.forget(offered[-1].version)
+            case ("held",):
+                end.send(what_is_held())
+
+
+def what_is_held() -> dict[str, Any]:
+    process = psutil.Process()
+    files = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{fd}")
+    ]
+    mapped = [m.path for m in process.memory_maps()]
+    return {
+        "files": sum("memfd:weights" in name for name in [*files, *mapped]),
+        "sockets": sum(each.status == psutil.CONN_ESTABLISHED for each in process.net_connections("tcp")),
+        "threads": sum(each.name.startswith(("receiving", "broadcast of")) for each in threading.enumerate()),
+    }
+
+
+def digest(data: Any) -> str:
+    return hashlib.sha256(bytes(data)).hexdigest()
+
+
+@dataclass
+class Fleet:
+    """Receivers, and offers to them."""
+
+    receivers: list[Receiver]
+    endpoints_R: tuple[Any, ...]
+    timeout_s: float = DEADLINE_S
+    epoch: int = 0
+    members: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.members = tuple(receiver.number for receiver in self.receivers)
+
+    def offer(self, version: int, layout: Layout) -> Session:
+        """Offers a version to all members; returns their session at once, ready or not."""
+        for receiver in self.receivers:
+            if receiver.number in self.members:
+                receiver.offer(Offer(1, version, layout.sizes, self.endpoints_R, self.timeout_s))
+        return Session(1, self.epoch, self.members, self.timeout_s)
+
+
+@contextmanager
+def receivers(count: int, faults: str = "") -> Iterator[list[Receiver]]:
+    made = [Receiver(number, faults) for number in range(count)]
+    try:
+        yield made
+    finally:
+        for receiver in made:
+            receiver.end()

@@ -1,0 +1,203 @@
+"""Broadcasts between real processes over the loopback: what arrives, and who waits for whom when one of them dies."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from broadcast_support import BUCKET_BYTES, HOST, Fleet, digest, laid_out, receivers, tensors_of, what_is_held
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trireme.core.transport import Session
+from trireme.transports import broadcast
+from trireme.transports.meeting import BroadcastGroup, GroupRoot
+from trireme.transports.packing import tensor_of
+from trireme.transports.sending import BroadcastSender
+
+SHORT_S = 4.0
+"""A deadline that tests wait for."""
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture
+def sender() -> BroadcastSender:
+    return BroadcastSender(0, 1, HOST, None)
+
+
+def published(sender: BroadcastSender, fleet: Fleet, version: int) -> list[str]:
+    """Offers and sends a version; returns the digests of its buckets."""
+    tensors = tensors_of(version)
+    layout = laid_out(tensors)
+    session = fleet.offer(version, layout)
+    sender.send(version, layout, [tensors[:5], tensors[5:]], session)
+    assert len(layout.sizes) > 3
+    return [digest(sender.kept.bucket(version, number)) for number in range(len(layout.sizes))]
+
+
+def test_all_receive_the_same_bytes_version_after_version_by_one_group(sender: BroadcastSender) -> None:
+    with receivers(3) as members:
+        fleet = Fleet(members, (sender.endpoint,))
+        groups = set()
+        for version in range(3):
+            sent = published(sender, fleet, version)
+            assert [member.outcome() for member in members] == ["arrived"] * 3
+            assert [member.digests() for member in members] == [sent] * 3
+            assert sender._group is not None
+            groups.add(sender._group.name)
+            assert [member.held()["files"] for member in members] == [0] * 3, "the memory was given back"
+        assert groups == {"1.0.0"}
+        fleet.epoch, fleet.members = 1, (0, 2)
+        sent = published(sender, fleet, 3)
+        assert [members[number].outcome() for number in (0, 2)] == ["arrived"] * 2
+        assert sender._group.name == "1.1.3"
+    assert what_is_held()["threads"] == 0
+
+
+POINTS = ["transport.ready", "transport.bucket@1", "transport.bucket@3", "transport.finish"]
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+@pytest.mark.parametrize(("point", "lost"), [*((point, 1) for point in POINTS), ("transport.bucket@2", 0)])
+def test_a_receiver_that_is_lost_holds_nobody_up(
+    sender: BroadcastSender, point: str, lost: int, action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it is doing: the sender comes back, the others have the bytes or know that they have not, and take
+    part again in the next session."""
+    name, _, passage = point.partition("@")
+    fault = f"{name}[{lost}]@{passage or 1}={action}"
+    with receivers(4, fault) as members:
+        fleet = Fleet(members, (sender.endpoint,), timeout_s=SHORT_S)
+        sent = published(sender, fleet, 0)
+        survivors = [member for member in members if member.number != lost]
+        outcomes = {survivor.number: survivor.outcome() for survivor in survivors}
+        arrived = [number for number, outcome in outcomes.items() if outcome == "arrived"]
+        assert [members[number].digests() for number in arrived] == [sent] * len(arrived)
+        if name == "transport.ready":
+            assert arrived == [0, 2, 3], "it was left out before anything was sent"
+            assert "inference replica 1 did not connect though ready" in caplog.text
+        elif name == "transport.finish":
+            assert set(arrived) >= {0}, outcomes
+        elif lost == 1:
+            assert arrived == [0], "those behind it in the chain know that they lack something"
+            assert "dead" not in outcomes.values()
+        else:
+            assert arrived == []
+            assert "not sent to all of inference replica 0, 1, 2, 3" in caplog.text
+        fleet.epoch, fleet.timeout_s = 1, 60.0
+        fleet.members = tuple(survivor.number for survivor in survivors)
+        sent = published(sender, fleet, 1)
+        assert [survivor.outcome() for survivor in survivors] == ["arrived"] * 3
+        assert [survivor.digests() for survivor in survivors] == [sent] * 3
+        assert what_is_held()["threads"] == 0, threading.enumerate()
+
+
+def test_a_group_that_broke_behind_the_senders_back_is_made_anew_in_the_same_epoch(sender: BroadcastSender) -> None:
+    """The last member of the chain is lost, so the sender has sent all and knows nothing."""
+    with receivers(2, "transport.bucket[1]@2=raise") as members:
+        fleet = Fleet(members, (sender.endpoint,))
+        published(sender, fleet, 0)
+        outcomes = [member.outcome() for member in members]
+        assert outcomes[0] == "arrived"
+        assert "fault injected" in outcomes[1]
+        sent = published(sender, fleet, 1)
+        assert [member.outcome() for member in members] == ["arrived"] * 2
+        assert [member.digests() for member in members] == [sent] * 2
+        assert sender._group is not None
+        assert sender._group.name == "1.0.1"
+
+
+def test_a_later_offer_ends_what_is_still_received(sender: BroadcastSender) -> None:
+    with receivers(2) as members:
+        fleet = Fleet(members, (sender.endpoint,))
+        fleet.offer(0, laid_out(tensors_of(0)))  # which is never sent
+        sent = published(sender, fleet, 1)
+        for member in members:
+            said = [member.outcome(), member.outcome()]
+            assert sorted(said) == ["a later version was offered", "arrived"]
+            assert member.digests() == sent
+
+
+def test_when_the_sender_dies_its_receivers_know() -> None:
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe()
+    process = context.Process(target=send_and_die, args=(there,), daemon=True)
+    process.start()
+    assert here.poll(60)
+    endpoint, timeout_s = here.recv(), 30.0
+    with receivers(3) as members:
+        fleet = Fleet(members, (endpoint,), timeout_s=timeout_s)
+        here.send(fleet.offer(0, laid_out(tensors_of(0))))
+        outcomes = [member.outcome() for member in members]
+        assert not {"arrived", "dead"} & set(outcomes), outcomes
+        process.join(60)
+        for member in members:
+            held = member.held()
+            assert (held["files"], held["sockets"]) == (0, 0), held
+
+
+def send_and_die(end: Any) -> None:
+    """Gathers half of the tensors while it sends, and is killed."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    sender, tensors = BroadcastSender(0, 1, HOST, None), tensors_of(0)
+    end.send(sender.endpoint)
+
+    def half() -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield tensors[:6]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    sender.send(0, laid_out(tensors), half(), end.recv())
+
+
+OF_SEVERAL = (BUCKET_BYTES // 4,), (BUCKET_BYTES // 2 + 5,)
+SHAPES = st.lists(st.sampled_from([(0,), (1,), (3, 0), (), (7,), (17, 3), *OF_SEVERAL]), max_size=12)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.int64])
+
+
+class Recorded:
+    """A collective that keeps a copy of what is broadcast."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    def broadcast(self, buffer: torch.Tensor, timeout_s: float) -> None:
+        self.sent.append(digest(buffer.numpy()))
+
+    def finish(self, timeout_s: float) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+@settings(max_examples=30)
+@given(shapes=SHAPES, dtype=DTYPES, size=st.integers(1, 3), served=st.booleans())
+def test_any_tensors_are_kept_and_sent_whole(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, size: int, served: bool
+) -> None:
+    """Empty ones, single elements, and some larger than a bucket; by one to three ranks, with members or without."""
+    counts = [torch.arange(torch.Size(shape).numel()).view(shape) for shape in shapes]
+    tensors = [(f"t{n}", (count + n).to(dtype)) for n, count in enumerate(counts)]
+    layout, parts, kept, recorded = laid_out(tensors), [], {}, []
+    for rank in range(size):
+        sender, collective = BroadcastSender(rank, size, HOST, f"holder {rank}"), Recorded()
+        group = BroadcastGroup("1.0.0", 0, (rank,), "gloo", collective)
+        session = Session(1, 0, tuple(range(size)), 30.0) if served else None
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(GroupRoot, "meet", lambda *_, group=group: (group, ()))
+            patched.setattr(GroupRoot, "clear", lambda _: None)
+            parts.append(sender.send(3, layout, [tensors], session))
+        kept.update({n: sender.kept.bucket(3, n) for n in range(rank, len(layout.sizes), size)})
+        recorded.append(collective.sent)
+    source = broadcast.join(parts)
+    assert (source.buckets, source.holders_R) == (len(layout.sizes), tuple(f"holder {rank}" for rank in range(size)))
+    arrived = {entry.name: tensor_of(entry, kept) for entry in layout.entries}
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors)
+    whole = [digest(kept[n]) for n in range(len(kept)) if layout.sizes[n]]
+    assert recorded == [whole if served else []] * size
