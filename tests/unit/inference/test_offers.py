@@ -222,6 +222,18 @@ async def test_those_that_have_still_to_take_the_version_before_are_not_asked_an
 
 
 @in_virtual_time
+async def test_one_that_takes_a_version_for_the_second_time_is_not_asked() -> None:
+    replica = Replica(0)
+    router = fleet(replica)
+    await publish(router, 0)
+    replica.update_s = 10.0
+    again = asyncio.create_task(router.update_weights(version(0)))
+    await asyncio.sleep(1.0)
+    assert (await router.offer(offer(1))).members == ()
+    await again
+
+
+@in_virtual_time
 async def test_one_that_is_behind_or_joins_is_asked_once_it_serves() -> None:
     router = fleet(Replica(0))
     await publish(router, 0)
@@ -253,6 +265,19 @@ async def test_one_that_fetches_what_was_not_sent_to_it_is_waited_for_once() -> 
         await asyncio.sleep(1.0)
         assert (await router.offer(offer(2))).members == (0,), "it was sent that version and is slow all the same"
         assert now() == before + 1.0
+    await update
+
+
+@in_virtual_time
+async def test_the_wait_for_one_that_fetches_is_not_as_short_as_answers_are_usually() -> None:
+    router, joiner = fleet(Replica(0)), Replica(1, update_s=10.0)
+    for number in range(TAUGHT_BY):
+        await publish(router, number)
+    await router.join(1, joiner)
+    update, joined = asyncio.create_task(router.update_weights(version(20))), now()
+    await asyncio.sleep(1.0)
+    assert (await router.offer(offer(21))).members == (0, 1)
+    assert now() == joined + 10.0
     await update
 
 
