@@ -335,11 +335,12 @@ async def test_an_epoch_begins_exactly_when_the_members_are_others() -> None:
 @in_virtual_time
 async def test_a_member_leaves_when_the_version_that_is_being_sent_to_it_is_published() -> None:
     router = fleet(Replica(0), Replica(1))
-    await router.offer(offer(0))
+    await publish(router, 0)
+    await router.offer(offer(1))
     drain = asyncio.create_task(router.drain(1, 1.0))
     await asyncio.sleep(100.0)
     assert not drain.done(), "its end would break a group that is sending"
-    await router.update_weights(version(0))
+    await router.update_weights(version(1))
     await drain
     assert now() == 100.0
     await router.drain(0, 1.0)

@@ -770,6 +770,23 @@ async def test_nobody_waits_for_one_whose_weights_are_gone() -> None:
 
 
 @in_loop
+async def test_requests_wait_for_one_that_takes_newer_weights_after_its_own_were_gone() -> None:
+    only = Fetching("replica 0", 3, gone=(3,))
+    router = Router({0: only}, patience_s=20.0)
+    with pytest.raises(WeightsGone):
+        await router.update_weights(version(3))
+    update = asyncio.create_task(router.update_weights(version(4)))
+    await turns()
+    waiting = asyncio.create_task(router.sample(request("r")))
+    await turns()
+    assert not waiting.done()
+    only.may_take.add(4)
+    only.go.set()
+    await update
+    assert text(await waiting) == "r"
+
+
+@in_loop
 async def test_a_failure_after_gone_weights_is_one() -> None:
     first, dead = Updated("replica 0", 3, 4), Fetching("replica 1", 3, gone=(3,))
     router = Router({0: first, 1: dead})
