@@ -8,7 +8,7 @@ from gpu_check.checks import Check, Context, Failed, Figures
 from gpu_check.rooms import GPU_SHARE, open_rooms, tokens_per_second, update_in_flight
 from gpu_check.shapes import make_model
 
-SYSTEM = ("vllm", "ray", "torch", "transformers", "pydantic", "peft", "xxhash", "psutil", "rich")
+SYSTEM = ("vllm", "ray", "torch", "transformers", "pydantic", "peft", "xxhash", "numba", "psutil", "rich")
 """The packages that replicas need beside the trainer's."""
 RANK = 8
 EAGER = "--inference.engine-args.enforce-eager"

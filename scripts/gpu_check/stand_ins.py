@@ -1,10 +1,11 @@
-"""Stand-ins for three packages that the trainer's modules import, on a machine that lacks them.
+"""Stand-ins for four packages that the trainer's modules import, on a machine that lacks them.
 
 With these the trainer's own code runs where only torch and transformers are. None computes anything that is checked:
 
     pydantic    configurations are made, with their defaults and properties, but their values are not validated
     xxhash      tensors get other hashes, which nothing here compares with those of another process
     peft        names that are imported; there are no adapters
+    numba       functions run as they are written: tensors on CPUs get the same sums, slowly
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar, get_origin, get_type_hints
+
+import numpy as np
 
 
 class _Field:
@@ -79,13 +82,29 @@ def _peft() -> dict[str, ModuleType]:
     return {"peft": peft, "peft.tuners": tuners, "peft.tuners.lora": _module("peft.tuners.lora", LoraLayer=LoraLayer)}
 
 
+def _numba() -> dict[str, ModuleType]:
+    def njit(*_: Any, **__: Any) -> Callable[..., Any]:
+        def interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
+            return np.errstate(over="ignore")(function)  # sums wrap around, of which numpy would warn
+
+        return interpreted
+
+    types = _module("numba.types", Array=_nothing, UniTuple=lambda *_: _nothing, uint16=None, uint64=None)
+    return {"numba": _module("numba", njit=njit, types=types), "numba.types": types}
+
+
 def _module(name: str, **values: Any) -> ModuleType:
     module = ModuleType(name)
     vars(module).update(values)
     return module
 
 
-STAND_INS: dict[str, Callable[[], dict[str, ModuleType]]] = {"pydantic": _pydantic, "xxhash": _xxhash, "peft": _peft}
+STAND_INS: dict[str, Callable[[], dict[str, ModuleType]]] = {
+    "pydantic": _pydantic,
+    "xxhash": _xxhash,
+    "peft": _peft,
+    "numba": _numba,
+}
 
 
 def stand_in() -> list[str]:

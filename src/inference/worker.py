@@ -27,6 +27,7 @@ from vllm.platforms import current_platform
 
 from inference.adapter import take_adapter
 from inference.receiving import Receiving
+from trireme.core import digest
 from trireme.core.errors import WeightsRefused
 from trireme.core.weights import WeightsManifest, check_received
 from trireme.process.faults import fault_point
@@ -85,8 +86,9 @@ class WorkerExtension:
 
     def settle(self) -> int:
         """Takes away the names of the shared memory by which ranks on CPUs communicate. They have found each other, and
-        killed ones would leave it in /dev/shm. (Of vLLM's other names there Python keeps track.) Returns this rank's
-        process id."""
+        killed ones would leave it in /dev/shm. (Of vLLM's other names there Python keeps track.) Compiles what checks
+        weights, so that no update waits for it. Returns this rank's process id."""
+        digest.warm_up()
         if current_platform.is_cpu():
             for path in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
                 path.unlink(missing_ok=True)  # another rank may be faster

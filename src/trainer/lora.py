@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from trainer.shard_sums import ShardSums
 from trireme.config.trainer import LoraConfig
 from trireme.core.errors import BadInput
 from trireme.core.finite_json import to_json
@@ -96,13 +97,18 @@ def adapter_units(
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Yields the adapters' whole tensors, in `dtype`, under the names that peft uses in files. Collective."""
     for name, parameter in _adapter_parameters(model):
-        yield [(name, parameter.detach().to(device).full_tensor().to(dtype))]
+        yield [(name, cast(DTensor, parameter.detach().to(device)).full_tensor().to(dtype))]
 
 
 def published_adapters(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tuple[str, Tensor]]]:
     """Returns what `adapter_units` yields, on the device "meta"."""
     parameters = _adapter_parameters(model)
     return [[(name, torch.empty(p.shape, dtype=dtype, device="meta"))] for name, p in parameters]
+
+
+def adapter_sums(model: PreTrainedModel, dtype: torch.dtype, *, is_first: bool) -> ShardSums:
+    """Returns the sums of what this rank holds of `adapter_units`."""
+    return ShardSums([dict(_adapter_parameters(model))], dict, dtype, is_first=is_first)
 
 
 def _adapter_parameters(model: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:

@@ -54,11 +54,9 @@ class Mesh:
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Returns the `value` of every rank, each picklable, in their order. Collective."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+    def sum_over_ranks(self, table: Tensor) -> None:
+        """Adds up the tables of all ranks, in place; int64 wraps around. Collective."""
+        dist.all_reduce(table)
 
     def smallest_room(self, config: CommonConfig, replica_share: float) -> int:
         """Returns the bytes that a shard may fill (`trireme.plan.memory`): the least of all ranks, so that all decide

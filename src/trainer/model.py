@@ -26,6 +26,7 @@ from trainer.attention import PACKED, choose_kernel, has_kernel
 from trainer.logprobs import add_token_logprobs
 from trainer.lora import add_adapters, start_values
 from trainer.mesh import Mesh
+from trainer.shard_sums import ShardSums
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig
@@ -290,6 +291,12 @@ def published_units(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tup
 
     tensors = ({name: empty(tensor) for name, tensor in tensors_of().items()} for _, tensors_of in _units(model))
     return [list(revert_weight_conversion(model, unit).items()) for unit in tensors]
+
+
+def shard_sums(model: PreTrainedModel, dtype: torch.dtype, *, is_first: bool) -> ShardSums:
+    """Returns the sums of what this rank holds of `gathered_units`, as a model that publishes in `dtype` has it."""
+    units = (tensors_of() for _, tensors_of in _units(model))
+    return ShardSums(units, partial(revert_weight_conversion, model), dtype, is_first=is_first)
 
 
 def _units(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[[], dict[str, Tensor]]]]:

@@ -27,11 +27,11 @@ from trainer.batch_checks import PublishedVersions, check_batch, nonfinite_datum
 from trainer.batching import MicroBatch, Packed, Rows, ShardOutput, plan
 from trainer.export import companion_files, write_weights
 from trainer.logprobs import token_logprobs
-from trainer.lora import adapter_files, adapter_mode, adapter_units, published_adapters
+from trainer.lora import adapter_files, adapter_mode, adapter_sums, adapter_units, published_adapters
 from trainer.losses import Metrics, backward, monitors, resolve_loss
 from trainer.mesh import Mesh
 from trainer.mfu import peak_flops, train_flops
-from trainer.model import Sharding, gathered_units, persistent_buffers, published_units
+from trainer.model import Sharding, gathered_units, persistent_buffers, published_units, shard_sums
 from trainer.proof import prove_models
 from trainer.publish import compute_canary
 from trainer.state import Checkpointer, make_adam_state
@@ -46,7 +46,7 @@ from trireme.core.weights import Adapter, Layout, PublishedWeights, TensorEntry,
 from trireme.process.device import find_device
 from trireme.process.faults import fault_point
 from trireme.run.metrics import reduce_metrics
-from trireme.transports.packing import Units, hash_tensor, lay_out
+from trireme.transports.packing import lay_out
 
 log = logging.getLogger(__name__)
 SUMS_WHOLE = "gradients summed whole"
@@ -102,6 +102,8 @@ class Shard:
         self._checkpointer = Checkpointer(
             config, self._mesh, parameters, self._optimizer, self._refreshed, base, buffers
         )
+        sums = adapter_sums if self._adapter else shard_sums
+        self._sums = sums(self._model, self._sharding.dtype, is_first=self._mesh.is_first)
         self._sender = sender
         self._attempt = attempt
         self._published = PublishedVersions(config.max_steps_off_policy)
@@ -136,7 +138,8 @@ class Shard:
     def shown(self) -> tuple[str, str]:
         """Says what the model showed at the start, and why rows are not packed although the configuration would have
         them so ("" otherwise)."""
-        return f"{self.proof.text}; {self._sharding.memory.text}", self.proof.why_rows
+        said = self.proof.text, self._sharding.memory.text, self._sums.text
+        return "; ".join(filter(None, said)), self.proof.why_rows
 
     def forward_backward(
         self, batch: TokenBatch, loss_fn: str, loss_fn_config: Mapping[str, float], provenance: Provenance | None
@@ -261,21 +264,20 @@ class Shard:
         """Sends the weights in the inference dtype as `version`. What it returns has the part of this rank as its
         source: `trireme.core.transport.Transport.join` makes one of all."""
         fault_point("trainer.publish")
-        dtype, hashes = self._sharding.dtype, dict[str, str]()
+        dtype, sums = self._sharding.dtype, self._sums.of_shard(self._device)
         units = adapter_units(self._model, dtype, self._device) if self._adapter else gathered_units(self._model)
-        part = self._sender.send(version, self.layout, self._hashed(units, hashes), session)
+        part = self._sender.send(version, self.layout, self._sums.watching(units, self._share, sums), session)
         canary = compute_canary(self._model, dtype, self._max_seq_len, self._device)
-        entries = self.layout.with_hashes({k: v for own in self._mesh.gather_objects(hashes) for k, v in own.items()})
+        self._mesh.sum_over_ranks(sums)
+        entries = self.layout.with_hashes({name: str(each) for name, each in self._sums.by_name(sums).items()})
         identity = WeightIdentity(self._attempt, version, weights_digest(entries, self._adapter))
         self._published.add(identity)
         return PublishedWeights(WeightsManifest(identity, entries, canary, self._adapter), part)
 
-    def _hashed(self, units: Units, hashes: dict[str, str]) -> Units:
-        """Yields the units, and adds the hashes of the tensors in this rank's share of the buckets to `hashes`."""
-        own = {e.name for e in self.layout.entries if e.bucket % self._mesh.size == self._mesh.rank}
-        for unit in units:
-            hashes.update({name: hash_tensor(tensor) for name, tensor in unit if name in own})
-            yield unit
+    @cached_property
+    def _share(self) -> set[str]:
+        """The names of the tensors in this rank's buckets."""
+        return {e.name for e in self.layout.entries if e.bucket % self._mesh.size == self._mesh.rank}
 
     def begin_save(self, path: Path) -> None:
         """Begins to save the current state (weights, AdamW's state, random generators) into directory `path`."""

@@ -35,6 +35,7 @@ from inference.handle import InferenceHandle
 from inference.router import Router
 from trireme.config.trainer import LoraConfig
 from trireme.core.base_digest import base_digest
+from trireme.core.digest import sums_of
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import (
@@ -44,7 +45,6 @@ from trireme.core.weights import (
     PublishedWeights,
     TensorEntry,
     WeightsManifest,
-    hash_bytes,
     weights_digest,
 )
 from trireme.process.waits import get_all
@@ -86,7 +86,7 @@ class AdapterRoom(Room):
         entries, parts, offset = [], [], 0
         for name, tensor in get_peft_model_state_dict(self.models[version], save_embedding_layers=False).items():
             data = tensor.detach().contiguous().numpy().reshape(-1).view(np.uint8)
-            entries.append(TensorEntry(name, "F32", tuple(tensor.shape), 0, offset, data.nbytes, hash_bytes(data)))
+            entries.append(TensorEntry(name, "F32", tuple(tensor.shape), 0, offset, data.nbytes, str(sums_of(data))))
             parts.append(data)
             offset += data.nbytes
         identity = WeightIdentity(1, version, weights_digest(entries, adapter))

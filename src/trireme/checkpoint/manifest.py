@@ -65,6 +65,7 @@ class Manifest:
     packages: Mapping[str, str]  # versions of the packages that matter
     created: str  # time for people; nothing depends on it
     files: tuple[FileRecord, ...]  # all files but the manifest
+    digests: str | None = None  # the scheme of the identities' digests; None in commits from before there were several
 
     @property
     def identity(self) -> WeightIdentity:
@@ -78,6 +79,8 @@ class Manifest:
 
     def to_json(self) -> str:
         values = {"format": FORMAT, **asdict(self), "identities": [str(i) for i in self.identities]}
+        if self.digests is None:
+            del values["digests"]
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
         values["checksum"] = xxhash.xxh3_128_hexdigest(canonical.encode())
         return json.dumps(values, indent=1, allow_nan=False) + "\n"

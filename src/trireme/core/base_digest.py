@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import looks_like_path
-from trireme.core.weights import TensorEntry, hash_bytes, weights_digest
+from trireme.core.weights import TensorEntry, table_digest
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,10 +34,10 @@ def base_digest(name: str) -> str:
         data = np.memmap(file, dtype=np.uint8, mode="r")
         for tensor, about in header.items():
             start, end = about["data_offsets"]
-            digest = hash_bytes(data[begin + start : begin + end])
+            digest = xxhash.xxh3_128_hexdigest(data[begin + start : begin + end].data)
             shape = tuple(about["shape"])
             entries.append(TensorEntry(tensor, about["dtype"], shape, 0, begin + start, end - start, digest))
-    return weights_digest(entries)
+    return table_digest(entries)
 
 
 def stored_shapes(name: str) -> dict[str, tuple[int, ...]] | None:

@@ -19,18 +19,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from trireme.core.digest import SCHEME, sums_of
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
 
 ALIGNMENT = 64
 """Bytes; of the tensors in a bucket."""
-
-
-def hash_bytes(data: npt.NDArray[np.uint8]) -> str:
-    """Returns the xxh3-128 hash of a contiguous byte array, 32 hex digits."""
-    return xxhash.xxh3_128_hexdigest(data.data)
 
 
 @dataclass(frozen=True)
@@ -46,6 +41,7 @@ class TensorEntry:
     offset: int
     nbytes: int
     hash: str
+    """Of its bytes: the sums of `trireme.core.digest`, 32 hex digits."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +83,17 @@ class Adapter:
 
 
 def weights_digest(entries: Sequence[TensorEntry], adapter: Adapter | None = None) -> str:
-    """Returns the digest of a version (32 hex digits): independent of the order and the packing of the tensors."""
+    """Returns the digest of a version (32 hex digits): independent of the order and the packing of the tensors, whose
+    hashes are by `trireme.core.digest`."""
+    return table_digest(entries, SCHEME, *([str(adapter)] if adapter else []))
+
+
+def table_digest(entries: Sequence[TensorEntry], *head: str) -> str:
+    """Returns the digest (32 hex digits) of the lines `head` and of the sorted table of names, dtypes, shapes and
+    hashes."""
     table = hashlib.blake2b(digest_size=16)
-    if adapter:
-        table.update(f"{adapter}\n".encode())
+    for line in head:
+        table.update(f"{line}\n".encode())
     for entry in sorted(entries, key=lambda e: e.name):
         table.update(f"{entry.name}\0{entry.dtype}\0{entry.shape}\0{entry.hash}\n".encode())
     return table.hexdigest()
@@ -189,7 +192,7 @@ def check_received(manifest: WeightsManifest, buckets: Sequence[npt.NDArray[np.u
     if weights_digest(manifest.entries, manifest.adapter) != digest:
         raise WeightsRefused(f"the table of tensors of version {version} does not have digest {digest}")
     for entry in manifest.entries:
-        received = hash_bytes(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes])
+        received = str(sums_of(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]))
         if received != entry.hash:
             raise WeightsRefused(
                 f"tensor {entry.name} of version {version} arrived with hash {received}, "

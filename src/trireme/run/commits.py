@@ -12,6 +12,7 @@ deleted down to the newest that verifies, only that one is kept from then on, an
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.config import CommonConfig
 from trireme.config.installed import package_versions
+from trireme.core.digest import SCHEME
 from trireme.core.errors import DiskFull, LimitReached, RoomFailed, StorageFailed, TriremeError, WeightsRefused
 from trireme.core.finite_json import to_json
 from trireme.core.types import WeightIdentity
@@ -36,6 +38,7 @@ from trireme.process.faults import fault_point
 from trireme.process.signals import Stopped, StoppedWithoutCommit
 from trireme.run.rundir import RunDir
 
+log = logging.getLogger(__name__)
 END_S = 30.0
 """How long a run that failed waits for a commit in flight, whose parts may all be there."""
 
@@ -133,11 +136,8 @@ class Commits:
         publishes other weights than the commit was made of.
         """
         manifest = self._run.start.manifest
-        if weights and manifest and version == manifest.step and weights.identity.digest != manifest.identity.digest:
-            raise WeightsRefused(
-                f"the trainer loaded step {version} and published weights with digest {weights.identity.digest}; "
-                f"the commit was made of {manifest.identity.digest}"
-            )
+        if weights and manifest and version == manifest.step:
+            _check_loaded(weights.identity, manifest)
         self._boundary = (version, weights)
         if weights:
             self._remember(weights.identity)
@@ -237,6 +237,7 @@ class Commits:
             packages=package_versions(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             files=tuple(files),
+            digests=SCHEME,
         )
 
     def _settle(self) -> None:
@@ -288,6 +289,18 @@ class Commits:
             draft, self._draft = self._draft, None
             self._discard(draft)
             self._miss(StorageFailed("its space was needed for the rows of its step"))
+
+
+def _check_loaded(published: WeightIdentity, commit: Manifest) -> None:
+    """Raises WeightsRefused if a resumed trainer published other weights than those of the commit."""
+    own = commit.identity.digest
+    if commit.digests != SCHEME:
+        log.warning("step %d: the digest in the commit, %s, is of an older kind; nothing is compared", commit.step, own)
+    elif published.digest != own:
+        raise WeightsRefused(
+            f"the trainer loaded step {commit.step} and published weights with digest {published.digest}; the commit "
+            f"was made of {own}"
+        )
 
 
 def _in_background(work: Callable[[], None], name: str) -> Future[None]:

@@ -5,7 +5,6 @@ Tensors that a replica fuses (q, k and v; gate and up) always share a bucket, so
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,7 +19,8 @@ from torch import Tensor
 
 from trireme.core.errors import TriremeError
 from trireme.core.transport import Session, join_parts
-from trireme.core.weights import Layout, TensorEntry, hash_bytes, padded
+from trireme.core.weights import Layout, TensorEntry, padded
+from trireme.transports.tensor_sums import tensor_sums, to_sums
 
 BUCKET_BYTES = 64 * 2**20
 BUFFERS = 2
@@ -97,8 +97,8 @@ def fill(
     TriremeError for tensors that are not those of the layout."""
     places = {entry.name: entry for entry in layout.entries}
     missing = defaultdict[int, int](int)
-    for entry in layout.entries:
-        missing[entry.bucket] += 1
+    for bucket in (entry.bucket for entry in layout.entries):
+        missing[bucket] += 1
     filling: dict[int, Buffer] = {}
     for unit in units:
         for name, tensor in unit:
@@ -163,6 +163,4 @@ def pack(units: Units, put: Callable[[Bucket], Any], bucket_bytes: int = BUCKET_
 
 def hash_tensor(tensor: Tensor) -> str:
     """Returns the hash of a tensor's bytes, by which `trireme.core.weights.check_received` knows them again."""
-    whole = tensor.detach().cpu().contiguous()
-    # `Tensor.numpy` would mark the memory as shared for ever, and FSDP could no longer free a gathered parameter.
-    return hash_bytes(np.frombuffer((ctypes.c_uint8 * whole.nbytes).from_address(whole.data_ptr()), dtype=np.uint8))
+    return str(*to_sums(tensor_sums(tensor)[None]))

@@ -7,10 +7,13 @@ whole, whatever its own place in memory, and a slice of a fused parameter is any
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -78,7 +81,7 @@ def _pieces(part: Tensor, first: int, strides: Sequence[int], most: int) -> Iter
 def _piece_sums(piece: Tensor, first: int, strides: Sequence[int]) -> Tensor:
     """Sums a contiguous piece, int64 [2] on its device."""
     shape, strides = _merged(piece.shape, strides)
-    flat = piece.reshape(-1)
+    flat = piece.as_strided((piece.numel(),), (1,))  # of dimensions of size 1 the strides say nothing
     if piece.element_size() == 1:
         return _sums_of_bytes(flat.view(torch.uint8), first, shape, strides)
     words = piece.element_size() // WORD_BYTES
@@ -94,6 +97,13 @@ def _by_kernel(flat: Tensor) -> bool:
     """Returns True where the kernel of `trireme.core.digest` can read: on a CPU it is some seventy times as
     fast as tensor operations."""
     return flat.device.type == "cpu"
+
+
+def _bytes_of(flat: Tensor) -> npt.NDArray[np.uint8]:
+    """Returns the memory of a contiguous tensor on the CPU, as long as that lives. `Tensor.numpy` would mark it as
+    shared for ever, and FSDP could no longer free a gathered parameter."""
+    memory: Any = (ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())
+    return np.frombuffer(memory, dtype=np.uint8)
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -112,7 +122,7 @@ def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], li
 
 def _sums_by_rows(flat: Tensor, first: int, shape: list[int], strides: list[int]) -> Tensor:
     """Sums words, int16 on the CPU, by the kernel, which knows rows."""
-    words = flat.numpy().view(np.uint16)
+    words = _bytes_of(flat).view(np.uint16)
     rows, row = (shape[-2] if len(shape) > 1 else 1), shape[-1]
     step = strides[-2] if len(shape) > 1 else 0
     if strides[-1] != 1:
@@ -128,7 +138,7 @@ def _sums_by_rows(flat: Tensor, first: int, shape: list[int], strides: list[int]
 def _sums_of_bytes(flat: Tensor, first: int, shape: list[int], strides: list[int]) -> Tensor:
     """Sums bytes, uint8, which are halves of words: the bytes at odd places are the upper ones."""
     if _by_kernel(flat) and len(shape) == 1 and strides == [1] and first % WORD_BYTES == 0:
-        return torch.tensor(sums_of(flat.numpy(), first // WORD_BYTES).signed)
+        return torch.tensor(sums_of(_bytes_of(flat), first // WORD_BYTES).signed)
     places = _indices(shape, first, strides, flat.device)
     return _weighed(flat.to(torch.int64) << (places % WORD_BYTES * 8), places // WORD_BYTES)
 

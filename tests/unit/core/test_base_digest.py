@@ -18,6 +18,7 @@ from trireme.core.base_digest import base_digest, read_header, stored_shapes
 from trireme.core.errors import BadInput, CheckpointInvalid
 
 GIB = 1 << 30
+ROOT = Path(__file__).parents[3]
 
 
 def entry(start: int, end: int, *shape: int) -> dict[str, Any]:
@@ -63,6 +64,13 @@ def test_a_true_header_is_read(file: Path) -> None:
     }
     assert begin == file.stat().st_size - 24
     assert stored_shapes(str(file.parent)) == {"a": (2, 3), "b": (0,)}
+
+
+def test_digests_of_bases_never_change(file: Path) -> None:
+    """Adapters and their commits name the base by it: these are the digests that the first version computed."""
+    save_file({"b": np.arange(5, dtype=np.int16), "a": np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)}, file)
+    assert base_digest(str(file.parent)) == "039f178994c85e20ad7e9c6e04527b69"
+    assert base_digest(str(ROOT / "assets" / "sort-base")) == "7251061bcf24dafe1675c8343d29f58a"
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)

@@ -156,9 +156,9 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_torch_and_transformers_are_enough_for_the_trainer(bare_python: Path, tmp_path: Path) -> None:
-    """No vLLM, no Ray, no pydantic, no peft, no xxhash."""
+    """No vLLM, no Ray, no pydantic, no peft, no xxhash, no numba."""
     probe = "import importlib.util as i, sys; print([n for n in sys.argv[1:] if i.find_spec(n)])"
-    absent = ["vllm", "ray", "pydantic", "peft", "xxhash", "wandb", "psutil"]
+    absent = ["vllm", "ray", "pydantic", "peft", "xxhash", "wandb", "psutil", "numba"]
     has = subprocess.run([bare_python, "-c", probe, *absent], capture_output=True, text=True, timeout=60).stdout
     assert has.strip() == "[]"
     flags = [flag for part in ("trainer", "engine") for flag in ("--part", part)]
@@ -166,7 +166,7 @@ def test_torch_and_transformers_are_enough_for_the_trainer(bare_python: Path, tm
     assert code == OK, table
     endings = {check["check"]: check for check in result["checks"]}
     machine = endings["the machine"]
-    assert machine["figures"]["stand-ins for"] == "pydantic, xxhash, peft"
+    assert machine["figures"]["stand-ins for"] == "pydantic, xxhash, peft, numba"
     for name in (
         "rows in float32 against Hugging Face",
         "bfloat16 against float32: packed",

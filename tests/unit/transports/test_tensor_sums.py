@@ -117,6 +117,7 @@ def test_parameters_and_tensors_without_elements_or_dimensions() -> None:
     assert summed(tensor_sums(torch.nn.Parameter(torch.ones(3)))) == plain(torch.ones(3))
     assert summed(tensor_sums(torch.ones(0, 5))) == Sums()
     assert summed(tensor_sums(torch.tensor(2.5))) == plain(torch.tensor(2.5).reshape(1))
+    assert summed(tensor_sums(torch.ones(1, 2)[:, :1])) == plain(torch.ones(1)), "its stride is not 1"
 
 
 def test_pieces_bound_the_memory() -> None:
