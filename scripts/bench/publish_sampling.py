@@ -1,0 +1,194 @@
+"""Tokens/s of a replica while published bytes arrive, over its rate before.
+
+    python scripts/bench/publish_sampling.py [--transport object_store] [--repeats 8] [--requests 4]
+
+One shard publishes a bfloat16 model of 100 million parameters to one replica on CPUs, which has `--requests` sequences
+in flight. *Before* is some seconds in which the trainer is idle; *meanwhile* is from `publish_weights` until the engine
+is asked to pause. The engine computes with one thread and may use all cores; all others (shard, actors, Ray, this
+process) share the last core, so that a core is free for it.
+
+CPU seconds of receiving are those of the replica's two processes meanwhile, less what they take for sampling: as much
+per token as before. The pause is that of `UpdateReport`. The last line of the output is the result, a JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+from _common import Result, cpu_by_room, median
+from _rooms import all_processes, threads_of
+from checkpoint import make_model
+from publish import TARGETS, config, offer_by, prepare, rooms
+
+from trireme.core.types import SampleRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from inference.handle import InferenceHandle
+    from trainer.handle import TrainerHandle
+
+TARGET = 0.9
+PROMPT, ANSWER = 16, 200
+BEFORE_S = 3.0
+REPLICA = ("engine core", "replica actor")
+WARM_UP = 2
+
+
+@dataclass
+class Measured:
+    """Of each version: tokens/s before and meanwhile, the seconds of that, of the pause, and the CPU seconds of
+    receiving."""
+
+    before: list[float] = field(default_factory=list)
+    meanwhile: list[float] = field(default_factory=list)
+    meanwhile_s: list[float] = field(default_factory=list)
+    pause_s: list[float] = field(default_factory=list)
+    receiving_cpu_s: list[float] = field(default_factory=list)
+    load: list[float] = field(default_factory=list)
+
+
+def tokens_between(steps: Sequence[tuple[float, int]], since: float, until: float) -> tuple[int, float]:
+    """Returns the tokens that came between two times, and the seconds from the first step there to the last."""
+    inside = [(at, tokens) for at, tokens in steps if since <= at <= until]
+    if len(inside) < 2:
+        raise RuntimeError(f"only {len(inside)} steps ended within {until - since:.2f} s: too few to measure a rate")
+    return sum(tokens for _, tokens in inside[1:]), inside[-1][0] - inside[0][0]
+
+
+def pin_others(driver: psutil.Process) -> None:
+    """Binds all but the engine's process to the last core."""
+    last = (os.cpu_count() or 1) - 1
+    for process, room in all_processes(driver):
+        for thread in threads_of(process):
+            cores = range(last + 1) if room == "engine core" else {last}
+            try:
+                os.sched_setaffinity(thread, cores)
+            except ProcessLookupError:  # it ended meanwhile
+                continue
+
+
+def replica_cpu_s() -> float:
+    found = cpu_by_room(psutil.Process())
+    return sum(sum(found[room]) for room in REPLICA)
+
+
+class Bench:
+    """Keeps requests in flight and publishes versions."""
+
+    def __init__(self, shards: TrainerHandle, replicas: InferenceHandle, requests: int) -> None:
+        self._shards, self._replicas, self._requests = shards, replicas, requests
+        self._numbers = count()
+        self.measured = Measured()
+
+    async def run(self, repeats: int) -> Measured:
+        self._router = self._replicas.router_factory()()
+        offer_by(self._shards, self._router)
+        await self._router.update_weights(await asyncio.to_thread(self._shards.publish_weights, 0))
+        sampling = [asyncio.create_task(self._sample(place)) for place in range(self._requests)]
+        pin_others(psutil.Process())
+        for version in range(1, 1 + WARM_UP + repeats):
+            if version == 1 + WARM_UP:
+                self.measured = Measured()
+            cpu_s, began = replica_cpu_s(), time.monotonic()
+            await asyncio.sleep(BEFORE_S)
+            for task in sampling:
+                if task.done():
+                    task.result()
+            await self._publish(version, cpu_s, began)
+        for task in sampling:
+            task.cancel()
+        return self.measured
+
+    async def _sample(self, place: int) -> None:
+        """Samples one sequence after the other, the first of other lengths, so that they do not end together."""
+        length = 1 + (ANSWER * (place + 1)) // self._requests
+        prompt = tuple(int(t) for t in np.random.default_rng(place).integers(0, 1000, PROMPT))
+        while True:
+            name = f"{place}/{next(self._numbers)}"
+            await self._router.sample(SampleRequest(name, prompt, SamplingParams(length), name))
+            length = ANSWER
+
+    async def _publish(self, version: int, cpu_before_s: float, before: float) -> None:
+        began, cpu_s = time.monotonic(), replica_cpu_s()
+        published = asyncio.create_task(asyncio.to_thread(self._shards.publish_weights, version))
+        update = asyncio.create_task(self._update(published))
+        (replica,) = self._replicas.replicas.values()
+        while True:  # until the pause, whose CPU seconds are not those of receiving
+            steps, pauses = await replica.noted.remote()
+            if update.done() or (pauses and pauses[-1] > began):
+                break
+            await asyncio.sleep(0.02)
+        meanwhile_cpu_s = replica_cpu_s() - cpu_s
+        report = await update
+        steps, pauses = await replica.noted.remote()
+        tokens_before, seconds_before = tokens_between(steps, before, began)
+        tokens, seconds = tokens_between(steps, began, pauses[-1])
+        m = self.measured
+        m.before.append(tokens_before / seconds_before)
+        m.meanwhile.append(tokens / seconds)
+        m.meanwhile_s.append(pauses[-1] - began)
+        m.pause_s.append(report.pause_s)
+        m.receiving_cpu_s.append(meanwhile_cpu_s - (cpu_s - cpu_before_s) * tokens / tokens_before)
+        m.load.append(os.getloadavg()[0])
+        print(
+            f"{m.before[-1]:.1f} tokens/s before, {m.meanwhile[-1]:.1f} for {m.meanwhile_s[-1]:.2f} s meanwhile; "
+            f"receiving took {m.receiving_cpu_s[-1]:.2f} CPU s; pause {m.pause_s[-1]:.2f} s (load {m.load[-1]:.1f})",
+            flush=True,
+        )
+
+    async def _update(self, published: asyncio.Task[Any]) -> Any:
+        (report,) = await self._router.update_weights(await published)
+        return report
+
+
+def result(measured: Measured, transport: str, requests: int, load: float) -> Result:
+    ratios = [m / b for m, b in zip(measured.meanwhile, measured.before, strict=True)]
+    ratio = median(ratios)
+    return Result(
+        name=f"publish_sampling_{transport}",
+        value=median(measured.meanwhile),
+        unit="tokens/s of a replica from publish_weights until the pause (median)",
+        ratio=ratio,
+        target=TARGET,
+        holds=ratio >= TARGET,
+        against="its rate in the seconds before, with an idle trainer",
+        detail={
+            "requests": requests,
+            "load_before": round(load, 2),
+            "ratios": [round(each, 3) for each in ratios],
+            **{name: [round(each, 3) for each in values] for name, values in vars(measured).items()},
+        },
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", choices=list(TARGETS), default="object_store", help="default: object_store")
+    parser.add_argument("--repeats", type=int, default=8, help="measured versions (default: 8)")
+    parser.add_argument("--requests", type=int, default=4, help="sequences in flight (default: 4)")
+    args = parser.parse_args()
+    if min(args.repeats, args.requests) < 1:
+        parser.error("expected at least 1 repeat and 1 request")
+    load = os.getloadavg()[0]
+    prepare()
+    with tempfile.TemporaryDirectory(prefix="tr-") as temp:
+        directory = Path(temp)
+        make_model(directory / "model")
+        cfg = config(directory / "model", args.transport, 1, 1, args.requests, ANSWER)
+        with rooms(cfg, directory) as (shards, replicas):
+            measured = asyncio.run(Bench(shards, replicas, args.requests).run(args.repeats))
+    result(measured, args.transport, args.requests, load).print()
+
+
+if __name__ == "__main__":
+    main()
