@@ -18,6 +18,7 @@ from gpu_check.shapes import make_config, make_model
 
 RANKS = 2
 BYTES_ON_GPU, BYTES_ON_CPU = 2**28, 2**20
+BROADCAST_S, LOST_S = 60.0, 5.0
 
 
 def _collective(context: Context) -> Figures:
@@ -137,8 +138,49 @@ def _tensor_parallel(context: Context) -> Figures:
         return {"start, s": start_s, **update_in_flight(rooms, context, 8)}
 
 
+def _broadcast(context: Context) -> Figures:
+    """Sends bytes by the groups in which weights are broadcast, of which the receiver then goes away."""
+    kind = "nccl" if context.on_gpu else "gloo"
+    sent_s, noticed_s = _on_ranks(context, _broadcast_on_rank, kind)[0]
+    moved = BYTES_ON_GPU if context.on_gpu else BYTES_ON_CPU
+    return {"broadcast, GB/s": moved / sent_s / 1e9, "a lost receiver is noticed after, s": noticed_s, "by": kind}
+
+
+def _broadcast_on_rank(rank: int, port: int, device: str, kind: str) -> tuple[float, float]:
+    """Returns the seconds of a broadcast, and of one that nobody receives. Raises Failed when bytes are wrong, or when
+    what is not received does not fail."""
+    import torch
+
+    from trireme.core.errors import RoomFailed
+    from trireme.transports.collective import join_group
+
+    where = torch.device("cuda", 0) if device == "gpu" else torch.device("cpu")
+    size = BYTES_ON_GPU if device == "gpu" else BYTES_ON_CPU
+    expected = torch.arange(size, dtype=torch.int64, device=where).to(torch.uint8)
+    group = join_group(kind, _store(port), "check", rank, RANKS, BROADCAST_S, "127.0.0.1")
+    buffer = expected.clone() if rank == 0 else torch.zeros_like(expected)
+    group.broadcast(buffer, BROADCAST_S)  # makes the connections
+    started = time.perf_counter()
+    group.broadcast(buffer, BROADCAST_S)
+    seconds = time.perf_counter() - started
+    if not torch.equal(buffer, expected):
+        raise Failed(f"rank {rank} has other bytes after a broadcast by {kind}")
+    if rank:
+        group.finish(BROADCAST_S)
+        group.abort()
+        return seconds, 0.0
+    started = time.perf_counter()
+    try:
+        group.broadcast(buffer, LOST_S)
+    except RoomFailed:
+        group.abort()
+        return seconds, time.perf_counter() - started
+    raise Failed(f"a broadcast by {kind} to a receiver that has gone did not fail")
+
+
 CHECKS: tuple[Check, ...] = (
     Check("collectives", _collective, ("torch",), gpus=RANKS),
+    Check("broadcasts of weights", _broadcast, SYSTEM[2:], gpus=RANKS),
     Check("two shards agree with one", _shards, SYSTEM[2:], gpus=RANKS),
     Check("a tensor-parallel replica", _tensor_parallel, SYSTEM, gpus=RANKS + 1),
 )

@@ -119,6 +119,7 @@ class Broadcasts:
         if not why:
             async with self._mapping:
                 if (incoming := self._incoming) and incoming.is_of(source):
+                    log.info("inference replica %d takes version %d as it was broadcast", number, source.version)
                     yield incoming.arrived.result()
                     return
             why = "another version was offered"

@@ -27,18 +27,6 @@ ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """Where a trainer rank can be found."""
-
-    host: str
-    """Address of the store at which the root and the members of its groups meet."""
-    port: int
-    """The store's port."""
-    holder: Any
-    """Handle of the actor that keeps the rank's share."""
-
-
-@dataclass(frozen=True)
 class KeptPart:
     """Says what one rank keeps of a version."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from trireme.core.errors import RoomFailed
 from trireme.core.transport import Session
 from trireme.core.weights import Layout
-from trireme.transports.broadcast import Endpoint, KeptPart
+from trireme.transports.broadcast import KeptPart
 from trireme.transports.kept import Bucket, KeptVersions
 from trireme.transports.meeting import BroadcastGroup, GroupRoot, named, open_store
 from trireme.transports.packing import BUFFERS, fill
@@ -41,7 +41,12 @@ class Sending:
     """
 
     def __init__(
-        self, endpoint: Endpoint, version: int, session: Session, members: tuple[int, ...], group: BroadcastGroup | None
+        self,
+        endpoint: tuple[str, int],
+        version: int,
+        session: Session,
+        members: tuple[int, ...],
+        group: BroadcastGroup | None,
     ) -> None:
         self.group: BroadcastGroup | None = group
         self.failure = ""
@@ -91,8 +96,8 @@ class Sending:
             self.group = None
         self._done.set()
 
-    def _send_all(self, endpoint: Endpoint, version: int, session: Session, members: tuple[int, ...]) -> None:
-        root = GroupRoot(open_store(endpoint.host, endpoint.port), endpoint.host, version, session, members)
+    def _send_all(self, endpoint: tuple[str, int], version: int, session: Session, members: tuple[int, ...]) -> None:
+        root = GroupRoot(open_store(*endpoint), endpoint[0], version, session, members)
         group, late = root.meet(self.group, self.deadline)
         self.group = group
         if late:
@@ -214,7 +219,9 @@ class BroadcastSender:
         self._rank, self._size, self._on_gpu = rank, size, torch.cuda.is_available()
         listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._store = open_store(host, listening.getsockname()[1], listening.detach())
-        self.endpoint = Endpoint(host, self._store.port, holder)
+        self.endpoint: tuple[str, int] = host, self._store.port
+        """Where the members of its groups find it. Engines get it, which know nothing of Ray: no handle is in it."""
+        self._holder = holder
         self.kept = KeptVersions()
         self._group: BroadcastGroup | None = None
         self._free: queue.SimpleQueue[Buffer] | None = None
@@ -240,4 +247,4 @@ class BroadcastSender:
             )
         self._free = None if sending and sending.failure else packing.free
         self._group = sending.group if sending and not sending.failure else self._group
-        return KeptPart(version, session, len(layout.sizes), self.endpoint.holder)
+        return KeptPart(version, session, len(layout.sizes), self._holder)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -77,10 +78,16 @@ class Receiver:
         self._end.send(("digests",))
         return list(self.hear()["digests"])
 
-    def held(self) -> Mapping[str, Any]:
-        """Returns what the process has open: files without names, sockets beside the one to the store, threads."""
-        self._end.send(("held",))
-        return self.hear()
+    def held(self, *, sockets: bool = False) -> Mapping[str, Any]:
+        """Returns what the process has open, files without names and perhaps sockets, as soon as it is nothing, or
+        after some seconds."""
+        deadline = time.monotonic() + 20.0
+        while True:
+            self._end.send(("held",))
+            found = {name: value for name, value in self.hear().items() if name == "files" or sockets}
+            if not any(found.values()) or time.monotonic() > deadline:
+                return found
+            time.sleep(0.05)
 
     def end(self) -> None:
         if self.process.is_alive():

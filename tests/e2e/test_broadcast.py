@@ -1,0 +1,78 @@
+"""Runs whose weights travel by broadcasts: real Ray, gloo between two shards and two vLLM engines.
+
+That each run reaches its end, publishes the same weights as with the object store, and loses no more than a lost
+replica. What a sender and receivers do when one of them is lost: unit/transports/test_broadcast.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from chaos_support import armed
+from resume_support import DETERMINISTIC, assert_same_run, rows_of
+from run_support import Ended, run_rl
+
+from trireme.core.errors import EXIT_OK
+
+BROADCAST = ("--inference.transport", "broadcast")
+STEPS = 4
+TWO_BY_TWO = [
+    *("--trainer.shards", "2", "--inference.replicas", "2", "--orchestrator.max-steps-off-policy", "0"),
+    *("--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", str(STEPS), *BROADCAST),
+]
+"""Synchronous: a replica that still takes a version is not asked for the next one, and fetches that."""
+
+
+def versions(ended: Ended, replica: int, how: str) -> set[int]:
+    """Returns the versions that a replica took "as it was broadcast" or "on demand"."""
+    logs = (ended.root / "logs").rglob(f"inference_{replica}.log")
+    said = "".join(log.read_text() for log in logs)
+    return {int(version) for version in re.findall(rf"replica {replica} takes version (\d+) {how}", said)}
+
+
+def test_two_shards_send_every_version_to_two_replicas(tmp_path: Path) -> None:
+    ended = run_rl(tmp_path, *TWO_BY_TWO)
+    assert ended.code == EXIT_OK, ended.out
+    assert len({row["weights/digest"] for row in ended.rows}) == STEPS, "each step has changed the weights"
+    for replica in range(2):
+        assert versions(ended, replica, "as it was broadcast") >= set(range(1, STEPS + 1)), ended.out
+        assert versions(ended, replica, "on demand") <= {0}, "a replica may join after the first version was sent"
+    ended.assert_nothing_left()
+
+
+def test_a_run_is_the_same_bit_for_bit_as_with_the_object_store(tmp_path: Path, deterministic: Ended) -> None:
+    """With commits that are written beside training from what the shards keep."""
+    ended = run_rl(tmp_path, *DETERMINISTIC, *BROADCAST)
+    assert ended.code == EXIT_OK, ended.out
+    assert_same_run(ended.root, deterministic.root)
+    ended.assert_nothing_left()
+
+
+LOST = [
+    "transport.bucket[1]@3=kill",
+    *(pytest.param(f"{fault}", marks=pytest.mark.long) for fault in (
+        "transport.offer[1]@3=kill",
+        "transport.ready[1]@3=kill",
+        "transport.finish[1]@3=kill",
+        "transport.offer[1]@3=stop",
+        "transport.ready[1]@3=stop",
+        "transport.finish[1]@3=stop",
+    )),
+    "transport.bucket[1]@3=stop",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", LOST)
+def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(tmp_path: Path, fault: str) -> None:
+    """Every version has one bucket, so it is the third version. The trainer gives the sending up at its deadline."""
+    ended = run_rl(tmp_path, *TWO_BY_TWO, "--timeouts.update-s", "20", environ=armed(tmp_path, [fault]))
+    assert os.listdir(tmp_path / "once") == [fault], ended.out
+    assert ended.code == EXIT_OK, ended.out
+    assert {row["attempt"] for row in ended.rows} == {1}, "the trainer has seen nothing of it"
+    assert len({row["weights/digest"] for row in ended.rows}) == STEPS
+    assert {incident["part"] for incident in rows_of(ended.root / "incidents.jsonl")} == {"inference_1"}
+    assert versions(ended, 0, "as it was broadcast") >= set(range(1, STEPS + 1))
+    ended.assert_nothing_left()
