@@ -21,6 +21,7 @@ import psutil
 import ray
 
 from inference.engine import end_of_sequence_ids, import_engine, start_engine, tables_of
+from inference.loaded import LoadedProof
 from inference.sampling import HEALTH_TICK_S, SamplingEngine, Value, answer_of, as_failure
 from inference.session import Broadcasts, Region
 from inference.stalls import StallClock
@@ -96,6 +97,7 @@ class ReplicaActor(SamplingEngine):
 
     def _become(self, index: int) -> None:
         self.index, self.name = index, f"inference replica {index}"
+        self.proof = LoadedProof(self.name)
         redirect_output(self._log_dir, f"inference_{index}")
         number_process(index)
         trace.start(self._log_dir, f"inference_{index}", self.config.trace.max_mb)
@@ -137,6 +139,7 @@ class ReplicaActor(SamplingEngine):
         async with self.updating:  # an update of the lost engine ends first: it would take the next one for its own
             self.engine.shutdown()
             super().__init__(self.config, self.name)  # the state of an engine without requests and weights
+            self.proof = LoadedProof(self.name)
             return await self.start()
 
     async def _await_end(self, pids: Iterable[int]) -> None:
@@ -316,7 +319,7 @@ class ReplicaActor(SamplingEngine):
         asked = time.monotonic()
         await step("pause", self.pause())
         still = time.monotonic()
-        await step("take", self._in_engine("take_weights"))
+        self.proof.check(manifest, await step("take", self._in_engine("take_weights", (self.proof.known,))))
         if manifest.adapter:
             from inference.adapter import POLICY  # imports vLLM
 

@@ -12,6 +12,7 @@ prompt. So its adapter is merged into the matrix, of which a copy of the origina
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
+    from inference.following import TensorFollower
+
     ModelRunner: TypeAlias = RunnerV1 | RunnerV2
     """vLLM takes V2 on CUDA, unless a feature is on that it lacks; the runner for CPUs is derived from V1."""
 
@@ -38,23 +41,39 @@ POLICY = LoRARequest("policy", 1, "in memory")
 """Named by every request once an adapter has been taken. vLLM reads no file of that name: it has the adapter."""
 
 
-def take_adapter(runner: ModelRunner, tensors: Mapping[str, torch.Tensor], adapter: Adapter) -> None:
+def stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a layer from which vLLM computes its adapters: all of one kind have the same shape."""
+    kinds = ("lora_a_stacked", "lora_b_stacked")
+    return {f"{kind}.{i}": tensor for kind in kinds for i, tensor in enumerate(getattr(layer, kind, ()))}
+
+
+def take_adapter(
+    runner: ModelRunner, follower: TensorFollower, tensors: Mapping[str, torch.Tensor], adapter: Adapter, *, known: bool
+) -> dict[str, str]:
     """Replaces the values of the adapter in vLLM's model runner, while the scheduler is paused. `tensors`: by peft's
-    names."""
-    layers = dict(tensors)
-    a, b = (layers.pop(_HEAD.format(which), None) for which in "AB")
-    # Only divided by the rank, though vLLM declares it as an int.
-    helper = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=[])  # type: ignore[arg-type]
+    names. The follower, of `stacks`, follows them; `known` as in `TensorFollower.following`. Returns {tensor that it
+    cannot follow: why}."""
     # vLLM's public way, `add_lora`, reads files of a directory: a second copy on a disk, which has no digest.
     manager = runner.lora_manager._adapter_manager
     dtype = manager.lora_config.lora_dtype
     assert isinstance(dtype, torch.dtype), "vLLM replaces `auto` and names as it starts"
-    lora = LoRAModel.from_lora_tensors(POLICY.lora_int_id, layers, helper, device="cpu", dtype=dtype)
-    manager.remove_adapter(lora.id)
-    manager.add_adapter(lora)
-    manager.activate_adapter(lora.id)
+    layers = {name: tensor.to(manager.device) for name, tensor in tensors.items()}
+    a, b = (layers.pop(_HEAD.format(which), None) for which in "AB")
+    unfollowed = dict.fromkeys(tensors.keys() - layers.keys(), "merged into the output matrix")
+    # Scaled here, and not where vLLM would do it, in the memory of the tensors that it is given.
+    scale = adapter.alpha / adapter.rank
+    scaled = [name for name in layers if ".lora_B." in name]
+    layers |= {name: layers[name] * scale for name in scaled}
+    if math.frexp(scale)[0] != 0.5:  # no power of two
+        unfollowed |= dict.fromkeys(scaled, "scaled by alpha / rank, which rounds")
+    helper = PEFTHelper(r=adapter.rank, lora_alpha=adapter.rank, target_modules=[])
+    with follower.following(layers, known=known, factors=dict.fromkeys(scaled, scale)) as given:
+        lora = LoRAModel.from_lora_tensors(POLICY.lora_int_id, dict(given), helper, str(manager.device), dtype)
+        manager.remove_adapter(lora.id)
+        manager.add_adapter(lora)
+        manager.activate_adapter(lora.id)
     if a is None or b is None:
-        return
+        return unfollowed
     added = (b.float() @ a.float()) * (adapter.alpha / adapter.rank)  # without rows for padding of the vocabulary
     head = next(module for module in runner.get_model().modules() if isinstance(module, ParallelLMHead))
     own = head.shard_indices  # the part of the vocabulary that this rank holds
@@ -66,3 +85,4 @@ def take_adapter(runner: ModelRunner, tensors: Mapping[str, torch.Tensor], adapt
     merged[: len(added)] = (merged[: len(added)].float() + added.to(merged.device)).to(merged.dtype)
     weight.copy_(merged)
     head.quant_method.process_weights_after_loading(head)  # on CPUs: packs it again
+    return unfollowed

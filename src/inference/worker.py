@@ -12,7 +12,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
-from inference.adapter import take_adapter
+from inference.adapter import stacks, take_adapter
+from inference.following import AFTER, TensorFollower
+from inference.loaded import LoadedSums
 from inference.receiving import Receiving
 from trireme.core import digest
 from trireme.core.errors import WeightsRefused
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from inference.adapter import ModelRunner
 
 # At every update it warns of each module for which a checkpoint has no tensors: rotary embeddings, a tied output head.
-# The canary proves that all weights are right. (It is a filter because vLLM sets all levels again as it starts.)
+# What was loaded is proved by its sums. (It is a filter because vLLM sets all levels again as it starts.)
 logging.getLogger(layerwise.__name__).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 # vLLM's CPU attention in bfloat16 uses AMX tiles where a processor has them, and Linux ends a process by SIGILL
@@ -47,22 +49,31 @@ logging.getLogger(layerwise.__name__).addFilter(lambda record: record.levelno >=
 torch.cpu._init_amx()
 
 
-def load_weights(runner: ModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_weights(
+    runner: ModelRunner, follower: TensorFollower, tensors: Mapping[str, torch.Tensor], *, known: bool
+) -> None:
     """Loads one version whole: fused groups (q, k, v; gate and up) must be loaded together."""
-    runner.reload_weights(weights_iterator=tensors)
-    if fault_point("inference.repack") == "skip":
-        return
+    with follower.following(tensors, known=known) as followed:
+        runner.reload_weights(weights_iterator=_as_loaded(followed, fault_point("inference.load")))
+    skip = fault_point("inference.repack") == "skip"
     # Reloading leaves some weights as packed at the first load: logprobs would be wrong by nats, without an error.
     # *The output matrix.* With tied embeddings it has no weight of its own in a checkpoint, so reloading skips
     # it. *Stacked experts, on CPUs.* vLLM packs them when it makes the kernel, at the first load. Later it copies the
     # plain weights into the packed tensors, and the kernel takes them for packed.
     for module in runner.get_model().modules():
         if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
+            pack = module.quant_method.process_weights_after_loading
         elif isinstance(module, RoutedExperts) and current_platform.is_cpu():
             kernel = module.quant_method.moe_kernel
             assert kernel is not None, "made at the first load"
-            kernel.fused_experts.process_weights_after_loading(module)
+            pack = kernel.fused_experts.process_weights_after_loading
+        else:
+            continue
+        follower.pack(AFTER, _left_out if skip else pack, module)
+
+
+def _left_out(layer: torch.nn.Module) -> None:
+    """Stands in for the packing of a layer in tests."""
 
 
 def _as_loaded(tensors: Iterable[tuple[str, torch.Tensor]], fault: str | None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,6 +86,13 @@ def _as_loaded(tensors: Iterable[tuple[str, torch.Tensor]], fault: str | None) -
             yield (swapped if fault == "swap_experts" else name), tensor
 
 
+def _corrupt(model: torch.nn.Module) -> None:
+    """Changes a value on which every logit depends: of the final norm, or of the last adapter where there are some."""
+    norms = [p for name, p in model.named_parameters() if name.endswith("norm.weight") and "layers" not in name]
+    adapters = [tensor for layer in model.modules() for tensor in stacks(layer).values()]
+    [*norms, *adapters][-1].data[(0,) * [*norms, *adapters][-1].dim()] += 1.0
+
+
 class WorkerExtension:
     """Methods that the replica calls on every rank of its engine, mixed into vLLM's Worker."""
 
@@ -83,6 +101,7 @@ class WorkerExtension:
     vllm_config: VllmConfig
     received: tuple[WeightsManifest, list[npt.NDArray[np.uint8]]] | None = None
     receiving: Receiving | None = None
+    follower: TensorFollower | None = None
 
     def settle(self) -> int:
         """Takes away the names of the shared memory by which ranks on CPUs communicate. They have found each other, and
@@ -118,32 +137,35 @@ class WorkerExtension:
         self.received = manifest, buckets
         return None
 
-    def take_weights(self) -> None:
-        """Loads the received weights, while the scheduler is paused. An error names the rank."""
+    def take_weights(self, known: bool) -> bytes:
+        """Loads the received weights, while the scheduler is paused. Returns what was loaded, a pickled
+        `inference.loaded.LoadedSums`. `known`: see `TensorFollower.following`. An error names the rank."""
         try:
-            self._load_received()
+            return pickle.dumps(self._load_received(known))
         except Exception as error:  # vLLM passes its text on, and does not say whose it is
             raise RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}") from error
 
-    def _load_received(self) -> None:
+    def _load_received(self, known: bool) -> LoadedSums:
         assert self.received is not None
         manifest, buckets = self.received
-        tensors = ((entry.name, tensor_of(entry, buckets)) for entry in manifest.entries)
+        tensors = {entry.name: tensor_of(entry, buckets) for entry in manifest.entries}
         runner = self.model_runner
         with set_current_vllm_config(self.vllm_config):
+            unfollowed: dict[str, str] = {}
             if manifest.adapter:
-                take_adapter(runner, dict(tensors), manifest.adapter)
+                follower = self.follower = self.follower or TensorFollower(runner.get_model(), stacks)
+                unfollowed = take_adapter(runner, follower, tensors, manifest.adapter, known=known)
             else:
-                load_weights(runner, _as_loaded(tensors, fault_point("inference.load")))
+                follower = self.follower = self.follower or TensorFollower(runner.get_model())
+                load_weights(runner, follower, tensors, known=known)
             if fault_point("inference.loaded") == "corrupt":
-                # One weight of the final norm, on which every logit depends.
-                names = runner.get_model().named_parameters()
-                norms = [p for name, p in names if name.endswith("norm.weight") and "layers" not in name]
-                norms[-1].data[0] += 1.0
+                _corrupt(runner.get_model())
+            loaded = follower.loaded(unfollowed)
             torch.accelerator.synchronize()
         self.received = None
         if self.receiving:
             self.receiving.forget(manifest.identity.version)  # all ranks had mapped it
+        return loaded
 
     def free_memory(self) -> None:
         """Gives the memory in which weights were loaded back to the system: some milliseconds, after requests resume.

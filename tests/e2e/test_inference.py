@@ -483,8 +483,8 @@ def test_a_byte_corrupted_on_the_way_is_refused_by_its_tensor(rooms: dict[str, R
     refused_update(rooms["untied"], r"inference replica 0: tensor model\.\S+ of version .* arrived with hash")
 
 
-def test_a_weight_corrupted_after_receipt_is_refused_by_the_canary(rooms: dict[str, Room]) -> None:
-    refused_update(rooms["llama"], "inference replica 0: canary of version .*not those that were published")
+def test_a_weight_corrupted_after_receipt_is_refused_by_its_tensor(rooms: dict[str, Room]) -> None:
+    refused_update(rooms["llama"], r"inference replica 0: version .*other values .* of model\.norm\.weight \(rank 0\)")
 
 
 def test_tied_output_heads_still_need_packing_again(rooms: dict[str, Room]) -> None:

@@ -14,6 +14,7 @@ import torch
 from inference_support import MAX_MODEL_LEN, START_S, make_config, prompt_of, random_model, request
 
 from inference.handle import InferenceHandle
+from inference.loaded import LoadedProof
 from trainer.logprobs import add_token_logprobs, token_logprobs
 from trainer.model import gathered_units
 from trainer.publish import compute_canary
@@ -24,6 +25,8 @@ from trireme.process.waits import get, get_all
 from trireme.transports.packing import pack
 
 FAULTS = ("skip_norm", "skip_head", "swap_experts")
+CANARY = r"inference replica 0: canary of version \d+: .* on average and"
+LOADED = r"inference replica 0: version \d+: .*loaded"
 
 
 class Rounded:
@@ -79,21 +82,32 @@ class Rounded:
         difference = np.abs(p[0, len(prompt) - 1 :].numpy() - answer.logprobs)
         return Drift(float(difference.mean()), float(difference.max()))
 
-    async def refused(self) -> str:
-        with pytest.raises(WeightsRefused, match=r"inference replica 0: canary of version \d+: .* on average and") as e:
+    async def refused(self, by: str = CANARY) -> str:
+        with pytest.raises(WeightsRefused, match=by) as e:
             await self.update()
         return str(e.value)
 
+    def compare(self, compared: bool) -> None:
+        """Has what is loaded compared with what was published, or not; either way as at a first update."""
 
-def test_the_canary_alone_finds_each_fault_at_version_0_and_later(ray_cluster: str, tmp_path: Path) -> None:
-    """The digest agrees: the right bytes arrived. A norm or the output matrix is not loaded, or two of eight experts of
-    one layer change places. In between the same engine takes new weights without fault."""
-    passages = [3 * number + one for number in range(len(FAULTS)) for one in (1, 3)]
-    faults = ",".join(f"inference.load@{at}={FAULTS[(at - 1) // 3]}" for at in passages)
+        def change(replica: Any) -> None:
+            replica.proof = LoadedProof(replica.name)
+            if not compared:
+                replica.proof.check = lambda manifest, answers: None
+
+        get(self.group.replicas[0].__ray_call__.remote(change), who="replica", timeout_s=60)
+
+
+def test_each_fault_is_found_at_version_0_and_later_and_by_the_canary_alone(ray_cluster: str, tmp_path: Path) -> None:
+    """The right bytes arrived. A norm or the output matrix is not loaded, or two of eight experts of one layer change
+    places. In between the same engine takes new weights without fault."""
+    passages = [6 * number + one for number in range(len(FAULTS)) for one in (1, 3, 4, 6)]
+    faults = ",".join(f"inference.load@{at}={FAULTS[(at - 1) // 6]}" for at in passages)
     room = Rounded("qwen3_moe", False, "float32", faults, tmp_path)
 
     async def run() -> None:
         for fault in FAULTS:
+            room.compare(False)
             print(fault, await room.refused())
             room.begin_again()
             drift, sampled = await room.update(), await room.sampled(fault)
@@ -101,6 +115,12 @@ def test_the_canary_alone_finds_each_fault_at_version_0_and_later(ray_cluster: s
             assert 0 < drift.mean < ROUNDED.mean
             assert 0 < sampled.mean < ROUNDED.mean
             print(fault, await room.refused())
+            room.begin_again()
+            room.compare(True)
+            print(fault, await room.refused(LOADED))
+            room.begin_again()
+            await room.update()
+            print(fault, await room.refused(LOADED))
             room.begin_again()
 
     try:

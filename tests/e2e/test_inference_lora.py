@@ -47,9 +47,10 @@ from trireme.core.weights import (
     WeightsManifest,
     weights_digest,
 )
-from trireme.process.waits import get_all
+from trireme.process.waits import get, get_all
 
 TOLERANCE = 1e-4
+LAST = 16  # this update of a replica meets its fault point
 EVERYWHERE = ("llama", False, "recompute_kv", {"rank": 8, "alpha": 16, "train_unembed": True})
 KINDS = {
     "everywhere": EVERYWHERE,
@@ -110,7 +111,8 @@ def start_rooms(kinds: dict[str, Any], directory: Path, ranks: int = 1) -> dict[
         random_model(family, tied, seed=0).save_pretrained(directory / name)
         config = make_config(directory / name, False, on_update=on_update, tensor_parallel=ranks)
         trainer = config.trainer.model_copy(update={"lora": LoraConfig.model_validate(lora)})
-        options = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+        environment = {"OMP_NUM_THREADS": "1", "TRIREME_FAULTS": f"inference.loaded@{LAST}=corrupt"}
+        options = {"num_cpus": 1, "runtime_env": {"env_vars": environment}}
         config = config.model_copy(update={"trainer": trainer})
         groups[name] = InferenceHandle.start(config, [options], directory / "logs" / name)
     started = {}
@@ -254,6 +256,25 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
     moved = check_continued(both, 900, prompts, answers, asked)
     assert len(moved) == 2
     assert {span.identity.version for answer in answers for span in answer.spans} == {len(both.models) - 1}
+
+
+def test_an_adapter_that_changes_after_it_was_loaded_is_refused_by_its_tensor(rooms: dict[str, AdapterRoom]) -> None:
+    """A weight of B, which vLLM holds times alpha / rank."""
+    room = rooms["kept"]
+    (log,) = room.base.parent.glob("logs/kept/inference_0.log")
+    assert "cannot be followed" not in log.read_text()
+
+    async def run() -> None:
+        await room.update_up_to(LAST - 1)
+        with pytest.raises(
+            WeightsRefused, match=r"other values than were published of \S+down_proj.lora_B\S+ \(rank 0\)"
+        ):
+            await room.update()
+
+    asyncio.run(run())
+    replica = room.group.replicas[0]
+    get(replica.__ray_call__.remote(lambda self: setattr(self, "broken", None)), who="replica", timeout_s=60)
+    room.router = room.group.router_factory()()
 
 
 def test_adapters_of_another_base_are_refused(rooms: dict[str, AdapterRoom]) -> None:

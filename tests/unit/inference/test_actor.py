@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from inference import actor as replica_module
 from inference.actor import FETCH, ReplicaActor
 from inference.engine_stats import EngineStats
 from inference.handover import NOTHING
+from inference.loaded import Following, LoadedSums
 from inference.sampling import wrong_answer
 from trireme.config import Config
 from trireme.core.deadline import LearnedDeadline
@@ -32,6 +34,7 @@ from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, V
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest
 
 IDENTITY = WeightIdentity(1, 0, "d")
+NOTHING_LOADED = pickle.dumps(LoadedSums(np.zeros((0, 2), np.uint64), Following((), 0, {}, [])))
 
 
 def config(deterministic: bool = False, update_s: float = 60.0, **inference: Any) -> Config:
@@ -565,7 +568,7 @@ class UpdatingReplica(SamplingReplica):
 
     async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.engine.calls.append(method)
-        return list(self.refusals)
+        return [NOTHING_LOADED] * 2 if method == "take_weights" else list(self.refusals)
 
     async def _submit_canary(self, published: PublishedWeights) -> Any:
         self.engine.calls.append("canary")

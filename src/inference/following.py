@@ -1,0 +1,182 @@
+"""Follows published tensors into the parameters of vLLM's model, and sums what these hold.
+
+No table says which parameter a published tensor becomes a part of: it is *seen*. At an engine's first update each copy
+that vLLM's loaders make is noted (`inference.watching`): from which elements of which published tensor, to which of
+which parameter. Later updates use what was found then.
+
+vLLM loads layer by layer (`vllm.model_executor.model_loader.reload`): its parameters have no memory at first, and the
+loaders copy into them for nothing, to count how much of a layer has come. These copies are the noted ones. When a layer
+is complete the loaders fill new memory, the layer may *pack* its weights for its kernels, and what results is copied to
+where the layer's parameters always lie.
+
+What a parameter holds is summed as late as it is still plain. *At the end of the update*, where packing leaves it as it
+is: all parameters on CUDA, but for the experts of some kernels; norms, embeddings, biases and output matrices on CPUs.
+*Right before it is packed*, where packing changes it: linear layers and stacked experts on CPUs, of which nothing plain
+is left. Which of both it is, is seen at the first update too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+from inference.loaded import Following, LoadedSums
+from inference.watching import Copy, CopyWatch, Layout, disordered, layout_of, widens
+from trireme.transports.tensor_sums import tensor_sums
+
+PACK = "process_weights_after_loading"
+AHEAD = 4
+"""Plain parameters that may wait to be summed while vLLM goes on: they take memory."""
+WITHIN, AFTER = "within the reload", "after the reload"
+
+
+def own_tensors(layer: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters and buffers of a layer itself."""
+    return dict(chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False)))
+
+
+class TensorFollower:
+    """Follows the published tensors of all updates into one model; one for each rank of an engine. `tensors_of`: what
+    it looks at of each layer, by names."""
+
+    def __init__(self, model: nn.Module, tensors_of: Callable[[nn.Module], Mapping[str, Tensor]] = own_tensors) -> None:
+        self._model, self._tensors_of = model, tensors_of
+        self._prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+        self._table: list[tuple[str, torch.dtype, torch.Size, float | None]] | None = None
+        self._watch: CopyWatch | None = None  # while what the loaders do is not yet known
+        self._copies: Mapping[str, dict[Copy, int]] = {}  # by parameter, with their numbers
+        self._layouts: dict[str, Layout] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._factors: Mapping[str, float] = {}
+        self._packed: dict[str, str] = {}  # parameters that are packed, and when
+        self._in_place: set[str] = set()  # those that are packed in the memory where they lie
+        self._sums: dict[int, Tensor] = {}  # by the number of the copy, on the device
+        self._threads = ThreadPoolExecutor(max(1, torch.get_num_threads()), "sums")
+        self._pending: deque[Future[dict[int, Tensor]]] = deque()
+
+    @contextmanager
+    def following(
+        self, tensors: Mapping[str, Tensor], *, known: bool, factors: Mapping[str, float] = MappingProxyType({})
+    ) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Follows what loaders take from the iterator that it yields, and what they pack. The iterator must be begun
+        when vLLM has prepared its parameters, and the tensors stay alive until `loaded`. `known`: what the loaders do
+        was found at an earlier update, and the finding was accepted; tensors of other shapes are followed anew.
+        `factors`: {tensor: power of two by which it was multiplied since it was published}."""
+        table = [(name, tensor.dtype, tensor.shape, factors.get(name)) for name, tensor in tensors.items()]
+        self._sums.clear()
+        self._factors = factors
+        with ExitStack() as stack:
+            if not known or table != self._table:
+                self._watch = stack.enter_context(CopyWatch(tensors))
+                self._table, self._copies, self._packed = table, self._watch.copies, {}
+                self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+            for module in self._model.modules():
+                method = getattr(module, "quant_method", None)
+                if isinstance(method, QuantizeMethodBase) and PACK not in vars(method):
+                    # Of the object alone: the class has its own again when it is deleted.
+                    setattr(method, PACK, partial(self.pack, WITHIN, method.process_weights_after_loading))
+                    stack.callback(delattr, method, PACK)
+            yield self._given(tensors)
+            if self._watch:
+                self._watch.idle = True
+
+    def _given(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        if self._watch:
+            self._watch.begin(self._held())
+        yield from tensors.items()
+
+    def pack(self, when: str, pack: Callable[[nn.Module], None], layer: nn.Module) -> None:
+        """Calls `pack`, which may change a layer's parameters, and sums those before that it changes."""
+        if self._watch is None:
+            for name, tensor in self._own(layer).items():
+                if self._packed.get(name) == when:
+                    self._begin(name, tensor)
+                    if name in self._in_place:
+                        self._await(0)
+            pack(layer)
+            return
+        idle, self._watch.idle = self._watch.idle, True
+        self._layouts = self._watch.layouts()
+        before = {name: tensor for name, tensor in self._own(layer).items() if name not in self._packed}
+        memory = {name: tensor.data_ptr() for name, tensor in before.items()}
+        plain = {name: self._sum(name, tensor) for name, tensor in before.items()}
+        pack(layer)
+        after = self._own(layer)
+        for name, sums in plain.items():
+            if sums and not (name in after and _equal(sums, self._sum(name, after[name]))):
+                self._packed[name] = when
+                self._sums |= sums
+                if name in after and after[name].data_ptr() == memory[name]:
+                    self._in_place.add(name)
+        self._watch.idle = idle
+
+    def loaded(self, unfollowed: Mapping[str, str] = MappingProxyType({})) -> LoadedSums:
+        """Sums what is still plain; returns the sums of all that was loaded. Call it once after `following`.
+        `unfollowed`: {tensor that it was not given: why}."""
+        watch, self._watch = self._watch, None
+        if watch:
+            self._layouts = watch.layouts()
+        held = self._held()
+        for name in self._copies.keys() - self._packed.keys():
+            self._begin(name, held[name])
+        self._await(0)
+        copies = sorted(chain(*(each.items() for each in self._copies.values())), key=lambda each: each[1])
+        device = next((each.device for each in self._sums.values()), None)
+        nothing = torch.zeros(2, dtype=torch.int64, device=device)
+        # What does not lie any more as it did has no sums, so it is refused. One answer comes from the device.
+        sums = torch.stack([nothing, *(self._sums.get(number, nothing) for _, number in copies)])[1:].cpu()
+        following = None
+        if watch:
+            parts = tuple(copy.part for copy, _ in copies)
+            packed = sum(len(self._copies[name]) for name in self._packed)
+            following = Following(
+                parts, packed, {**watch.unfollowed, **unfollowed}, disordered([copy for copy, _ in copies])
+            )
+        return LoadedSums(sums.numpy().view(np.uint64), following)
+
+    def _begin(self, name: str, tensor: Tensor) -> None:
+        """Sums a parameter, on CPUs beside the load."""
+        if tensor.device.type == "cpu":
+            self._pending.append(self._threads.submit(self._sum, name, tensor.data))
+            self._await(AHEAD)
+        else:
+            self._sums |= self._sum(name, tensor)
+
+    def _await(self, most: int) -> None:
+        while len(self._pending) > most:
+            self._sums |= self._pending.popleft().result()
+
+    def _sum(self, name: str, tensor: Tensor) -> dict[int, Tensor]:
+        """Sums what was copied to a parameter, if it lies as it did then: {number of the copy: sums}."""
+        if name not in self._copies or self._layouts[name] != layout_of(tensor):
+            return {}
+        sums = {}
+        for copy, number in self._copies[name].items():
+            dtype, place = self._dtypes[copy.part.name], copy.place
+            if widens(dtype, tensor.dtype):
+                view = tensor.data.as_strided(place.shape, place.stride, tensor.storage_offset() + place.offset)
+                if (factor := self._factors.get(copy.part.name)) is not None:
+                    view = view / factor
+                sums[number] = tensor_sums(view, copy.source.offset, copy.source.stride, dtype)
+        return sums
+
+    def _held(self) -> dict[str, Tensor]:
+        """Returns the parameters and buffers of all layers, each under one name."""
+        return {name: tensor for layer in self._prefixes for name, tensor in self._own(layer).items()}
+
+    def _own(self, layer: nn.Module) -> dict[str, Tensor]:
+        return {self._prefixes[layer] + name: tensor for name, tensor in self._tensors_of(layer).items()}
+
+
+def _equal(sums: Mapping[int, Tensor], others: Mapping[int, Tensor]) -> bool:
+    return sums.keys() == others.keys() and all(torch.equal(each, others[number]) for number, each in sums.items())

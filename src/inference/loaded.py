@@ -1,0 +1,203 @@
+"""Compares what the ranks of an engine have loaded with what was published.
+
+A rank names the parts of published tensors that it holds (`inference.following` finds them) and sums each of them. Sums
+of parts add up to those of the tensor, so together the ranks show that what their parameters hold is what was
+published. Norms are held by all ranks, and keys by several where there are fewer of their heads than ranks: what is
+held more than once must agree, and counts once.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from trireme.core.errors import WeightsRefused
+from trireme.core.weights import WeightsManifest
+
+NAMED = 4
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Some elements of a tensor, as `torch.as_strided` takes them; dimensions of one element are left out, and
+    dimensions that follow each other in memory are one."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """A part of a published tensor that a rank holds, maybe all of it."""
+
+    name: str
+    slice: Elements
+
+
+@dataclass(frozen=True)
+class Following:
+    """Says what a rank's loaders did with each published tensor, found at its first update."""
+
+    parts: tuple[HeldPart, ...]
+    """In the order of the sums; the same one several times, where the rank holds copies."""
+    packed: int
+    """Number of parts that the engine packs for its kernels after they were summed."""
+    unfollowed: dict[str, str]
+    """{name: why its values cannot be found again}"""
+    disordered: list[str]
+    """Tensors that were loaded in another order than that of their numbers."""
+
+
+@dataclass(frozen=True)
+class LoadedSums:
+    """A rank's answer when it has loaded a version."""
+
+    sums: npt.NDArray[np.uint64]
+    """[parts, 2], of what it holds."""
+    following: Following | None
+    """It says what the sums are of, if that was found at this update."""
+
+
+class LoadedProof:
+    """Compares what the ranks of an engine have loaded with what was published."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._held: Held | None = None
+
+    @property
+    def known(self) -> bool:
+        """Tells if it is known what the engine's loaders do with each tensor."""
+        return self._held is not None
+
+    def check(self, manifest: WeightsManifest, answers_R: Sequence[bytes]) -> None:
+        """Raises WeightsRefused unless the ranks, whose answers are of type `LoadedSums`, pickled, hold what was
+        published."""
+        ranks: list[LoadedSums] = [pickle.loads(answer) for answer in answers_R]
+        if found := [rank.following for rank in ranks if rank.following]:  # by all of them at the same update
+            held = Held(found, manifest)
+            held.warn(self._who)
+            self._held = held
+        assert self._held is not None, "each engine finds it at its first update"
+        self._held.check(np.concatenate([rank.sums for rank in ranks]), manifest)
+
+
+class Held:
+    """Knows what all ranks of an engine hold: rows of their sums, one rank's after the other's."""
+
+    def __init__(self, followings_R: Sequence[Following], manifest: WeightsManifest) -> None:
+        """Raises WeightsRefused if a tensor, or a part of one, was loaded by no rank."""
+        self._names = [entry.name for entry in manifest.entries]
+        numbers = {name: number for number, name in enumerate(self._names)}
+        sizes = {entry.name: prod(entry.shape) for entry in manifest.entries}
+        rows = [(part, rank) for rank, each in enumerate(followings_R) for part in each.parts]
+        first: dict[HeldPart, int] = {}
+        for row, (part, _) in enumerate(rows):
+            first.setdefault(part, row)
+        loaded: Counter[str] = Counter()
+        for part in first:
+            loaded[part.name] += part.slice.size
+        self._tensor = np.array([numbers[part.name] for part, _ in rows], np.int64)
+        self._rank = np.array([rank for _, rank in rows], np.int64)
+        self._first = np.array([first[part] for part, _ in rows], np.int64)  # the row of the same part
+        self._unfollowed = {name: why for each in followings_R for name, why in each.unfollowed.items()}
+        self._unfollowed |= {name: "parts overlap" for name, size in loaded.items() if size > sizes[name]}
+        self._packed = sum(each.packed for each in followings_R)
+        self._proved = np.array([name not in self._unfollowed for name in self._names], np.bool_)
+        version = manifest.identity.version
+        if disordered := sorted({name for each in followings_R for name in each.disordered}):
+            raise WeightsRefused(
+                f"version {version}: {some(disordered)} were loaded to places in another order than their numbers"
+            )
+        if missing := [name for name in self._names if name not in self._unfollowed and loaded[name] < sizes[name]]:
+            parts = [f"{name} ({loaded[name]} of {sizes[name]} values)" for name in missing]
+            raise WeightsRefused(f"version {version}: the engine has loaded only a part, or nothing, of {some(parts)}")
+
+    def warn(self, who: str) -> None:
+        """Names what only the canary proves."""
+        if self._unfollowed:
+            log.warning(
+                "%s: %d of %d published tensors cannot be followed into vLLM's parameters. Only the canary proves that "
+                "they are used: %s",
+                who,
+                len(self._unfollowed),
+                len(self._names),
+                patterns(self._unfollowed),
+            )
+        if self._packed:
+            log.info(
+                "%s: vLLM packs %d of %d parts of published tensors for its kernels after they are summed; the canary "
+                "proves that it does that right",
+                who,
+                self._packed,
+                len(self._first),
+            )
+
+    def check(self, sums: npt.NDArray[np.uint64], manifest: WeightsManifest) -> None:
+        """Raises WeightsRefused unless `sums`, [rows, 2], are those of the manifest."""
+        published = np.array([_words(entry.hash) for entry in manifest.entries], np.uint64).reshape(-1, 2)
+        total = np.zeros_like(published)
+        once = self._first == np.arange(len(self._first))
+        np.add.at(total, self._tensor[once], sums[once])
+        wrong = (total != published).any(1)
+        wrong[self._tensor[(sums != sums[self._first]).any(1)]] = True
+        if not (wrong & self._proved).any():
+            return
+        found = [
+            f"{self._names[each]} (rank {self._blame(each, sums, published[each])})"
+            for each in np.flatnonzero(wrong & self._proved)
+        ]
+        raise WeightsRefused(
+            f"version {manifest.identity.version}: the engine has loaded other values than were published of "
+            f"{some(found)}"
+        )
+
+    def _blame(self, tensor: int, sums: npt.NDArray[np.uint64], published: npt.NDArray[np.uint64]) -> str:
+        """Names the ranks that hold wrong values of a tensor; of parts that one rank holds alone, all that have one."""
+        (mine,) = np.nonzero(self._tensor == tensor)
+        ranks = np.unique(self._rank[mine])
+        wrong = []
+        for rank in ranks:
+            own = mine[self._rank[mine] == rank]
+            rows = {self._first[row]: row for row in mine} | {self._first[row]: row for row in own}
+            copies = (sums[own] != sums[[rows[self._first[row]] for row in own]]).any()
+            if copies or (sums[list(rows.values())].sum(0, dtype=np.uint64) != published).any():
+                wrong.append(rank)
+        return ", ".join(map(str, wrong or ranks))
+
+
+def _words(digest: str) -> tuple[int, int]:
+    """Returns the two sums that a table of tensors has as hex digits."""
+    return int(digest[:16], 16), int(digest[16:], 16)
+
+
+def some(names: Sequence[str]) -> str:
+    """Returns the first names, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def patterns(unfollowed: dict[str, str]) -> str:
+    """Returns names and reasons, with one entry for those that differ in numbers alone.
+
+    >>> patterns({"layers.0.gate.bias": "cast", "layers.1.gate.bias": "cast", "norm": "added to"})
+    'layers.*.gate.bias (2: cast), norm (1: added to)'
+    """
+    found: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for name, why in unfollowed.items():
+        found[re.sub(r"(?<![^.])\d+(?![^.])", "*", name), why] += 1
+    return ", ".join(f"{name} ({count}: {why})" for (name, why), count in found.items())

@@ -1,0 +1,189 @@
+"""Sees which elements of which published tensor vLLM's loaders copy to which elements of which parameter."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from inference.loaded import Elements, HeldPart
+
+PADDING = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
+"""Loaders fill what no published value belongs to."""
+COMPUTED = "loaders compute with it"
+LAST_NAME = "\U0010ffff"
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy that a loader makes."""
+
+    part: HeldPart
+    held: str
+    """Name of the parameter or buffer."""
+    source: Elements
+    """The elements of `part`, in as many dimensions as `place`."""
+    place: Elements
+    """The elements of the parameter, in the same order."""
+
+
+class CopyWatch(TorchDispatchMode):
+    """Notes what is copied from published tensors to the tensors of a model, while it is entered and not `idle`."""
+
+    def __init__(self, published: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.idle = True
+        self.copies: defaultdict[str, dict[Copy, int]] = defaultdict(dict)
+        """They are kept by parameter, with their numbers. Loaders may be called twice for nothing."""
+        self.unfollowed: dict[str, str] = {}
+        self._published = published
+        self._addresses = sorted((tensor.data_ptr(), name) for name, tensor in published.items() if tensor.numel())
+        self._held: Mapping[str, Tensor] = {}
+        self._holders: dict[int, str] = {}  # by memory
+        self._into: defaultdict[str, set[str]] = defaultdict(set)  # the published tensors that were copied there
+        self._computed: dict[int, set[str]] = {}  # by memory: the published tensors that it was computed from
+
+    def begin(self, held: Mapping[str, Tensor]) -> None:
+        """Watches copies to the tensors `held` from now on."""
+        self._held, self._holders = held, {_memory(tensor): name for name, tensor in held.items()}
+        self.idle = False
+
+    def layouts(self) -> dict[str, Layout]:
+        """Returns {parameter that was copied to: how it lies in memory}."""
+        return {name: layout_of(self._held[name]) for name in self.copies}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not (self.idle or func.is_view):
+            if func is torch.ops.aten.copy_.default and _memory(args[0]) in self._holders:
+                self._note(args[0], args[1])
+            else:
+                self._trace(func, [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)], result)
+        return result
+
+    def _note(self, target: Tensor, source: Tensor) -> None:
+        if _memory(source) == _memory(target):
+            return  # vLLM copies a loaded layer to where its parameters always lie; some never lay elsewhere
+        held, name = self._holders[_memory(target)], self._name(source)
+        if name is None:
+            self.unfollowed.update(dict.fromkeys(self._origin(source), COMPUTED))
+            return
+        self._into[held].add(name)
+        published = self._published[name]
+        if why := _unlike(published, source, target):
+            self.unfollowed[name] = why
+            return
+        dims = list(zip(target.shape, source.stride(), target.stride(), strict=True))
+        offset = (source.data_ptr() - published.data_ptr()) // published.element_size()
+        start = int(target.storage_offset()) - int(self._held[held].storage_offset())
+        part = HeldPart(name, _slice(offset, _merged([(size, own, own) for size, own, _ in dims]), 1))
+        rows = _merged(dims)
+        copy = Copy(part, held, _slice(offset, rows, 1), _slice(start, rows, 2))
+        if copy not in self.copies[held]:
+            self.copies[held][copy] = sum(map(len, self.copies.values()))
+
+    def _trace(self, func: Any, given: Sequence[Tensor], result: Any) -> None:
+        """Keeps account of what is computed from published tensors, which cannot be followed."""
+        origin = {name for tensor in given for name in self._origin(tensor)}
+        if func._schema.is_mutable and given and _memory(given[0]) in self._holders and func not in PADDING:
+            self.unfollowed.update(dict.fromkeys(origin, COMPUTED))
+        old = {_memory(tensor) for tensor in given}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (memory := _memory(tensor)) not in self._holders:
+                if memory not in old:
+                    self._computed.pop(memory, None)  # of a tensor that was freed
+                if origin and self._name(tensor) is None:
+                    self._computed.setdefault(memory, set()).update(origin)
+
+    def _origin(self, tensor: Tensor) -> set[str]:
+        """Returns the published tensors of which values are in this memory."""
+        if (name := self._name(tensor)) is not None:
+            return {name}
+        if (held := self._holders.get(_memory(tensor))) is not None:
+            return self._into[held]
+        return self._computed.get(_memory(tensor), set())
+
+    def _name(self, tensor: Tensor) -> str | None:
+        """Returns the published tensor in whose memory this one lies."""
+        if tensor.is_meta or not (address := tensor.data_ptr()):
+            return None
+        if (at := bisect_right(self._addresses, (address, LAST_NAME)) - 1) < 0:
+            return None
+        start, name = self._addresses[at]
+        return name if address < start + self._published[name].nbytes else None
+
+
+def disordered(copies: Sequence[Copy]) -> list[str]:
+    """Returns tensors whose numbers are in another order than their places: of layers, or of experts in one parameter.
+
+    What loaders do is learnt from what they do, so an exchange at the first update would become the rule.
+    """
+    kinds: defaultdict[tuple[str, str], list[tuple[list[int], list[int], str]]] = defaultdict(list)
+    for copy in copies:
+        (name, numbers), (holder, places) = _numbers(copy.part.name), _numbers(copy.held)
+        kinds[name, holder].append((numbers, [*places, copy.place.offset], copy.part.name))
+    found: dict[str, None] = {}
+    for kind in kinds.values():
+        if len({tuple(numbers) for numbers, _, _ in kind}) == len(kind):  # each has one place
+            for (_, place, first), (_, later, second) in pairwise(sorted(kind)):
+                if place >= later:
+                    found |= {first: None, second: None}
+    return list(found)
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    return tuple(tensor.shape), tensor.stride()
+
+
+def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Tells if `wide` has all values of `narrow`, so that casting there and back changes nothing."""
+    return torch.promote_types(narrow, wide) == wide
+
+
+def _unlike(published: Tensor, source: Tensor, target: Tensor) -> str | None:
+    """Returns why the values cannot be found again that are copied from `source`, in the memory of `published`."""
+    if source.dtype != published.dtype or not widens(source.dtype, target.dtype):
+        return f"{_short(published)} as {_short(source)} held in {_short(target)}"
+    if source.shape != target.shape or 0 in source.stride():
+        return "loaders repeat it"
+    return None
+
+
+def _merged(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Returns the dimensions (size, stride in the source, stride in the target) from the largest stride in the source
+    to the smallest, without those of one element, and those joined that follow each other in both memories."""
+    merged: list[tuple[int, int, int]] = []
+    for size, own, there in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: -dim[1]):
+        if merged and merged[-1][1] == size * own and merged[-1][2] == size * there:
+            merged[-1] = (merged[-1][0] * size, own, there)
+        else:
+            merged.append((size, own, there))
+    return merged
+
+
+def _slice(offset: int, dims: Sequence[tuple[int, int, int]], which: int) -> Elements:
+    return Elements(offset, tuple(dim[0] for dim in dims), tuple(dim[which] for dim in dims))
+
+
+def _numbers(name: str) -> tuple[str, list[int]]:
+    """Returns a dotted name without its numbers, and these."""
+    parts = name.split(".")
+    return ".".join("*" if part.isdigit() else part for part in parts), [int(part) for part in parts if part.isdigit()]
+
+
+def _memory(tensor: Tensor) -> int:
+    """Identifies what a tensor shares with its views, on the device `meta` too."""
+    return tensor.untyped_storage()._cdata
+
+
+def _short(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,358 @@
+"""What an engine has loaded, part by part: seen as loaders copy it, summed, and held against what was published."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+from inference.following import AFTER, TensorFollower
+from inference.loaded import Elements, Following, HeldPart, LoadedProof, LoadedSums
+from inference.watching import COMPUTED, CopyWatch, disordered
+from trireme.core.digest import Sums
+from trireme.core.errors import WeightsRefused
+from trireme.core.types import WeightIdentity
+from trireme.core.weights import EXACT, Canary, TensorEntry, WeightsManifest
+from trireme.transports.tensor_sums import tensor_sums, to_sums
+
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def manifest_of(tensors: dict[str, Tensor], version: int = 1) -> WeightsManifest:
+    entries = [
+        TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape), 0, 0, tensor.nbytes, str(sums(tensor)))
+        for name, tensor in tensors.items()
+    ]
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
+    return WeightsManifest(WeightIdentity(1, version, "d"), tuple(entries), canary)
+
+
+def sums(tensor: Tensor) -> Sums:
+    return to_sums(tensor_sums(tensor)[None])[0]
+
+
+# ------------------------------------------------------------------------------------------ the ranks' answers together
+
+WHOLE = {"norm": torch.randn(6), "up": torch.randn(4, 6), "keys": torch.randn(4, 6)}
+
+
+def rank(parts: dict[str, list[slice]], values: dict[str, Tensor] = WHOLE, **following: Any) -> bytes:
+    """The answer of a rank that holds these rows."""
+    held, rows = [], []
+    for name, slices in parts.items():
+        for each in slices:
+            tensor = values[name][each]
+            first = each.start * (values[name].numel() // len(values[name]))
+            held.append(HeldPart(name, Elements(first, (tensor.numel(),), (1,))))
+            rows.append(to_sums(tensor_sums(tensor, first)[None])[0])
+    array = np.array([(each.first, each.second) for each in rows], np.uint64).reshape(-1, 2)
+    found = Following(tuple(held), **{"packed": 0, "unfollowed": {}, "disordered": [], **following})
+    return pickle.dumps(LoadedSums(array, found))
+
+
+FIRST = {"norm": [slice(0, 6)], "up": [slice(0, 2)], "keys": [slice(0, 4)]}
+SECOND = {"norm": [slice(0, 6)], "up": [slice(2, 4)], "keys": [slice(0, 4)]}
+
+
+def test_what_ranks_share_counts_once_and_their_own_parts_add_up() -> None:
+    proof = LoadedProof("a replica")
+    assert not proof.known
+    proof.check(manifest_of(WHOLE), [rank(FIRST), rank(SECOND)])
+    assert proof.known
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_one_wrong_value_of_one_rank_is_refused_by_tensor_and_rank(name: str, wrong: int) -> None:
+    values = {key: tensor.clone() for key, tensor in WHOLE.items()}
+    values[name].view(-1)[2 if wrong == 0 else -1] += 1
+    answers = [rank(FIRST), rank(SECOND)]
+    answers[wrong] = rank((FIRST, SECOND)[wrong], values)
+    by_whom = "0, 1" if name == "up" else str(wrong)  # of parts that a rank holds alone nobody knows whose is wrong
+    with pytest.raises(WeightsRefused, match=rf"version 1: .* other values .* of {name} \(rank {by_whom}\)$"):
+        LoadedProof("a replica").check(manifest_of(WHOLE), answers)
+
+
+def test_wrong_values_on_all_ranks_are_refused_although_they_agree() -> None:
+    values = WHOLE | {"norm": WHOLE["norm"] + 1}
+    with pytest.raises(WeightsRefused, match=r"of norm \(rank 0, 1\)$"):
+        LoadedProof("a replica").check(manifest_of(WHOLE), [rank(FIRST, values), rank(SECOND, values)])
+
+
+def test_later_answers_say_no_more_what_they_are_of() -> None:
+    proof = LoadedProof("a replica")
+    proof.check(manifest_of(WHOLE), [rank(FIRST), rank(SECOND)])
+    later = [pickle.dumps(LoadedSums(pickle.loads(each).sums, None)) for each in (rank(FIRST), rank(SECOND))]
+    proof.check(manifest_of(WHOLE, version=2), later)
+    changed = WHOLE | {"up": WHOLE["up"] * 2}
+    with pytest.raises(WeightsRefused, match=r"version 3: .* of up"):
+        proof.check(manifest_of(changed, version=3), later)
+
+
+def test_what_no_rank_has_loaded_is_refused_and_so_is_a_part() -> None:
+    published = WHOLE | {f"extra {i}": torch.ones(2) for i in range(5)}
+    proof = LoadedProof("a replica")
+    with pytest.raises(WeightsRefused, match=r"nothing, of extra 0 \(0 of 2 values\), .* and 1 more"):
+        proof.check(manifest_of(published), [rank(FIRST), rank(SECOND)])
+    assert not proof.known, "the next update looks again"
+    with pytest.raises(WeightsRefused, match=r"only a part, or nothing, of up \(12 of 24 values\)"):
+        proof.check(manifest_of(WHOLE), [rank(FIRST), rank(FIRST)])
+
+
+def test_what_cannot_be_followed_is_said_once_and_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    published = WHOLE | {f"layers.{i}.bias": torch.ones(2) for i in range(3)}
+    why = {f"layers.{i}.bias": COMPUTED for i in range(3)}
+    proof = LoadedProof("inference replica 3")
+    proof.check(manifest_of(published), [rank(FIRST, unfollowed=why), rank(SECOND)])
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert said.startswith("inference replica 3: 3 of 6 published tensors cannot be followed")
+    assert said.endswith(f"layers.*.bias (3: {COMPUTED})")
+
+
+def test_parts_that_overlap_cannot_be_added(caplog: pytest.LogCaptureFixture) -> None:
+    overlapping = SECOND | {"up": [slice(1, 4)]}
+    LoadedProof("a replica").check(manifest_of(WHOLE), [rank(FIRST), rank(overlapping)])
+    assert "up (1: parts overlap)" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------- a rank and its loaders
+
+
+class Packed(UnquantizedLinearMethod):
+    """Leaves nothing of a weight, like vLLM on CPUs, or turns it in place, like some kernels."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        weight = layer.get_parameter("weight")
+        if self.in_place:
+            weight.copy_(weight.flip(0).clone())
+        else:
+            layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+Loader = Callable[[str, Tensor, dict[str, Tensor]], None]
+
+
+def reload(model: nn.Module, load: Loader, given: Any) -> None:
+    """Reloads all layers with one loader, which is called twice for each tensor."""
+    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in SHAPES.items()}
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in SHAPES}
+    for name, owner in owners.items():
+        setattr(owner, name.rpartition(".")[2], nn.Parameter(empty[name], requires_grad=False))
+    held = dict(model.named_parameters())
+    tensors = []
+    for name, tensor in given:
+        tensors.append((name, tensor))
+        load(name, tensor, {key: each.data for key, each in held.items()})
+    full = {name: torch.empty_like(SHAPES[name]) for name in SHAPES}
+    for name, tensor in tensors:
+        load(name, tensor, full)
+    for name, owner in owners.items():
+        setattr(owner, name.rpartition(".")[2], nn.Parameter(full[name], requires_grad=False))
+    for module in model.modules():
+        if hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+SHAPES = {"qkv.weight": torch.zeros(8, 6), "norm.weight": torch.zeros(6), "down.weight": torch.zeros(6, 4)}
+PUBLISHED = {"q": (4, 6), "k": (2, 6), "v": (2, 6), "norm": (6,), "down": (6, 8)}
+
+
+def model_of(in_place: bool = False) -> nn.Module:
+    model = nn.Module()
+    for name, tensor in SHAPES.items():
+        model.add_module(name.partition(".")[0], layer := nn.Module())
+        layer.register_parameter("weight", nn.Parameter(tensor.clone(), requires_grad=False))
+    model.qkv.quant_method = Packed(in_place)
+    return model
+
+
+def fused(name: str, tensor: Tensor, held: dict[str, Tensor]) -> None:
+    """A rank's half of `down`, and all of the others."""
+    rows = {"q": (0, 4), "k": (4, 2), "v": (6, 2)}
+    if name in rows:
+        held["qkv.weight"].narrow(0, *rows[name]).copy_(tensor)
+    elif name == "down":
+        held["down.weight"].copy_(tensor.narrow(1, 4, 4))
+    else:
+        held["norm.weight"].copy_(tensor)
+
+
+def fresh(**others: Tensor) -> dict[str, Tensor]:
+    return {name: torch.randn(shape) for name, shape in PUBLISHED.items()} | others
+
+
+def update(
+    follower: TensorFollower, model: nn.Module, tensors: dict[str, Tensor], load: Loader = fused, known: bool = True
+) -> LoadedSums:
+    with follower.following(tensors, known=known) as given:
+        reload(model, load, given)
+    return follower.loaded()
+
+
+def expected(tensors: dict[str, Tensor], following: Following) -> list[Sums]:
+    flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
+    places = [(part.name, part.slice) for part in following.parts]
+    views = [(flat[name].as_strided(each.shape, each.stride, each.offset), each) for name, each in places]
+    return [to_sums(tensor_sums(view, each.offset, each.stride)[None])[0] for view, each in views]
+
+
+def found(loaded: LoadedSums) -> list[Sums]:
+    return [Sums(int(first), int(second)) for first, second in loaded.sums]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_parts_of_fused_and_cut_parameters_are_summed_before_what_packs_them(in_place: bool) -> None:
+    model = model_of(in_place)
+    follower, tensors = TensorFollower(model), fresh()
+    first = update(follower, model, tensors, known=False)
+    assert first.following is not None
+    parts = {part.name: part.slice for part in first.following.parts}
+    assert parts == {
+        "q": Elements(0, (24,), (1,)),
+        "k": Elements(0, (12,), (1,)),
+        "v": Elements(0, (12,), (1,)),
+        "norm": Elements(0, (6,), (1,)),
+        "down": Elements(4, (6, 4), (8, 1)),
+    }
+    assert first.following.packed == 3
+    assert (first.following.unfollowed, first.following.disordered) == ({}, [])
+    assert found(first) == expected(tensors, first.following)
+    assert "process_weights_after_loading" not in vars(model.qkv.quant_method), "the class's own is in use again"
+    later = fresh()
+    second = update(follower, model, later)
+    assert second.following is None
+    assert found(second) == expected(later, first.following)
+
+
+def test_a_parameter_that_keeps_its_old_values_has_other_sums() -> None:
+    model, tensors = model_of(), fresh()
+    follower = TensorFollower(model)
+    following = update(follower, model, tensors, known=False).following
+    assert following is not None
+    kept = model.norm.weight
+
+    def forgets(name: str, tensor: Tensor, held: dict[str, Tensor]) -> None:
+        if name != "norm":
+            fused(name, tensor, held)
+        elif not held["norm.weight"].is_meta:
+            held["norm.weight"].copy_(kept)
+
+    later = fresh()
+    wrong = [
+        a != b for a, b in zip(found(update(follower, model, later, forgets)), expected(later, following), strict=True)
+    ]
+    assert wrong == [part.name == "norm" for part in following.parts]
+
+
+def test_what_is_changed_after_the_reload_is_seen_and_packing_then_is_not_taken_for_a_change() -> None:
+    model, tensors = model_of(in_place=True), fresh()
+    follower = TensorFollower(model)
+    following: Following | None = None
+    for known in (False, True):
+        with follower.following(tensors, known=known) as given:
+            reload(model, fused, given)
+        follower.pack(AFTER, lambda layer: layer.get_parameter("weight").mul_(2), model.down)
+        model.norm.weight.data[0] += known
+        loaded = follower.loaded()
+        following = following or loaded.following
+        assert following is not None
+        wrong = [a != b for a, b in zip(found(loaded), expected(tensors, following), strict=True)]
+        assert wrong == [known and part.name == "norm" for part in following.parts]
+        assert following.packed == 4
+
+
+def test_a_version_of_another_layout_is_followed_anew() -> None:
+    model = model_of()
+    follower = TensorFollower(model)
+    update(follower, model, fresh(), known=False)
+    narrow = {name: tensor.bfloat16() for name, tensor in fresh().items()}
+    loaded = update(follower, model, narrow)
+    assert loaded.following is not None
+    assert found(loaded) == expected(narrow, loaded.following), "float32 holds each value of bfloat16"
+
+
+def seen(tensor: Tensor, load: Callable[[Tensor, Tensor], None], held: Tensor) -> CopyWatch:
+    watch = CopyWatch({"t": tensor})
+    with watch:
+        watch.begin({"p": held})
+        load(held, tensor)
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("load", "why"),
+    [
+        (lambda p, t: p.copy_(t.double()), COMPUTED),
+        (lambda p, t: p.copy_(t.t().contiguous().t()), COMPUTED),
+        (lambda p, t: p.copy_(-torch.exp(t)), COMPUTED),
+        (lambda p, t: p.copy_(t).copy_(p + 1), COMPUTED),
+        (lambda p, t: p.copy_(t).add_(1), COMPUTED),
+        (lambda p, t: p.copy_(torch.empty_like(t).copy_(t)), COMPUTED),
+        (lambda p, t: p.add_(t), COMPUTED),
+        (lambda p, t: p.copy_(t[:1]), "loaders repeat it"),
+        (lambda p, t: p.copy_(t.view(torch.int32)), "float32 as int32 held in float32"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_a_loader_computes_is_not_followed(load: Callable[[Tensor, Tensor], None], why: str, device: str) -> None:
+    watch = seen(torch.randn(4, 6), load, torch.zeros(4, 6, device=device))
+    assert watch.unfollowed == {"t": why}
+
+
+def test_values_that_are_held_in_fewer_bits_are_not_followed() -> None:
+    watch = seen(torch.randn(4, 6), lambda p, t: p.copy_(t), torch.zeros(4, 6, dtype=torch.bfloat16))
+    assert watch.unfollowed == {"t": "float32 as float32 held in bfloat16"}
+    assert not watch.copies
+
+
+def padded(p: Tensor, t: Tensor) -> None:
+    p[:4].copy_(t)
+    p[4:].fill_(0)
+
+
+@pytest.mark.parametrize(
+    ("load", "place", "part"),
+    [
+        (padded, Elements(0, (24,), (1,)), Elements(0, (24,), (1,))),
+        (lambda p, t: p[1:5].copy_(t), Elements(6, (24,), (1,)), Elements(0, (24,), (1,))),
+        (lambda p, t: p[:2, :3].copy_(t[2:, 3:]), Elements(0, (2, 3), (6, 1)), Elements(15, (2, 3), (6, 1))),
+        (lambda p, t: p.view(6, 6)[:, :4].copy_(t.t()), Elements(0, (4, 6), (1, 6)), Elements(0, (24,), (1,))),
+        (lambda p, t: p[0, :4].copy_(t[:, 0]), Elements(0, (4,), (1,)), Elements(0, (4,), (6,))),
+    ],
+)
+def test_slices_are_followed_wherever_they_lie(
+    load: Callable[[Tensor, Tensor], None], place: Elements, part: Elements
+) -> None:
+    watch = seen(torch.randn(4, 6), load, torch.zeros(6, 6, device="meta"))
+    ((copy, number),) = watch.copies["p"].items()
+    assert (copy.place, copy.part, number) == (place, HeldPart("t", part), 0)
+    assert not watch.unfollowed
+
+
+def test_experts_that_change_places_at_the_first_update_are_out_of_order() -> None:
+    tensors = {f"layers.{layer}.experts.{expert}.up": torch.randn(2) for layer in range(2) for expert in range(11)}
+
+    def copies(swap: bool) -> list[str]:
+        watch = CopyWatch(tensors)
+        held = {f"layers.{layer}.w13": torch.zeros(11, 4, device="meta") for layer in range(2)}
+        with watch:
+            watch.begin(held)
+            for name, tensor in tensors.items():
+                _, layer, _, expert, _ = name.split(".")
+                at = {"9": 10, "10": 9}.get(expert, int(expert)) if swap and layer == "1" else int(expert)
+                held[f"layers.{layer}.w13"][at, :2].copy_(tensor)
+        return disordered([copy for each in watch.copies.values() for copy in each])
+
+    assert copies(swap=False) == []
+    assert copies(swap=True) == ["layers.1.experts.9.up", "layers.1.experts.10.up"]
