@@ -22,7 +22,7 @@ from trireme.core.weights import Layout
 from trireme.transports.packing import lay_out
 
 HOST = "127.0.0.1"
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 BUCKET_BYTES = 4096
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
@@ -38,13 +38,18 @@ def laid_out(tensors: Tensors) -> Layout:
     return lay_out([tensors], BUCKET_BYTES)
 
 
+def importing_once() -> Any:
+    """Returns a context of multiprocessing whose processes are forked from one that has imported all they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["inference.receiving", "trireme.transports.sending"])
+    return context
+
+
 class Receiver:
     """A process with an `inference.receiving.Receiving`, as rank 0 of the engine of replica `number` has one."""
 
     def __init__(self, number: int, faults: str = "") -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["inference.receiving", "trireme.transports.sending"])
-        self.number = number
+        context, self.number = importing_once(), number
         self._end, there = context.Pipe()
         self.process = context.Process(target=_receive, args=(there, number, faults), daemon=True)
         self.process.start()

@@ -1,6 +1,5 @@
 """Broadcasts between real processes over the loopback: what arrives, and who waits for whom when one of them dies."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -9,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from broadcast_support import BUCKET_BYTES, HOST, Fleet, digest, laid_out, receivers, tensors_of, what_is_held
+from broadcast_support import (
+    BUCKET_BYTES,
+    DEADLINE_S,
+    HOST,
+    Fleet,
+    digest,
+    importing_once,
+    laid_out,
+    receivers,
+    tensors_of,
+    what_is_held,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -127,11 +137,11 @@ def test_a_later_offer_ends_what_is_still_received(sender: BroadcastSender) -> N
 
 
 def test_when_the_sender_dies_its_receivers_know() -> None:
-    context = multiprocessing.get_context("forkserver")
+    context = importing_once()
     here, there = context.Pipe()
     process = context.Process(target=send_and_die, args=(there,), daemon=True)
     process.start()
-    assert here.poll(60)
+    assert here.poll(DEADLINE_S)
     endpoint, timeout_s = here.recv(), 30.0
     with receivers(3) as members:
         fleet = Fleet(members, (endpoint,), timeout_s=timeout_s)
