@@ -15,17 +15,18 @@ from trireme.config.schema import CommonConfig
 from trireme.config.trainer import CommonTrainer, LoraConfig
 
 GIB = 2**30
-SHARD_BASE_GIB = 0.5
-"""Measured resident memory of a shard without weights."""
+SHARD_BASE_GIB = 0.6
+"""Measured memory of a shard without weights, after its first step. Of the code of libraries, 0.5 GiB, each of two
+shards counts half."""
 LOGIT_BYTES = 12
 """Bytes of each logit of a chunk in the backward pass: the chunk before and this one in float32, and their gradient."""
 CPU_LOGITS, MOST_LOGITS = 2**24, 2**30
 """Logits of a chunk: on a CPU, where larger ones are no faster; and at most, on a GPU with enough memory beside what is
 planned. (2^24 are 110 tokens of a vocabulary of 152,000: too few rows for a GPU.)"""
-LOGITS_GIB = CPU_LOGITS * LOGIT_BYTES / GIB
-"""What a chunk takes on a CPU, which is planned for. On a GPU larger chunks take up to half of what is left free, at
-most MOST_LOGITS * LOGIT_BYTES = 12 GiB (`trainer.logprobs`)."""
-BASE_BYTES = int((SHARD_BASE_GIB + LOGITS_GIB) * GIB)
+LARGEST_KEPT, KEPT_BYTES, KEPT_OF_LAYERS, KEPT_OF_LARGE = 32 * 2**20, 64 * 2**20, 17, 192 * 2**20
+"""What glibc keeps on a host of freed tensors, a fit to measurements of models up to 70 million parameters
+(docs/memory.md): it gives back what has more than LARGEST_KEPT bytes. If a layer has not more, it keeps KEPT_BYTES, and
+KEPT_OF_LAYERS for each parameter of the layers; else KEPT_OF_LARGE."""
 GPU_ALLOWANCES = {"CUDA context": GIB // 2, "NCCL": GIB, "workspaces": GIB // 2}
 """Bytes that a shard takes of its GPU beside tensors. They are allowances: nothing was measured on a GPU."""
 GPU_SHARE, HOST_SHARE = 0.85, 0.5
@@ -68,6 +69,11 @@ class ShardMemory:
     """Weights, gradients and buffers of collectives that are whole at the same time."""
     activations: int
     """Values that a full micro-batch keeps from the forward to the backward pass."""
+    logits: int
+    """A chunk of logits on a CPU, which is planned for. On a GPU larger chunks take up to half of what is left free, at
+    most MOST_LOGITS * LOGIT_BYTES = 12 GiB (`trainer.logprobs`)."""
+    kept: int
+    """What the allocator keeps of freed tensors; 0 on GPUs, where it is in the part that is not planned for."""
     kept_tokens: int | None
     """The most tokens of a micro-batch whose layers are not computed again in the backward pass; None: none ever are.
     It changes no bit of what is computed."""
@@ -86,7 +92,12 @@ class ShardMemory:
     @property
     def total(self) -> int:
         """Bytes on the device that computes."""
-        return BASE_BYTES + (0 if self.offloaded else self.state) + self.gathered + self.activations
+        return self.base + (0 if self.offloaded else self.state) + self.gathered + self.activations
+
+    @property
+    def base(self) -> int:
+        """Bytes that a shard takes beside its state and what a pass holds: its process, logits, and what is kept."""
+        return int(SHARD_BASE_GIB * GIB) + self.logits + self.kept
 
     @property
     def text(self) -> str:
@@ -117,7 +128,8 @@ class ModelMemory:
         layers twice costs more than gathering them again, then for the whole model or at least all weights."""
         offloaded = self.on_gpus and options.offload == "cpu"
         state = state_bytes // options.shards
-        free = room - BASE_BYTES - (0 if offloaded else state)
+        logits, freed = self.logits(tokens), self.kept
+        free = room - int(SHARD_BASE_GIB * GIB) - logits - freed - (0 if offloaded else state)
         by_layer = self.gathered(options.lora, whole=False)
         kept = self.kept_tokens(options.checkpointing, free - by_layer)
         again = kept is not None and tokens > kept
@@ -128,7 +140,19 @@ class ModelMemory:
         stay = whole or (staying <= left if option == "auto" else not option)
         gathered = self.gathered(options.lora, whole=True) if whole else staying if stay else by_layer
         gathered = max(gathered, self.gathered_alone(options.lora) - activations)
-        return ShardMemory(tokens, state, gathered, activations, kept, again, whole, stay, offloaded)
+        return ShardMemory(tokens, state, gathered, activations, logits, freed, kept, again, whole, stay, offloaded)
+
+    def logits(self, tokens: int) -> int:
+        """Bytes of a chunk of logits of a micro-batch of `tokens`, on a CPU."""
+        return LOGIT_BYTES * min(CPU_LOGITS, tokens * self.facts.vocab_size)
+
+    @property
+    def kept(self) -> int:
+        """Bytes that the allocator of a host keeps of freed tensors."""
+        if self.on_gpus:
+            return 0
+        large = self.dtype_bytes * self._layer > LARGEST_KEPT
+        return KEPT_OF_LARGE if large else KEPT_BYTES + KEPT_OF_LAYERS * self._layer * self.facts.num_layers
 
     @property
     def layer_bytes(self) -> int:

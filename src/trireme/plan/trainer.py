@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from trireme.config.run import DTYPE_BYTES
 from trireme.plan.base import Part, count
 from trireme.plan.memory import (
-    BASE_BYTES,
     GIB,
     GPU_ALLOWANCES,
-    LOGITS_GIB,
     SHARD_BASE_GIB,
     ShardMemory,
     bytes_per_parameter,
@@ -66,12 +64,12 @@ class TrainerPart(Part):
         if memory is None or self.facts is None:
             return None
         of_tensors = {"state": memory.state, "gathered layers": memory.gathered, "activations": memory.activations}
-        of_tensors["logits"] = int(LOGITS_GIB * GIB)
-        host, gpu = {"processes": int(SHARD_BASE_GIB * GIB), **of_tensors}, {}
+        of_tensors["logits"] = memory.logits
+        host, gpu = {"processes": int(SHARD_BASE_GIB * GIB), "freed tensors": memory.kept, **of_tensors}, {}
         if self.on_gpus:
             held = {"state": of_tensors.pop("state")} if memory.offloaded else {}
             host, gpu = {"processes": int(HOST_OF_CUDA_GIB * GIB), **held}, {**of_tensors, **GPU_ALLOWANCES}
-        host |= {COPIES: self._copies, "buckets on their way": BUCKETS_BYTES}
+        host |= {COPIES: self._copies, "buckets on their way": min(BUCKETS_BYTES, self.published_bytes)}
         share = KEPT_VERSIONS * -(-self.published_bytes // self.config.trainer.processes)
         in_store = self.config.transport == "object_store"
         host |= {} if in_store else {SHARES: share}
@@ -166,7 +164,7 @@ class TrainerPart(Part):
         state = f"{of_state} / shards = {gib(memory.state)}"
         kept = "computed twice" if memory.again else "kept"
         return (
-            f"a shard up to {gib(memory.total)} ({gib(BASE_BYTES)} + "
+            f"a shard up to {gib(memory.total)} ({gib(memory.base)} + "
             + ("" if memory.offloaded else f"{state} + ")
             + f"gathered {gib(memory.gathered)} + {gib(memory.activations)} for {memory.tokens:,} tokens whose layers "
             + f"are {kept})"

@@ -15,7 +15,7 @@ from memory_count import PASS, STATE, Case, count_shard, planned
 from memory_table import MODELS
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig, TrainerConfig
-from trireme.plan.memory import BASE_BYTES, GIB, SHARD_BASE_GIB, ModelMemory, chunk_logits
+from trireme.plan.memory import GIB, SHARD_BASE_GIB, ModelMemory, chunk_logits
 
 TOKENS = 64
 SIZES = {
@@ -93,7 +93,8 @@ def test_the_room_goes_to_activations_first_and_then_to_the_whole_model() -> Non
     memory, tokens, state = ModelMemory(FACTS, 2, on_gpus=True), 10_000, 16 * FACTS.num_parameters
     options = TrainerConfig(shards=2)
     layered, all_of_it = (memory.gathered(options.lora, whole=whole) for whole in (False, True))
-    least, kept, whole = BASE_BYTES + state // 2 + layered, memory.activations(tokens, False), all_of_it - layered
+    base = int(SHARD_BASE_GIB * GIB) + memory.logits(tokens)
+    least, kept, whole = base + state // 2 + layered, memory.activations(tokens, False), all_of_it - layered
     assert kept > whole > 0
 
     def decided(room: int) -> tuple[bool, bool]:
@@ -108,6 +109,23 @@ def test_the_room_goes_to_activations_first_and_then_to_the_whole_model() -> Non
     assert decided(least + kept + whole) == (False, True)
     offloaded = memory.shard(TrainerConfig(shards=2, offload="cpu"), tokens, state, least + kept + whole - state // 2)
     assert (offloaded.again, offloaded.whole) == (False, True)
+
+
+def test_logits_are_those_of_a_chunk_or_of_all_tokens() -> None:
+    memory = ModelMemory(FACTS, 2, on_gpus=True)
+    assert memory.logits(10) == 12 * 10 * FACTS.vocab_size
+    assert memory.logits(10**9) == 12 * 2**24
+
+
+def test_a_host_keeps_memory_of_freed_layers() -> None:
+    layers = FACTS.num_parameters - FACTS.embedding_parameters
+    on_host, on_gpu = (ModelMemory(FACTS, 4, on_gpus=on_gpus) for on_gpus in (False, True))
+    assert on_host.kept == pytest.approx(2**26 + 17 * layers, abs=17 * FACTS.num_layers)
+    large = replace(FACTS, num_parameters=FACTS.embedding_parameters + FACTS.num_layers * (2**23 + 1))
+    assert ModelMemory(large, 4, on_gpus=False).kept == 3 * 2**26, "glibc gives larger ones back"
+    assert on_gpu.kept == 0
+    planned_for = [memory.shard(TrainerConfig(), 10, 0, 0) for memory in (on_host, on_gpu)]
+    assert planned_for[0].base - planned_for[1].base == on_host.kept
 
 
 LAYERS = 2
@@ -134,7 +152,7 @@ def test_the_plan_of_a_shard_is_what_its_code_holds(name: str) -> None:
     said = planned(case)
     counted = count_shard(case)[PASS]
     held = counted.device - (sum(counted.kinds[kind] for kind in STATE) if said.offloaded else 0)
-    assert 0.85 < (said.total - SHARD_BASE_GIB * GIB) / held < 1.15
+    assert 0.85 < (said.total - SHARD_BASE_GIB * GIB - said.kept) / held < 1.15
 
 
 @pytest.mark.parametrize(("option", "just", "less"), [("auto", True, False), (False, True, True), (True, False, False)])
@@ -143,7 +161,8 @@ def test_weights_stay_gathered_where_they_fit_or_as_told(option: bool | str, jus
     deep = replace(FACTS, num_layers=10, num_parameters=10 * 100_000 + FACTS.embedding_parameters)
     memory, options = ModelMemory(deep, 2, on_gpus=True), TrainerConfig(reshard_after_forward=option)
     freed = memory.gathered(options.lora, whole=False)
-    room = BASE_BYTES + memory.activations(10, False) + freed + 2 * 8 * 100_000
+    base = int(SHARD_BASE_GIB * GIB) + memory.logits(10)
+    room = base + memory.activations(10, False) + freed + 2 * 8 * 100_000
     assert freed + 2 * 8 * 100_000 < memory.gathered(options.lora, whole=True)
     found = [memory.shard(options, 10, 0, room - missing) for missing in (0, 1)]
     assert [each.weights_stay for each in found] == [just, less]

@@ -14,7 +14,7 @@ from trireme.plan.base import Plan
 from trireme.plan.memory import GIB, gpu_room, host_room
 from trireme.plan.needs import BUCKETS_BYTES, GPU_TOLERANCE, HOST_TOLERANCE
 from trireme.plan.ways import ways_out
-from trireme.transports.packing import BUCKET_BYTES
+from trireme.transports.packing import BUCKET_BYTES, BUFFERS
 
 BILLIONS_8 = replace(
     FACTS,
@@ -133,9 +133,10 @@ class TestPublishedWeights:
         assert machine.host["shares of two versions of the weights"] == 2 * 2 * trained
 
     def test_each_rank_has_two_buckets_on_their_way(self) -> None:
-        assert BUCKETS_BYTES == 2 * BUCKET_BYTES
+        assert BUCKETS_BYTES == BUFFERS * BUCKET_BYTES
         for given in (large(), self.by_broadcast(large())):
             assert given.machines[0].host["buckets on their way"] == 8 * BUCKETS_BYTES
+        assert plan(shards=1).machines[0].host["buckets on their way"] == 4 * FACTS.num_parameters, "all of a small one"
 
 
 class TestMachines:

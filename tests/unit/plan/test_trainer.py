@@ -10,7 +10,7 @@ from plan_support import gpus, plan, text_of, trainer
 
 from trireme.config.trainer import LoraConfig
 from trireme.plan.base import Plan
-from trireme.plan.memory import BASE_BYTES, ShardMemory
+from trireme.plan.memory import ShardMemory
 
 
 class TestShards:
@@ -19,7 +19,7 @@ class TestShards:
         assert whole is not None
         assert half is not None
         assert (whole.state, half.state) == (16 * 1_000_000, 16 * 1_000_000 // 2)
-        assert half.total == BASE_BYTES + half.state + half.gathered + half.activations
+        assert half.total == half.base + half.state + half.gathered + half.activations
         reference = trainer(plan(kl={"coef": 0.1, "reference": {"base_model": "m"}})).shard_memory
         assert reference is not None
         assert reference.state == 20 * 1_000_000 // 2
@@ -36,7 +36,7 @@ class TestShards:
         given = plan(shards=1, trainer=options, resources=gpus(2))
         memory = trainer(given).shard_memory
         assert memory is not None
-        assert memory.total == BASE_BYTES + memory.gathered + memory.activations, "the state is elsewhere"
+        assert memory.total == memory.base + memory.gathered + memory.activations, "the state is elsewhere"
         text = text_of(given)
         assert "compiled layers, master weights in bfloat16" in text
         assert "1,000 tokens whose layers are computed twice) and in host memory 8 B x parameters" in text
