@@ -105,11 +105,11 @@ the two by:
 By parts: what a process grows by (as in `tests/unit/scripts/test_memory_count.py`, but with malloc as it is), and the
 base of such a run. Where malloc is told to give all back, a shard grows by 32 to 56 MiB more than its tensors, whatever
 their sizes: 20 MiB are code of libraries, the rest Python's objects, most with adapters. That is now in the 0.6 GiB
-of a process (before, 0.5). As it is, malloc keeps freed tensors below 32 MiB: 60 MiB with the large vocabulary, 400 of
+of a process (before, 0.5). As it is, malloc keeps freed tensors below 32 MiB: 70 MiB with the large vocabulary, 400 of
 the 42 M, 1,370 of the 69 M, where it still grew from the first to the second pass. The plan, which knew nothing of
 it, was lower than real shards, by 38 % for the 69 M. What it has now for this (64 MiB and 17 bytes for each parameter
 of the layers; 192 MiB if a layer has more than 32 MiB) is a fit to these models, all with two shards, and nothing is
-known of larger ones. Giving all back costs up to 40 % more CPU time.
+known of larger ones. Giving all back took 2 to 76 % more CPU time, measured beside much other work.
 
 A shard holds at its peak:
 
