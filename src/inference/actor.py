@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ import ray
 from inference.engine import end_of_sequence_ids, import_engine, start_engine, tables_of
 from inference.loaded import LoadedProof
 from inference.sampling import HEALTH_TICK_S, SamplingEngine, Value, answer_of, as_failure
-from inference.session import Broadcasts, Region
+from inference.session import Arrived, Broadcasts
 from inference.stalls import StallClock
 from trireme.config import Config
 from trireme.core.base_digest import base_digest
@@ -50,7 +50,7 @@ FETCH = "fetch"
 CANARY_REQUEST = "trireme-canary"
 CANARY_PRIORITY = -1
 """vLLM runs lower numbers first; normal requests use 0."""
-GONE_S, GONE_TICK_S = 30.0, 0.02
+GONE_S, GONE_TICK_S, CHECK_TICK_S = 30.0, 0.02, 0.01
 NICE = 10
 """A nice value with which a thread gets a tenth of the CPU time that other threads on its core get."""
 log = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class ReplicaActor(SamplingEngine):
         here = AsyncExitStack()
         try:
             fetched = self.broadcasts.fetched(self.index, published.source)
-            regions = await step(FETCH, here.enter_async_context(fetched))
+            arrived = await step(FETCH, here.enter_async_context(fetched))
         except Exception as error:
             raise as_failure(f"{self.name}, fetching version {published.identity.version}", error) from error
         async with here, self.updating:  # one that a dead orchestrator began may still run
@@ -253,7 +253,7 @@ class ReplicaActor(SamplingEngine):
             try:
                 fault_point("inference.update")
                 with trace.span("update", "update", version=published.identity.version):
-                    await self._receive(published.manifest, regions, step)
+                    await self._receive(published.manifest, arrived, step)
                     await here.aclose()  # the engine has mapped them
                     async with self.pausing:
                         if self._drains:
@@ -281,7 +281,7 @@ class ReplicaActor(SamplingEngine):
         await self._guarded("a name for its weights", label, self.config.timeouts.update_s)
         self.identity = identity
 
-    async def _receive(self, manifest: WeightsManifest, regions: Sequence[Region], step: Step) -> None:
+    async def _receive(self, manifest: WeightsManifest, arrived: Arrived, step: Step) -> None:
         """Brings the bytes into the engine process and checks them, while it samples. Raises WeightsRefused, also for
         adapters of other weights than this replica has loaded."""
         if manifest.adapter and manifest.adapter.base != self.base:
@@ -289,11 +289,11 @@ class ReplicaActor(SamplingEngine):
                 f"version {manifest.identity.version} is an {manifest.adapter}, but the files of "
                 f"{self.config.model.name} here have digest {self.base}: every node needs the same ones"
             )
-        files = pickle.dumps((manifest, regions))
-        reasons = await step("receive", self._in_engine("receive_weights", args=(files,)))
-        alone, refusals = len(reasons) == 1, [(rank, reason) for rank, reason in enumerate(reasons) if reason]
-        if refusals:
-            raise WeightsRefused("; ".join(reason if alone else f"rank {rank}: {reason}" for rank, reason in refusals))
+        await step("receive", self._in_engine("receive_weights", (pickle.dumps((manifest, arrived.regions)),)))
+        while (refusal := (await step("check", self._in_engine("checked")))[0]) is None:  # noqa: ASYNC110
+            await asyncio.sleep(CHECK_TICK_S)  # a thread of the engine's process checks
+        if refusal:
+            raise WeightsRefused(refusal)
 
     async def _drained(self, identity: WeightIdentity, started: float) -> None:
         """Waits until no request is in flight; new ones wait in `_entering`."""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from inference.mapping import Region, regions_of
 from trireme.core.errors import RoomFailed
 from trireme.core.transport import Offer, Receiver
 
@@ -27,21 +28,13 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Region:
-    """Bytes of one bucket in a file that other processes of this user can map."""
+class Arrived:
+    """The bytes of a version in this node's memory, as long as this object lives."""
 
-    path: str
-    """The file, which need not have a name: a path below /proc."""
-    offset: int
-    """Where in the file they begin."""
-    nbytes: int
-    """How many there are."""
-
-    def map(self) -> npt.NDArray[np.uint8]:
-        """Maps them: pages are shared with the file until written to, and writes stay private."""
-        if not self.nbytes:
-            return np.zeros(0, dtype=np.uint8)  # nothing cannot be mapped
-        return np.memmap(self.path, np.uint8, "c", self.offset, (self.nbytes,))
+    regions: list[Region]
+    """Where other processes map the buckets."""
+    buckets: Sequence[npt.NDArray[np.uint8]]
+    """The same bytes in this process."""
 
 
 @dataclass
@@ -89,6 +82,7 @@ class Broadcasts:
         self._incoming: _Incoming | None = None
         self._pipe: tuple[int, int] | None = None
         self._unread = b""
+        self._copies = False  # what is fetched must be copied for the engine
         self._serial = 0
         self._mapping = asyncio.Lock()  # held while what has arrived is mapped, and while receiving begins
 
@@ -110,26 +104,32 @@ class Broadcasts:
             ) from None
 
     @asynccontextmanager
-    async def fetched(self, number: int, source: Any) -> AsyncIterator[list[Region]]:
-        """Gives where the bytes of `source` are, as soon as they are in this node's memory, where they stay until the
-        end of the block: as they were broadcast to replica `number`, else as they are had on demand. Raises RoomFailed
-        when they cannot be had."""
+    async def fetched(self, number: int, source: Any) -> AsyncIterator[Arrived]:
+        """Gives the bytes of `source` as soon as they are in this node's memory: as they were broadcast to replica
+        `number`, else as they are had on demand. Other processes can map them until the end of the block. Raises
+        RoomFailed when they cannot be had."""
         session = getattr(source, "session", None)  # None: another transport, or a loop that makes no offers
         why = await self._why_not(number, source) if session else "there is no session"
         if not why:
             async with self._mapping:
                 if (incoming := self._incoming) and incoming.is_of(source):
                     log.info("inference replica %d takes version %d as it was broadcast", number, source.version)
-                    yield incoming.arrived.result()
+                    regions = incoming.arrived.result()
+                    yield Arrived(regions, [region.map() for region in regions])
                     return
             why = "another version was offered"
         if session:
             log.warning("inference replica %d takes version %d on demand: %s", number, source.version, why)
         buckets = await self._receiver.open(source)
+        mapped = regions_of(buckets, [os.getpid(), os.getppid()])  # the parent is the raylet
+        if mapped is not None:
+            yield Arrived(mapped, buckets)
+            return
+        self._warn_of_copies()
         file, regions = await asyncio.to_thread(copy_to_memory, buckets)
-        del buckets
         try:
-            yield regions
+            buckets = [region.map() for region in regions]
+            yield Arrived(regions, buckets)
         finally:
             os.close(file)
 
@@ -157,6 +157,15 @@ class Broadcasts:
             for end in self._pipe:
                 os.close(end)
             self._pipe = None
+
+    def _warn_of_copies(self) -> None:
+        if not self._copies:
+            log.warning(
+                "the engine's process cannot map what the object store has (the raylet, process %d, may run as another "
+                "user): every update copies the weights once more",
+                os.getppid(),
+            )
+        self._copies = True
 
     def _open_pipe(self) -> str:
         """Returns the path by which another process of this user can write to the pipe."""

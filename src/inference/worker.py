@@ -12,8 +12,11 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +31,7 @@ from vllm.platforms import current_platform
 from inference.adapter import stacks, take_adapter
 from inference.following import AFTER, TensorFollower
 from inference.loaded import LoadedSums
+from inference.mapping import make_own, mappings_of, populate
 from inference.receiving import Receiving
 from trireme.core import digest
 from trireme.core.errors import WeightsRefused
@@ -93,6 +97,27 @@ def _corrupt(model: torch.nn.Module) -> None:
     [*norms, *adapters][-1].data[(0,) * [*norms, *adapters][-1].dim()] += 1.0
 
 
+def _refusal_of(manifest: WeightsManifest, buckets: list[npt.NDArray[np.uint8]]) -> str:
+    """Returns why bytes that arrived are refused; empty if they are those of the manifest."""
+    populate(buckets)
+    if fault_point("inference.received") == "corrupt":
+        entry = manifest.entries[len(manifest.entries) // 2]
+        buckets[entry.bucket][entry.offset] ^= 1
+    try:
+        check_received(manifest, buckets)
+    except WeightsRefused as refused:
+        return str(refused)
+    return ""
+
+
+def _resolve(future: Future[str], work: Callable[[], str | None]) -> None:
+    """Gives `future` the outcome of `work`."""
+    try:
+        future.set_result(work() or "")
+    except BaseException as error:
+        future.set_exception(error)
+
+
 class WorkerExtension:
     """Methods that the replica calls on every rank of its engine, mixed into vLLM's Worker."""
 
@@ -101,6 +126,7 @@ class WorkerExtension:
     vllm_config: VllmConfig
     received: tuple[WeightsManifest, list[npt.NDArray[np.uint8]]] | None = None
     receiving: Receiving | None = None
+    _checking: Future[str]
     follower: TensorFollower | None = None
 
     def settle(self) -> int:
@@ -119,23 +145,18 @@ class WorkerExtension:
             self.receiving = self.receiving or Receiving()
             self.receiving.start(*pickle.loads(pickled_offer))
 
-    def receive_weights(self, pickled_files: bytes) -> str | None:
-        """Checks what arrived against its digest; returns the reason to refuse it, or None. `pickled_files`: a manifest
-        and where its buckets are, of type `inference.session.Region`.
-
-        The checked bytes stay mapped and are in memory by then: the pause in which they are loaded fetches nothing.
-        """
+    def receive_weights(self, pickled_files: bytes) -> None:
+        """Maps what has arrived, and begins to check it on rank 0, in a thread beside the engine's loop: all ranks map
+        the same memory. `pickled_files`: a manifest and where its buckets are, of type `inference.mapping.Region`."""
         manifest, regions = pickle.loads(pickled_files)
-        buckets: list[npt.NDArray[np.uint8]] = [region.map() for region in regions]
-        if fault_point("inference.received") == "corrupt":
-            entry = manifest.entries[len(manifest.entries) // 2]
-            buckets[entry.bucket][entry.offset] ^= 1
-        try:
-            check_received(manifest, buckets)
-        except WeightsRefused as refused:
-            return str(refused)
-        self.received = manifest, buckets
-        return None
+        buckets = [region.map() for region in regions]
+        work = partial(_refusal_of, manifest, buckets) if self.rank == 0 else partial(populate, buckets)
+        self._checking, self.received = Future(), (manifest, buckets)
+        Thread(target=_resolve, args=(self._checking, work), name="check", daemon=True).start()
+
+    def checked(self) -> str | None:
+        """Returns why what has arrived is refused, "" if it is not; None while rank 0 still reads it."""
+        return self._checking.result() if self._checking.done() else None
 
     def take_weights(self, known: bool) -> bytes:
         """Loads the received weights, while the scheduler is paused. Returns what was loaded, a pickled
@@ -148,6 +169,7 @@ class WorkerExtension:
     def _load_received(self, known: bool) -> LoadedSums:
         assert self.received is not None
         manifest, buckets = self.received
+        mapped = mappings_of(buckets)
         tensors = {entry.name: tensor_of(entry, buckets) for entry in manifest.entries}
         runner = self.model_runner
         with set_current_vllm_config(self.vllm_config):
@@ -163,6 +185,9 @@ class WorkerExtension:
             loaded = follower.loaded(unfollowed)
             torch.accelerator.synchronize()
         self.received = None
+        del tensors, buckets
+        for kept in filter(None, (each() for each in mapped)):  # by an engine that took a part of it, not a copy
+            make_own(kept)
         if self.receiving:
             self.receiving.forget(manifest.identity.version)  # all ranks had mapped it
         return loaded

@@ -232,7 +232,7 @@ class Config(CommonConfig):
 
     @property
     def transport(self) -> str:
-        """As in any kind of run. What `auto` takes is decided here: object_store until broadcasts over NCCL have passed
+        """Decides what `auto` takes: object_store until broadcasts over NCCL have passed
         `scripts/gpu_check` on two or more GPUs."""
         return "object_store" if self.inference.transport == "auto" else self.inference.transport
 

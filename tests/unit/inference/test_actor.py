@@ -31,9 +31,10 @@ from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import RoomFailed, WeightsRefused
 from trireme.core.sampler import Heartbeat
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest
+from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, weights_digest
 
 IDENTITY = WeightIdentity(1, 0, "d")
+CHECKED = ("checked",) * 2  # the first look comes too early
 NOTHING_LOADED = pickle.dumps(LoadedSums(np.zeros((0, 2), np.uint64), Following((), 0, {}, [])))
 
 
@@ -374,7 +375,7 @@ def test_requests_on_their_way_in_are_given_up_too() -> None:
 async def received(made: ReplicaActor) -> None:
     """Waits until weights are in the engine: a thread brings them there."""
     for _ in range(2000):
-        if "receive_weights" in made.engine.calls:
+        if made.engine.calls.count("checked") >= len(CHECKED):
             return await turns()
         await asyncio.sleep(0.01)
     raise AssertionError(made.engine.calls)
@@ -563,12 +564,13 @@ class UpdatingReplica(SamplingReplica):
         super().__init__(deterministic=False, on_update=on_update, update_s=update_s)
         self.canary_done = asyncio.Event()
         self.canary_done.set()
-
-    refusals: tuple[str | None, ...] = (None, None)
+        self.refusals = [None, *[""] * 9]  # what each look at the check of the bytes shows
 
     async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.engine.calls.append(method)
-        return [NOTHING_LOADED] * 2 if method == "take_weights" else list(self.refusals)
+        if method == "checked":
+            return [self.refusals.pop(0), ""]
+        return [NOTHING_LOADED if method == "take_weights" else None] * 2
 
     async def _submit_canary(self, published: PublishedWeights) -> Any:
         self.engine.calls.append("canary")
@@ -586,7 +588,9 @@ async def empty_bucket() -> Any:
 
 def published(version: int) -> PublishedWeights:
     canary = Canary(np.zeros(2, np.int32), np.full(1, -1.0, np.float32), EXACT)
-    return PublishedWeights(WeightsManifest(WeightIdentity(1, version, "d"), (), canary), (empty_bucket(),))
+    return PublishedWeights(
+        WeightsManifest(WeightIdentity(1, version, weights_digest(())), (), canary), (empty_bucket(),)
+    )
 
 
 async def bucket_of_a_dead_trainer() -> Any:
@@ -607,13 +611,13 @@ def test_weights_that_cannot_be_fetched_change_nothing() -> None:
     asyncio.run(run())
 
 
-def test_any_rank_refuses_an_update_by_its_name() -> None:
+def test_bytes_that_the_engine_refuses_are_not_loaded() -> None:
     async def run() -> None:
         made = UpdatingReplica("recompute_kv")
-        made.refusals = (None, "tensor w arrived corrupted")
-        with pytest.raises(WeightsRefused, match="inference replica 0: rank 1: tensor w arrived corrupted"):
+        made.refusals = [None, None, "tensor w arrived corrupted"]
+        with pytest.raises(WeightsRefused, match="inference replica 0: tensor w arrived corrupted"):
             await made.load_weights(published(version=1))
-        assert made.engine.calls == ["receive_weights"], "no rank has loaded anything"
+        assert made.engine.calls == ["receive_weights", *["checked"] * 3], "no rank has loaded anything"
 
     asyncio.run(run())
 
@@ -651,7 +655,18 @@ def test_requests_in_flight_see_an_update_between_two_steps(on_update: str, paus
         sampling = await begun(made, "a", "b")
         report = await made.load_weights(published(version=1))
         assert made.engine.calls == [
-            *("a", "b", "receive_weights", pause, "take_weights", "label 1:1:d", "canary", "resume", "free_memory"),
+            *(
+                "a",
+                "b",
+                "receive_weights",
+                *CHECKED,
+                pause,
+                "take_weights",
+                f"label {published(1).identity}",
+                "canary",
+                "resume",
+                "free_memory",
+            ),
         ]
         assert report.reprefill_tokens == reprefilled
         assert report.seconds >= report.wait_s + report.pause_s > 0
@@ -687,12 +702,21 @@ def test_drain_finishes_what_is_in_flight_and_lets_new_requests_wait() -> None:
         await received(made)
         new = asyncio.create_task(outcomes(made, requests_of("new")))
         await turns()
-        assert made.engine.calls == ["a", "receive_weights"]
+        assert made.engine.calls == ["a", "receive_weights", *CHECKED]
         made.engine.going.set()
         assert (await update).reprefill_tokens == 0
         old, new_one = (await sampling)[0], (await new)[0]
         assert made.engine.calls == [
-            *("a", "receive_weights", "pause keep, clear", "take_weights", "label 1:1:d", "canary", "resume"),
+            *(
+                "a",
+                "receive_weights",
+                *CHECKED,
+                "pause keep, clear",
+                "take_weights",
+                f"label {published(1).identity}",
+                "canary",
+                "resume",
+            ),
             *("free_memory", "new"),
         ]
         assert [span.identity.version for answer in (old, new_one) for span in answer.spans] == [0, 1]

@@ -71,8 +71,10 @@ class Replica:
         self.broadcasts = Broadcasts(self.on_demand, self.engine.start)
 
     async def bytes_of(self, source: Any = SOURCE, number: int = 2) -> list[Any]:
-        async with self.broadcasts.fetched(number, source) as regions:
-            return [region.map().tolist() for region in regions]
+        async with self.broadcasts.fetched(number, source) as arrived:
+            mapped = [region.map().tolist() for region in arrived.regions]
+        assert [bucket.tolist() for bucket in arrived.buckets] == mapped
+        return mapped
 
 
 def played(play: Any) -> Replica:
@@ -174,11 +176,11 @@ def test_the_next_version_does_not_take_the_memory_of_one_that_is_being_mapped()
     async def play(replica: Replica) -> None:
         await replica.broadcasts.offer(OFFER)
         replica.engine.say(arrived=replica.engine.arrival)
-        async with replica.broadcasts.fetched(2, SOURCE) as regions:
+        async with replica.broadcasts.fetched(2, SOURCE) as arrived:
             offered = asyncio.create_task(replica.broadcasts.offer(replace(OFFER, version=6)))
             await asyncio.sleep(0.1)
             assert replica.engine.offered == [5], "it has not begun, so the file of version 5 is still there"
-            assert [len(region.map()) for region in regions] == list(OFFER.sizes)
+            assert [len(region.map()) for region in arrived.regions] == list(OFFER.sizes)
         await offered
         assert replica.engine.offered == [5, 6]
 
@@ -193,4 +195,4 @@ def test_a_source_without_session_is_fetched_without_a_word(caplog: pytest.LogCa
             await replica.bytes_of(source)
 
     assert played(play).on_demand.fetched == 2
-    assert caplog.text == ""
+    assert "on demand" not in caplog.text

@@ -1,0 +1,124 @@
+"""Where arrays of Ray's object store lie in files that other processes of this node can map: a way without a copy.
+
+Ray keeps objects in files without a name, which the raylet holds open and every worker maps. An engine's process has no
+part in Ray, but it runs for the same user, so it can open what the raylet holds as /proc/<raylet>/fd/N.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+MADV_POPULATE_READ = 22
+"""From Linux's headers; the module `mmap` does not name it."""
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...s ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+)")
+"""A line of /proc/self/maps of shared memory: begin, end, offset in the file, major and minor device, inode."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes of one bucket in a file that other processes of this user can map."""
+
+    path: str
+    """The file, which need not have a name: a path below /proc."""
+    offset: int
+    """Where in the file they begin."""
+    nbytes: int
+    """How many there are."""
+
+    def map(self) -> npt.NDArray[np.uint8]:
+        """Maps them: pages are shared with the file until written to, and writes stay private."""
+        if not self.nbytes:
+            return np.zeros(0, dtype=np.uint8)  # nothing cannot be mapped
+        return np.memmap(self.path, np.uint8, "c", self.offset, (self.nbytes,))
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    """A part of a file in this process's memory."""
+
+    begin: int
+    end: int
+    offset: int
+    file: tuple[int, int]
+    """Device and inode."""
+
+
+def regions_of(buckets: Sequence[npt.NDArray[np.uint8]], holders: Sequence[int]) -> list[Region] | None:
+    """Returns where contiguous `buckets` lie in files that one of the processes `holders` has open; None if one of them
+    does not, as memory of the heap. They stay there as long as the arrays live."""
+    mappings = _shared_mappings()
+    within = [next((m for m in mappings if m.begin <= _address(bucket) < m.end), None) for bucket in buckets]
+    wanted = {mapping.file for mapping in within if mapping}
+    paths = dict(_open_files(holders, wanted))
+    regions = []
+    for bucket, mapping in zip(buckets, within, strict=True):
+        if not bucket.nbytes:
+            regions.append(Region(os.devnull, 0, 0))
+        elif mapping is None or mapping.file not in paths:
+            return None
+        else:
+            offset = mapping.offset + _address(bucket) - mapping.begin
+            regions.append(Region(paths[mapping.file], offset, bucket.nbytes))
+    return regions
+
+
+def _address(bucket: npt.NDArray[np.uint8]) -> int:
+    return int(bucket.__array_interface__["data"][0])
+
+
+def _shared_mappings() -> list[_Mapping]:
+    with open("/proc/self/maps") as lines:
+        found = [match.groups() for line in lines if (match := _MAPPING.match(line))]
+    return [
+        _Mapping(int(begin, 16), int(end, 16), int(offset, 16), (os.makedev(int(major, 16), int(minor, 16)), int(node)))
+        for begin, end, offset, major, minor, node in found
+    ]
+
+
+def _open_files(holders: Sequence[int], wanted: set[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str]]:
+    """Yields (device and inode, path) of the files `wanted` that the processes have open and this one may open."""
+    for holder in holders:
+        try:
+            descriptors = os.listdir(f"/proc/{holder}/fd")
+        except OSError:  # it has ended, or is another user's
+            continue
+        for descriptor in descriptors:
+            path = f"/proc/{holder}/fd/{descriptor}"
+            try:
+                status = os.stat(path)
+                file = status.st_dev, status.st_ino
+                if file in wanted:
+                    os.close(os.open(path, os.O_RDONLY))
+                    yield file, path
+            except OSError:  # closed meanwhile, or not allowed
+                continue
+
+
+def populate(buckets: Sequence[npt.NDArray[np.uint8]]) -> None:
+    """Enters the pages of mapped buckets into this process's page table, so that the pause in which they are loaded has
+    no page faults. For a thread. Linux before 5.14 does not know this advice, and nothing is lost then."""
+    madvise = ctypes.CDLL(None).madvise  # unlike `mmap.madvise` it does not hold Python's lock
+    for bucket in buckets:
+        begin = bucket.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+        length = bucket.ctypes.data + bucket.nbytes - begin
+        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), MADV_POPULATE_READ)
+
+
+def mappings_of(buckets: Sequence[npt.NDArray[np.uint8]]) -> list[weakref.ref[mmap.mmap]]:
+    """Returns weak references to what `Region.map` has mapped: they tell afterwards whether something still uses it."""
+    owners: list[object] = [bucket.base for bucket in buckets]
+    return [weakref.ref(owner) for owner in owners if isinstance(owner, mmap.mmap)]
+
+
+def make_own(mapped: mmap.mmap) -> None:
+    """Gives this process a copy of each page of a private mapping, which whoever owns the file may use again."""
+    np.frombuffer(mapped, dtype=np.uint8)[:: mmap.PAGESIZE] |= 0

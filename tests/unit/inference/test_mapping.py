@@ -1,0 +1,69 @@
+"""Finding the file behind an array: what another process maps there has the same bytes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from inference.mapping import make_own, populate, regions_of
+
+PAGE = 4096
+
+
+@pytest.fixture
+def file():
+    descriptor = os.memfd_create("store")
+    os.ftruncate(descriptor, 4 * PAGE)
+    yield descriptor
+    os.close(descriptor)
+
+
+def mapped(file: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(mmap.mmap(file, nbytes, offset=offset), dtype=np.uint8)
+
+
+def test_another_process_maps_the_same_bytes(file: int) -> None:
+    whole = mapped(file, PAGE, 2 * PAGE)
+    whole[:] = np.random.default_rng(0).integers(0, 256, 2 * PAGE)
+    buckets = [whole[100:5000], whole[:0], whole[7000:7001]]
+    regions = regions_of(buckets, [os.getpid()])
+    assert regions is not None
+    assert (regions[0].offset, regions[0].nbytes) == (PAGE + 100, 4900)
+    for bucket, region in zip(buckets, regions, strict=True):
+        code = f"import numpy as np; from inference.mapping import Region; print({region!r}.map().tolist())"
+        told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        assert told == f"{bucket.tolist()}\n"
+
+
+def test_what_a_receiver_writes_stays_its_own(file: int) -> None:
+    whole = mapped(file, 0, PAGE)
+    regions = regions_of([whole], [os.getpid()])
+    assert regions is not None
+    regions[0].map()[5] = 9
+    assert whole[5] == 0
+
+
+def test_memory_of_the_heap_and_files_that_nobody_holds_have_no_place(file: int) -> None:
+    whole = mapped(file, 0, PAGE)
+    assert regions_of([whole, np.zeros(100, dtype=np.uint8)], [os.getpid()]) is None
+    assert regions_of([whole], []) is None
+    assert regions_of([whole], [2**22 + 1]) is None, "a process that does not exist"
+    private = np.frombuffer(mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    assert regions_of([private], [os.getpid()]) is None
+
+
+def test_pages_made_own_no_longer_follow_the_file(file: int) -> None:
+    whole = mapped(file, 0, 4 * PAGE)
+    regions = regions_of([whole], [os.getpid()])
+    assert regions is not None
+    follows, own = regions[0].map(), regions[0].map()
+    populate([follows, own, follows[:0]])
+    make_own(own.base)
+    whole[::100] = 3
+    assert (follows.sum(), own.sum()) == (whole.sum(), 0)
