@@ -121,7 +121,7 @@ class Broadcasts:
         if session:
             log.warning("inference replica %d takes version %d on demand: %s", number, source.version, why)
         buckets = await self._receiver.open(source)
-        mapped = regions_of(buckets, [os.getpid(), os.getppid()])  # the parent is the raylet
+        mapped = await asyncio.to_thread(regions_of, buckets, [os.getpid(), os.getppid()])  # the parent: the raylet
         if mapped is not None:
             yield Arrived(mapped, buckets)
             return

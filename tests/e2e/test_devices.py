@@ -61,7 +61,7 @@ def actor(ray_cluster: str) -> Any:
     def create(kind: type, gpus: int, *args: Any) -> Any:
         options = {"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
         limit = {"max_concurrency": MAX_CALLS} if kind is ReplicaActor else {}
-        watched = {"concurrency_groups": {"watch": 1, "save": 2}} if kind is ShardActor else {}
+        watched = {"concurrency_groups": {"watch": 1, "save": 2, "give": 1}} if kind is ShardActor else {}
         made.append(ray.remote(**watched)(kind) if watched else ray.remote(kind))
         made[-1] = made[-1].options(**options, **limit).remote(*args)
         return made[-1]

@@ -127,7 +127,7 @@ def test_requests_of_a_dead_replica_are_answered_elsewhere(policy: str, max_step
         policy=policy,
         max_steps_off_policy=max_steps_off_policy,
         acknowledges_late_s={2: 5.0},
-        dies_at_s={0: 6.0, 1: 40.0},
+        dies_at_s={0: 7.0, 1: 40.0},  # the first requests come after 6 s: when all have the first version
     )
     outcome = check(simulate(scenario))
     asked = [len(replica.lengths) for replica in outcome.replicas]

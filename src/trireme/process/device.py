@@ -41,12 +41,19 @@ def find_device(config: CommonConfig, who: str) -> Device:
     return device
 
 
+def has_gpu() -> bool:
+    """Tells whether PyTorch can use a GPU in this process: an actor sees those that the plan gave it, or none."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def require_gpu(who: str, key: str = "cluster.device") -> None:
     """Raises BadInput, which says what was found, when PyTorch can use no GPU in this process, `who`. `key`: the
     option that wants one."""
     import torch
 
-    if torch.cuda.is_available():
+    if has_gpu():
         return
     raise Refusal(
         f"{key} = gpu, where PyTorch {torch.__version__} finds no GPU that it can use in {who} on "

@@ -23,6 +23,7 @@ from torch.distributed import Store, TCPStore
 from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
 from trireme.core.transport import Session
+from trireme.process.device import has_gpu
 from trireme.transports.collective import Collective, join_group
 
 POLL_S = 0.01
@@ -53,7 +54,7 @@ def open_store(host: str, port: int, listening: int | None = None) -> TCPStore:
 
 def own_gpu() -> str:
     """Returns the identity of this process's GPU; empty if it has none."""
-    return str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""
+    return str(torch.cuda.get_device_properties(0).uuid) if has_gpu() else ""
 
 
 class GroupRoot:

@@ -22,6 +22,7 @@ from torch import Tensor
 from trireme.core.errors import RoomFailed
 from trireme.core.transport import Session
 from trireme.core.weights import Layout
+from trireme.process.device import has_gpu
 from trireme.transports.broadcast import KeptPart
 from trireme.transports.kept import Bucket, KeptVersions
 from trireme.transports.meeting import BroadcastGroup, GroupRoot, named, open_store
@@ -216,7 +217,7 @@ class BroadcastSender:
     cluster. `holder`: the actor that gives buckets to others."""
 
     def __init__(self, rank: int, size: int, host: str, holder: Any) -> None:
-        self._rank, self._size, self._on_gpu = rank, size, torch.cuda.is_available()
+        self._rank, self._size, self._on_gpu = rank, size, has_gpu()
         listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._store = open_store(host, listening.getsockname()[1], listening.detach())
         self.endpoint: tuple[str, int] = host, self._store.port
