@@ -36,7 +36,7 @@ from trireme.transports.tensor_sums import tensor_sums
 
 PACK = "process_weights_after_loading"
 AHEAD = 4
-"""Plain parameters that may wait to be summed while vLLM goes on: they take memory."""
+"""Limits the plain parameters that wait to be summed while vLLM loads more, because they take memory."""
 WITHIN, AFTER = "within the reload", "after the reload"
 
 

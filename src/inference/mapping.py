@@ -120,5 +120,5 @@ def mappings_of(buckets: Sequence[npt.NDArray[np.uint8]]) -> list[weakref.ref[mm
 
 
 def make_own(mapped: mmap.mmap) -> None:
-    """Gives this process a copy of each page of a private mapping, which whoever owns the file may use again."""
+    """Copies each page of a private mapping into memory of this process, so later writes to the file do not show."""
     np.frombuffer(mapped, dtype=np.uint8)[:: mmap.PAGESIZE] |= 0

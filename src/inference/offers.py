@@ -1,4 +1,4 @@
-"""The sessions of a router: which of its replicas receive a version while the trainer sends it.
+"""Decides which replicas of a router receive a version while the trainer sends it.
 
     trainer --Offer--> router --offer--> replicas that are asked --ready--> router --Session--> trainer, which sends
 

@@ -1,4 +1,4 @@
-"""Receives broadcasts in rank 0 of a replica's engine, in a thread beside the engine's loop.
+"""Receives broadcasts in rank 0 of a replica's engine. A thread does this, so the engine continues to sample.
 
 The bytes of a version come into one file without a name, which all ranks of the engine map. How it ends is written to
 a pipe of the replica's actor, a line of JSON for each message, so that nobody has to ask the engine, which answers

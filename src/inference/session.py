@@ -185,8 +185,10 @@ class Broadcasts:
 
 
 def copy_to_memory(buckets: Sequence[npt.NDArray[np.uint8]]) -> tuple[int, list[Region]]:
-    """Copies buckets into one file without a name; returns its descriptor and where they are. The file lives until the
-    descriptor is closed and nobody maps it. For a thread: it takes as long as copying does."""
+    """Copies buckets into one file without a name. Returns the file's descriptor and the buckets' regions in it.
+
+    The file exists until its descriptor is closed and no process maps it. Call it in a thread: copying blocks.
+    """
     file = os.memfd_create("weights")
     regions, end = [], 0
     for bucket in buckets:

@@ -157,7 +157,7 @@ def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return hidden @ weight.T
     try:
         return torch.mm(hidden, weight.T, out_dtype=dtype)
-    except NotImplementedError:  # torch 2.13 has this product for CUDA alone
+    except NotImplementedError:  # reason: torch's own error on CPUs; torch 2.13 has this product for CUDA alone
         logits, wide = hidden.new_empty(len(hidden), len(weight), dtype=dtype), hidden.to(dtype)
         for rows in _chunks(len(weight), weight.shape[1], chunk_logits(None)):
             torch.mm(wide, weight[rows].to(dtype).T, out=logits[:, rows])

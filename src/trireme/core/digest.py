@@ -1,4 +1,4 @@
-"""Additive digests of tensors: sums that can be taken of parts, wherever these are, and added up.
+"""Computes digests of tensors. The digests of a tensor's parts add up to the digest of the whole tensor.
 
 A tensor is a sequence of 16-bit little-endian words w_i, unsigned, in C order; an odd last byte has a zero after it.
 Its digest is two sums modulo 2^64, for k = 0 and 1:
@@ -6,9 +6,9 @@ Its digest is two sums modulo 2^64, for k = 0 and 1:
     sum over i of w_i key_k(i),    key_k(i) = splitmix64(2 i + k) | 1
 
 A shard of the trainer and a rank of an engine each have a part of a tensor. They sum it with the keys of the words'
-places in the whole tensor, and nobody needs the whole. A word that changes, changes both sums, as keys are odd; two
-words that change places change one of them but for a chance of 2^-96. The sums find accidents. They do not resist
-someone who wants to forge weights: they are linear.
+places in the whole tensor, and no process needs all of it. A changed word changes both sums, because keys are odd. Two
+words that change places change at least one sum, but for a chance of 2^-96. The sums find accidents. They do not resist
+someone who wants to forge weights, because they are linear.
 
 The kernel is compiled by numba when it is first needed (`warm_up`), which takes half a CPU second in each process.
 numba's cache on disk would halve that, and is not used: it writes beside the source, and processes on unlike CPUs that
@@ -44,12 +44,12 @@ class Sums:
         return Sums((self.first + other.first) % MODULUS, (self.second + other.second) % MODULUS)
 
     def __str__(self) -> str:
-        """32 hex digits, the form in which a table of tensors has them."""
+        """Returns 32 hex digits, as they stand in the table of tensors."""
         return f"{self.first:016x}{self.second:016x}"
 
     @property
     def signed(self) -> tuple[int, int]:
-        """The same bits as signed numbers, for libraries that sum int64 and wrap around."""
+        """Returns the same bits as signed numbers, because PyTorch and NCCL add int64 modulo 2^64."""
         return _signed(self.first), _signed(self.second)
 
     @classmethod

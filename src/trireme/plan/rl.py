@@ -204,8 +204,8 @@ class InferencePart(Part):
         return tokens + (self._cost_text() if config.inference.on_update == "recompute_kv" else "")
 
     def _groups_text(self) -> str:
-        """Says who sends a broadcast to how many replicas, and the host memory that it takes; empty for transports that
-        send to nobody."""
+        """Says how many shards broadcast to how many replicas, and how much host memory this takes. Returns "" if the
+        transport is not the broadcast."""
         if self.config.transport != "broadcast":
             return ""
         replicas, ranks = self.config.inference.replicas, self.config.trainer.processes

@@ -44,7 +44,7 @@ class Source:
 
     version: int
     session: Session | None
-    """Whom they were sent to; None: to nobody."""
+    """The session that received them; None if no replica did."""
     buckets: int
     """How many there are."""
     holders_R: tuple[Any, ...]

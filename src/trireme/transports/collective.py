@@ -29,15 +29,19 @@ class Collective(Protocol):
     """A group of processes, of which rank 0 is the root."""
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
-        """Sends `buffer`, uint8, of the root to the others, who receive it in theirs. Raises RoomFailed after
-        `timeout_s` seconds, and when another member is dead; then the group is of no more use."""
+        """Sends the root's `buffer` (uint8) to the other members, which receive it into their own `buffer`.
+
+        Raises RoomFailed after `timeout_s` seconds, or when another member is dead. Call `abort` then.
+        """
 
     def finish(self, timeout_s: float) -> None:
-        """Waits until this member has passed on what it had to; the buffers may not be written to before that. The root
-        has done so when `broadcast` returns. Raises RoomFailed; then the group is of no more use."""
+        """Waits until this member has passed all buffers on. Do not write to a buffer before that.
+
+        For the root `broadcast` already waits. Raises RoomFailed after `timeout_s` seconds; call `abort` then.
+        """
 
     def abort(self) -> None:
-        """Gives the group up, also while another thread is in `broadcast`, which ends by its deadline at the latest."""
+        """Ends the group. Another thread may be in `broadcast`, which then ends at its deadline at the latest."""
 
 
 class GlooCollective:

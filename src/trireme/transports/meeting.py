@@ -106,7 +106,7 @@ class GroupRoot:
 
 
 class GroupMember:
-    """The side of replica `number`; `given_up` tells if nobody waits for this version any more."""
+    """The side of replica `number`; `given_up` tells if this version is no longer wanted."""
 
     def __init__(
         self, store: Store, host: str, number: int, attempt: int, version: int, given_up: Callable[[], bool]

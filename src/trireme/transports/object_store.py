@@ -39,7 +39,7 @@ def join(parts_R: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def lease(source: Any) -> None:
-    """The references that whoever saves the bytes is given keep them."""
+    """Does nothing: the references that a receiver holds keep the bytes."""
 
 
 def release(source: Any) -> None:

@@ -97,7 +97,7 @@ def test_the_product_that_cuda_has_is_called_as_torch_declares_it():
 def test_torch_still_lacks_the_product_on_cpus():
     """Fails when torch has it: then the cast in `trainer.logprobs._logits` can go."""
     ones = torch.ones(2, 2, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"aten::mm\.dtype"):
+    with pytest.raises(NotImplementedError, match=r"aten::mm\.dtype"):  # reason: torch's own error, not a stub of ours
         torch.mm(ones, ones, out_dtype=torch.float32)
 
 
