@@ -260,22 +260,80 @@ class LedgerMachine(RuleBasedStateMachine):
     # ---- resume
 
     @precondition(lambda self: self.is_boundary())
-    @rule()
-    def resume(self) -> None:
-        """A new process goes on from the last boundary: nothing that was finished is lost."""
-        old = self.ledger
-        fresh = Ledger(old.batch_size, old.max_steps_off_policy, old.policy, old.max_requeues, old.max_steps)
-        assert self.load(fresh) == [], "with unchanged options everything fits"
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        """A new process goes on from the last boundary: nothing that was finished is lost, and no token that it has of
+        running groups."""
+        kept = self.draw_kept(data)
+        given_back, usable = self.load(self.fresh(), saved(self.ledger), kept)
+        assert given_back == [], "with unchanged options everything fits"
+        assert usable == kept, "with the floor that it has"
 
     @precondition(lambda self: self.is_boundary())
-    @rule(policy=POLICIES, batches=BATCHES, max_steps_off_policy=st.integers(0, 8), max_requeues=st.integers(0, 3))
+    @rule(
+        policy=POLICIES,
+        batches=BATCHES,
+        max_steps_off_policy=st.integers(0, 8),
+        max_requeues=st.integers(0, 3),
+        data=st.data(),
+    )
     def resume_with_other_options(
-        self, policy: StalePolicy, batches: tuple[int, int], max_steps_off_policy: int, max_requeues: int
+        self,
+        policy: StalePolicy,
+        batches: tuple[int, int],
+        max_steps_off_policy: int,
+        max_requeues: int,
+        data: st.DataObject,
     ) -> None:
         self.resized = True
         self.count = batches[0] // batches[1]
-        given_back = self.load(Ledger(batches[0], max_steps_off_policy, policy, max_requeues, self.ledger.max_steps))
+        fresh = Ledger(batches[0], max_steps_off_policy, policy, max_requeues, self.ledger.max_steps)
+        given_back, _ = self.load(fresh, saved(self.ledger), self.draw_kept(data))
         self.pending = [group.problem for group in given_back] + self.pending
+        self.commit = None
+
+    @precondition(lambda self: self.is_boundary())
+    @rule()
+    def take_commit(self) -> None:
+        """What is there now is what a later rollback finds."""
+        self.commit = saved(self.ledger), self.books()
+
+    @precondition(lambda self: self.commit is not None)
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        """The trainer is lost. Some groups of the commit live on: those that still run, and some that are over."""
+        assert self.commit is not None
+        now, over = set(self.running), set(self.finished)
+        state, books = self.commit
+        vars(self).update(copy.deepcopy(books))
+        candidates = sorted(set(self.running) & (now | over))
+        kept = data.draw(st.sets(st.sampled_from(candidates))) if candidates else set()
+        given_back, usable = self.load(self.fresh(), copy.deepcopy(state), kept)
+        assert given_back == []
+        assert usable == kept
+        for index in sorted(kept & over):
+            self.settle_one(index, "finish")
+
+    @property
+    def commit(self) -> tuple[Any, dict[str, Any]] | None:
+        return vars(self).get("_commit")
+
+    @commit.setter
+    def commit(self, commit: tuple[Any, dict[str, Any]] | None) -> None:
+        self._commit = commit
+
+    def books(self) -> dict[str, Any]:
+        """Returns a copy of all that this machine knows of the groups, without the ledger."""
+        names = ("acknowledged", "promised", "floors", "running", "finished", "problems", "pending", "ended", "taken")
+        return copy.deepcopy({name: getattr(self, name) for name in (*names, "released", "published")})
+
+    def draw_kept(self, data: st.DataObject) -> set[int]:
+        """Draws the running groups that keep what they have sampled."""
+        return data.draw(st.sets(st.sampled_from(sorted(self.running)))) if self.running else set()
+
+    def fresh(self) -> Ledger:
+        old = self.ledger
+        return Ledger(old.batch_size, old.max_steps_off_policy, old.policy, old.max_requeues, old.max_steps)
 
     def is_boundary(self) -> bool:
         return all(version <= self.released for version in self.acknowledged.values())
@@ -286,17 +344,22 @@ class LedgerMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="replicas hold later versions"):
             self.ledger.state_dict()
 
-    def load(self, fresh: Ledger) -> list[Group]:
-        """Replaces the ledger by `fresh`, which goes on from its state; the groups that were given back."""
+    def load(self, fresh: Ledger, state: Any, kept: set[int]) -> tuple[list[Group], set[int]]:
+        """Replaces the ledger by `fresh`, which goes on from a state. Returns the groups that were given back, and
+        those that may use the tokens that they have."""
         before = sorted([*self.in_training, *self.finished.values(), *self.running.values()], key=lambda g: g.index)
-        state, boundary, requeued = saved(self.ledger), self.released, self.ledger.tally.requeued
+        boundary, requeued = self.released, state["tally"]["requeued"]
+        running = set(self.running)
         self.ledger = fresh
-        self.ledger.load_state_dict(state)
+        usable = self.ledger.load_state_dict(state, kept)
+        assert usable <= kept & running & set(fresh.active)
         given_back = [group for group in before if group.index not in fresh.active]
         assert fresh.tally.requeued == requeued + len(given_back)
         for group in (group for group in before if group.index in fresh.active):
-            floor = self.floors[group.index] = self.floors[group.index] if group.finished else boundary
-            assert fresh.active[group.index] == Group(group.index, group.problem, group.requeues, floor, group.finished)
+            if group.index in running and group.index not in usable:
+                self.floors[group.index] = boundary
+            floor, finished = self.floors[group.index], group.index not in running
+            assert fresh.active[group.index] == Group(group.index, group.problem, group.requeues, floor, finished)
         self.finished = {index: group for index, group in fresh.active.items() if group.finished}
         self.running = {index: group for index, group in fresh.active.items() if not group.finished}
         self.taken = []
@@ -304,7 +367,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.num_replicas += 1
         self.tell({self.num_replicas: boundary})
         self.all_is_young_enough()
-        return given_back
+        return given_back, usable
 
     def all_is_young_enough(self) -> None:
         """Checks on a copy that kept groups can be trained on, even if their turn comes as late as possible."""
