@@ -50,27 +50,27 @@ unless from some moment on no group at all can be trained on (then `limits.py` s
 Resume. The state of a ledger is that of the last boundary N: N batches released, no replica holds more than N (the
 update to N may be in progress). Groups taken since then are finished again, in their place. When it is loaded all slots
 of batches before N are free, and F = N. Finished groups keep their floors. So do running groups of which the caller has
-kept tokens, all of them of versions up to N; the others are sampled again and get the floor N. A rollout of a kept group
-that starts again has younger tokens than its floor says. With unchanged options the proof continues where it was:
+kept tokens, all of them of versions up to N; the others are sampled again and get the floor N. A rollout of a kept
+group that starts again has younger tokens than its floor says. With unchanged options the proof continues where it was:
 
   Unprotected group. As above, with s = N (it was there when batch N - 1 was cut, or dispatched later, or had been taken
-  into batch N or a later one): its old floor is >= N - K. From here on the cuts of batches N, N + 1 .. see to it, whether
-  it is finished or still running: they ask for its floor alone.
+  into batch N or a later one): its old floor is >= N - K. From here on the cuts of batches N, N + 1 .. see to it,
+  whether it is finished or still running: they ask for its floor alone.
 
-  Protected group, with p groups before it, counted from the first of batch N. None had overtaken it, and none does while
-  it runs, so these are the same as without the resume, and it lands in batch N + p // B or earlier, as it would have:
-  its old floor is young enough there. If it is sampled again its floor is N, and p < (K + 1) B.
+  Protected group, with p groups before it, counted from the first of batch N. None had overtaken it, and none does
+  while it runs, so these are the same as without the resume, and it lands in batch N + p // B or earlier, as it would
+  have: its old floor is young enough there. If it is sampled again its floor is N, and p < (K + 1) B.
 
 With other options a group may not fit: no slot is left for it (the youngest go first), its floor is below N - K, or it
-is protected and would be too old in batch N + p // B. A running group with tokens that are too old gives them up, and is
-sampled again. For others that do not fit the problem goes to the front of those to dispatch, counted as requeued
+is protected and would be too old in batch N + p // B. A running group with tokens that are too old gives them up, and
+is sampled again. For others that do not fit the problem goes to the front of those to dispatch, counted as requeued
 whatever the policy. For what is left both cases hold with the new B and K.
 
 Rollback. A run that goes back to boundary N while this process lives loads the state of N like a resume, into a new
 ledger. A group that lives on is one of that state, with the same index and problem: what was dispatched later is none
-of it, and comes again from the cursor. Its floor is the one in the state. Since all its tokens are of the versions up to
-N that the commit names, it is a running group with kept tokens, whatever it has done since N: if its rollouts are over
-by now, `finish` says so next. Nothing in the cases above depends on when it finishes.
+of it, and comes again from the cursor. Its floor is the one in the state. Since all its tokens are of the versions up
+to N that the commit names, it is a running group with kept tokens, whatever it has done since N: if its rollouts are
+over by now, `finish` says so next. Nothing in the cases above depends on when it finishes.
 
 Conservation, at every moment: dispatched = trained + in_training + filtered + requeued + dropped + failed + active
 (active = running + finished). A problem is trained, filtered, dropped or failed exactly once, however often it is
