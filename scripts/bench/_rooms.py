@@ -52,7 +52,7 @@ class Task:
         }
 
 
-def let_actors_import_counting() -> None:
+def let_actors_import_benchmarks() -> None:
     """Actors inherit the environment of the process that starts Ray."""
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(Path(__file__).parent) + (os.pathsep + path if path else "")

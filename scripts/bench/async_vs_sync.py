@@ -20,7 +20,7 @@ from statistics import mean
 from typing import Any
 
 from _common import Result, RunMeasured, median, run_rl
-from _rooms import CORES, OTHERS_CORE, Rate, Task, let_actors_import_counting, pin
+from _rooms import CORES, OTHERS_CORE, Rate, Task, let_actors_import_benchmarks, pin
 from counting import make_model
 
 TASK = Task(hidden=256, layers=4, batch_size=16, group_size=8, sequences=128, prompt=128, median=48, sigma=1.0)
@@ -89,7 +89,7 @@ def main() -> None:
     if min(args.repeats, args.steps, args.batch_size) < 1:
         parser.error("--repeats, --steps and --batch-size: expected at least 1 of each")
 
-    let_actors_import_counting()
+    let_actors_import_benchmarks()
     task = replace(TASK, batch_size=args.batch_size)
     runs: dict[int, list[RunMeasured]] = {SYNC: [], ASYNC: []}
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:

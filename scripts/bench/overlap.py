@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 from _common import Result, cpu_by_room
-from _rooms import CORES, OTHERS_CORE, Rate, Task, check_pinned, let_actors_import_counting, pin
+from _rooms import CORES, OTHERS_CORE, Rate, Task, check_pinned, let_actors_import_benchmarks, pin
 from counting import CountingDataset, CountingEnv, make_model
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def main() -> None:
     from trireme.config import Config
     from trireme.process.environ import prepare_ray_environment
 
-    let_actors_import_counting()
+    let_actors_import_benchmarks()
     prepare_ray_environment(None, 1, deterministic=False)
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:

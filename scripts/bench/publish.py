@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 from _common import DEADLINE_S, Result, cpu_by_room, median
-from _rooms import let_actors_import_counting
+from _rooms import let_actors_import_benchmarks
 from checkpoint import make_model
 
 from trireme.process.environ import prepare_ray_environment
@@ -247,7 +247,7 @@ def result(measured: Measured, spans: dict[str, list[float]], transport: str, nb
 
 def prepare() -> None:
     """Lets actors import this directory's modules, and compute with one thread."""
-    let_actors_import_counting()
+    let_actors_import_benchmarks()
     prepare_ray_environment(None, 1, deterministic=False)
 
 

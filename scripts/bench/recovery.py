@@ -38,7 +38,7 @@ from typing import Any
 
 import psutil
 from _common import ROOT, Result, median, room_of, run_for_json, stop, wait_for_row
-from _rooms import Task, let_actors_import_counting
+from _rooms import Task, let_actors_import_benchmarks
 from counting import make_model
 
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
@@ -352,7 +352,7 @@ def main() -> None:
     if args.bare:
         print(json.dumps({"seconds": start_bare(args.bare, args.config, args.commit)}), flush=True)
         return
-    let_actors_import_counting()
+    let_actors_import_benchmarks()
     engines, spared, plain, shards = [], [], [], []
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         directory = Path(name)

@@ -1,0 +1,133 @@
+"""Plays rollouts of many turns against a replica that is an actor with ready answers (`turns.py`), in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from pipeline import ORCHESTRATOR_CORE, START_S, ReadyAnswers, drive, pin
+from turns import GROUP_SIZE, Shape, answers, config_of, make_model
+
+from trireme.core.types import SampledSequence, SampleRequest
+from trireme.core.weights import Drift, PublishedWeights, UpdateReport
+from trireme.process.environ import prepare_ray_environment
+
+STEPS = 2
+"""At K = 1 the rollouts of two steps are in flight at once, and they are all of the run."""
+
+
+@dataclass(frozen=True)
+class OverRay:
+    """What a turn costs. CPU milliseconds: `caller_ms` of the orchestrator's process, its driver included, `callee_ms`
+    of the replica's. Turns per second by the clock; answers in a message, on average; the load before."""
+
+    caller_ms: float
+    callee_ms: float
+    turns_per_s: float
+    answers_per_message: float
+    load_before: float
+
+
+class TurnsActor(ReadyAnswers):
+    """The replica: at most `per_message` answers travel together."""
+
+    def __init__(self, per_message: int) -> None:
+        super().__init__()
+        self._per_message, self._messages, self._given = per_message, 0, 0
+
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, SampledSequence]]]:  # type: ignore[override]
+        for first in range(0, len(requests), self._per_message):
+            part = range(first, min(first + self._per_message, len(requests)))
+            self._messages, self._given = self._messages + 1, self._given + len(part)
+            yield [(index, self._answers[index % len(self._answers)]) for index in part]
+
+    async def load_weights(self, weights: PublishedWeights) -> UpdateReport:
+        self._answers = answers(weights.identity)
+        return UpdateReport(0, weights.identity, Drift(0.0, 0.0), 0, 0.0)
+
+    async def used(self) -> tuple[float, int, int]:
+        """Returns its CPU seconds, messages and answers so far."""
+        return time.process_time(), self._messages, self._given
+
+
+@contextmanager
+def replica(per_message: int) -> Iterator[Any]:
+    """The actor, as the router's client of it, in a Ray cluster of its own that leaves this process's core alone."""
+    prepare_ray_environment(None, threads=1, deterministic=False)
+    import ray
+
+    from inference.handle import MAX_CALLS, RayReplica
+
+    cores = set(range(os.cpu_count() or 1))
+    pin(cores - {ORCHESTRATOR_CORE} or cores)
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
+        actor = ray.remote(TurnsActor).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(per_message)
+        pin({ORCHESTRATOR_CORE})
+        yield RayReplica(actor, ReadyAnswers.name, None, START_S, START_S)
+        ray.shutdown()
+
+
+def make_pipeline(client: Any, model: Path, shape: Shape, groups: int) -> Any:
+    """Returns a pipeline whose only replica is behind `client`."""
+    from inference.router import Router
+    from orchestrator.env import EnvContext, load_dataset
+    from orchestrator.pipeline import Pipeline
+    from orchestrator.rollout import RolloutLimits
+    from trireme.config import Config
+    from trireme.core.tokenizer import load_tokenizer
+
+    config = Config.model_validate(config_of(model, shape, groups, STEPS, max_steps_off_policy=1))
+    context = EnvContext(load_tokenizer(config.tokenizer_name), config.seed, GROUP_SIZE, "train")
+    limits = RolloutLimits.of(config, context.tokenizer.decode)
+    return Pipeline(config, [load_dataset(config.env[0], context)], Router({0: client}), limits)
+
+
+def play(client: Any, model: Path, shape: Shape, groups: int) -> OverRay:
+    """Plays STEPS steps of `groups` groups."""
+    from trireme.process import waits
+
+    def used() -> tuple[float, int, int]:
+        there: tuple[float, int, int] = waits.get(client.handle.used.remote(), who="the replica", timeout_s=START_S)
+        return there
+
+    pipeline = make_pipeline(client, model, shape, groups)
+    load_before, before = os.getloadavg()[0], used()
+    started, cpu_started = time.monotonic(), time.process_time()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop that Ray gives its actors
+        runner.run(drive(pipeline, STEPS))
+    wall_s, cpu_s, after = time.monotonic() - started, time.process_time() - cpu_started, used()
+    turns = STEPS * groups * GROUP_SIZE * shape.turns
+    return OverRay(
+        caller_ms=round(cpu_s / turns * 1000, 4),
+        callee_ms=round((after[0] - before[0]) / turns * 1000, 4),
+        turns_per_s=round(turns / wall_s, 1),
+        answers_per_message=round((after[2] - before[2]) / (after[1] - before[1]), 2),
+        load_before=load_before,
+    )
+
+
+def measure_here(shape: Shape, groups: int, per_message: int) -> OverRay:
+    """Measures after a warm-up, with all threads of this process on one core, and the replica on the others."""
+    from orchestrator.actor import spare_collector
+
+    with replica(per_message) as client, tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        model = make_model(Path(directory))
+        play(client, model, Shape(shape.context, shape.turns), 1)
+        spare_collector()  # as in the actor
+        return play(client, model, shape, groups)
+
+
+def main(context: str, turns: str, groups: str, per_message: str) -> None:
+    """Prints one measurement as a JSON object."""
+    measured = measure_here(Shape(int(context), int(turns)), int(groups), int(per_message))
+    print(json.dumps(vars(measured)), flush=True)

@@ -1,0 +1,136 @@
+"""Rollouts of many turns to a context of a given size: an environment, a model without weights, answers that are ready.
+
+Each turn adds ANSWER sampled tokens, and all but the last OBSERVED ones from the environment; the first prompt is what
+the context has left.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+from trireme.core.types import SampledSequence, VersionSpan, WeightIdentity
+
+ENV_ID = "turns:TurnsDataset"
+VOCAB = 4096
+ANSWER, OBSERVED = 128, 512
+PROBLEMS = 1 << 16
+GROUP_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How long a rollout is."""
+
+    context: int
+    """Tokens of its last prompt and answer together."""
+    turns: int
+
+    @property
+    def first(self) -> int:
+        """Tokens of the first prompt."""
+        return self.context - self.turns * ANSWER - (self.turns - 1) * OBSERVED
+
+    def __str__(self) -> str:
+        return f"{self.context}/{self.turns}"
+
+
+SHORT, MIDDLE, LONG = Shape(512, 1), Shape(8192, 12), Shape(32768, 50)
+
+
+def make_model(directory: Path) -> Path:
+    """Writes as much of a model as an orchestrator reads; returns its directory."""
+    from tokenizers import Tokenizer, models
+
+    directory.mkdir(parents=True, exist_ok=True)
+    words = {str(token): token for token in range(VOCAB)}
+    Tokenizer(models.WordLevel(words, unk_token="0")).save(str(directory / "tokenizer.json"))
+    facts = {"vocab_size": VOCAB, "max_position_embeddings": LONG.context}
+    (directory / "config.json").write_text(json.dumps(facts))
+    return directory
+
+
+def config_of(model: Path, shape: Shape, groups: int, steps: int, max_steps_off_policy: int) -> dict[str, Any]:
+    """Returns the configuration of a run whose steps have `groups` groups, all of which may be in flight."""
+    return {
+        "max_steps": steps,
+        "model": {"name": str(model), "max_seq_len": shape.context + 1},
+        "env": {"id": ENV_ID, "args": {"first": shape.first, "turns": shape.turns}},
+        "orchestrator": {
+            "batch_size": groups,
+            "group_size": GROUP_SIZE,
+            "max_steps_off_policy": max_steps_off_policy,
+            "max_concurrent": (max_steps_off_policy + 1) * groups * GROUP_SIZE,
+        },
+        "inference": {"sampling": {"max_tokens": ANSWER}},
+        "rollouts": {"every": 0},
+        "cluster": {"device": "cpu"},
+    }
+
+
+def answers(identity: WeightIdentity, distinct: int = 16) -> list[SampledSequence]:
+    """Returns answers of ANSWER tokens."""
+    rng = np.random.default_rng(0)
+    return [
+        SampledSequence(
+            rng.integers(0, VOCAB, ANSWER, np.int32),
+            rng.normal(-1.0, 0.1, ANSWER).astype(np.float32),
+            "stop",
+            (VersionSpan(identity, 0, ANSWER),),
+        )
+        for _ in range(distinct)
+    ]
+
+
+class TurnsEnv(Env):
+    """Answers each action with the same new tokens. The reward is worth nothing, but differs within a group."""
+
+    def __init__(
+        self, first: npt.NDArray[np.int32], observed: npt.NDArray[np.int32], turns: int, reward: float
+    ) -> None:
+        self._prompt, self._observed, self._left, self._reward = first, observed, turns, reward
+
+    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+        return self._prompt, ()  # type: ignore[return-value]
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        self._left -= 1
+        if not self._left:
+            return StepResult(self._reward, episode_done=True)
+        self._prompt = np.concatenate([self._prompt, np.asarray(action, np.int32), self._observed])
+        return StepResult(0.0, episode_done=False, next_observation=self._prompt)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class TurnsBuilder(EnvGroupBuilder):
+    """One problem."""
+
+    seed: int
+    first: int
+    turns: int
+
+    async def make_env(self, sample: int) -> Env:
+        rng = np.random.default_rng(self.seed)
+        draw = partial(rng.integers, 0, VOCAB, dtype=np.int32)
+        return TurnsEnv(draw(self.first), draw(OBSERVED), self.turns, float(sample % 2))
+
+
+class TurnsDataset(RLDataset):
+    """Problems with a first prompt of `first` random tokens, and `turns` turns."""
+
+    def __init__(self, context: EnvContext, *, first: int, turns: int) -> None:
+        self._first, self._turns = first, turns
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return [TurnsBuilder(index, self._first, self._turns)]
+
+    def __len__(self) -> int:
+        return PROBLEMS
