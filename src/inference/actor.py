@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 Step = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 NAMED = 8
-WARM_UP = SampleRequest("warm-up", (0, 0), SamplingParams(max_tokens=2, seed=0), "")
+WARM_UP = SampleRequest("warm-up", np.zeros(2, np.int32), SamplingParams(max_tokens=2, seed=0), "")
 FETCH = "fetch"
 CANARY_REQUEST = "trireme-canary"
 CANARY_PRIORITY = -1
@@ -357,7 +357,7 @@ class ReplicaActor(SamplingEngine):
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        tokens, salt = manifest.canary.tokens.tolist(), str(manifest.identity)
+        tokens, salt = manifest.canary.tokens, str(manifest.identity)
         return await self._add(CANARY_REQUEST, tokens, params, salt, CANARY_PRIORITY)
 
     async def _prove(self, manifest: WeightsManifest, canary: RequestOutputCollector) -> Drift:

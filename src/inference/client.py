@@ -63,7 +63,7 @@ class SamplingClient:
         requests = [
             SampleRequest(
                 request_id=f"{name}/{i}",
-                prompt=tuple(prompt.to_ints()),
+                prompt=prompt.tokens,
                 params=params if params.seed is None else replace(params, seed=params.seed + i),
                 route_key=name,
                 prompt_logprobs=include_prompt_logprobs and i == 0,

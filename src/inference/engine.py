@@ -206,7 +206,7 @@ def sampled_sequence(
     if request.wants_prompt_logprobs:  # one table for each token of the prompt but the first
         k, tables = request.topk_prompt_logprobs, tables_of(output.prompt_logprobs)
         if request.prompt_logprobs:
-            pairs = zip(request.prompt[1:], tables, strict=True)
+            pairs = zip(request.prompt[1:].tolist(), tables, strict=True)
             own = [None, *(table[token].logprob for token, table in pairs)]
         if k:
             ranked = [sorted((each.rank, token, each.logprob) for token, each in table.items()) for table in tables]

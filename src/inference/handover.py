@@ -92,7 +92,7 @@ class Handover:
         params = self._request.params
         return replace(
             self._request,
-            prompt=(*self._request.prompt, *self._kept.tokens.tolist()),
+            prompt=np.concatenate([self._request.prompt, self._kept.tokens]),
             params=replace(
                 params,
                 max_tokens=None if params.max_tokens is None else params.max_tokens - kept,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TextIO
 
+import numpy as np
 from tqdm.auto import tqdm
 
 from inference.engine import give_tokenizer, import_engine, vllm_params
@@ -54,8 +55,10 @@ class OfflineEngine:
 
         if any(each.stop_strings for each in params):
             give_tokenizer(self._llm.llm_engine, self._model)
-        requests = [SampleRequest("", tuple(p), each, "") for p, each in zip(prompts, params, strict=True)]
-        asked = [TokensPrompt(prompt_token_ids=list(request.prompt)) for request in requests]
+        requests = [
+            SampleRequest("", np.asarray(p, np.int32), each, "") for p, each in zip(prompts, params, strict=True)
+        ]
+        asked = [TokensPrompt(prompt_token_ids=request.prompt.tolist()) for request in requests]
         bar = partial(tqdm, file=progress)
         outputs = self._llm.generate(asked, [vllm_params(request, []) for request in requests], use_tqdm=bar)
         ends = [output.outputs[0] for output in outputs]

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from inference.engine import give_tokenizer, sampled_sequence, vllm_params
 from inference.handover import NOTHING, Outcome, Progress
@@ -241,14 +242,14 @@ class SamplingEngine:
         return await self._add(request.request_id, request.prompt, vllm_params(request, self.end_ids), salt)
 
     async def _add(
-        self, name: str, tokens: Sequence[int], params: SamplingParams, salt: str, priority: int = 0
+        self, name: str, tokens: npt.NDArray[np.int32], params: SamplingParams, salt: str, priority: int = 0
     ) -> RequestOutputCollector:
         """Adds a request to the engine's queue. `salt`: prefix-cache blocks are shared under equal salts only."""
         from vllm.inputs import tokens_input
 
         if not self._has_requests:
             self.engine_stats.listen()
-        prompt = tokens_input(list(tokens), cache_salt=salt)
+        prompt = tokens_input(tokens.tolist(), cache_salt=salt)
         return await self.engine.add_request(name, prompt, params, lora_request=self.adapter, priority=priority)
 
     async def abort(self, request_ids: Sequence[str]) -> None:

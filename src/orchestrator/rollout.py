@@ -160,7 +160,7 @@ async def run_rollout(
         turn, max_tokens = len(transitions), limits.max_seq_len - len(prompt)
         request = SampleRequest(
             request_id=f"{key.problem}/{key.sample}/{key.attempt}/{turn}",
-            prompt=tuple(prompt.tolist()),
+            prompt=prompt,
             params=sampling.params(key.seed(run_seed, turn), (*stop, *limits.stop), max_tokens),
             route_key=key.route_key,
         )

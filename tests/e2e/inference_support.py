@@ -218,7 +218,7 @@ def asked_of(room: Room, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...
     plain = room.router._on_the_wire  # type: ignore[attr-defined]
 
     def note(asked_for: SampleRequest) -> SampleRequest:
-        asked.setdefault(asked_for.prompt[:20], []).append(asked_for)
+        asked.setdefault(tuple(asked_for.prompt[:20].tolist()), []).append(asked_for)
         return plain(asked_for)
 
     monkeypatch.setattr(room.router, "_on_the_wire", note)
@@ -236,7 +236,7 @@ def check_continued(
         first, *later = asked[tuple(prompt[:20])]
         for rest in later:
             kept = len(rest.prompt) - len(first.prompt)
-            assert rest.prompt[len(first.prompt) :] == tuple(answer.tokens[:kept].tolist())
+            assert (rest.prompt[len(first.prompt) :] == answer.tokens[:kept]).all()
             assert rest.params.max_tokens == length - kept
             moved += [answer] if kept else []
     return moved

@@ -204,7 +204,7 @@ class Forgetful(Router):
     """Never answers one request."""
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
-        if request.prompt == (3, 1):
+        if request.prompt.tolist() == [3, 1]:
             await asyncio.Event().wait()
         return await super().sample(request)
 

@@ -92,16 +92,34 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """A request for one sequence."""
+    """A request for one sequence.
+
+    Requests of one growing conversation name their `trajectory`: a replica that answered the turn before it gets only
+    what is new. Raises ValueError for a prompt that is no token ids.
+    """
 
     request_id: str
-    prompt: tuple[int, ...]  # token ids
+    prompt: npt.NDArray[np.int32]
+    """The token ids, [T]. Lists and tuples are accepted too, and cast."""
     params: SamplingParams
     route_key: str  # requests with the same key go to the same replica, for its prefix cache
     prompt_logprobs: bool = False  # also return the log-probability of each token of the prompt
     topk_prompt_logprobs: int = 0  # also return this many likeliest tokens at each place of the prompt
+    trajectory: str = ""
+    """Name of the conversation, unique among all that are sampled; "": none."""
+    extends: int = 0
+    """The first so many tokens of the prompt are the prompt and the answer of the trajectory's last request; 0 for its
+    first, and for a prompt that does not go on from there."""
+    began: WeightIdentity | None = None
+    """The weights that sampled the first token since the trajectory's prompts go on from each other; None: none has.
+    With `inference.on_update = "keep_kv"` keys and values in the prefix cache may be as old as these."""
+
+    def __post_init__(self) -> None:
+        prompt = self.prompt
+        if not isinstance(prompt, np.ndarray) or prompt.dtype != np.int32:
+            object.__setattr__(self, "prompt", ModelInput(prompt).tokens)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -19,6 +19,7 @@ from trireme.core.types import (
     ForwardBackwardOutput,
     ModelInput,
     OptimStepResponse,
+    SampleRequest,
     SampleResponse,
     SamplingParams,
     StopReason,
@@ -38,6 +39,19 @@ def test_defaults_are_tinkers() -> None:
     response = SampleResponse([])
     assert (response.prompt_logprobs, response.topk_prompt_logprobs) == (None, None)
     assert OptimStepResponse().metrics == {}
+
+
+def test_a_prompt_may_be_any_token_ids_and_an_array_of_them_is_not_copied() -> None:
+    tokens = np.arange(3, dtype=np.int32)
+    given: list[Any] = [tokens, [0, 1, 2], (0, 1, 2), np.arange(3), torch.arange(3)]
+    requests = [SampleRequest("r", prompt, SamplingParams(), "r") for prompt in given]
+    assert all(request.prompt.dtype == np.int32 for request in requests)
+    assert all((request.prompt == tokens).all() for request in requests)
+    assert requests[0].prompt is tokens
+    wrong: list[Any] = [[0.5], [2**31], ["a"]]
+    for prompt in wrong:
+        with pytest.raises(ValueError, match="expected whole numbers from"):
+            SampleRequest("r", prompt, SamplingParams(), "r")
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_samples_of_a_prompt_go_to_one_replica_each_with_a_seed_of_its_own(
         by_route.setdefault(request.route_key, []).append(request)
     assert sorted(len(requests) for requests in by_route.values()) == [2, 3]
     assert len({request.request_id for request in router.requests}) == 5
-    assert {request.prompt for request in router.requests} == {(5, 6, 7)}
+    assert {tuple(request.prompt.tolist()) for request in router.requests} == {(5, 6, 7)}
 
 
 def test_the_prompt_is_looked_at_once(client: SamplingClient, router: Router) -> None:

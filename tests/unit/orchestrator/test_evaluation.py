@@ -151,8 +151,10 @@ def test_only_so_many_problems_are_taken_and_always_the_same() -> None:
     asyncio.run(whole_run(run))
     assert run.rows[0]["eval/fake/problems"] == 4
     assert run.rows[0]["eval/fake/n"] == 8
-    by_version = [sorted(r.prompt for r in run.asked() if r.request_id.startswith(f"eval/fake/{v}/")) for v in (0, 4)]
-    assert by_version[0] == by_version[1] == [(FIRST + p, s) for p in range(4) for s in range(2)]
+    by_version = [
+        sorted(r.prompt.tolist() for r in run.asked() if r.request_id.startswith(f"eval/fake/{v}/")) for v in (0, 4)
+    ]
+    assert by_version[0] == by_version[1] == [[FIRST + p, s] for p in range(4) for s in range(2)]
 
 
 # ---- beside training
@@ -217,7 +219,11 @@ def test_neither_starves_the_other_at_the_gate() -> None:
 
 def test_training_is_what_it_is_without() -> None:
     def training(run: Run) -> Any:
-        requests = [r for r in run.sampler.requests if not r.request_id.startswith("eval/")]
+        requests = [
+            (r.request_id, r.prompt.tolist(), r.params)
+            for r in run.sampler.requests
+            if not r.request_id.startswith("eval/")
+        ]
         kept = ("reward/", "env/", "stop/", "off_policy/", "ledger/", "rollout_errors/", "weights/")
         rows = [{name: value for name, value in row.items() if name.startswith(kept)} for row in run.rows]
         return requests, rows, [released.trained for released in run.released]

@@ -82,7 +82,7 @@ def test_tokens_in_tokens_out() -> None:
     sampled = sum(len(turn.action) for turn in trajectory.transitions)
     assert (trajectory.reward, trajectory.stop_reason, sampled) == (2.0, "stop", 6)
     asked, again = sampler.requests
-    assert asked.prompt == (1, 2)
+    assert asked.prompt.tolist() == [1, 2]
     assert (asked.params.stop, again.params.stop) == ((7,), (8,))
     assert (asked.params.temperature, asked.params.max_tokens, asked.route_key) == (0.5, 8, "r")
     assert len({asked.request_id, again.request_id}) == len({asked.params.seed, again.params.seed}) == 2

@@ -170,10 +170,11 @@ def test_what_was_running_is_sampled_again_with_its_identity_and_the_new_floor(t
             await run.step(0)
             await quiesce()
             again = resumed(run, tmp_path / "o")
-            asked = [request for request in run.sampler.requests if request.prompt[0] == 1]
+            asked = [(request.request_id, request.params) for request in run.sampler.requests if request.prompt[0] == 1]
         async with again:
             await again.step(1)
-            assert [request for request in again.sampler.requests if request.prompt[0] == 1] == asked
+            asked_again = [request for request in again.sampler.requests if request.prompt[0] == 1]
+            assert [(request.request_id, request.params) for request in asked_again] == asked
             assert again.released[0].trained == [{"problem": "0.0.1", "index": 1, "requeues": 0, "floor": 1}]
             assert again.rows[0]["ledger/dispatched"] == 4, "not counted twice"
             assert again.rows[0]["off_policy/max"] == 0
