@@ -21,11 +21,12 @@ import pytest
 from vllm.logprobs import FlatLogprobs
 
 from inference import actor as replica_module
-from inference.actor import FETCH, ReplicaActor
+from inference.actor import ReplicaActor
 from inference.engine_stats import EngineStats
 from inference.handover import NOTHING
 from inference.loaded import Following, LoadedSums
 from inference.sampling import wrong_answer
+from inference.updating import FETCH
 from trireme.config import Config
 from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import RoomFailed, WeightsRefused
