@@ -1,27 +1,42 @@
-"""Turns trajectories into training data: advantages, and turns merged into datums. Pure functions.
+"""Turns trajectories into training data: advantages, and a datum for each segment. Pure functions.
 
-    ScoredGroup --datum_turns--> [DatumTurns] --lay_out--> TokenBatch, a datum for each
+    ScoredGroup --compute_advantages--> [WeightedTrajectory] --lay_out--> TokenBatch
 
-All datums of a minibatch are laid out together: a numpy call costs more than the numbers of one datum.
+Short trajectories are laid out many at a time, as a numpy call costs more than the numbers of one of them; long ones in
+pieces, so that no call takes long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
+from orchestrator.trajectory import Trajectory, Turn
 from trireme.config.orchestrator import AdvantageKind, OrchestratorConfig
 from trireme.core.normalization import Normalization
 from trireme.core.types import Minibatch, Provenance, TokenBatch
 
 STD_EPS = 1e-6
 """Added to the deviation, so that rewards which differ by rounding only do not become advantages of size 1."""
+COLUMNS = {
+    "advantages": np.float32,
+    "logprobs": np.float32,
+    "mask": np.float32,
+    "target_tokens": np.int32,
+    "versions": np.int32,
+}
+"""The columns of a batch."""
+OBSERVED = (-1, 0.0, 0.0)
+"""Version, mask and advantage of tokens that were not sampled."""
+PART_TOKENS = 1 << 18
+"""About so many tokens are laid out by one numpy call."""
 SMALLEST = np.finfo(np.float32).tiny
 """Smallest advantage beside 0: a smaller one would be rounded to 0, and the group's others would all have one sign."""
 
@@ -52,79 +67,84 @@ def is_constant(rewards_G: Sequence[float]) -> bool:
 
 
 @dataclass(frozen=True)
-class DatumTurns:
-    """The turns of one datum, each of which extends the one before."""
+class WeightedTrajectory:
+    """A trajectory with what its sampled tokens count for."""
 
-    turns: Sequence[Transition]
+    trajectory: Trajectory
     advantage: float
     temperature: float
     counts: bool = True
-    """False: mask and advantages of the datum are 0 throughout."""
+    """False: mask and advantages are 0 throughout."""
 
 
-def datum_turns(trajectory: Trajectory, advantage: float, temperature: float, counts: bool = True) -> list[DatumTurns]:
-    """Splits a trajectory into datums: a turn whose observation begins with exactly all tokens so far extends the
-    datum, any other turn starts a new one."""
-    runs: list[list[Transition]] = []
-    for turn in trajectory.transitions:
-        if runs and turn.extends(runs[-1][-1]):
-            runs[-1].append(turn)
-        else:
-            runs.append([turn])
-    return [DatumTurns(turns, advantage, temperature, counts) for turns in runs]
-
-
-def lay_out(data_D: Sequence[DatumTurns]) -> TokenBatch:
-    """Lays out datums as one batch. Each sampled token is a target exactly once, with mask 1 where
-    its datum and its turn count, else 0, as its advantage.
+def lay_out(weighted: Sequence[WeightedTrajectory]) -> TokenBatch:
+    """Lays out trajectories as one batch: each segment is a datum, and the datums of a trajectory are one sequence.
+    Each sampled token is a target exactly once, with mask 1 where its trajectory and its turn count, else 0, as its
+    advantage.
 
     Inputs are a datum's tokens without the last, columns belong to its tokens without the first. On observed tokens
     `logprobs`, `advantages` and `mask` are 0 and `versions` is -1. Raises ValueError for an empty observation at a
     datum's start: nothing would predict the first sampled token.
     """
-    tokens: list[npt.NDArray[np.int32]] = []
-    sampled: list[Transition] = []
-    lengths: list[int] = []  # observed tokens, sampled tokens, observed tokens, ...
-    advantages: list[float] = []
-    counts: list[bool] = []
-    ends: list[int] = []
-    total = 0
-    for datum in data_D:
-        end = 0
-        for turn in datum.turns:
-            observed, made = len(turn.observation), len(turn.action)
-            lengths += (observed - end, made)
-            end = observed + made
-        if not lengths[-2 * len(datum.turns)]:
-            raise ValueError("a turn has an empty observation: nothing predicts its first sampled token")
-        tokens += (datum.turns[-1].observation, datum.turns[-1].action)  # begins with all turns before it
-        sampled += datum.turns
-        counts_N = [datum.counts and turn.in_loss for turn in datum.turns]
-        advantages += [datum.advantage if counted else 0.0 for counted in counts_N]
-        counts += counts_N
-        total += end
-        ends.append(total)
-    ends_D = np.asarray(ends)
-    starts_D = np.concatenate([[0], ends_D[:-1]])
-    made_N = np.asarray(lengths[1::2])
-    is_sampled = np.repeat(np.tile([False, True], len(sampled)), lengths)
-    columns: dict[str, npt.NDArray[Any]] = {
-        "advantages": np.zeros(total, np.float32),
-        "logprobs": np.zeros(total, np.float32),
-        "mask": np.zeros(total, np.float32),
-        "target_tokens": np.concatenate(tokens),
-        "versions": np.full(total, -1, np.int32),
-    }
-    columns["advantages"][is_sampled] = np.repeat(np.asarray(advantages, np.float32), made_N)
-    columns["logprobs"][is_sampled] = np.concatenate([turn.logprobs for turn in sampled])
-    columns["mask"][is_sampled] = np.repeat(counts, made_N)
-    columns["versions"][is_sampled] = np.concatenate([turn.versions for turn in sampled])
+    segments = [one.trajectory.num_segments for one in weighted]
+    total = sum(len(one.trajectory.tokens) for one in weighted) - sum(segments)
+    tokens = np.empty(total, np.int32)
+    columns: dict[str, npt.NDArray[Any]] = {name: np.empty(total, dtype) for name, dtype in COLUMNS.items()}
+    lengths_D: list[int] = []
+    end = 0
+    for part in _parts(weighted):
+        starts, ends, laid_out = _laid_out(part)
+        start, end = end, end + ends[-1] - len(ends)
+        tokens[start:end] = np.delete(laid_out["target_tokens"], np.asarray(ends) - 1)
+        for name, column in laid_out.items():
+            columns[name][start:end] = np.delete(column, starts)
+        lengths_D += (np.subtract(ends, starts) - 1).tolist()
     return TokenBatch(
-        tokens=np.delete(columns["target_tokens"], ends_D - 1),
-        offsets=np.concatenate([[0], ends_D - np.arange(1, len(ends) + 1)]),
-        columns={name: np.delete(column, starts_D) for name, column in columns.items()},
-        temperatures=np.asarray([datum.temperature for datum in data_D], np.float32),
+        tokens=tokens,
+        offsets=np.concatenate([[0], np.cumsum(lengths_D)]),
+        columns=columns,
+        temperatures=np.repeat(np.asarray([one.temperature for one in weighted], np.float32), segments),
+        sequences=np.repeat(np.arange(len(weighted)), segments),
     )
+
+
+def _parts(weighted: Sequence[WeightedTrajectory]) -> Iterator[Sequence[WeightedTrajectory]]:
+    """Yields the trajectories in parts of about `PART_TOKENS`."""
+    bounds = np.cumsum([len(one.trajectory.tokens) for one in weighted]) // PART_TOKENS
+    for _, part in groupby(zip(bounds.tolist(), weighted, strict=True), key=itemgetter(0)):
+        yield [one for _, one in part]
+
+
+def _laid_out(weighted: Sequence[WeightedTrajectory]) -> tuple[list[int], list[int], dict[str, npt.NDArray[Any]]]:
+    """Returns where the segments start and end, and the columns of all their tokens."""
+    starts: list[int] = []
+    lengths: list[int] = []  # a prompt's new tokens, then each span of its answer
+    values: list[tuple[int, float, float]] = []  # their version, mask and advantage
+    first = 0  # token of the trajectory
+    for one in weighted:
+        end = 0
+        for turn in one.trajectory.turns:
+            if turn.start == end:
+                starts.append(first + end)
+                if turn.prompt_end == end:
+                    raise ValueError("a turn has an empty observation: nothing predicts its first sampled token")
+            lengths.append(turn.prompt_end - end)
+            values.append(OBSERVED)
+            counted = one.counts and turn.in_loss
+            for span in turn.spans:
+                lengths.append(span.end - span.start)
+                values.append((span.identity.version, float(counted), one.advantage if counted else 0.0))
+            end = turn.end
+        first += end
+    versions, masks, advantages = zip(*values, strict=True)
+    columns = {
+        "advantages": np.repeat(np.asarray(advantages, np.float32), lengths),
+        "logprobs": np.concatenate([one.trajectory.logprobs for one in weighted]),
+        "mask": np.repeat(np.asarray(masks, np.float32), lengths),
+        "target_tokens": np.concatenate([one.trajectory.tokens for one in weighted]),
+        "versions": np.repeat(np.asarray(versions, np.int32), lengths),
+    }
+    return starts, [*starts[1:], first], columns
 
 
 @dataclass(frozen=True)
@@ -143,9 +163,14 @@ class ScoredGroup:
     """All tokens were sampled at this temperature."""
 
     @property
-    def turns(self) -> list[Transition]:
+    def turns(self) -> list[Turn]:
         """Returns all turns of its trajectories, one trajectory after the other."""
-        return [turn for trajectory in self.trajectories_G for turn in trajectory.transitions]
+        return [turn for trajectory in self.trajectories_G for turn in trajectory.turns]
+
+    @property
+    def num_segments(self) -> int:
+        """Returns the number of datums that it makes."""
+        return sum(trajectory.num_segments for trajectory in self.trajectories_G)
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -162,24 +187,20 @@ def build_minibatch(
     `orchestrator.overlong_filter`: answers cut by length do not count in the loss, as they do not show how good they
     would have been. `last`: the minibatch ends its substep.
     """
-    data_D: list[DatumTurns] = []
-    groups_D: list[Group] = []
-    sequences_D: list[int] = []
+    weighted: list[WeightedTrajectory] = []
     for scored in scored_P:
         advantages_G = compute_advantages(scored.rewards_G, options.advantage).tolist()
         for trajectory, advantage in zip(scored.trajectories_G, advantages_G, strict=True):
             counts = not options.overlong_filter or trajectory.stop_reason == "stop"
-            data_D += datum_turns(trajectory, advantage, scored.temperature, counts)
-            next_sequence = sequences_D[-1] + 1 if sequences_D else 0
-            sequences_D += [next_sequence] * (len(data_D) - len(sequences_D))
-        groups_D += [scored.group] * (len(data_D) - len(groups_D))
-    laid_out = replace(lay_out(data_D), sequences=np.asarray(sequences_D))
-    batch, divisor = normalization.apply(laid_out, "mask")
-    floors = np.asarray([group.floor for group in groups_D], np.int32)
-    identities = sorted({identity for s in scored_P for turn in s.turns for identity in turn.identities})
+            weighted.append(WeightedTrajectory(trajectory, advantage, scored.temperature, counts))
+    batch, divisor = normalization.apply(lay_out(weighted), "mask")
+    groups_D = [scored.group for scored in scored_P for _ in range(scored.num_segments)]
+    identities = {identity for one in weighted for identity in one.trajectory.identities}
     return Minibatch(
         batch=batch,
-        provenance=Provenance(step, floors, tuple(identities)),
+        provenance=Provenance(
+            step, np.asarray([group.floor for group in groups_D], np.int32), tuple(sorted(identities))
+        ),
         problems_D=tuple(group.problem for group in groups_D),
         last=last,
         num_groups=len(scored_P),

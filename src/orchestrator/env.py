@@ -23,15 +23,18 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from orchestrator.trajectory import Trajectory as Trajectory
+from orchestrator.trajectory import Transition as Transition
 from trireme.config.schema import Config, EnvConfig, RendererConfig
 from trireme.core.errors import BadInput, TriremeError
 from trireme.core.refusals import Refusal
-from trireme.core.types import StopReason, WeightIdentity
 from trireme.renderers import Renderer, make_renderer
 
 StopCondition = tuple[int | str, ...]
 """Token ids and strings that end an action. A stop token, and all tokens of a string that ends the action, are part of
 the action."""
+
+TokenIds = Sequence[int] | npt.NDArray[np.int32]
 
 Truncation = Literal["max_seq_len", "max_prompt_len"]
 """The limit of the run that ended an episode: the next prompt would leave no room below `max_seq_len`, or is longer
@@ -50,14 +53,23 @@ VERIFIERS, TASKSETS = "verifiers:", "orchestrator.envs.verifiers:TasksetDataset"
 """The prefix of ids that name a taskset of the package verifiers, and the dataset that plays it."""
 
 
+@dataclass(frozen=True, eq=False)
+class Continuation:
+    """A prompt that begins with all tokens of the prompt and the action before it. It costs what is new, however long
+    the whole prompt is."""
+
+    tokens: TokenIds
+    """What follows them; may be empty."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The result of an action."""
 
     reward: float
     episode_done: bool
-    next_observation: Sequence[int] = ()
-    """The next prompt, whole; not used when the episode is done."""
+    next_observation: TokenIds | Continuation = ()
+    """The next prompt, whole or as a Continuation; not used when the episode is done."""
     next_stop_condition: StopCondition = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Averaged over all steps that report them."""
@@ -67,61 +79,11 @@ class StepResult:
     """False: the tokens of this action alone are masked out of the loss, for example because they cannot be parsed."""
 
 
-@dataclass(frozen=True)
-class Transition:
-    """One turn: a prompt and the answer that was sampled."""
-
-    observation: npt.NDArray[np.int32]
-    """[T_ob], the whole prompt."""
-    action: npt.NDArray[np.int32]
-    """[T_ac]."""
-    logprobs: npt.NDArray[np.float32]
-    """[T_ac], as sampled."""
-    versions: npt.NDArray[np.int32]
-    """[T_ac], of the weights that sampled each token."""
-    mixed: npt.NDArray[np.bool_]
-    """[T_ac], True where those weights read keys and values of older ones."""
-    identities: tuple[WeightIdentity, ...]
-    """The weights that `versions` mean."""
-    stop_reason: StopReason
-    reward: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    logs: Mapping[str, Any] = field(default_factory=dict)
-    in_loss: bool = True
-    """False: the action's tokens are masked out of the loss."""
-
-    def extends(self, before: Transition) -> bool:
-        """True if this observation begins with exactly the observation and the action of the turn `before`."""
-        observed, sampled = len(before.observation), len(before.observation) + len(before.action)
-        return np.array_equal(self.observation[:observed], before.observation) and np.array_equal(
-            self.observation[observed:sampled], before.action
-        )
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """One rollout."""
-
-    transitions: tuple[Transition, ...]
-    stop_reason: Literal["stop", "length", "max_seq_len"]
-    """The stop reason of the last action, or `max_seq_len` if the next prompt was too long."""
-
-    @property
-    def reward(self) -> float:
-        """The sum of the rewards of its steps, without the group's reward."""
-        return sum(t.reward for t in self.transitions)
-
-    @property
-    def versions(self) -> set[int]:
-        """The versions that sampled its tokens."""
-        return {identity.version for turn in self.transitions for identity in turn.identities}
-
-
 class Env(ABC):
     """One episode of one problem. Used once."""
 
     @abstractmethod
-    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+    async def initial_observation(self) -> tuple[TokenIds, StopCondition]:
         """Returns the first prompt, and what ends the answer to it."""
 
     @abstractmethod

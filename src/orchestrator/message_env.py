@@ -5,18 +5,22 @@
                 -- next messages --->  ...
 
 Sampled messages are kept as tokens: while no thinking is removed from the history, the next prompt begins with the last
-one and exactly the tokens that were sampled after it, so that all turns are one training sequence.
+one and exactly the tokens that were sampled after it, so that all turns are one training sequence, and only what is
+behind them has to be turned into tokens.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import isawaitable
 from typing import Any
 
-from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Truncation
+import numpy as np
+
+from orchestrator.env import Continuation, Env, EnvGroupBuilder, StepResult, StopCondition, TokenIds, Truncation
 from trireme.renderers import Message, Renderer, ToolSpec
 
 
@@ -72,11 +76,12 @@ class RenderedEnv(Env):
     def __init__(self, env: MessageEnv, renderer: Renderer) -> None:
         self._env, self._renderer = env, renderer
         self._messages: list[Message] = []
-        self._prompt: list[int] = []
+        self._prompt = array("i")
+        """The last prompt."""
 
-    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+    async def initial_observation(self) -> tuple[TokenIds, StopCondition]:
         self._messages = list(await self._env.initial_messages())
-        return self._next_prompt(), self._renderer.stop_condition()
+        return self._whole_prompt(self._messages), self._renderer.stop_condition()
 
     async def step(self, action: Sequence[int]) -> StepResult:
         message, whole = self._renderer.parse_response(action, self._env.tools)
@@ -85,11 +90,9 @@ class RenderedEnv(Env):
         metrics = {"parse_error": float(not whole and not cut_off), **result.metrics}
         if result.episode_done:
             return StepResult(result.reward, True, metrics=metrics, logs=result.logs, in_loss=result.in_loss)
-        for earlier in self._messages:
-            earlier.pop("prompt", None)  # only the last prompt is extended
-        self._messages += [{**message, "prompt": self._prompt}, *result.next_messages]
+        observation = self._next_prompt({**message, "tokens": array("i", action)}, result.next_messages)
         stop = self._renderer.stop_condition()
-        return StepResult(result.reward, False, self._next_prompt(), stop, metrics, result.logs, result.in_loss)
+        return StepResult(result.reward, False, observation, stop, metrics, result.logs, result.in_loss)
 
     async def truncated(self, reason: Truncation) -> StepResult | None:
         last = await self._env.truncated(reason)
@@ -102,9 +105,18 @@ class RenderedEnv(Env):
         if isawaitable(ended):
             await ended
 
-    def _next_prompt(self) -> list[int]:
-        self._prompt = self._renderer.generation_prompt(self._messages, self._env.tools)
-        return self._prompt
+    def _next_prompt(self, message: Message, others: Sequence[Message]) -> TokenIds | Continuation:
+        """Returns the prompt after the assistant's `message` and those of `others`."""
+        before, self._messages = self._messages, [*self._messages, message, *others]
+        follows = self._renderer.continuation(self._messages, self._env.tools)
+        if follows is None:
+            return self._whole_prompt([*before, {**message, "prompt": self._prompt.tolist()}, *others])
+        self._prompt += message["tokens"] + array("i", follows)
+        return Continuation(follows)
+
+    def _whole_prompt(self, messages: Sequence[Message]) -> TokenIds:
+        self._prompt = array("i", self._renderer.generation_prompt(messages, self._env.tools))
+        return np.array(self._prompt, np.int32)
 
 
 @dataclass(frozen=True)

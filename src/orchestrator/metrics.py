@@ -104,7 +104,7 @@ class StepMeter:
             **{f"ledger/{name}": float(value) for name, value in counts.items()},
             **{f"rollout_errors/{name}": float(count) for name, count in sorted(self.errors.items())},
             "perf/rollouts": float(sum(len(scored.trajectories_G) for scored in self.trained)),
-            "perf/tokens": float(sum(len(turn.action) for scored in self.trained for turn in scored.turns)),
+            "perf/tokens": float(sum(turn.sampled for scored in self.trained for turn in scored.turns)),
             "perf/inference_idle_s": idle_s,
             "perf/event_loop_lag": self.lag_s,
             **self.updates.pop(step),
@@ -115,14 +115,17 @@ class StepMeter:
 
     def _off_policy(self, step: int, counts: Mapping[str, int]) -> dict[str, float]:
         ages = [step - scored.group.floor for scored in self.trained]
-        turns = [turn for scored in self.trained for turn in scored.turns]
+        spans = [span for scored in self.trained for turn in scored.turns for span in turn.spans]
+        lengths = np.asarray([span.end - span.start for span in spans])
         spanned = max(len(trajectory.versions) for scored in self.trained for trajectory in scored.trajectories_G)
         return {
             "off_policy/mean": float(np.mean(ages)),
             "off_policy/max": float(max(ages)),
-            "off_policy/token_mean": float(step - np.mean(np.concatenate([turn.versions for turn in turns]))),
+            "off_policy/token_mean": float(
+                step - np.average([span.identity.version for span in spans], weights=lengths)
+            ),
             "off_policy/versions_spanned": float(spanned),
-            "off_policy/mixed_frac": float(np.mean(np.concatenate([turn.mixed for turn in turns]))),
+            "off_policy/mixed_frac": float(np.average([span.mixed for span in spans], weights=lengths)),
             "off_policy/in_flight": float(counts["running"]),
             "off_policy/in_queue": float(counts["finished"]),
             **{f"off_policy/{name}": float(counts[name] - self.counts[name]) for name in ENDINGS},
@@ -158,8 +161,8 @@ def _means(scored_P: Sequence[ScoredGroup]) -> dict[str, float]:
         **{name: float(np.mean(values)) for name, values in reported.items()},
         "reward/total": float(np.mean(rewards)),
         "turns_per_episode": len(turns) / len(rewards),
-        "ac_tokens_per_turn": sum(len(turn.action) for turn in turns) / len(turns),
-        "ob_tokens_per_turn": sum(len(turn.observation) for turn in turns) / len(turns),
+        "ac_tokens_per_turn": sum(turn.sampled for turn in turns) / len(turns),
+        "ob_tokens_per_turn": sum(turn.observed for turn in turns) / len(turns),
         "length_cut": sum(turn.stop_reason == "length" for turn in turns) / len(turns),
         **{f"by_group/frac_{kind}": kinds[kind] / len(scored_P) for kind in ("mixed", "all_good", "all_bad")},
     }

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from orchestrator.advantages import ScoredGroup, compute_advantages
-from orchestrator.env import Transition
 from orchestrator.state import readable
+from orchestrator.trajectory import Trajectory, Transition
 from trireme.config import Config
 from trireme.core.finite_json import to_json
 from trireme.core.tokenizer import Decode as Decode
@@ -68,19 +68,17 @@ class Recorder:
                 {
                     "reward": round(float(t.reward), DIGITS),
                     "stop_reason": t.stop_reason,
-                    "turns": list(map(self._turn, t.transitions, (None, *t.transitions))),
+                    "turns": list(map(self._turn, t.transitions, _known(t))),
                 }
                 for t in scored.trajectories_G
             ],
         }
 
-    def _turn(self, turn: Transition, before: Transition | None) -> dict[str, Any]:
-        continues = before is not None and turn.extends(before)
-        known = len(before.observation) + len(before.action) if before is not None and continues else 0
+    def _turn(self, turn: Transition, known: int) -> dict[str, Any]:
         shown = {"observation": turn.observation[known:].tolist(), "action": turn.action.tolist()}
         decode = self._decode
         return {
-            "continues": continues,
+            "continues": known > 0,
             **shown,
             **({f"{name}_text": decode(tokens) for name, tokens in shown.items()} if decode else {}),
             "logprobs": _rounded(turn.logprobs),
@@ -90,6 +88,12 @@ class Recorder:
             "metrics": {name: float(value) for name, value in turn.metrics.items()},
             "logs": readable(turn.logs),
         }
+
+
+def _known(trajectory: Trajectory) -> list[int]:
+    """Returns for each turn how many tokens of its prompt are those of the turn before, prompt and answer."""
+    ends = [0, *(turn.end for turn in trajectory.turns)]
+    return [end - turn.start for end, turn in zip(ends, trajectory.turns, strict=False)]
 
 
 def _rounded(values: Sequence[float] | np.ndarray[Any, Any]) -> list[float]:

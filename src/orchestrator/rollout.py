@@ -17,11 +17,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.env import Env, StepResult, StopCondition, Trajectory, Transition, Truncation
+from orchestrator.env import Continuation, Env, StepResult, StopCondition, TokenIds, Truncation
+from orchestrator.trajectory import Trajectory, TrajectoryBuilder, Turn
 from trireme.config.schema import Config, SamplingConfig
 from trireme.core.errors import BadInput
 from trireme.core.stop_strings import cut
@@ -147,22 +149,26 @@ async def run_rollout(
     fault_point("orchestrator.rollout")
     with trace.overlapping("initial_observation", "environment", problem=key.problem):
         observation, stop = await env.initial_observation()
-    transitions: list[Transition] = []
+    builder = TrajectoryBuilder()
     while True:
-        prompt = _checked_prompt(observation, stop, key, limits)
-        if (limit := _limit_reached(prompt, limits)) and not transitions:
+        tokens, follows = _checked_prompt(observation, stop, key, limits, bool(builder.turns))
+        builder.ask(tokens, follows=follows)
+        turn, prompt = len(builder.turns), builder.prompt
+        if (limit := _limit_reached(prompt, limits)) and not turn:
             raise PromptTooLong(f"{key}: {_too_long(limit, prompt, limits)}")
         if limit:
             with trace.overlapping("truncated", "environment", problem=key.problem):
                 last_word = await env.truncated(limit)
-            transitions[-1] = _with_last_word(transitions[-1], last_word, key)
-            return Trajectory(tuple(transitions), "max_seq_len")
-        turn, max_tokens = len(transitions), limits.max_seq_len - len(prompt)
+            builder.turns[-1] = _with_last_word(builder.turns[-1], last_word, key)
+            return builder.finish("max_seq_len")
         request = SampleRequest(
             request_id=f"{key.problem}/{key.sample}/{key.attempt}/{turn}",
             prompt=prompt,
-            params=sampling.params(key.seed(run_seed, turn), (*stop, *limits.stop), max_tokens),
+            params=sampling.params(key.seed(run_seed, turn), (*stop, *limits.stop), limits.max_seq_len - len(prompt)),
             route_key=key.route_key,
+            trajectory=f"{key.problem}/{key.sample}/{key.attempt}",
+            extends=builder.extends,
+            began=builder.began,
         )
         sampled = await sample(request)
         _check_sample(sampled, key, limits)
@@ -171,29 +177,39 @@ async def run_rollout(
             sampled = cut(sampled, strings, limits.decode)
         with trace.overlapping("step", "environment", problem=key.problem):
             result = await env.step(sampled.tokens.tolist())
-        transitions.append(_transition(prompt, sampled, result, key))
+        _add_turn(builder, sampled, result, key)
         if result.episode_done:
-            return Trajectory(tuple(transitions), sampled.stop_reason)
+            return builder.finish(sampled.stop_reason)
         observation, stop = result.next_observation, result.next_stop_condition
 
 
 def _checked_prompt(
-    observation: Sequence[int], stop: StopCondition, key: RolloutKey, limits: RolloutLimits
-) -> npt.NDArray[np.int32]:
-    prompt = np.asarray(observation)
-    if prompt.ndim != 1 or prompt.dtype.kind not in "iu" or not len(prompt):
+    observation: TokenIds | Continuation, stop: StopCondition, key: RolloutKey, limits: RolloutLimits, begun: bool
+) -> tuple[npt.NDArray[np.int32], bool]:
+    """Returns the tokens of an observation, and True if they follow those of the turn before. Only a rollout that has
+    `begun` has such a turn."""
+    follows = begun and isinstance(observation, Continuation)
+    tokens = np.asarray(observation.tokens if isinstance(observation, Continuation) and begun else observation)
+    if follows and tokens.shape == (0,):
+        tokens = tokens.astype(np.int32)  # numpy takes an empty list for floats
+    elif tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
         raise BadPrompt(
             f"{key}: gave the observation {str(observation)[:100]!r}; expected "
             f"at least one token, each a whole number of 0 .. {limits.vocab_size - 1}"
         )
-    prompt = prompt.astype(np.int64, copy=False)
-    unsigned = prompt.view(np.uint64)  # a negative token becomes a very large one
+    tokens = tokens if tokens.dtype == np.int32 else tokens.astype(np.int64)
     strange = [end for end in stop if end not in range(limits.vocab_size) and not (isinstance(end, str) and end)]
-    if strange or np.maximum.reduce(unsigned) >= limits.vocab_size:
-        unknown = prompt[unsigned >= limits.vocab_size]
+    if strange or not _in_vocabulary(tokens, limits.vocab_size):
+        unknown = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
         given = f"token {unknown[0]}" if len(unknown) else f"{strange[0]!r} as what ends an answer"
         raise OutOfVocabulary(f"{key}: gave {given}; expected tokens of 0 .. {limits.vocab_size - 1}")
-    return prompt.astype(np.int32)
+    return tokens.astype(np.int32, copy=False), follows
+
+
+def _in_vocabulary(tokens: npt.NDArray[np.integer[Any]], vocab_size: int) -> bool:
+    """Returns True if all tokens are of 0 .. vocab_size - 1."""
+    unsigned = tokens.view(f"u{tokens.itemsize}")  # a negative token becomes a very large one
+    return bool(np.maximum.reduce(unsigned, initial=0) < vocab_size)
 
 
 def _limit_reached(prompt: npt.NDArray[np.int32], limits: RolloutLimits) -> Truncation | None:
@@ -219,34 +235,36 @@ def _check_sample(sampled: SampledSequence, key: RolloutKey, limits: RolloutLimi
             f"{key}: the sampler returned {len(sampled.tokens)} tokens and "
             f"{len(sampled.logprobs)} logprobs; expected as many of both, at least one, and finite logprobs"
         )
-    if np.maximum.reduce(sampled.tokens.view(np.uint32)) >= limits.vocab_size:
+    if not _in_vocabulary(sampled.tokens, limits.vocab_size):
         raise BadSample(
             f"{key}: the sampler returned tokens of {sampled.tokens.min()} .. "
             f"{sampled.tokens.max()}; expected tokens of 0 .. {limits.vocab_size - 1}"
         )
 
 
-def _transition(
-    prompt: npt.NDArray[np.int32], sampled: SampledSequence, result: StepResult, key: RolloutKey
-) -> Transition:
+def _add_turn(builder: TrajectoryBuilder, sampled: SampledSequence, result: StepResult, key: RolloutKey) -> None:
     _check_result(result, "step", key)
-    versions, mixed = token_columns(sampled.spans, len(sampled.tokens))
-    return Transition(
-        observation=prompt,
-        action=sampled.tokens.astype(np.int32),
-        logprobs=sampled.logprobs.astype(np.float32),
-        versions=versions,
-        mixed=mixed,
-        identities=tuple([span.identity for span in sampled.spans]),
-        stop_reason=sampled.stop_reason,
-        reward=float(result.reward),
-        metrics=result.metrics,
-        logs=result.logs,
-        in_loss=bool(result.in_loss),
+    check_spans(sampled.spans, len(sampled.tokens))
+    builder.answer(
+        sampled.tokens,
+        sampled.logprobs,
+        sampled.spans,
+        sampled.stop_reason,
+        float(result.reward),
+        result.metrics,
+        result.logs,
+        bool(result.in_loss),
     )
 
 
-def _with_last_word(turn: Transition, result: StepResult | None, key: RolloutKey) -> Transition:
+def check_spans(spans: Sequence[VersionSpan], length: int) -> None:
+    """Raises BadSample unless the spans cover all `length` tokens in order, without gap or overlap."""
+    bounds = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != bounds[:-1] or bounds[-1] != length:
+        raise BadSample(f"version spans {spans} do not cover the {length} tokens that were sampled")
+
+
+def _with_last_word(turn: Turn, result: StepResult | None, key: RolloutKey) -> Turn:
     if result is None:
         return turn
     _check_result(result, "truncated", key)
@@ -280,17 +298,3 @@ def check_report(reward: float, metrics: Mapping[str, float], place: object) -> 
     for name, value in given.items():
         if not isinstance(value, NUMBERS):
             raise BadStep(f"{place}: gave the metric {name} = {str(value)[:100]!r}; expected a number")
-
-
-def token_columns(spans: Sequence[VersionSpan], length: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    """Returns for each of `length` tokens the version that sampled it, int32 [T], and True where it comes from a mixed
-    span, bool [T]. Raises BadSample unless the spans cover all tokens in order, without gap or overlap."""
-    bounds = [0, *(span.end for span in spans)]
-    if [span.start for span in spans] != bounds[:-1] or bounds[-1] != length:
-        raise BadSample(f"version spans {spans} do not cover the {length} tokens that were sampled")
-    versions, mixed = np.empty(length, np.int32), np.zeros(length, np.bool_)  # `full` takes three times as long
-    for span in spans:
-        versions[span.start : span.end] = span.identity.version
-        if span.mixed:
-            mixed[span.start : span.end] = True
-    return versions, mixed

@@ -1,17 +1,18 @@
 """The orchestrator's part of a commit: its state at a boundary, as files.
 
-    state.json          cursor, ledger, limits, metrics, evaluation; of each group all that is no array, turn by turn
-    groups.safetensors  all turns of all groups one after the other, finished groups first: `observation`, `action`,
-                        `versions` int32, `logprobs` float32, `mixed` bool (these are as long as `action`), and where
-                        each turn ends, `observation_ends`, `action_ends` int64
+    state.json          cursor, ledger, limits, metrics, evaluation; of each group all that is no array, turn by turn:
+                        where its tokens are in its trajectory, and the weights that sampled them
+    groups.safetensors  all trajectories of all groups one after the other, finished groups first: `tokens` int32,
+                        `logprobs` float32, and where each trajectory ends, `ends` int64
 
-Nothing is pickled. Logs of environments are kept as JSON; values that JSON does not know become text.
+Commits of before that have each turn's whole prompt (`layout` 1) are read as well. Nothing is pickled.
+Logs of environments are kept as JSON; values that JSON does not know become text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -20,21 +21,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load_file
 
 from orchestrator.advantages import ScoredGroup
-from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
-from trireme.checkpoint.files import FileRecord, write_bytes
+from orchestrator.trajectory import Trajectory, Transition, Turn
+from trireme.checkpoint.files import Chunk, FileRecord, write_bytes
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
-from trireme.core.types import WeightIdentity
+from trireme.core.types import VersionSpan, WeightIdentity
 
 STATE, ARRAYS = "state.json", "groups.safetensors"
-OBSERVED = {"observation": np.int32}
-SAMPLED = {"action": np.int32, "logprobs": np.float32, "versions": np.int32, "mixed": np.bool_}
+LAYOUT = 2
+"""The layout that is written; a commit that does not name its layout has layout 1."""
 GROUPS = ("finished", "filtered")
-"""The fields that hold groups, in the order in which their turns are written."""
+"""The fields that hold groups, in the order in which their trajectories are written."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,22 @@ class OrchestratorState:
 
     def write(self, directory: Path) -> list[FileRecord]:
         """Writes both files; they are on the disk when it returns. Raises StorageFailed."""
-        state = vars(self) | {name: [_group_to_json(scored) for scored in getattr(self, name)] for name in GROUPS}
-        turns = [turn for scored in (*self.finished, *self.filtered) for turn in scored.turns]
+        trajectories = [t for scored in (*self.finished, *self.filtered) for t in scored.trajectories_G]
         return [
-            write_bytes(directory, STATE, to_json(state).encode()),
-            write_bytes(directory, ARRAYS, save(_columns(turns))),
+            write_bytes(directory, STATE, *self._json()),
+            write_bytes(directory, ARRAYS, *_arrays(trajectories)),
         ]
+
+    def _json(self) -> Iterator[bytes]:
+        """Yields the state as JSON, a group at a time: the event loop waits while one piece is made."""
+        rest = {name: value for name, value in vars(self).items() if name not in GROUPS}
+        yield to_json(rest | {"layout": LAYOUT}).removesuffix("}").encode()
+        for name in GROUPS:
+            yield f', "{name}": ['.encode()
+            for number, scored in enumerate(getattr(self, name)):
+                yield (", " * (number > 0) + to_json(_group_to_json(scored))).encode()
+            yield b"]"
+        yield b"}"
 
     @classmethod
     def read(cls, directory: Path) -> OrchestratorState:
@@ -73,30 +84,68 @@ class OrchestratorState:
         for one that is no safetensors file."""
         state = json.loads((directory / STATE).read_text())
         try:
-            turns = _turns(load_file(directory / ARRAYS))
+            columns = load_file(directory / ARRAYS)
         except SafetensorError as error:
             raise CheckpointInvalid(f"{directory / ARRAYS} is no safetensors file: {error}") from None
+        layouts = {1: _whole_turns, LAYOUT: _trajectories}
+        if (layout := state.pop("layout", 1)) not in layouts:
+            raise CheckpointInvalid(f"{directory / STATE} has layout {layout}; this version reads 1 to {LAYOUT}")
+        rollouts = layouts[layout](columns)
         return cls(
-            **(state | {name: tuple(_group_from_json(values, turns) for values in state[name]) for name in GROUPS})
+            **(state | {name: tuple(_group_from_json(values, rollouts) for values in state[name]) for name in GROUPS})
         )
 
 
-def _columns(turns: Sequence[Transition]) -> dict[str, npt.NDArray[Any]]:
-    columns = {
-        name: np.concatenate([np.zeros(0, dtype), *(getattr(turn, name) for turn in turns)]).astype(dtype)
-        for name, dtype in (OBSERVED | SAMPLED).items()
+Rollouts = Callable[[Mapping[str, Any]], Trajectory]
+"""Takes what the JSON file says of the next rollout, and returns the rollout."""
+COLUMNS = {"tokens": "I32", "logprobs": "F32"}
+"""The types of the columns, in safetensors' words."""
+
+
+def _arrays(trajectories: Sequence[Trajectory]) -> Iterator[Chunk]:
+    """Yields the contents of a safetensors file. The package's own `save` would copy all columns twice."""
+    ends = np.cumsum([len(t.tokens) for t in trajectories], dtype=np.int64)
+    header, end = {"ends": {"dtype": "I64", "shape": [len(ends)], "data_offsets": [0, ends.nbytes]}}, ends.nbytes
+    total = sum(len(t.tokens) for t in trajectories)
+    for name, dtype in COLUMNS.items():
+        start, end = end, end + 4 * total
+        header[name] = {"dtype": dtype, "shape": [total], "data_offsets": [start, end]}
+    said = to_json(header).encode()
+    said += b" " * (-len(said) % 8)
+    yield len(said).to_bytes(8, "little") + said
+    yield ends.tobytes()
+    for name in COLUMNS:
+        yield from (memoryview(getattr(t, name)).cast("B") for t in trajectories)
+
+
+def _trajectories(columns: Mapping[str, npt.NDArray[Any]]) -> Rollouts:
+    parts = zip(*(np.split(columns[name], columns["ends"]) for name in ("tokens", "logprobs")), strict=True)
+
+    def next_rollout(values: Mapping[str, Any]) -> Trajectory:
+        tokens, logprobs = (part.copy() for part in next(parts))  # the whole column is not kept
+        return Trajectory(tokens, logprobs, tuple(map(_turn_from_json, values["turns"])), values["stop_reason"])
+
+    return next_rollout
+
+
+def _whole_turns(columns: Mapping[str, npt.NDArray[Any]]) -> Rollouts:
+    """Reads layout 1: the arrays of each turn, its whole prompt among them."""
+    parts = {"observation": np.split(columns["observation"], columns["observation_ends"])}
+    parts |= {
+        name: np.split(columns[name], columns["action_ends"]) for name in ("action", "logprobs", "versions", "mixed")
     }
-    for name in ("observation", "action"):
-        columns[f"{name}_ends"] = np.cumsum([len(getattr(turn, name)) for turn in turns], dtype=np.int64)
-    return columns
+    arrays = ({name: part[turn] for name, part in parts.items()} for turn in range(len(columns["action_ends"])))
+
+    def next_rollout(values: Mapping[str, Any]) -> Trajectory:
+        turns = [_whole_turn(turn, next(arrays)) for turn in values["turns"]]
+        return Trajectory.of(turns, values["stop_reason"])
+
+    return next_rollout
 
 
-def _turns(columns: Mapping[str, npt.NDArray[Any]]) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """Yields the arrays of each turn."""
-    parts = {name: np.split(columns[name], columns["observation_ends"]) for name in OBSERVED}
-    parts |= {name: np.split(columns[name], columns["action_ends"]) for name in SAMPLED}
-    for turn in range(len(columns["action_ends"])):
-        yield {name: part[turn] for name, part in parts.items()}
+def _whole_turn(values: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Transition:
+    identities = tuple(map(WeightIdentity.parse, values["identities"]))
+    return Transition(**{**values, **arrays, "identities": identities, "metrics": _from_null(values["metrics"])})
 
 
 def _group_to_json(scored: ScoredGroup) -> dict[str, Any]:
@@ -107,15 +156,17 @@ def _group_to_json(scored: ScoredGroup) -> dict[str, Any]:
         "metrics": [_floats(metrics) for metrics in scored.metrics_G],
         "tags": scored.tags,
         "rollouts": [
-            {"stop_reason": t.stop_reason, "turns": [_turn_to_json(turn) for turn in t.transitions]}
-            for t in scored.trajectories_G
+            {"stop_reason": t.stop_reason, "turns": list(map(_turn_to_json, t.turns))} for t in scored.trajectories_G
         ],
     }
 
 
-def _turn_to_json(turn: Transition) -> dict[str, Any]:
+def _turn_to_json(turn: Turn) -> dict[str, Any]:
     return {
-        "identities": list(map(str, turn.identities)),
+        "start": turn.start,
+        "prompt_end": turn.prompt_end,
+        "end": turn.end,
+        "spans": [[str(span.identity), span.start, span.end, span.mixed] for span in turn.spans],
         "stop_reason": turn.stop_reason,
         "reward": turn.reward,
         "in_loss": turn.in_loss,
@@ -124,13 +175,10 @@ def _turn_to_json(turn: Transition) -> dict[str, Any]:
     }
 
 
-def _group_from_json(values: Mapping[str, Any], turns: Iterator[dict[str, npt.NDArray[Any]]]) -> ScoredGroup:
+def _group_from_json(values: Mapping[str, Any], next_rollout: Rollouts) -> ScoredGroup:
     return ScoredGroup(
         group=Group(**values["group"]),
-        trajectories_G=tuple(
-            Trajectory(tuple(_turn_from_json(turn, next(turns)) for turn in rollout["turns"]), rollout["stop_reason"])
-            for rollout in values["rollouts"]
-        ),
+        trajectories_G=tuple(map(next_rollout, values["rollouts"])),
         rewards_G=tuple(values["rewards"]),
         metrics_G=tuple(map(_from_null, values["metrics"])),
         tags=tuple(values["tags"]),
@@ -138,10 +186,9 @@ def _group_from_json(values: Mapping[str, Any], turns: Iterator[dict[str, npt.ND
     )
 
 
-def _turn_from_json(values: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Transition:
-    identities = tuple(WeightIdentity.parse(label) for label in values["identities"])
-    metrics = _from_null(values["metrics"])
-    return Transition(**(dict(values) | dict(arrays) | {"identities": identities, "metrics": metrics}))
+def _turn_from_json(values: Mapping[str, Any]) -> Turn:
+    spans = tuple(VersionSpan(WeightIdentity.parse(label), *place) for label, *place in values["spans"])
+    return Turn(**(dict(values) | {"spans": spans, "metrics": _from_null(values["metrics"])}))
 
 
 def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:

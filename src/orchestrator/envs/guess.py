@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from orchestrator.env import Env, EnvGroup, EnvGroupBuilder, StepResult, StopCondition
+from orchestrator.env import Continuation, Env, EnvGroup, EnvGroupBuilder, StepResult, StopCondition
 from orchestrator.envs.text import Answer, GeneratedDataset, end_of_sequence
 
 DIGITS = "0123456789"
@@ -38,8 +38,6 @@ class GuessEnv(Env):
     max_turns: int
     prompt: Sequence[int]
     hints: Mapping[str, Sequence[int]]
-    _said: list[int] = field(default_factory=list, init=False)
-    """All tokens after the prompt."""
     _guesses: int = field(default=0, init=False)
 
     async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
@@ -53,9 +51,8 @@ class GuessEnv(Env):
             reward = 1 - COST_OF_A_TURN * (self._guesses - 1) if found else 0.0
             logs = {"secret": self.secret, "guess": answer.text}
             return StepResult(reward, episode_done=True, metrics={"success": float(found)}, logs=logs)
-        self._said += [*action, *self.hints[hint(self.secret, answer.text if answer.finished else "")]]
-        observation = [*self.prompt, *self._said]
-        return StepResult(0.0, episode_done=False, next_observation=observation, logs={"guess": answer.text})
+        said = self.hints[hint(self.secret, answer.text if answer.finished else "")]
+        return StepResult(0.0, episode_done=False, next_observation=Continuation(said), logs={"guess": answer.text})
 
 
 @dataclass(kw_only=True)

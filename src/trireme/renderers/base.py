@@ -86,17 +86,29 @@ class TextRenderer(Renderer):
         sampled = [i for i, m in enumerate(messages) if "tokens" in m]
         if not sampled:
             return self.encode(self.text(messages, tools, True))
-        cut, last = self._cut_turns(messages), sampled[-1]
-        if "prompt" in messages[last] and cut == self._cut_turns(messages[:last]):
-            sampled, prompt = [last], list(messages[last]["prompt"])
-        else:
-            header = self.text(messages[: sampled[0]], tools, True)
-            prompt = self.encode(header.removesuffix(self.no_thinking) if sampled[0] in cut else header)
+        cut, last = self._cut_turns(messages), messages[sampled[-1]]
+        if "prompt" in last and (rest := self._from_last(messages, tools, cut)) is not None:
+            return [*last["prompt"], *rest]
+        header = self.text(messages[: sampled[0]], tools, True)
+        prompt = self.encode(header.removesuffix(self.no_thinking) if sampled[0] in cut else header)
         for i, end in pairwise([*sampled, len(messages)]):
             after = self._around(messages[:end], i, tools, True)[1]
             own = self._sampled_tokens(messages[i], i in cut)
             prompt += self._followed_by(own, after.removesuffix(self.no_thinking) if end in cut else after)
         return prompt
+
+    def continuation(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int] | None:
+        rest = self._from_last(messages, tools, self._cut_turns(messages))
+        sampled = next((list(m["tokens"]) for m in reversed(messages) if "tokens" in m), [])
+        return rest[len(sampled) :] if rest is not None and rest[: len(sampled)] == sampled else None
+
+    def _from_last(self, messages: Sequence[Message], tools: Sequence[ToolSpec], cut: list[int]) -> list[int] | None:
+        """Returns the next prompt from the last sampled message on, if what is before it is the prompt that it was
+        sampled from; None if thinking is stripped there now, or no message was sampled."""
+        last = max((i for i, m in enumerate(messages) if "tokens" in m), default=None)
+        if last is None or cut != self._cut_turns(messages[:last]):
+            return None
+        return self._followed_by(list(messages[last]["tokens"]), self._around(messages, last, tools, True)[1])
 
     def _cut_turns(self, messages: Sequence[Message]) -> list[int]:
         """Returns the places of the sampled messages whose thinking the next prompt leaves out, or the empty block
@@ -107,7 +119,7 @@ class TextRenderer(Renderer):
     def _sampled_tokens(self, message: Message, cut: bool) -> list[int]:
         if not cut or "thinking" not in message:
             return list(message["tokens"])
-        return without_thinking(self._tokenizer, message["tokens"], self._think_end, self.thinking_is_open)
+        return without_thinking(self._tokenizer, list(message["tokens"]), self._think_end, self.thinking_is_open)
 
     def _followed_by(self, own: list[int], after: str) -> list[int]:
         """Joins a sampled message, shown as the tokens `own`, and the text after it, without repeating its end."""

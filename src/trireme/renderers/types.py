@@ -42,8 +42,8 @@ class Message(TypedDict, total=False):
     thinking: str
     tool_calls: list[ToolCall]
     name: str  # the tool that a message of role tool comes from
-    tokens: list[int]  # the message was sampled as these, with what ended it
-    prompt: list[int]  # the prompt that it was sampled from, if that is known
+    tokens: Sequence[int]  # the message was sampled as these, with what ended it
+    prompt: Sequence[int]  # the prompt that it was sampled from, if that is known
 
 
 class Renderer(Protocol):
@@ -51,6 +51,14 @@ class Renderer(Protocol):
 
     def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Returns the prompt for the assistant's next message."""
+
+    def continuation(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int] | None:
+        """Returns what the prompt for the assistant's next message has behind the prompt and the tokens of the last
+        sampled message. That message need not have its `prompt`.
+
+        None, as here: the prompt may begin in another way, or a renderer needs all of it.
+        """
+        return None
 
     def supervised_example(
         self, messages: Sequence[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,15 +14,15 @@ from hypothesis import strategies as st
 from orchestrator_fakes import trajectory_to_data
 
 from orchestrator.advantages import (
-    DatumTurns,
     ScoredGroup,
+    WeightedTrajectory,
     build_minibatch,
     compute_advantages,
     is_constant,
     lay_out,
 )
-from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
+from orchestrator.trajectory import Trajectory, Transition
 from trireme.config.orchestrator import AdvantageKind, OrchestratorConfig
 from trireme.core.normalization import LossNormalization, Normalization
 from trireme.core.types import Minibatch, TokenBatch, WeightIdentity
@@ -43,7 +44,7 @@ def transition(ob: list[int], ac: list[int], logprobs: list[float] | None = None
 
 
 def trajectory(transitions: list[Transition], stop_reason: Any = "stop") -> Trajectory:
-    return Trajectory(tuple(transitions), stop_reason)
+    return Trajectory.of(transitions, stop_reason)
 
 
 def test_trajectory_to_data_vector() -> None:
@@ -157,9 +158,9 @@ def test_each_sampled_token_is_trained_exactly_once(turns: list[tuple[bool, list
         number = len(sampled)
         logprobs = [-1.0 - number - i for i in range(len(action))]
         turn = transition(observation, action, logprobs)
-        transitions.append(
-            Transition(**vars(turn) | {"versions": np.arange(number, number + len(action), dtype=np.int32)})
-        )
+        versions = range(number, number + len(action))
+        identities = tuple(WeightIdentity(0, version, "d") for version in versions)
+        transitions.append(replace(turn, versions=np.asarray(versions, np.int32), identities=identities))
         sampled += [(token, -1.0 - number - i, number + i) for i, token in enumerate(action)]
         so_far = observation + action
     data_D = trajectory_to_data(trajectory(transitions), 0.25, 1.0)
@@ -185,13 +186,19 @@ def test_each_sampled_token_is_trained_exactly_once(turns: list[tuple[bool, list
 
 @given(st.lists(TURNS, min_size=1, max_size=4))
 def test_rows_that_are_laid_out_together_are_each_as_by_itself(all_turns: list[Any]) -> None:
-    data_D = [
-        DatumTurns(turns, float(number), 0.5 + number, counts=number != 1)
+    weighted = [
+        WeightedTrajectory(
+            trajectory([transition(fresh, action) for _, fresh, action in given]),
+            float(number),
+            0.5,
+            counts=number != 1,
+        )
         for number, given in enumerate(all_turns)
-        for turns in [[transition(fresh, action) for _, fresh, action in given[:1]]]
     ]
-    batch = lay_out(data_D)
-    alone = TokenBatch.from_datums([lay_out([datum]).datum(0) for datum in data_D])
+    batch = lay_out(weighted)
+    each = [lay_out([one]) for one in weighted]
+    alone = TokenBatch.from_datums([part.datum(d) for part in each for d in range(len(part))])
+    assert batch.sequences.tolist() == [number for number, part in enumerate(each) for _ in range(len(part))]
     for name in ("tokens", "offsets", "temperatures"):
         found, expected = getattr(batch, name), getattr(alone, name)
         np.testing.assert_array_equal(found, expected)

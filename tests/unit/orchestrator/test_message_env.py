@@ -19,7 +19,7 @@ from orchestrator_fakes import trajectory_to_data
 from renderer_support import QWEN3, SAYS, bpe, said, scattered
 
 from orchestrator.advantages import ScoredGroup
-from orchestrator.env import Trajectory
+from orchestrator.env import Continuation, Trajectory
 from orchestrator.ledger import Group
 from orchestrator.message_env import MessageEnvGroup, MessageStep, RenderedEnv
 from orchestrator.metrics import env_metrics
@@ -124,18 +124,23 @@ def test_tools_are_in_the_prompt() -> None:
     assert '"name": "look"' in bpe().decode(policy.requests[0].prompt)
 
 
-def test_only_the_last_message_keeps_its_prompt() -> None:
-    """Prompts of long chats would be held once for each turn."""
+def test_a_chat_says_only_what_is_new_and_keeps_its_tokens_once() -> None:
+    """Prompts of long chats would be made, compared and held once for each turn."""
     env, made = Questions(4), renderer(**KEEPING)
     rendered = RenderedEnv(env, made)
 
-    async def turns() -> list[int]:
-        await rendered.initial_observation()
+    async def turns() -> None:
+        first, _ = await rendered.initial_observation()
+        so_far = list(first)
         for turn in range(3):
-            await rendered.step(ended("4", made, turn))
-        return [i for i, message in enumerate(rendered._messages) if "prompt" in message]
+            action = ended("4", made, turn)
+            observation = (await rendered.step(action)).next_observation
+            assert isinstance(observation, Continuation)
+            so_far += [*action, *observation.tokens]
+            assert rendered._prompt.tolist() == so_far
+        assert not any("prompt" in message for message in rendered._messages)
 
-    assert asyncio.run(turns()) == [6]
+    asyncio.run(turns())
 
 
 def test_a_group_is_as_many_chats_and_can_be_pickled() -> None:
@@ -177,6 +182,30 @@ def assert_each_sampled_token_is_trained_once(trajectory: Trajectory, advantage:
     return len(data_D)
 
 
+class Whole:
+    """A renderer each of whose continuations is compared with the whole prompt, as the one before was remembered."""
+
+    def __init__(self, renderer: Any) -> None:
+        self._renderer, self._prompt = renderer, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._renderer, name)
+
+    def generation_prompt(self, messages: list[Message], tools: Any = ()) -> list[int]:
+        self._prompt = self._renderer.generation_prompt(messages, tools)
+        return self._prompt
+
+    def continuation(self, messages: list[Message], tools: Any = ()) -> list[int] | None:
+        follows = self._renderer.continuation(messages, tools)
+        if follows is None:
+            return None
+        last = max(i for i, message in enumerate(messages) if "tokens" in message)
+        known = [*messages[:last], {**messages[last], "prompt": self._prompt}, *messages[last + 1 :]]
+        self._prompt = [*self._prompt, *messages[last]["tokens"], *follows]
+        assert self._prompt == self._renderer.generation_prompt(known, tools)
+        return follows
+
+
 TEXTS = st.text(alphabet='a <>/\nthinkol_c{}"é🤖', max_size=12)
 THOUGHTS = st.one_of(st.just(""), TEXTS.map(lambda text: f"<think>\n{text}\n</think>\n\n"))
 ANSWERS = st.lists(st.tuples(THOUGHTS, TEXTS, st.booleans(), st.integers(0, 9)), min_size=1, max_size=6)
@@ -196,7 +225,7 @@ def test_any_chat_is_trained_on_token_for_token(
         [*scattered(bpe(), thought + text, seed), *([made.stop_tokens()[0]] if end else [])] or [made.stop_tokens()[0]]
         for thought, text, end, seed in answers
     ]
-    trajectory = play(Questions(len(sampled), role, forgiving=True), made, Policy(sampled))
+    trajectory = play(Questions(len(sampled), role, forgiving=True), Whole(made), Policy(sampled))
     datums = assert_each_sampled_token_is_trained_once(trajectory)
     if options == KEEPING or (role == "tool" and not options):
         assert datums == 1
@@ -228,7 +257,7 @@ def test_any_chat_of_a_base_model_is_trained_on_token_for_token(answers: Any, op
     for role in ("user", "tool"):
         made = renderer("role_colon", None, **options)
         sampled = [[*scattered(bpe(), text + more, seed), made.stop_tokens()[0]] for text, more, seed in answers]
-        trajectory = play(Questions(len(sampled), role, forgiving=True), made, Policy(sampled))
+        trajectory = play(Questions(len(sampled), role, forgiving=True), Whole(made), Policy(sampled))
         datums = assert_each_sampled_token_is_trained_once(trajectory)
         if options == KEEPING and not any(more for _, more, _ in answers):
             assert datums == 1

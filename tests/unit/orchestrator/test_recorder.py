@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from orchestrator.advantages import ScoredGroup
-from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
 from orchestrator.recorder import Recorder
+from orchestrator.trajectory import Trajectory, Transition
 from trireme.config import Config
 from trireme.core.types import WeightIdentity
 
@@ -46,7 +46,7 @@ def turn(observation: list[int], action: list[int], versions: list[int] | None =
 def group(index: int, rewards: list[float], turns: list[Transition] | None = None) -> ScoredGroup:
     return ScoredGroup(
         group=Group(index=index, problem=f"p{index}", requeues=0, floor=2),
-        trajectories_G=tuple(Trajectory(tuple(turns or [turn([1], [2])]), "stop") for _ in rewards),
+        trajectories_G=tuple(Trajectory.of(turns or [turn([1], [2])], "stop") for _ in rewards),
         rewards_G=tuple(rewards),
         metrics_G=tuple({} for _ in rewards),
         tags=("sort",),

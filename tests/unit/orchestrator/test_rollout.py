@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.env import Env, StepResult, StopCondition, Trajectory
+from orchestrator.env import Continuation, Env, StepResult, StopCondition, Trajectory
 from orchestrator.rollout import (
     BadPrompt,
     BadReward,
@@ -22,8 +22,8 @@ from orchestrator.rollout import (
     PromptTooLong,
     RolloutKey,
     RolloutLimits,
+    check_spans,
     run_rollout,
-    token_columns,
 )
 from trireme.config.schema import SamplingConfig
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
@@ -200,6 +200,64 @@ def test_observations_must_be_tokens(first: list[Any]) -> None:
         play(Counting(first=first))
 
 
+class Continuing(Counting):
+    """Says only what is new of its next prompt."""
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        whole = await super().step(action)
+        return replace(whole, next_observation=Continuation(whole.next_observation[-1:]))
+
+
+class Forgetting(Counting):
+    """Its prompts leave out the first token every third turn."""
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        result = await super().step(action)
+        self.tokens = self.tokens[self.turns % 3 == 0 :]
+        return replace(result, next_observation=np.asarray(self.tokens))
+
+
+def test_an_environment_may_say_only_what_is_new() -> None:
+    whole, new = Echo(), Echo()
+    expected, found = play(Counting(turns=4), whole), play(Continuing(turns=4), new)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.turns == expected.turns
+    assert [[*request.prompt] for request in new.requests] == [[*request.prompt] for request in whole.requests]
+
+
+def test_a_prompt_that_begins_otherwise_begins_a_segment() -> None:
+    trajectory = play(Forgetting(turns=5), Echo())
+    assert [turn.start for turn in trajectory.turns] == [0, 0, 9, 9, 9]
+
+
+def test_what_is_new_may_be_nothing() -> None:
+    class Silent(Counting):
+        async def step(self, action: Sequence[int]) -> StepResult:
+            return replace(await super().step(action), next_observation=Continuation(()))
+
+    first, second = play(Silent(turns=2)).transitions
+    assert second.observation.tolist() == [*first.observation, *first.action]
+
+
+@pytest.mark.parametrize("new", [[1.5], ["a"], [[1], [2]]])
+def test_what_is_new_must_be_tokens(new: list[Any]) -> None:
+    class Odd(Counting):
+        async def step(self, action: Sequence[int]) -> StepResult:
+            return StepResult(0.0, False, Continuation(new))
+
+    with pytest.raises(BadPrompt, match=r"environment counting.*at least one token"):
+        play(Odd())
+
+
+def test_the_first_prompt_continues_nothing() -> None:
+    class Odd(Counting):
+        async def initial_observation(self) -> Any:
+            return Continuation([1]), ()
+
+    with pytest.raises(BadPrompt, match=r"counting.*Continuation.*at least one token"):
+        play(Odd())
+
+
 @pytest.mark.parametrize("stop", [(100,), (-1,), ("",), (None,)])
 def test_tokens_that_end_an_answer_must_be_of_the_vocabulary(stop: tuple[Any, ...]) -> None:
     class Stops(Counting):
@@ -252,12 +310,7 @@ def test_what_was_sampled_must_make_sense(sampler: Echo) -> None:
 def test_spans_must_cover_every_token_once(bounds: list[tuple[int, int]]) -> None:
     spans = [VersionSpan(WeightIdentity(0, 1, "d"), start, end) for start, end in bounds]
     with pytest.raises(BadSample, match="do not cover the 4 tokens"):
-        token_columns(spans, 4)
-
-
-def test_mixed_tokens_are_those_of_mixed_spans() -> None:
-    spans = [VersionSpan(WeightIdentity(0, v, "d"), start, end, v == 2) for v, start, end in [(1, 0, 2), (2, 2, 5)]]
-    assert token_columns(spans, 5)[1].tolist() == [False, False, True, True, True]
+        check_spans(spans, 4)
 
 
 def test_fault_point(monkeypatch: pytest.MonkeyPatch) -> None:

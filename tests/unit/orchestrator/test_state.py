@@ -16,16 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orchestrator_fakes import Problem, Problems, Run, problems_of, published, quiesce, small_config, whole_run
 
-from orchestrator.advantages import ScoredGroup
+from orchestrator.advantages import ScoredGroup, build_minibatch
 from orchestrator.cursor import ProblemCursor
-from orchestrator.env import Trajectory, Transition
 from orchestrator.ledger import Group
-from orchestrator.state import OrchestratorState
+from orchestrator.state import STATE, OrchestratorState
+from orchestrator.trajectory import Trajectory, Transition
 from trireme.checkpoint.files import checksum_of
 from trireme.config import Config
-from trireme.core.errors import BadInput, LimitReached, StorageFailed
-from trireme.core.types import WeightIdentity
+from trireme.config.orchestrator import OrchestratorConfig
+from trireme.core.errors import BadInput, CheckpointInvalid, LimitReached, StorageFailed
+from trireme.core.normalization import Normalization
+from trireme.core.types import VersionSpan, WeightIdentity
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 ENDS = ("trained", "filtered", "dropped", "failed")
 
 
@@ -48,9 +51,9 @@ def turn(rng: np.random.Generator, logs: Mapping[str, Any]) -> Transition:
         observation=rng.integers(0, 9, int(rng.integers(1, 5))).astype(np.int32),
         action=rng.integers(0, 9, length).astype(np.int32),
         logprobs=rng.normal(size=length).astype(np.float32),
-        versions=rng.integers(0, 9, length).astype(np.int32),
+        versions=rng.integers(2, 4, length).astype(np.int32),
         mixed=rng.integers(0, 2, length).astype(np.bool_),
-        identities=(WeightIdentity(1, 2, "ab"), WeightIdentity(2, 2, "ab")),
+        identities=(WeightIdentity(1, 2, "ab"), WeightIdentity(2, 3, "cd")),
         stop_reason="length",
         reward=0.1 + 0.2,
         metrics={"asked": 1 / 3},
@@ -63,7 +66,7 @@ def scored(seed: int, turns_G: list[int], finished: bool = True, logs: Mapping[s
     rng = np.random.default_rng(seed)
     return ScoredGroup(
         group=Group(seed, f"0.{seed}.1", 2, 5, finished),
-        trajectories_G=tuple(Trajectory(tuple(turn(rng, logs or {}) for _ in range(n)), "stop") for n in turns_G),
+        trajectories_G=tuple(Trajectory.of([turn(rng, logs or {}) for _ in range(n)], "stop") for n in turns_G),
         rewards_G=tuple(float(r) for r in rng.normal(size=len(turns_G))),
         metrics_G=tuple({"shared": float(n)} for n in turns_G),
         tags=("fake", "even"),
@@ -97,6 +100,32 @@ def test_files_hold_everything(
     for record in records:
         file = directory.parent / record.path
         assert (record.size, record.checksum) == (file.stat().st_size, checksum_of(file))
+
+
+def test_a_commit_of_whole_turns_is_read() -> None:
+    """`tests/fixtures/groups_before` was written when each turn was kept with its whole prompt, `expected.json` with
+    the batch that was made of its groups then."""
+    before = FIXTURES / "groups_before"
+    state, expected = OrchestratorState.read(before), json.loads((before / "expected.json").read_text())
+    groups = [*state.finished, *state.filtered]
+    assert [len(t.turns) for scored in groups for t in scored.trajectories_G] == [3, 1, 2, 2]
+    assert groups[0].trajectories_G[0].turns[1].spans == (
+        VersionSpan(WeightIdentity(1, 3, "ab"), 0, 2),
+        VersionSpan(WeightIdentity(1, 4, "cd"), 2, 4, mixed=True),
+    )
+    made = build_minibatch(5, groups, OrchestratorConfig(batch_size=2), Normalization("token_mean", 8), last=True)
+    for name in ("tokens", "offsets", "sequences"):
+        assert getattr(made.batch, name).tolist() == expected[name]
+    assert {name: column.tolist() for name, column in made.batch.columns.items()} == expected["columns"]
+    assert list(map(str, made.provenance.identities)) == expected["identities"]
+
+
+def test_a_layout_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    snapshot_of((), ()).write(tmp_path)
+    state = json.loads((tmp_path / STATE).read_text())
+    (tmp_path / STATE).write_text(json.dumps(state | {"layout": 3}))
+    with pytest.raises(CheckpointInvalid, match="has layout 3; this version reads 1 to 2"):
+        OrchestratorState.read(tmp_path)
 
 
 def test_whatever_an_environment_logged_can_be_saved(tmp_path: Path) -> None:

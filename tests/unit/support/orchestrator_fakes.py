@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.advantages import datum_turns, lay_out
+from orchestrator.advantages import WeightedTrajectory, lay_out
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition, Trajectory
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
@@ -37,7 +37,7 @@ def published(version: int) -> PublishedWeights:
 
 def trajectory_to_data(trajectory: Trajectory, advantage: float, temperature: float) -> list[Datum]:
     """The trajectory as the trainer gets it, with the temperature as it was given (a batch rounds it to float32)."""
-    batch = lay_out(datum_turns(trajectory, advantage, temperature))
+    batch = lay_out([WeightedTrajectory(trajectory, advantage, temperature)])
     data_D = map(batch.datum, range(len(batch)))
     return [Datum(datum.model_input, datum.loss_fn_inputs, temperature) for datum in data_D]
 

@@ -1,0 +1,277 @@
+"""Trajectories: the tokens of a rollout, each of them once, however many turns it has.
+
+    tokens      prompt | answer | hint | answer | prompt | answer |
+    logprobs    0 .. 0 | -.5 -1 | 0  0 | -.2 -3 | 0 .. 0 | -.7    |
+    turn 0      start           end
+    turn 1      start                           end
+    turn 2                                      start             end
+
+A prompt that begins with all tokens of its segment so far extends the segment; any other prompt begins a new segment
+behind it. So a turn's prompt and answer are `tokens[start:end]`, and a segment is what the trainer gets as one datum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from trireme.core.types import StopReason, VersionSpan, WeightIdentity
+
+RolloutEnd = Literal["stop", "length", "max_seq_len"]
+"""How a rollout ended: the stop reason of its last action, or `max_seq_len` if the next prompt was too long."""
+
+GROWTH = 1.5
+"""A buffer that is full becomes larger by this factor."""
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One turn, as environments see it: a prompt and the answer that was sampled."""
+
+    observation: npt.NDArray[np.int32]
+    """[T_ob], the whole prompt."""
+    action: npt.NDArray[np.int32]
+    """[T_ac]."""
+    logprobs: npt.NDArray[np.float32]
+    """[T_ac], as sampled."""
+    versions: npt.NDArray[np.int32]
+    """[T_ac], of the weights that sampled each token."""
+    mixed: npt.NDArray[np.bool_]
+    """[T_ac], True where those weights read keys and values of older ones."""
+    identities: tuple[WeightIdentity, ...]
+    """The weights that `versions` mean."""
+    stop_reason: StopReason
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    logs: Mapping[str, Any] = field(default_factory=dict)
+    in_loss: bool = True
+    """False: the action's tokens are masked out of the loss."""
+
+    @property
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """The weights of its tokens, as spans. Raises ValueError for a version that `identities` do not say."""
+        named = {identity.version: identity for identity in self.identities}
+        changes = (np.diff(self.versions) != 0) | (np.diff(self.mixed) != 0)
+        bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(self.action)]
+        versions = self.versions[bounds[:-1]].tolist()
+        if len(named) != len(set(self.identities)) or not named.keys() >= set(versions):
+            said = ", ".join(map(str, self.identities))
+            raise ValueError(f"tokens of the versions {sorted(set(versions))} were sampled by {said or 'no weights'}")
+        return tuple(
+            VersionSpan(named[version], start, end, bool(self.mixed[start]))
+            for version, (start, end) in zip(versions, pairwise(bounds), strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a trajectory: where its tokens are, and what is known of them."""
+
+    start: int
+    """Where its prompt begins, which is where its segment does."""
+    prompt_end: int
+    """Behind the prompt, where the answer begins."""
+    end: int
+    """Behind the answer."""
+    spans: tuple[VersionSpan, ...]
+    """The weights that sampled the answer, in order; their places count from the answer's first token."""
+    stop_reason: StopReason
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    logs: Mapping[str, Any] = field(default_factory=dict)
+    in_loss: bool = True
+    """False: the answer's tokens are masked out of the loss."""
+
+    @property
+    def observed(self) -> int:
+        """The number of tokens of the prompt."""
+        return self.prompt_end - self.start
+
+    @property
+    def sampled(self) -> int:
+        """The number of tokens of the answer."""
+        return self.end - self.prompt_end
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One rollout, or what has been sampled of it so far."""
+
+    tokens: npt.NDArray[np.int32]
+    """[T], segment after segment; the last turn ends with the last token."""
+    logprobs: npt.NDArray[np.float32]
+    """[T], of answers as sampled, else 0."""
+    turns: tuple[Turn, ...]
+    stop_reason: RolloutEnd
+
+    @classmethod
+    def of(cls, transitions: Iterable[Transition], stop_reason: RolloutEnd) -> Trajectory:
+        """Makes a trajectory of turns that have their whole prompts. Raises ValueError for a token whose weights are
+        not known."""
+        builder = TrajectoryBuilder()
+        for turn in transitions:
+            builder.ask(turn.observation)
+            said = (turn.stop_reason, turn.reward, turn.metrics, turn.logs, turn.in_loss)
+            builder.answer(turn.action, turn.logprobs, turn.spans, *said)
+        return builder.finish(stop_reason)
+
+    @property
+    def transitions(self) -> Sequence[Transition]:
+        """Its turns with whole prompts. They are made when they are read, and hold parts of `tokens`, not copies."""
+        return _Transitions(self)
+
+    @property
+    def reward(self) -> float:
+        """The sum of the rewards of its steps, without the group's reward."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def identities(self) -> set[WeightIdentity]:
+        """The weights that sampled its tokens."""
+        return {span.identity for turn in self.turns for span in turn.spans}
+
+    @property
+    def versions(self) -> set[int]:
+        """The versions that sampled its tokens."""
+        return {span.identity.version for turn in self.turns for span in turn.spans}
+
+    @property
+    def num_segments(self) -> int:
+        """The number of its segments."""
+        return len({turn.start for turn in self.turns})
+
+
+class _Transitions(Sequence[Transition]):
+    """The turns of a trajectory, each made when it is read."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._trajectory = trajectory
+
+    def __len__(self) -> int:
+        return len(self._trajectory.turns)
+
+    @overload
+    def __getitem__(self, index: int) -> Transition: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Transition]: ...
+
+    def __getitem__(self, index: int | slice) -> Transition | Sequence[Transition]:
+        picked = self._trajectory.turns[index]
+        return self._view(picked) if isinstance(picked, Turn) else tuple(map(self._view, picked))
+
+    def __iter__(self) -> Iterator[Transition]:
+        return map(self._view, self._trajectory.turns)
+
+    def _view(self, turn: Turn) -> Transition:
+        lengths = [span.end - span.start for span in turn.spans]
+        tokens = self._trajectory.tokens
+        return Transition(
+            observation=tokens[turn.start : turn.prompt_end],
+            action=tokens[turn.prompt_end : turn.end],
+            logprobs=self._trajectory.logprobs[turn.prompt_end : turn.end],
+            versions=np.repeat(np.asarray([span.identity.version for span in turn.spans], np.int32), lengths),
+            mixed=np.repeat(np.asarray([span.mixed for span in turn.spans], np.bool_), lengths),
+            identities=tuple(span.identity for span in turn.spans),
+            stop_reason=turn.stop_reason,
+            reward=turn.reward,
+            metrics=turn.metrics,
+            logs=turn.logs,
+            in_loss=turn.in_loss,
+        )
+
+
+class TrajectoryBuilder:
+    """A trajectory that grows, turn by turn: `ask` takes a prompt, `answer` the answer to it.
+
+    Arrays that it hands out do not change: it writes only behind them, and into other memory when there is no room.
+    """
+
+    def __init__(self, begun: Trajectory | None = None) -> None:
+        self.turns: list[Turn] = list(begun.turns) if begun else []
+        """Those that were answered."""
+        self.extends = 0
+        """So many tokens of the prompt are those of the turn before, prompt and answer; 0 where a segment begins."""
+        self._tokens = begun.tokens.copy() if begun else np.empty(0, np.int32)
+        self._logprobs = begun.logprobs.copy() if begun else np.empty(0, np.float32)
+        self._start = self.turns[-1].start if self.turns else 0
+        self._first = next((n for n, turn in enumerate(self.turns) if turn.start == self._start), 0)
+        self._prompt_end = self._answered
+
+    @property
+    def prompt(self) -> npt.NDArray[np.int32]:
+        """The whole prompt that waits for its answer."""
+        return _read_only(self._tokens[self._start : self._prompt_end])
+
+    @property
+    def began(self) -> WeightIdentity | None:
+        """The weights that sampled the first token of the segment; None before its first answer."""
+        return self.turns[self._first].spans[0].identity if self._first < len(self.turns) else None
+
+    @property
+    def _answered(self) -> int:
+        return self.turns[-1].end if self.turns else 0
+
+    def ask(self, tokens: npt.NDArray[np.int32], *, follows: bool = False) -> None:
+        """Takes the next prompt: all of it, or, if it `follows`, what comes after all tokens of the segment so far. A
+        prompt that is never answered becomes no part of the trajectory."""
+        if not follows:
+            known = self._tokens[self._start : self._answered]
+            if np.array_equal(tokens[: len(known)], known):
+                tokens = tokens[len(known) :]
+            else:
+                self._start, self._first = self._answered, len(self.turns)
+        self.extends = self._answered - self._start
+        self._prompt_end = self._answered + len(tokens)
+        self._make_room(self._prompt_end)
+        self._tokens[self._answered : self._prompt_end] = tokens
+        self._logprobs[self._answered : self._prompt_end] = 0
+
+    def answer(
+        self,
+        tokens: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        spans: tuple[VersionSpan, ...],
+        stop_reason: StopReason,
+        reward: float,
+        metrics: Mapping[str, float],
+        logs: Mapping[str, Any],
+        in_loss: bool,
+    ) -> None:
+        """Takes the answer to the prompt, and what the environment said of it."""
+        start, end = self._prompt_end, self._prompt_end + len(tokens)
+        self._make_room(end)
+        self._tokens[start:end] = tokens
+        self._logprobs[start:end] = logprobs
+        self.turns.append(Turn(self._start, start, end, spans, stop_reason, reward, metrics, logs, in_loss))
+        self._prompt_end = end
+
+    def so_far(self) -> Trajectory:
+        """Returns the turns that were answered, of which there is at least one. The arrays are not copied."""
+        end = self._answered
+        tokens, logprobs = _read_only(self._tokens[:end]), _read_only(self._logprobs[:end])
+        return Trajectory(tokens, logprobs, tuple(self.turns), self.turns[-1].stop_reason)
+
+    def finish(self, stop_reason: RolloutEnd) -> Trajectory:
+        """Returns the whole trajectory, in memory of its own size."""
+        end = self._answered
+        tokens, logprobs = _read_only(self._tokens[:end].copy()), _read_only(self._logprobs[:end].copy())
+        return Trajectory(tokens, logprobs, tuple(self.turns), stop_reason)
+
+    def _make_room(self, length: int) -> None:
+        if length <= len(self._tokens):
+            return
+        room = max(length, int(len(self._tokens) * GROWTH))
+        tokens, logprobs = np.empty(room, np.int32), np.empty(room, np.float32)
+        tokens[: len(self._tokens)], logprobs[: len(self._logprobs)] = self._tokens, self._logprobs
+        self._tokens, self._logprobs = tokens, logprobs
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    array.flags.writeable = False
+    return array

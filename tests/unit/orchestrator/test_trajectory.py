@@ -1,0 +1,235 @@
+"""A trajectory as columns says what its turns said one by one, whatever their prompts, and holds each token once."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from whole_turns import continues, datums
+
+from orchestrator import advantages
+from orchestrator.advantages import ScoredGroup, WeightedTrajectory, lay_out
+from orchestrator.ledger import Group
+from orchestrator.state import OrchestratorState
+from orchestrator.trajectory import Trajectory, TrajectoryBuilder, Transition
+from trireme.core.types import VersionSpan, WeightIdentity
+
+COLUMNS = ("observation", "action", "logprobs", "versions", "mixed")
+IDENTITIES = [WeightIdentity(1 + version // 2, version, f"d{version}") for version in range(4)]
+
+PlayedTurns = Sequence[tuple[str, list[int], list[tuple[int, int, bool]], bool]]
+"""Of each turn: how its prompt begins, what follows, its spans, and whether it counts."""
+
+FRESH = st.lists(st.integers(0, 3), max_size=4)
+ANSWER = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans()), min_size=1, max_size=3)
+"""Spans: which weights, how many tokens, mixed or not."""
+PROMPT = st.sampled_from(["extends", "broken", "anew"])
+TURNS = st.lists(st.tuples(PROMPT, FRESH, ANSWER, st.booleans()), min_size=1, max_size=6)
+
+
+def played(turns: PlayedTurns) -> list[Transition]:
+    """Turns with whole prompts. A prompt extends all tokens so far, or those but the last, or is another one."""
+    made: list[Transition] = []
+    so_far: list[int] = []
+    for number, (prompt, fresh, spans, in_loss) in enumerate(turns):
+        begin = {"extends": so_far, "broken": so_far[:-1], "anew": []}[prompt]
+        observation = [*begin, *fresh] or [0]
+        lengths = [length for _, length, _ in spans]
+        total = sum(lengths)
+        made.append(
+            Transition(
+                observation=np.asarray(observation, np.int32),
+                action=(np.arange(total, dtype=np.int32) + number) % 3,
+                logprobs=-np.arange(1, total + 1, dtype=np.float32) / (number + 2),
+                versions=np.repeat(np.asarray([version for version, _, _ in spans], np.int32), lengths),
+                mixed=np.repeat([mixed for _, _, mixed in spans], lengths),
+                identities=tuple(IDENTITIES[version] for version, _, _ in spans),
+                stop_reason="length" if number % 2 else "stop",
+                reward=number / 4,
+                metrics={"number": float(number)},
+                logs={"said": [number]},
+                in_loss=in_loss,
+            )
+        )
+        so_far = [*observation, *made[-1].action.tolist()]
+    return made
+
+
+def assert_same_turns(found: Trajectory, turns: Sequence[Transition]) -> None:
+    assert len(found.transitions) == len(turns)
+    for view, turn in zip(found.transitions, turns, strict=True):
+        for column in COLUMNS:
+            np.testing.assert_array_equal(getattr(view, column), getattr(turn, column))
+            assert getattr(view, column).dtype == getattr(turn, column).dtype
+        assert set(view.identities) == set(turn.identities)
+        for said in ("stop_reason", "reward", "metrics", "logs", "in_loss"):
+            assert getattr(view, said) == getattr(turn, said)
+
+
+@given(TURNS)
+@example([("anew", [1, 2], [(0, 2, False)], True), ("broken", [3], [(1, 1, False)], False)])
+def test_the_turns_come_back_as_they_were(turns: PlayedTurns) -> None:
+    given_turns = played(turns)
+    trajectory = Trajectory.of(given_turns, "stop")
+    assert_same_turns(trajectory, given_turns)
+    assert trajectory.versions == {int(v) for turn in given_turns for v in turn.versions}
+    assert trajectory.identities == {i for turn in given_turns for i in turn.identities}
+    assert trajectory.reward == sum(turn.reward for turn in given_turns)
+    last = [n for n, turn in enumerate(given_turns[1:], 1) if not continues(turn, given_turns[n - 1])]
+    ends = [given_turns[n - 1] for n in last] + [given_turns[-1]]
+    assert len(trajectory.tokens) == sum(len(t.observation) + len(t.action) for t in ends), "each token once"
+    assert trajectory.num_segments == len(ends)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(TURNS, st.booleans()), min_size=1, max_size=4), st.sampled_from([1, 7, 1 << 18]))
+def test_the_trainer_gets_what_it_got_of_whole_turns(rollouts: list[tuple[PlayedTurns, bool]], at_once: int) -> None:
+    turns = [played(rollout) for rollout, _ in rollouts]
+    expected = [
+        datum for n, (_, counts) in enumerate(rollouts) for datum in datums(turns[n], n - 0.75, 0.5 + n, counts)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advantages, "PART_TOKENS", at_once)
+        batch = lay_out(
+            [
+                WeightedTrajectory(Trajectory.of(turns[n], "stop"), n - 0.75, 0.5 + n, c)
+                for n, (_, c) in enumerate(rollouts)
+            ]
+        )
+    assert batch.sequences.tolist() == [n for n in range(len(turns)) for _ in datums(turns[n], 0.0, 1.0)]
+    assert len(batch) == len(expected)
+    for d, datum in enumerate(expected):
+        found = batch.datum(d)
+        assert found.temperature == datum.temperature
+        np.testing.assert_array_equal(found.model_input.tokens, datum.model_input.tokens)
+        assert found.loss_fn_inputs.keys() == datum.loss_fn_inputs.keys()
+        for name, column in datum.loss_fn_inputs.items():
+            np.testing.assert_array_equal(found.loss_fn_inputs[name].data, column.data)
+            assert found.loss_fn_inputs[name].data.dtype == column.data.dtype
+
+
+GROUPS = st.lists(st.lists(TURNS, min_size=1, max_size=3), max_size=2)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.lists(TURNS, min_size=1, max_size=3), max_size=2),
+    st.lists(st.lists(TURNS, min_size=1, max_size=2), max_size=2),
+)
+def test_a_commit_gives_them_back(finished: list[list[PlayedTurns]], filtered: list[list[PlayedTurns]]) -> None:
+    def scored(index: int, rollouts: list[PlayedTurns]) -> ScoredGroup:
+        trajectories = tuple(Trajectory.of(played(turns), "length") for turns in rollouts)
+        return ScoredGroup(
+            Group(index, f"p{index}", 0, 0), trajectories, (0.5,) * len(rollouts), ({},) * len(rollouts), (), 1.0
+        )
+
+    groups = [tuple(map(scored, range(len(part)), part)) for part in (finished, filtered)]
+    with tempfile.TemporaryDirectory() as directory:
+        OrchestratorState({}, {}, {}, *groups, {}, {}, {}).write(Path(directory))
+        read = OrchestratorState.read(Path(directory))
+    for found_P, given_P in zip((read.finished, read.filtered), groups, strict=True):
+        assert len(found_P) == len(given_P)
+        for found, scored_group in zip(found_P, given_P, strict=True):
+            for trajectory, before in zip(found.trajectories_G, scored_group.trajectories_G, strict=True):
+                assert trajectory.turns == before.turns
+                np.testing.assert_array_equal(trajectory.tokens, before.tokens)
+                np.testing.assert_array_equal(trajectory.logprobs, before.logprobs)
+                assert (trajectory.tokens.dtype, trajectory.logprobs.dtype) == (np.int32, np.float32)
+
+
+SPANS = (VersionSpan(IDENTITIES[2], 0, 2), VersionSpan(IDENTITIES[3], 2, 3))
+
+
+def asked(*tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.asarray(tokens, np.int32)
+
+
+def answer(builder: TrajectoryBuilder, *tokens: int) -> None:
+    logprobs = np.full(len(tokens), -1, np.float32)
+    builder.answer(asked(*tokens), logprobs, SPANS, "stop", 0.5, {}, {}, True)
+
+
+def test_what_follows_is_asked_like_the_whole_prompt() -> None:
+    builder = TrajectoryBuilder()
+    builder.ask(asked(1, 2))
+    assert (builder.prompt.tolist(), builder.extends, builder.began) == ([1, 2], 0, None)
+    answer(builder, 3, 4, 5)
+    builder.ask(asked(6), follows=True)
+    assert (builder.prompt.tolist(), builder.extends, builder.began) == ([1, 2, 3, 4, 5, 6], 5, IDENTITIES[2])
+    answer(builder, 7, 8, 9)
+    builder.ask(asked(*builder.so_far().tokens, 0))
+    assert (builder.prompt.tolist(), builder.extends) == ([1, 2, 3, 4, 5, 6, 7, 8, 9, 0], 9)
+    answer(builder, 1, 1, 1)
+    builder.ask(asked(1, 2, 3, 0))
+    assert (builder.prompt.tolist(), builder.extends, builder.began) == ([1, 2, 3, 0], 0, None)
+    answer(builder, 7, 8, 9)
+    builder.ask(asked(), follows=True)
+    assert (builder.prompt.tolist(), builder.extends, builder.began) == ([1, 2, 3, 0, 7, 8, 9], 7, IDENTITIES[2])
+    whole = builder.finish("max_seq_len")
+    assert [turn.start for turn in whole.turns] == [0, 0, 0, 13]
+    assert whole.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 1, 1, 1, 2, 3, 0, 7, 8, 9]
+
+
+def test_what_was_handed_out_does_not_change() -> None:
+    builder = TrajectoryBuilder()
+    builder.ask(asked(1, 2))
+    kept = [(builder.prompt, [1, 2])]
+    for turn in range(20):
+        answer(builder, turn, turn, turn)
+        builder.ask(asked(turn), follows=turn % 3 != 0)
+        kept += [(array, array.tolist()) for array in (builder.prompt, builder.so_far().tokens)]
+    assert [array.tolist() for array, _ in kept] == [values for _, values in kept]
+    with pytest.raises(ValueError, match="read-only"):
+        builder.prompt[0] = 5
+
+
+def test_a_trajectory_is_continued_as_if_it_had_not_been_interrupted() -> None:
+    builders = [TrajectoryBuilder()]
+    for turn in range(4):
+        for builder in builders:
+            builder.ask(asked(turn), follows=bool(turn) and turn != 2)
+        for builder in builders:
+            answer(builder, turn, 1, 2)
+        builders.append(TrajectoryBuilder(builders[0].so_far()))
+    for builder in builders:
+        builder.ask(asked(9), follows=True)
+        assert (builder.extends, builder.began) == (builders[0].extends, IDENTITIES[2])
+        answer(builder, 9, 9, 9)
+    first, *others = [builder.finish("stop") for builder in builders]
+    for other in others:
+        assert other.turns == first.turns
+        assert other.tokens.tolist() == first.tokens.tolist()
+        assert other.logprobs.tolist() == first.logprobs.tolist()
+
+
+def test_turns_can_be_picked() -> None:
+    turns = played([("anew", [1], [(0, 1, False)], True)] * 3)
+    transitions = Trajectory.of(turns, "stop").transitions
+    assert transitions[-1].metrics == {"number": 2.0}
+    assert [turn.metrics["number"] for turn in transitions[1:]] == [1.0, 2.0]
+    with pytest.raises(IndexError):
+        transitions[3]
+
+
+def test_weights_that_are_not_named_are_refused() -> None:
+    (turn,) = played([("anew", [1], [(0, 2, False), (1, 1, False)], True)])
+    turn = Transition(**vars(turn) | {"identities": IDENTITIES[:1]})
+    with pytest.raises(ValueError, match=r"versions \[0, 1\] were sampled by 1:0:d0"):
+        Trajectory.of([turn], "stop")
+
+
+def test_memory_is_that_of_the_tokens() -> None:
+    """32,000 tokens in 50 turns: 4 bytes for each token and its logprob, and little for each turn."""
+    builder = TrajectoryBuilder()
+    for turn in range(50):
+        builder.ask(np.zeros(320, np.int32), follows=turn > 0)
+        builder.answer(np.zeros(320, np.int32), np.zeros(320, np.float32), SPANS, "stop", 0.0, {}, {}, True)
+        assert builder._tokens.nbytes + builder._logprobs.nbytes <= 12 * 640 * (turn + 1)
+    whole = builder.finish("stop")
+    assert whole.tokens.nbytes + whole.logprobs.nbytes == 8 * 32_000
+    assert whole.tokens.base is None, "no larger buffer is kept behind it"

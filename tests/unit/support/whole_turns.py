@@ -1,0 +1,50 @@
+"""Turns with a whole prompt each, as trajectories were kept once: what their columns are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.trajectory import Transition
+from trireme.core.types import Datum, ModelInput, TensorData
+
+
+def continues(turn: Transition, before: Transition) -> bool:
+    """True if the prompt begins with exactly the prompt and the answer of the turn before."""
+    known = np.concatenate([before.observation, before.action])
+    return np.array_equal(turn.observation[: len(known)], known)
+
+
+def datums(transitions: Sequence[Transition], advantage: float, temperature: float, counts: bool = True) -> list[Datum]:
+    """Returns a datum for each run of turns that continue each other, token by token."""
+    runs: list[list[Transition]] = []
+    for turn in transitions:
+        if runs and continues(turn, runs[-1][-1]):
+            runs[-1].append(turn)
+        else:
+            runs.append([turn])
+    return [_datum(turns, advantage, temperature, counts) for turns in runs]
+
+
+def _datum(turns: Sequence[Transition], advantage: float, temperature: float, counts: bool) -> Datum:
+    tokens = [*turns[-1].observation.tolist(), *turns[-1].action.tolist()]
+    columns: dict[str, npt.NDArray[Any]] = {
+        "advantages": np.zeros(len(tokens), np.float32),
+        "logprobs": np.zeros(len(tokens), np.float32),
+        "mask": np.zeros(len(tokens), np.float32),
+        "target_tokens": np.asarray(tokens, np.int32),
+        "versions": np.full(len(tokens), -1, np.int32),
+    }
+    for turn in turns:
+        counted = counts and turn.in_loss
+        for n in range(len(turn.action)):
+            place = len(turn.observation) + n
+            columns["advantages"][place] = advantage if counted else 0
+            columns["logprobs"][place] = turn.logprobs[n]
+            columns["mask"][place] = counted
+            columns["versions"][place] = turn.versions[n]
+    inputs = {name: TensorData(column[1:]) for name, column in columns.items()}
+    return Datum(ModelInput(np.asarray(tokens[:-1], np.int32)), inputs, temperature)
