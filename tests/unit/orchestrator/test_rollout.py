@@ -222,12 +222,18 @@ def test_an_environment_may_say_only_what_is_new() -> None:
     expected, found = play(Counting(turns=4), whole), play(Continuing(turns=4), new)
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.turns == expected.turns
-    assert [[*request.prompt] for request in new.requests] == [[*request.prompt] for request in whole.requests]
+    assert [r.prompt.tolist() for r in new.requests] == [r.prompt.tolist() for r in whole.requests]
+    assert [r.extends for r in new.requests] == [r.extends for r in whole.requests] == [0, 5, 9, 13]
 
 
 def test_a_prompt_that_begins_otherwise_begins_a_segment() -> None:
-    trajectory = play(Forgetting(turns=5), Echo())
+    sampler = Echo()
+    trajectory = play(Forgetting(turns=5), sampler)
     assert [turn.start for turn in trajectory.turns] == [0, 0, 9, 9, 9]
+    assert [request.extends for request in sampler.requests] == [0, 5, 0, 12, 16]
+    first = WeightIdentity(0, 0, "d")
+    assert [request.began for request in sampler.requests] == [None, first, None, first, first]
+    assert {request.trajectory for request in sampler.requests} == {"0.1.2/3/0"}
 
 
 def test_what_is_new_may_be_nothing() -> None:
