@@ -46,20 +46,20 @@ class RayReplica:
     handle: Any
     name: str
     log: Path | None
-    step_s: float
+    answer_s: float
     update_s: float
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
         stream = self.handle.sample.remote(requests)
         while True:
             try:
-                reference = await self._get(anext(stream), "sampling", self.step_s)
+                reference = await self._get(anext(stream), "sampling", self.answer_s)
             except StopAsyncIteration as end:
                 # Its traceback and the frames in it refer to each other (`wait_for`'s task has it as its exception).
                 # They would keep these requests until the garbage collector comes, once in thousands of streams.
                 end.__traceback__ = end.__context__ = None
                 return
-            for answer in await self._get(reference, "sampling", self.step_s):
+            for answer in await self._get(reference, "sampling", self.answer_s):
                 yield answer
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
@@ -142,8 +142,8 @@ class InferenceHandle:
     def client(self, index: int) -> RayReplica:
         """Returns the router's client of replica `index`; picklable."""
         log_file = self.log_dir / f"inference_{index}.log" if self.log_dir else None
-        timeouts = self.config.timeouts
-        return RayReplica(self.replicas[index], self.name(index), log_file, timeouts.step_s, timeouts.update_s)
+        answer_s, update_s = self.config.inference.answer_s + GRACE_S, self.config.timeouts.update_s
+        return RayReplica(self.replicas[index], self.name(index), log_file, answer_s, update_s)
 
     def ready_ref(self, index: int) -> Any:
         """Returns a reference that resolves (to `ReplicaInfo`) when replica `index` can take weights."""

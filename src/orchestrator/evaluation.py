@@ -210,9 +210,9 @@ class Evaluator:
 
     async def evaluate(self, version: int) -> dict[str, float]:
         """Evaluates `version`, which all replicas hold, and returns the metrics. Raises RoomFailed after
-        `timeouts.step_s`, saying how much is missing, and ProvenanceError."""
+        `timeouts.batch_s`, saying how much is missing, and ProvenanceError."""
         fault_point("orchestrator.evaluation")
-        now, limit_s = asyncio.get_running_loop().time, self._config.timeouts.step_s
+        now, limit_s = asyncio.get_running_loop().time, self._config.batch_deadline_s
         started, evaluations = now(), self._evaluations(version)
         self._running = evaluations
         try:
@@ -223,7 +223,7 @@ class Evaluator:
             missing = [f"{e.missing} of {len(e.problems_P)} problems of environment {e.env.label}" for e in evaluations]
             errors = sum((e.errors for e in evaluations), Counter[str]())
             raise RoomFailed(
-                f"waited {limit_s:g} s (timeouts.step_s) for the evaluation of version {version}: "
+                f"waited {limit_s:g} s (timeouts.batch_s) for the evaluation of version {version}: "
                 f"{', '.join(missing)}, with {self._config.eval.samples} rollouts each, are not done. "
                 f"Failed tries so far: {dict(errors)}. Lower eval.problems or eval.samples, or raise the deadline"
             ) from None

@@ -18,6 +18,7 @@ from orchestrator.ledger import Group
 from orchestrator.lifetimes import GroupEnvs, LeakedTasks, TaskOwner, start_contained, uninterrupted
 from orchestrator.lockstep import OwnPace
 from orchestrator.rollout import (
+    AnswerTimeout,
     BadStep,
     EnvCancelled,
     PromptTooLong,
@@ -152,9 +153,22 @@ class GroupRunner:
             envs.check()
             await self.pace.before_sample(group.index, key.sample, deadline)
             with TaskOwner(None):
-                return await self.sample(request)
+                return await self._answer(request, key)
 
         return await run_rollout(env, sample, key, self.limits, self._sampling, self.config.seed)
+
+    async def _answer(self, request: SampleRequest, key: RolloutKey) -> SampledSequence:
+        limit_s = self.config.inference.answer_s
+        try:
+            async with asyncio.timeout(limit_s) as waiting:
+                return await self.sample(request)
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            raise AnswerTimeout(
+                f"{key}: an answer took longer than {limit_s:g} s (inference.answer_s); shorten answers "
+                "(inference.sampling.max_tokens), or raise the limit"
+            ) from None
 
     def _deadline(self) -> asyncio.Timeout:
         return asyncio.timeout(self.config.orchestrator.generation_timeout_s)

@@ -97,14 +97,14 @@ class OrchestratorHandle:
 
         limit_s = 2 * update_deadline_s(self._config, max(len(self._replicas), self._config.inference.replicas))
         if self._config.eval.every:
-            limit_s += self._config.timeouts.step_s
+            limit_s += self._config.batch_deadline_s
         self._wait(self._actor.update_weights.remote(weights), "the replicas' update", limit_s, tick)
 
     def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
         """Labels the weights that the replicas loaded from disk as `identity` and evaluates them, without training.
-        Returns the metrics. Raises RoomFailed when it takes longer than `timeouts.step_s`."""
+        Returns the metrics. Raises RoomFailed when it takes longer than `timeouts.batch_s`."""
         evaluated = self._actor.evaluate.remote(identity)
-        return self._wait(evaluated, "an evaluation", self._config.timeouts.step_s, every_s=EVALUATION_PROGRESS_S)
+        return self._wait(evaluated, "an evaluation", self._config.batch_deadline_s, every_s=EVALUATION_PROGRESS_S)
 
     def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] = lambda: None) -> Iterator[Minibatch]:
         """Yields the minibatches of a substep as their groups finish: one unless streaming. While there is none,
@@ -113,7 +113,7 @@ class OrchestratorHandle:
         while not last:
             ref = self._actor.next_minibatch.remote(step, substep)
             what = f"a minibatch of step {step + 1}"
-            minibatch: Minibatch = self._wait(ref, what, self._config.timeouts.step_s, on_tick)
+            minibatch: Minibatch = self._wait(ref, what, self._config.batch_deadline_s, on_tick)
             last = minibatch.last
             yield minibatch
 

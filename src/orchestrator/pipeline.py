@@ -151,7 +151,7 @@ class Pipeline:
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         """Returns the next minibatch of a substep, as soon as its groups are finished.
 
-        Raises RoomFailed after `timeouts.step_s`, saying what is missing, and the error of any loop.
+        Raises RoomFailed after `timeouts.batch_s`, saying what is missing, and the error of any loop.
         """
         fault_point("orchestrator.minibatch")
         count = self._config.groups_per_minibatch
@@ -162,7 +162,7 @@ class Pipeline:
                 f"asked for step {step}, substep {substep}; next is {self._ledger.batch}, {done // per_substep}"
             )
         try:
-            async with asyncio.timeout(self._config.timeouts.step_s):
+            async with asyncio.timeout(self._config.batch_deadline_s):
                 with trace.span("wait", "minibatches", step=step, groups=count):
                     groups, evicted = await self._take(step, count)
         except TimeoutError:
@@ -281,8 +281,8 @@ class Pipeline:
         else:
             holds = "no group is running: its slots wait for a version that the replicas acknowledge"
         return (
-            f"waited {self._config.timeouts.step_s:g} s (timeouts.step_s) for {count} finished groups of batch {step}; "
-            f"{holds}. Groups: {self._ledger.counts()}; "
+            f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {count} finished groups of batch "
+            f"{step}; {holds}. Groups: {self._ledger.counts()}; "
             f"oldest problem still sampling: {running[0] if running else 'none'}; "
             f"versions acknowledged by replicas: {self._ledger.replicas}; "
             f"first failed rollout: {self._run_limits.first_failure}"

@@ -80,6 +80,10 @@ class EnvNotClosed(RolloutError):
     """The environment's `close` or `cleanup` did not end within `env.close_s`."""
 
 
+class AnswerTimeout(RolloutError):
+    """The replicas took longer than `inference.answer_s` for one answer."""
+
+
 class BadSample(RolloutError):
     """The sampler returned an empty sequence, columns of different lengths, a non-finite log-probability, or a token
     that the model does not have."""

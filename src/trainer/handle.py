@@ -5,6 +5,7 @@ Importing this module imports neither torch nor transformers: each shard's proce
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +38,8 @@ from trireme.process.waits import Pending
 from trireme.run.metrics import reduce_metrics
 
 INQUEST_S = 3.0
+COLLECTIVE_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+"""In the error of a rank that has waited for others in a collective."""
 """Time limit, after a failure, for asking the other shards about it."""
 PROGRESS_S = 30.0
 """Seconds between lines about a call that takes long."""
@@ -235,25 +238,33 @@ class TrainerHandle:
 
     def _inquest(self, verb: str, error: RoomFailed, refs_R: Sequence[Any]) -> RoomFailed:
         """Returns the error to report for a failed call: the death of a shard instead of the lost connection that
-        others see, and for a hang the place where each shard is."""
+        others see, and for a hang the place where each shard is, or those for which a collective waited too long."""
         if error.__cause__ is None:
-            return RoomFailed(f"{verb}: {error}\n{''.join(self._whereabouts())}")
+            return RoomFailed(f"{verb}: {error}\n{''.join(self._whereabouts(range(len(refs_R))))}")
         if isinstance(error.__cause__, RayActorError):
             return error
-        others = (failure for failure in self._ask(refs_R) if isinstance(failure, RoomFailed))
-        return next((other for other in others if isinstance(other.__cause__, RayActorError)), error)
+        answers = self._ask(dict(enumerate(refs_R)))
+        failures = {rank: said for rank, said in answers if isinstance(said, RoomFailed)}
+        if dead := next((f for f in failures.values() if isinstance(f.__cause__, RayActorError)), None):
+            return dead
+        hung = [rank for rank, failure in failures.items() if failure.__cause__ is None]
+        if not hung or not COLLECTIVE_TIMEOUT.search(str(getattr(error.__cause__, "cause", ""))):
+            return error
+        limit = f"timeouts.collective_s = {self._timeouts.collective_s:g}"
+        return RoomFailed(f"{verb}: a collective exceeded {limit}. {error}\n{''.join(self._whereabouts(hung))}")
 
-    def _whereabouts(self) -> Iterator[str]:
-        for rank, stack in enumerate(self._ask([actor.stack.remote() for actor in self._actors_R])):
+    def _whereabouts(self, ranks: Sequence[int]) -> Iterator[str]:
+        """Yields what each of these ranks is doing."""
+        for rank, stack in self._ask({rank: self._actors_R[rank].stack.remote() for rank in ranks}):
             silent = "does not answer at all: its process is stopped, or stuck outside Python\n"
             where = silent if isinstance(stack, RoomFailed) else f"is at:\n{stack}"
             yield f"trainer shard {rank} {where}"
 
-    def _ask(self, refs_R: Sequence[Any]) -> Iterator[Any]:
-        """Yields each rank's answer, or the RoomFailed in its place; all within INQUEST_S."""
+    def _ask(self, refs: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
+        """Yields (rank, its answer, or the RoomFailed in its place) for {rank: reference}; all within INQUEST_S."""
         deadline = time.monotonic() + INQUEST_S
-        for ref, name in zip(refs_R, self._names_R, strict=True):
+        for rank, ref in refs.items():
             try:
-                yield waits.get(ref, who=name, timeout_s=max(deadline - time.monotonic(), 0.1))
+                yield rank, waits.get(ref, who=self._names_R[rank], timeout_s=max(deadline - time.monotonic(), 0.1))
             except RoomFailed as error:
-                yield error
+                yield rank, error

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trireme.config import CommonConfig
@@ -34,15 +35,24 @@ class Mesh:
         self.rank, self.size, self.device = rank, config.trainer.processes, device
         self.is_first = rank == 0  # reads models, publishes weights and has the results of collectives
         backend = "nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=max(config.timeouts.start_s, config.timeouts.step_s))
+        # While ranks start, one may read the model for long; `limit_collectives` ends that.
+        timeout = timedelta(seconds=max(config.timeouts.start_s, config.timeouts.collective_s))
         dist.init_process_group(backend, store=store, rank=rank, world_size=self.size, timeout=timeout)
         sizes = {name: n for name, n in config.trainer.mesh.items() if n > 1 or name == SHARD}
         mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self._mesh = mesh
         dp = tuple(name for name in DATA_PARALLEL if name in sizes)
         self.fsdp: DeviceMesh = mesh if len(dp) == len(sizes) else mesh[dp]
         self.dp_size, self.dp_rank = self.fsdp.size(), 0
         for name in dp:
             self.dp_rank = self.dp_rank * sizes[name] + mesh.get_local_rank(name)
+
+    def limit_collectives(self, timeout_s: float) -> None:
+        """From now on a collective of training fails on a rank that has waited `timeout_s` seconds for the others."""
+        for group in {dist.group.WORLD, *self._mesh.get_all_groups()}:
+            # torch has no public way to change a limit; the groups of mesh dimensions else keep torch's own, 10 minutes
+            # for NCCL and 30 for gloo, whatever the whole group was given.
+            distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrites `tensor` with that of the first rank. Collective."""

@@ -107,6 +107,7 @@ class Shard:
         self._sender = sender
         self._attempt = attempt
         self._published = PublishedVersions(config.max_steps_off_policy)
+        self._mesh.limit_collectives(config.timeouts.collective_s)
         log.info("ready")
 
     def _load_reference(self) -> PreTrainedModel | None:

@@ -345,7 +345,7 @@ def arm(group, rank, faults):
     return waits.get(call, who="the shard to be armed", timeout_s=30)
 
 
-# The three that follow end the groups they use: they stay last.
+# The four that follow end the groups they use: they stay last.
 def test_a_shard_that_raises_is_one_error_with_its_traceback(groups, log_root):
     """The others hang in a collective for ever; the caller does not."""
     group = groups[QWEN, 2]
@@ -376,3 +376,17 @@ def test_a_shard_that_hangs_is_named_at_the_deadline(groups):
     assert "shard 1 does not answer at all" in str(hung.value)
     assert "shard 0 is at:" in str(hung.value)
     assert "in forward_backward" in str(hung.value)
+
+
+def test_a_shard_that_others_wait_for_in_a_collective_is_named_before_the_deadline_of_the_call(groups):
+    group = groups[QWEN, 3]  # its shard has finished the call of the test before
+    group._timeouts = group._timeouts.model_copy(update={"step_s": 60.0, "collective_s": 2.0})
+    for rank in (0, 2):
+        limited = group._actors_R[rank].__ray_call__.remote(lambda self: self._shard._mesh.limit_collectives(2.0))
+        waits.get(limited, who=f"shard {rank}, with another limit", timeout_s=30)
+    stopped = arm(group, 1, "")
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(RoomFailed, match=r"forward_backward: a collective exceeded timeouts.collective_s = 2") as hung:
+        group.forward_backward(make_batch((4, 5)), "ppo", {})
+    os.kill(stopped, signal.SIGCONT)
+    assert "shard 1 does not answer at all" in str(hung.value)

@@ -150,7 +150,7 @@ class Scenario:
                     "max_num_seqs": self.slots,
                     "sampling": {"max_tokens": LONGEST * self.median},
                 },
-                "timeouts": {"step_s": self.stats_tick_s * 10_000, "update_s": self.update_deadline_s},
+                "timeouts": {"batch_s": self.stats_tick_s * 10_000, "update_s": self.update_deadline_s},
             }
         )
 

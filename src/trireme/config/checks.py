@@ -223,13 +223,13 @@ def _concurrency(config: Config) -> Iterator[Refusal]:
 
 
 def _timeouts(config: Config) -> Iterator[Refusal]:
-    rollout_s, step_s = config.orchestrator.generation_timeout_s, config.timeouts.step_s
-    if rollout_s >= step_s:
+    rollout_s, batch_s = config.orchestrator.generation_timeout_s, config.timeouts.batch_s
+    if batch_s is not None and rollout_s >= batch_s:
         yield Refusal(
-            f"orchestrator.generation_timeout_s = {rollout_s:g} with timeouts.step_s = {step_s:g}",
+            f"orchestrator.generation_timeout_s = {rollout_s:g} with timeouts.batch_s = {batch_s:g}",
             "a limit for one rollout below the deadline for a whole batch: else the run stops for a batch whose "
             "rollouts are all within their limit",
-            "lower --orchestrator.generation-timeout-s, or raise --timeouts.step-s",
+            "lower --orchestrator.generation-timeout-s, raise --timeouts.batch-s, or leave that out: then it follows",
         )
 
 
@@ -256,17 +256,18 @@ def _staleness_warnings(config: Config) -> Iterator[str]:
 def _timeout_warnings(config: Config) -> Iterator[str]:
     options, timeouts = config.orchestrator, config.timeouts
     rollout_s, tries = options.generation_timeout_s, options.retries + 1
-    if tries * rollout_s > timeouts.step_s:
+    answer_s = min(rollout_s, config.inference.answer_s)
+    if timeouts.batch_s is not None and tries * rollout_s > timeouts.batch_s:
         yield (
             f"orchestrator.generation_timeout_s = {rollout_s:g} with {options.retries} retries: a rollout that hangs "
-            f"each time fails after {tries * rollout_s:g} s; if a batch waits for it, timeouts.step_s = "
-            f"{timeouts.step_s:g} ends the run before its group is replaced"
+            f"each time fails after {tries * rollout_s:g} s; if a batch waits for it, timeouts.batch_s = "
+            f"{timeouts.batch_s:g} ends the run before its group is replaced"
         )
-    if config.inference.on_update == "drain" and timeouts.update_s < rollout_s:
+    if config.inference.on_update == "drain" and timeouts.update_s < answer_s:
         yield (
             f"inference.on_update = drain with timeouts.update_s = {timeouts.update_s:g}: an update waits until the "
-            f"answers in flight are finished, which may take up to orchestrator.generation_timeout_s = {rollout_s:g}; "
-            "beyond its deadline the run stops. Raise --timeouts.update-s, or take recompute_kv or keep_kv, which "
+            f"answers in flight are finished, which may take up to {answer_s:g} s (the smaller of inference.answer_s and "
+            "orchestrator.generation_timeout_s); beyond its deadline the run stops. Raise --timeouts.update-s, or take recompute_kv or keep_kv, which "
             "interrupt answers"
         )
 

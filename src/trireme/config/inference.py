@@ -70,6 +70,9 @@ class InferenceConfig(Section):
     max_num_seqs: PositiveInt | None = None
     """Sequences that a replica decodes at the same time; none = on a GPU what a vLLM server takes there (256, or 1,024
     from 70 GiB of memory on, in vLLM 0.32), 256 on CPUs."""
+    answer_s: PositiveFloat = 1800.0
+    """Seconds for one answer, from its request to its last token, with the pauses of updates; then the rollout is tried
+    again. orchestrator.generation_timeout_s bounds all turns of a rollout together."""
     spare: bool = False
     """Keep one more process on each node with replicas, which has imported vLLM, has no engine and no GPU, and
     becomes the successor of a replica that is lost there."""

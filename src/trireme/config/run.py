@@ -95,7 +95,9 @@ class CommonTimeouts(Section):
     place_s: PositiveFloat = 3600.0
     """Deadline for the cluster to have a place for each actor: at the start, and again when nodes were lost."""
     step_s: PositiveFloat = 1800.0
-    """Deadline for a batch of rollouts, and for each trainer call."""
+    """Deadline for each call of the trainer: the passes over a minibatch, an update of the weights, a publish."""
+    collective_s: PositiveFloat = 600.0
+    """Deadline for a collective of the trainer's shards, once all have started: how long one waits for the others."""
     checkpoint_s: PositiveFloat = 1800.0
     """Deadline for a commit to be written, or read."""
     heartbeat_s: PositiveFloat = 60.0
@@ -103,6 +105,9 @@ class CommonTimeouts(Section):
 
 
 class TimeoutsConfig(CommonTimeouts):
+    batch_s: PositiveFloat | None = None
+    """Deadline for a batch of rollouts, and for an evaluation; none = as orchestrator.generation_timeout_s needs it: a
+    rollout that is too slow in all its tries, another in its place, and the time to replace a lost replica."""
     update_s: PositiveFloat = 300.0
     """Deadline for a replica to take new weights (drain: with its wait for requests in flight), and for a step of
     its engine. The run learns shorter ones: see docs/recovery.md."""

@@ -257,6 +257,12 @@ class Config(CommonConfig):
         return self.timeouts.heartbeat_s + self.timeouts.start_s + self.timeouts.update_s
 
     @property
+    def batch_deadline_s(self) -> float:
+        """Seconds for a batch of rollouts, and for an evaluation (`timeouts.batch_s`)."""
+        options = self.orchestrator
+        return self.timeouts.batch_s or (options.retries + 2) * options.generation_timeout_s + self.patience_s
+
+    @property
     def largest_group(self) -> int:
         """The most rollouts per problem in any environment."""
         return max(map(self.group_size, self.env))

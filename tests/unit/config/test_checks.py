@@ -119,18 +119,27 @@ def test_fewer_at_once_than_a_batch_in_deterministic_mode() -> None:
 
 @pytest.mark.parametrize("rollout_s", [100, 101])
 def test_a_rollout_may_not_take_as_long_as_a_batch(rollout_s: float) -> None:
-    text = refusal(config(orchestrator={"batch_size": 16, "generation_timeout_s": rollout_s}, timeouts={"step_s": 100}))
-    assert f"generation_timeout_s = {rollout_s} with timeouts.step_s = 100" in text
-    assert "--timeouts.step-s" in text
+    options = {"batch_size": 16, "generation_timeout_s": rollout_s}
+    text = refusal(config(orchestrator=options, timeouts={"batch_s": 100}))
+    assert f"generation_timeout_s = {rollout_s} with timeouts.batch_s = 100" in text
+    assert "--timeouts.batch-s" in text
+
+
+def test_rollouts_of_two_hours_need_one_option_and_prolong_no_deadline_of_the_trainer() -> None:
+    given = config(orchestrator={"batch_size": 16, "generation_timeout_s": 7200, "retries": 1})
+    assert check(given, FACTS) == []
+    assert given.timeouts == config().timeouts
+    assert given.batch_deadline_s == 3 * 7200 + given.patience_s
+    assert config(timeouts={"batch_s": 50}).batch_deadline_s == 50
 
 
 def test_retries_that_outlast_a_batch_warn() -> None:
     def warnings(retries: int) -> list[str]:
         options = {"batch_size": 16, "generation_timeout_s": 40, "retries": retries}
-        return check(config(orchestrator=options, timeouts={"step_s": 100}), FACTS)
+        return check(config(orchestrator=options, timeouts={"batch_s": 100}), FACTS)
 
     (warning,) = warnings(2)
-    assert "fails after 120 s; if a batch waits for it, timeouts.step_s = 100 ends the run" in warning
+    assert "fails after 120 s; if a batch waits for it, timeouts.batch_s = 100 ends the run" in warning
     assert warnings(1) == []
 
 
@@ -140,7 +149,9 @@ def test_an_update_that_waits_for_answers_needs_their_time() -> None:
 
     (warning,) = warnings("drain", 599)
     assert "inference.on_update = drain with timeouts.update_s = 599" in warning
-    assert "generation_timeout_s = 600" in warning
+    assert "may take up to 600 s" in warning
+    short = {"sampling": {"max_tokens": 10}, "on_update": "drain", "answer_s": 100}
+    assert check(config(inference=short, timeouts={"update_s": 100}), FACTS) == []
     assert warnings("drain", 600) == warnings("recompute_kv", 599) == warnings("keep_kv", 599) == []
 
 

@@ -269,6 +269,17 @@ def test_a_fault_in_a_rollout_is_counted_tried_again_and_given_up(fault: Fault, 
     assert run.dataset.cleaned[BAD] == 1  # type: ignore[attr-defined]
 
 
+def test_an_answer_that_takes_too_long_fails_its_rollout_long_before_the_rollout_s_own_limit() -> None:
+    config = small_config(max_steps=3, retries=1, generation_timeout_s=7200, stale_policy="wait", timeout_s=100)
+    inference = config.inference.model_copy(update={"answer_s": 5.0})
+    run = Run(config.model_copy(update={"inference": inference}))
+    run.sampler.hold(BAD)
+    virtual_time.run(whole_run(run))
+    assert errors(run, "AnswerTimeout") == 4, "two rollouts, each tried twice"
+    assert errors(run, "TimeoutError") == 0
+    assert run.rows[-1]["ledger/failed"] == 1
+
+
 IN_A_GROUP: dict[str, tuple[Fault, str]] = {
     "group rewards that raise": (Fault(group=raises(KeyError("x"))), "KeyError"),
     "group rewards that hang": (Fault(group=hangs), "TimeoutError"),

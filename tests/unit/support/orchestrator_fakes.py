@@ -195,7 +195,7 @@ def small_config(
             "orchestrator": {"batch_size": batch_size, "group_size": 2, **options},
             "env": {"id": "tests:Problems", "name": "fake", "close_s": close_s},
             "inference": {"sampling": {"max_tokens": 4, "temperature": temperature}},
-            "timeouts": {"step_s": timeout_s, "update_s": update_s},
+            "timeouts": {"batch_s": timeout_s, "update_s": update_s},
         }
     )
 

@@ -35,6 +35,29 @@ def test_ranks_know_their_place(shards, copies, names, sums):
     assert found == [(size, size, rank, rank == 0, names, (10, sums[rank])) for rank in range(size)]
 
 
+def waits_for_the_other(rank, world_size, store, shards, copies):
+    one = Mesh(make_config("m", trainer__shards=shards, trainer__replicate=copies), rank, store, torch.device("cpu"))
+    dist.barrier()
+    one.limit_collectives(0.5)
+    if rank:
+        store.wait(["failed"])
+        return None
+    failures = []
+    for group in {None, *one.fsdp.get_all_groups()}:
+        if dist.get_world_size(group) > 1:
+            with pytest.raises(RuntimeError, match=r"(?i)timed out|timeout") as failed:
+                dist.all_reduce(torch.ones(1), group=group)
+            failures.append(str(failed.value))
+    store.set("failed", "1")
+    return len(failures)
+
+
+@pytest.mark.parametrize(("shards", "copies"), [(2, 1), (1, 2)])
+def test_a_collective_fails_on_the_rank_that_waits_in_vain(shards, copies):
+    """In the group of all ranks, and in that of the dimension, which is made apart where there are several."""
+    assert run_ranks(2, waits_for_the_other, shards, copies)[0] in (1, 2)
+
+
 def test_the_configuration_counts_processes_by_dimension():
     trainer = make_config("m", trainer__shards=3, trainer__replicate=2).trainer
     assert (trainer.mesh, trainer.processes) == ({"replicate": 2, "shard": 3}, 6)

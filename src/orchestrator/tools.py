@@ -1,0 +1,190 @@
+"""Tools that models call: thousands at the same time, each with limits of its own.
+
+    a message's tool_calls --> Toolbox.answer --+--> tool --+--> messages of role tool, in the order of the calls
+                                                +--> tool --+    and metrics
+                                                    ^
+                                                    +-- its time limit, and its limit of calls at the same time
+
+A tool that waits is a coroutine function: it costs no thread, so thousands may wait. A function that blocks (a client
+library, a subprocess) runs in a thread of its own for each call. One that computes belongs in a worker
+(`orchestrator.workers`).
+
+The mistakes of a model are answers to it: a tool that does not exist, other arguments than the tool has, a ToolError,
+and a call that exceeds its limit. Any other exception fails the rollout, which is tried again: a service that is down
+says nothing of the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from trireme.renderers import Message, ToolCall, ToolSpec
+
+T = TypeVar("T")
+MOST_THREADS = 4096
+"""Blocking calls at the same time; others wait for their turn. One whose limit is over holds its thread until it
+returns."""
+SHOWN = 40
+"""Characters of a name that does not exist that an answer repeats."""
+
+
+class ToolError(Exception):
+    """A call that the tool refuses; its text is the answer to the model."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call."""
+
+    spec: ToolSpec
+    """Its name, description and arguments, as the prompt shows them."""
+    run: Callable[..., str | Awaitable[str]]
+    """Called with the arguments by name, returns the answer. A coroutine function runs in the event loop, any other one
+    in a thread."""
+    limit_s: float = 60.0
+    """Seconds for one call, without its wait for a turn. Then the call is cancelled, and the model is told."""
+    at_once: int | None = None
+    """Most calls at the same time, of all rollouts together; others wait for their turn. None = no limit."""
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        """The arguments of `run`."""
+        return inspect.signature(self.run)
+
+
+@dataclass(frozen=True)
+class ToolAnswers:
+    """The answers to the calls of one message."""
+
+    messages: list[Message]
+    """One for each call, in their order."""
+    metrics: dict[str, float]
+    """`tool_calls`: their number; `tool_errors`: the share that was answered by an error; `tool_timeouts`: the number
+    of those that exceeded their limit."""
+
+
+class Toolbox:
+    """The tools of an environment, for all of its rollouts. Picklable if the tools are."""
+
+    def __init__(self, *tools: Tool) -> None:
+        self._tools = {tool.spec["name"]: tool for tool in tools}
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = WeakKeyDictionary()
+
+    @property
+    def specs(self) -> Sequence[ToolSpec]:
+        """Their descriptions, for `MessageEnv.tools`."""
+        return [tool.spec for tool in self._tools.values()]
+
+    async def answer(self, calls: Sequence[ToolCall]) -> ToolAnswers:
+        """Makes all calls of a message at the same time. Raises what a tool raises, but for a ToolError."""
+        given = [await self._call(calls[0])] if len(calls) == 1 else await _all([self._call(call) for call in calls])
+        metrics = {
+            "tool_calls": float(len(given)),
+            "tool_errors": sum(not good for _, good, _ in given) / max(len(given), 1),
+            "tool_timeouts": float(sum(late for _, _, late in given)),
+        }
+        names = [call["name"] if call["name"] in self._tools else "unknown" for call in calls]
+        messages: list[Message] = [
+            {"role": "tool", "name": name, "content": text} for name, (text, _, _) in zip(names, given, strict=True)
+        ]
+        return ToolAnswers(messages, metrics)
+
+    async def _call(self, call: ToolCall) -> tuple[str, bool, bool]:
+        """Returns the answer, whether the call succeeded, and whether it exceeded its limit."""
+        tool, name = self._tools.get(call["name"]), call["name"]
+        if tool is None:
+            return f"error: there is no tool {name[:SHOWN]!r}, only {', '.join(self._tools)}", False, False
+        try:
+            tool.signature.bind(**call["arguments"])
+        except TypeError as error:
+            return f"error: {name}: {error}", False, False
+        try:
+            async with self._turn(tool):
+                return await _within(tool, call["arguments"]), True, False
+        except ToolError as error:
+            return f"error: {error}", False, False
+        except _LimitExceeded:
+            return f"error: {name} took longer than {tool.limit_s:g} s", False, True
+
+    def _turn(self, tool: Tool) -> AbstractAsyncContextManager[Any]:
+        if tool.at_once is None:
+            return nullcontext()
+        turns = self._turns.setdefault(asyncio.get_running_loop(), {})
+        return turns.setdefault(tool.spec["name"], asyncio.Semaphore(tool.at_once))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_tools": self._tools}  # turns belong to the event loops of this process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._tools, self._turns = state["_tools"], WeakKeyDictionary()
+
+
+class _LimitExceeded(Exception):
+    """A call took longer than its tool's limit."""
+
+
+async def _within(tool: Tool, arguments: dict[str, Any]) -> str:
+    """Returns what a tool answers. A TimeoutError of the tool itself is its own."""
+    work = partial(tool.run, **arguments)
+    try:
+        async with asyncio.timeout(tool.limit_s) as limit:
+            answer: Any = await (work() if inspect.iscoroutinefunction(tool.run) else in_thread(work))
+    except TimeoutError:
+        if limit.expired():
+            raise _LimitExceeded from None
+        raise
+    return str(answer)
+
+
+async def _all(works: Sequence[Any]) -> list[Any]:
+    """Returns the results of all; the first exception cancels the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+_threads: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Returns `function()`, computed in a thread of its own, of which there are at most MOST_THREADS: for functions that
+    block. `asyncio.to_thread` has a few threads for all. When this is cancelled, the function runs on, and its result
+    is dropped; its thread does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    free = _threads.setdefault(loop, asyncio.Semaphore(MOST_THREADS))
+    await free.acquire()
+    result: asyncio.Future[T] = loop.create_future()
+    try:
+        threading.Thread(target=_run, args=(function, loop, result, free), name="tool", daemon=True).start()
+    except BaseException:
+        free.release()
+        raise
+    return await result
+
+
+def _run(
+    function: Callable[[], Any], loop: asyncio.AbstractEventLoop, result: asyncio.Future[Any], free: asyncio.Semaphore
+) -> None:
+    def end(settle: Callable[[Any], None], value: Any) -> None:
+        free.release()
+        if not result.done():  # cancelled: the answer is not awaited any more
+            settle(value)
+
+    settle: Callable[[Any], None]
+    try:
+        settle, value = result.set_result, function()
+    except Exception as error:
+        settle, value = result.set_exception, error
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(end, settle, value)
