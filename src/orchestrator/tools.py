@@ -158,9 +158,9 @@ _threads: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = Weak
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Returns `function()`, computed in a thread of its own, of which there are at most MOST_THREADS: for functions that
-    block. `asyncio.to_thread` has a few threads for all. When this is cancelled, the function runs on, and its result
-    is dropped; its thread does not keep the process alive."""
+    """Returns `function()`, computed in a thread of its own, of which there are at most MOST_THREADS, for functions
+    that block: `asyncio.to_thread` has a few threads for all. When this is cancelled, the function runs on, and its
+    result is dropped; its thread does not keep the process alive."""
     loop = asyncio.get_running_loop()
     free = _threads.setdefault(loop, asyncio.Semaphore(MOST_THREADS))
     await free.acquire()

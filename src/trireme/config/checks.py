@@ -266,9 +266,9 @@ def _timeout_warnings(config: Config) -> Iterator[str]:
     if config.inference.on_update == "drain" and timeouts.update_s < answer_s:
         yield (
             f"inference.on_update = drain with timeouts.update_s = {timeouts.update_s:g}: an update waits until the "
-            f"answers in flight are finished, which may take up to {answer_s:g} s (the smaller of inference.answer_s and "
-            "orchestrator.generation_timeout_s); beyond its deadline the run stops. Raise --timeouts.update-s, or take recompute_kv or keep_kv, which "
-            "interrupt answers"
+            f"answers in flight are finished, which may take up to {answer_s:g} s (the smaller of inference.answer_s "
+            "and orchestrator.generation_timeout_s); beyond its deadline the run stops. Raise --timeouts.update-s, or "
+            "take recompute_kv or keep_kv, which interrupt answers"
         )
 
 

@@ -46,7 +46,10 @@ def block(name: str) -> str:
 
 
 BOX = Toolbox(
-    Tool(spec("double"), double), Tool(spec("sleep"), sleep, limit_s=30), Tool(spec("fail"), fail), Tool(spec("block"), block)
+    Tool(spec("double"), double),
+    Tool(spec("sleep"), sleep, limit_s=30),
+    Tool(spec("fail"), fail),
+    Tool(spec("block"), block),
 )
 
 
@@ -163,5 +166,3 @@ def test_a_function_that_blocks_too_long_is_left_alone() -> None:
 def test_a_toolbox_can_be_pickled() -> None:
     box: Toolbox = pickle.loads(pickle.dumps(BOX))
     assert contents(call("double", number=3), box=box) == contents(call("double", number=3))
-
-
