@@ -1,12 +1,15 @@
 """The orchestrator's part of a commit: its state at a boundary, as files.
 
-    state.json          cursor, ledger, limits, metrics, evaluation; of each group all that is no array, turn by turn:
-                        where its tokens are in its trajectory, and the weights that sampled them
-    groups.safetensors  all trajectories of all groups one after the other, finished groups first: `tokens` int32,
+    state.json          cursor, ledger, limits, metrics, evaluation
+    groups.jsonl        how many groups follow, then a line of JSON for each, finished groups first: all of it that is
+                        no array, turn by turn: where its tokens are in its trajectory, and the weights that sampled
+                        them
+    groups.safetensors  the trajectories of all groups one after the other, in the order of the lines: `tokens` int32,
                         `logprobs` float32, and where each trajectory ends, `ends` int64
 
-Commits of before that have each turn's whole prompt (`layout` 1) are read as well. Nothing is pickled.
-Logs of environments are kept as JSON; values that JSON does not know become text.
+Files are written and read in small pieces, since the event loop of the process has to wait while one is made. Commits
+of before (`layout` 1: groups in state.json, each turn with its whole prompt) are read as well. Nothing is pickled. Logs
+of environments are kept as JSON; values that JSON does not know become text.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import nan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from orchestrator.advantages import ScoredGroup
@@ -31,7 +35,7 @@ from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
 from trireme.core.types import VersionSpan, WeightIdentity
 
-STATE, ARRAYS = "state.json", "groups.safetensors"
+STATE, LINES, ARRAYS = "state.json", "groups.jsonl", "groups.safetensors"
 LAYOUT = 2
 """The layout that is written; a commit that does not name its layout has layout 1."""
 GROUPS = ("finished", "filtered")
@@ -60,44 +64,34 @@ class OrchestratorState:
     """`state_dict` of the evaluator."""
 
     def write(self, directory: Path) -> list[FileRecord]:
-        """Writes both files; they are on the disk when it returns. Raises StorageFailed."""
-        trajectories = [t for scored in (*self.finished, *self.filtered) for t in scored.trajectories_G]
-        return [
-            write_bytes(directory, STATE, *self._json()),
-            write_bytes(directory, ARRAYS, *_arrays(trajectories)),
-        ]
-
-    def _json(self) -> Iterator[bytes]:
-        """Yields the state as JSON, a group at a time: the event loop waits while one piece is made."""
+        """Writes the files; they are on the disk when it returns. Raises StorageFailed."""
         rest = {name: value for name, value in vars(self).items() if name not in GROUPS}
-        yield to_json(rest | {"layout": LAYOUT}).removesuffix("}").encode()
-        for name in GROUPS:
-            yield f', "{name}": ['.encode()
-            for number, scored in enumerate(getattr(self, name)):
-                yield (", " * (number > 0) + to_json(_group_to_json(scored))).encode()
-            yield b"]"
-        yield b"}"
+        groups = [(name, scored) for name in GROUPS for scored in getattr(self, name)]
+        return [
+            write_bytes(directory, STATE, to_json(rest | {"layout": LAYOUT}).encode()),
+            write_bytes(directory, LINES, b"%d\n" % len(groups), *(_line(name, scored) for name, scored in groups)),
+            write_bytes(directory, ARRAYS, *_arrays([t for _, scored in groups for t in scored.trajectories_G])),
+        ]
 
     @classmethod
     def read(cls, directory: Path) -> OrchestratorState:
         """Reads what `write` wrote; its contents must be verified. Raises OSError for a missing file, CheckpointInvalid
-        for one that is no safetensors file."""
+        for one that is no safetensors file, and for a layout that is not known."""
         state = json.loads((directory / STATE).read_text())
-        try:
-            columns = load_file(directory / ARRAYS)
-        except SafetensorError as error:
-            raise CheckpointInvalid(f"{directory / ARRAYS} is no safetensors file: {error}") from None
-        layouts = {1: _whole_turns, LAYOUT: _trajectories}
+        layouts = {1: _groups_of_layout_1, LAYOUT: _groups}
         if (layout := state.pop("layout", 1)) not in layouts:
             raise CheckpointInvalid(f"{directory / STATE} has layout {layout}; this version reads 1 to {LAYOUT}")
-        rollouts = layouts[layout](columns)
-        return cls(
-            **(state | {name: tuple(_group_from_json(values, rollouts) for values in state[name]) for name in GROUPS})
-        )
+        groups: dict[str, list[ScoredGroup]] = {name: [] for name in GROUPS}
+        try:
+            for name, scored in layouts[layout](directory, state):
+                groups[name].append(scored)
+        except SafetensorError as error:
+            raise CheckpointInvalid(f"{directory / ARRAYS} is no safetensors file: {error}") from None
+        return cls(**(state | {name: tuple(scored_P) for name, scored_P in groups.items()}))
 
 
-Rollouts = Callable[[Mapping[str, Any]], Trajectory]
-"""Takes what the JSON file says of the next rollout, and returns the rollout."""
+NextRollout = Callable[[Mapping[str, Any]], Trajectory]
+"""Takes what the JSON says of the next rollout, and returns the rollout."""
 COLUMNS = {"tokens": "I32", "logprobs": "F32"}
 """The types of the columns, in safetensors' words."""
 
@@ -118,18 +112,25 @@ def _arrays(trajectories: Sequence[Trajectory]) -> Iterator[Chunk]:
         yield from (memoryview(getattr(t, name)).cast("B") for t in trajectories)
 
 
-def _trajectories(columns: Mapping[str, npt.NDArray[Any]]) -> Rollouts:
-    parts = zip(*(np.split(columns[name], columns["ends"]) for name in ("tokens", "logprobs")), strict=True)
+def _groups(directory: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, ScoredGroup]]:
+    """Yields each group, and the name of the field that holds it."""
+    with safe_open(directory / ARRAYS, "np") as arrays, (directory / LINES).open() as lines:
+        columns = [arrays.get_slice(name) for name in COLUMNS]
+        bounds = pairwise([0, *arrays.get_tensor("ends").tolist()])
 
-    def next_rollout(values: Mapping[str, Any]) -> Trajectory:
-        tokens, logprobs = (part.copy() for part in next(parts))  # the whole column is not kept
-        return Trajectory(tokens, logprobs, tuple(map(_turn_from_json, values["turns"])), values["stop_reason"])
+        def next_rollout(values: Mapping[str, Any]) -> Trajectory:
+            start, end = next(bounds)
+            tokens, logprobs = (column[start:end] for column in columns)
+            return Trajectory(tokens, logprobs, tuple(map(_turn_from_json, values["turns"])), values["stop_reason"])
 
-    return next_rollout
+        for _ in range(int(next(lines))):
+            values = json.loads(next(lines))
+            yield values["field"], _group_from_json(values, next_rollout)
 
 
-def _whole_turns(columns: Mapping[str, npt.NDArray[Any]]) -> Rollouts:
-    """Reads layout 1: the arrays of each turn, its whole prompt among them."""
+def _groups_of_layout_1(directory: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, ScoredGroup]]:
+    """Yields the same of a commit that has the arrays of each turn, its whole prompt among them."""
+    columns = load_file(directory / ARRAYS)
     parts = {"observation": np.split(columns["observation"], columns["observation_ends"])}
     parts |= {
         name: np.split(columns[name], columns["action_ends"]) for name in ("action", "logprobs", "versions", "mixed")
@@ -137,10 +138,11 @@ def _whole_turns(columns: Mapping[str, npt.NDArray[Any]]) -> Rollouts:
     arrays = ({name: part[turn] for name, part in parts.items()} for turn in range(len(columns["action_ends"])))
 
     def next_rollout(values: Mapping[str, Any]) -> Trajectory:
-        turns = [_whole_turn(turn, next(arrays)) for turn in values["turns"]]
-        return Trajectory.of(turns, values["stop_reason"])
+        return Trajectory.of([_whole_turn(turn, next(arrays)) for turn in values["turns"]], values["stop_reason"])
 
-    return next_rollout
+    for name in GROUPS:
+        for values in state[name]:
+            yield name, _group_from_json(values, next_rollout)
 
 
 def _whole_turn(values: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Transition:
@@ -148,8 +150,9 @@ def _whole_turn(values: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]
     return Transition(**{**values, **arrays, "identities": identities, "metrics": _from_null(values["metrics"])})
 
 
-def _group_to_json(scored: ScoredGroup) -> dict[str, Any]:
-    return {
+def _line(field: str, scored: ScoredGroup) -> bytes:
+    values = {
+        "field": field,
         "group": vars(scored.group),
         "temperature": scored.temperature,
         "rewards": scored.rewards_G,
@@ -159,6 +162,7 @@ def _group_to_json(scored: ScoredGroup) -> dict[str, Any]:
             {"stop_reason": t.stop_reason, "turns": list(map(_turn_to_json, t.turns))} for t in scored.trajectories_G
         ],
     }
+    return to_json(values).encode() + b"\n"
 
 
 def _turn_to_json(turn: Turn) -> dict[str, Any]:
@@ -175,7 +179,7 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _group_from_json(values: Mapping[str, Any], next_rollout: Rollouts) -> ScoredGroup:
+def _group_from_json(values: Mapping[str, Any], next_rollout: NextRollout) -> ScoredGroup:
     return ScoredGroup(
         group=Group(**values["group"]),
         trajectories_G=tuple(map(next_rollout, values["rollouts"])),

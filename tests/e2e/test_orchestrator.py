@@ -194,7 +194,8 @@ def test_a_step_is_given_up_and_another_process_goes_on_from_its_start(model_dir
     with pytest.raises(GivenUp):
         next(minibatches)
     records = first.save_state(tmp_path / "commit" / "orchestrator").wait(60)
-    assert {record.path for record in records} == {"orchestrator/state.json", "orchestrator/groups.safetensors"}
+    names = ("state.json", "groups.jsonl", "groups.safetensors")
+    assert {record.path for record in records} == {f"orchestrator/{name}" for name in names}
     (tmp_path / "file").touch()
     with pytest.raises(StorageFailed, match=r"cannot write .*/file/orchestrator"):
         first.save_state(tmp_path / "file" / "orchestrator").wait(60)

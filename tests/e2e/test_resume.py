@@ -413,7 +413,16 @@ class TestGoingBack:
         """Whatever it is, the commit before is taken, and an explicit step refused, with its name."""
         store, newest = CheckpointStore(root), root / "checkpoints" / "step_000012"
         files = [path for path in newest.rglob("*") if path.is_file()]
-        kinds = {".distcp", ".metadata", "state.json", ".safetensors", "tokenizer.json", "config.json", "manifest.json"}
+        kinds = {
+            ".distcp",
+            ".metadata",
+            "state.json",
+            ".jsonl",
+            ".safetensors",
+            "tokenizer.json",
+            "config.json",
+            "manifest.json",
+        }
         assert all(any(path.name.endswith(kind) for path in files) for kind in kinds), files
         for file in files:
             content = file.read_bytes()

@@ -19,7 +19,7 @@ from orchestrator_fakes import Problem, Problems, Run, problems_of, published, q
 from orchestrator.advantages import ScoredGroup, build_minibatch
 from orchestrator.cursor import ProblemCursor
 from orchestrator.ledger import Group
-from orchestrator.state import STATE, OrchestratorState
+from orchestrator.state import LINES, STATE, OrchestratorState
 from orchestrator.trajectory import Trajectory, Transition
 from trireme.checkpoint.files import checksum_of
 from trireme.config import Config
@@ -145,7 +145,8 @@ def test_whatever_an_environment_logged_can_be_saved(tmp_path: Path) -> None:
 def test_a_metric_that_is_no_number_is_saved_and_is_none_afterwards_either(tmp_path: Path) -> None:
     group = dataclasses.replace(scored(0, [1]), metrics_G=({"a": float("nan"), "b": 1.0},))
     snapshot_of((group,), ()).write(tmp_path / "o")
-    json.loads((tmp_path / "o" / "state.json").read_text(), parse_constant=pytest.fail)
+    for line in (tmp_path / "o" / LINES).read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
     ((metrics,),) = (read.metrics_G for read in OrchestratorState.read(tmp_path / "o").finished)
     assert (np.isnan(metrics["a"]), metrics["b"]) == (True, 1.0)
 
