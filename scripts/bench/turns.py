@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+from orchestrator.env import (
+    Continuation,
+    Env,
+    EnvContext,
+    EnvGroupBuilder,
+    RLDataset,
+    StepResult,
+    StopCondition,
+    TokenIds,
+)
 from trireme.core.types import SampledSequence, VersionSpan, WeightIdentity
 
 ENV_ID = "turns:TurnsDataset"
@@ -96,17 +105,16 @@ class TurnsEnv(Env):
     def __init__(
         self, first: npt.NDArray[np.int32], observed: npt.NDArray[np.int32], turns: int, reward: float
     ) -> None:
-        self._prompt, self._observed, self._left, self._reward = first, observed, turns, reward
+        self._first, self._observed, self._left, self._reward = first, Continuation(observed), turns, reward
 
-    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
-        return self._prompt, ()  # type: ignore[return-value]
+    async def initial_observation(self) -> tuple[TokenIds, StopCondition]:
+        return self._first, ()
 
     async def step(self, action: Sequence[int]) -> StepResult:
         self._left -= 1
         if not self._left:
             return StepResult(self._reward, episode_done=True)
-        self._prompt = np.concatenate([self._prompt, np.asarray(action, np.int32), self._observed])
-        return StepResult(0.0, episode_done=False, next_observation=self._prompt)  # type: ignore[arg-type]
+        return StepResult(0.0, episode_done=False, next_observation=self._observed)
 
 
 @dataclass(frozen=True)
