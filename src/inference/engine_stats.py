@@ -26,6 +26,8 @@ class EngineStats(PrometheusStatLogger):
         self.running = 0
         self.places: int | None = None
         """Sequences that the engine decodes at the same time."""
+        self.kv_tokens: int | None = None
+        """Tokens whose KV its cache holds."""
         self.kv_used = 0.0
         self.preemptions = 0
         self._excused = 0
@@ -67,7 +69,8 @@ class EngineStats(PrometheusStatLogger):
     def stats(self, unfinished: int) -> ReplicaStats:
         """`unfinished`: number of sequences that the engine was given and has not answered."""
         running = min(self.running, unfinished)
-        return ReplicaStats(running, unfinished - running, self.kv_used, self.preemptions, self.places)
+        waiting = unfinished - running
+        return ReplicaStats(running, waiting, self.kv_used, self.preemptions, self.places, self.kv_tokens)
 
     def log_engine_initialized(self) -> None:
         pass

@@ -28,6 +28,7 @@ from orchestrator.rollout import (
     check_report,
     run_rollout,
 )
+from orchestrator.tool_waits import Place
 from trireme.config import Config
 from trireme.config.schema import EnvConfig, SamplingConfig
 from trireme.core.errors import ProvenanceError, TriremeError
@@ -110,7 +111,7 @@ class GroupRunner:
 
     async def _rollouts(self, group: Group, envs: GroupEnvs, permit: Permit) -> list[Trajectory | Exception]:
         """Runs all rollouts. When it ends early, they are cancelled, and awaited for at most `env.close_s`."""
-        rollouts = [start_contained(self._rollout(group, envs, sample)) for sample in range(self.size)]
+        rollouts = [start_contained(self._rollout(group, envs, sample, permit)) for sample in range(self.size)]
         for rollout in rollouts:
             rollout.add_done_callback(permit.leave_one)
         try:
@@ -125,7 +126,7 @@ class GroupRunner:
                 await uninterrupted(asyncio.wait(left, timeout=self.env.close_s))
         return [rollout.result() for rollout in rollouts]
 
-    async def _rollout(self, group: Group, envs: GroupEnvs, sample: int) -> Trajectory | Exception:
+    async def _rollout(self, group: Group, envs: GroupEnvs, sample: int, permit: Permit) -> Trajectory | Exception:
         """Runs one rollout with its retries, each with an environment of its own. A prompt that was refused is not
         tried again."""
         tries = self.config.orchestrator.retries + 1
@@ -135,25 +136,31 @@ class GroupRunner:
                 await asyncio.wait([closing])
             attempt = group.requeues * tries + retry
             key = RolloutKey(self.env.label, group.problem, sample, attempt, f"{group.problem}/{group.requeues}")
-            deadline = self._deadline()
+            deadline, place = self._deadline(), permit.place()
             try:
-                outcome = await self._attempt(self._play(group, envs, key, deadline), deadline)
+                outcome = await self._attempt(self._play(group, envs, key, deadline, place), deadline)
             finally:
+                place.close()
                 closing = envs.close(sample)
             if isinstance(outcome, Trajectory | PromptTooLong):
                 break
         self.pace.rollout_over(group.index)
         return outcome
 
-    async def _play(self, group: Group, envs: GroupEnvs, key: RolloutKey, deadline: asyncio.Timeout) -> Trajectory:
+    async def _play(
+        self, group: Group, envs: GroupEnvs, key: RolloutKey, deadline: asyncio.Timeout, place: Place
+    ) -> Trajectory:
         with trace.overlapping("make_env", "environment", problem=group.problem):
             env = await envs.make(key.sample)
 
         async def sample(request: SampleRequest) -> SampledSequence:
             envs.check()
             await self.pace.before_sample(group.index, key.sample, deadline)
+            place.sample()
             with TaskOwner(None):
-                return await self._answer(request, key)
+                sampled = await self._answer(request, key)
+            place.wait(len(request.prompt) + len(sampled.tokens))
+            return sampled
 
         return await run_rollout(env, sample, key, self.limits, self._sampling, self.config.seed)
 

@@ -18,7 +18,8 @@ from orchestrator.env import EnvGroupBuilder
 from orchestrator.envs.expressions import MAX_DEPTH, MAX_LENGTH, CalculationError, calculate, show
 from orchestrator.envs.text import GeneratedDataset
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
-from trireme.renderers import Message, ToolCall, ToolSpec
+from orchestrator.tools import Tool, Toolbox, ToolError
+from trireme.renderers import Message, ToolSpec
 
 CALCULATOR = ToolSpec(
     name="calculator",
@@ -29,6 +30,19 @@ CALCULATOR = ToolSpec(
         "required": ["expression"],
     },
 )
+
+
+async def _calculator(expression: object) -> str:
+    """Returns the value of an expression, which takes less than a millisecond."""
+    if not isinstance(expression, str):
+        raise ToolError("the argument `expression` must be a string")
+    try:
+        return show(calculate(expression))
+    except CalculationError as error:
+        raise ToolError(str(error)) from None
+
+
+TOOLS = Toolbox(Tool(CALCULATOR, _calculator))
 INSTRUCTION = "Answer with one number, in digits. You may use the calculator first."
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 WHOLE_NUMBER = re.compile(r"(-?)0*(\d{1,200})(?:\.0+)?", re.ASCII)
@@ -59,7 +73,7 @@ class CalculatorEnv(MessageEnv):
     expression: str
     max_turns: int
     """Most messages of the assistant. If the last one still calls a tool, the episode ends without an answer."""
-    tools: Sequence[ToolSpec] = (CALCULATOR,)
+    tools: Sequence[ToolSpec] = tuple(TOOLS.specs)
     _turns: int = field(default=0, init=False)
 
     async def initial_messages(self) -> Sequence[Message]:
@@ -72,37 +86,20 @@ class CalculatorEnv(MessageEnv):
             success = float(stated_number(message["content"]) == target)
             logs = {"problem": self.expression, "answer": message["content"], "target": target}
             return MessageStep(success, True, metrics={"success": success}, logs=logs)
-        answers = [_call(call) for call in calls]
-        errors = sum(answer.startswith("error") for answer in answers)
-        metrics = {"tool_calls": float(len(calls)), "tool_errors": errors / len(calls)}
-        return self._next_turn([_tool_says(answer) for answer in answers], metrics)
+        answers = await TOOLS.answer(calls)
+        return self._next_turn(answers.messages, answers.metrics)
 
     async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
         if cut_off:
             return MessageStep(0.0, True, metrics={"success": 0.0}, logs={"problem": self.expression})
-        return self._next_turn([_tool_says("error: this is no call of a tool with a name and arguments, as JSON")], {})
+        text = "error: this is no call of a tool with a name and arguments, as JSON"
+        return self._next_turn([{"role": "tool", "name": CALCULATOR["name"], "content": text}], {})
 
     def _next_turn(self, said: list[Message], metrics: dict[str, float]) -> MessageStep:
         self._turns += 1
         if self._turns < self.max_turns:
             return MessageStep(0.0, False, said, metrics)
         return MessageStep(0.0, True, metrics=metrics | {"success": 0.0}, logs={"problem": self.expression})
-
-
-def _tool_says(text: str) -> Message:
-    return {"role": "tool", "name": CALCULATOR["name"], "content": text}
-
-
-def _call(call: ToolCall) -> str:
-    expression = call["arguments"].get("expression")
-    if call["name"] != CALCULATOR["name"]:
-        return f"error: there is no tool {call['name'][:40]!r}, only {CALCULATOR['name']}"
-    if not isinstance(expression, str):
-        return "error: the argument `expression` must be a string"
-    try:
-        return show(calculate(expression))
-    except CalculationError as error:
-        return f"error: {error}"
 
 
 @dataclass(kw_only=True)

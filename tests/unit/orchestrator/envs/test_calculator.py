@@ -151,7 +151,7 @@ def test_a_call_is_answered_and_the_answer_graded() -> None:
     ]
     assert trajectory.reward == 1.0
     metrics = [dict(t.metrics) for t in trajectory.transitions]
-    assert metrics[0] == {"parse_error": 0.0, "tool_calls": 1.0, "tool_errors": 0.0}
+    assert metrics[0] == {"parse_error": 0.0, "tool_calls": 1.0, "tool_errors": 0.0, "tool_timeouts": 0.0}
     assert metrics[-1] == {"parse_error": 0.0, "success": 1.0}
     assert len(trajectory_to_data(trajectory, 1.0, 1.0)) == 1, "one training sequence over all turns"
 
@@ -168,7 +168,7 @@ def test_without_a_call_it_is_graded_too() -> None:
         (call("1 / 0"), "error: division by zero"),
         (call("9 ** 9 ** 9"), "error: the result is too large"),
         (call("import os"), "error: unexpected 'i'"),
-        ('<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>', "must be a string"),
+        ('<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>', "a required argument: 'expression'"),
         ('<tool_call>\n{"name": "calculator", "arguments": {"expression": [1]}}\n</tool_call>', "must be a string"),
         ('<tool_call>\n{"name": "shell", "arguments": {}}\n</tool_call>', "there is no tool 'shell'"),
         ("<tool_call>\nno json\n</tool_call>", "this is no call of a tool"),
