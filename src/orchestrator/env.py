@@ -51,6 +51,8 @@ BUILT_IN = {
 }
 VERIFIERS, TASKSETS = "verifiers:", "orchestrator.envs.verifiers:TasksetDataset"
 """The prefix of ids that name a taskset of the package verifiers, and the dataset that plays it."""
+URLS, SERVED = ("http://", "https://"), "orchestrator.envs.http:HttpDataset"
+"""The prefixes of ids that are the URL of a server of environments, and the dataset that asks it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +241,10 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
 def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
     if env_id.startswith(VERIFIERS):
         return partial(_find_class(TASKSETS, section), env_id.removeprefix(VERIFIERS))
-    expected = f"expected a built-in name ({', '.join(BUILT_IN)}), `{VERIFIERS}<taskset>` or `package.module:Class`"
+    if env_id.startswith(URLS):
+        return partial(_find_class(SERVED, section), url=env_id)
+    built_in = ", ".join(BUILT_IN)
+    expected = f"expected a built-in name ({built_in}), `{VERIFIERS}<taskset>`, a URL or `package.module:Class`"
     module_name, _, class_name = BUILT_IN.get(env_id, env_id).partition(":")
     if not module_name or not class_name:
         raise BadInput(f"{section}.id = {env_id!r} names no environment; {expected}")

@@ -1,0 +1,241 @@
+"""Environments behind a URL: sandboxes, browsers and games that run on other machines.
+
+    HttpEnv --POST /sessions/ID/reset {seed, task, split, ...}--> server    {observation: {messages, tools}}
+            --POST /sessions/ID/step {turn, action, timeout_s}--> server    {observation: {messages}, reward, done, ...}
+            --DELETE /sessions/ID-----------------------------> server
+
+`env.id` is the server's URL. Prompts and answers are chat messages: the renderer stays here, so the server needs no
+tokenizer. The names are those of OpenEnv. Its own servers are not spoken to: over HTTP they make a new environment for
+each request, and their sessions live in a WebSocket, which a lost connection ends.
+
+Here the client names the session and numbers the turns. A server answers a request that it has answered before, or is
+still working on, with the same answer. So each request can be sent again when its answer was lost, and is, until its
+time limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import aiohttp
+
+from orchestrator.env import EnvGroupBuilder
+from orchestrator.envs.text import GeneratedDataset
+from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
+from trireme.renderers import Message, ToolSpec
+
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pauses before each further try of a request; the last one again and again."""
+CONNECT_S = 10.0
+CLOSE_S = 20.0
+BUSY = frozenset({429, 502, 503, 504})
+"""Answers of a server that may take the same request later."""
+SHOWN = 300
+"""Characters of a wrong answer that an error shows."""
+SENT = ("role", "content", "thinking", "tool_calls")
+"""What a server gets of the assistant's message."""
+
+
+class EnvServerDown(Exception):
+    """A server of environments could not be reached, or did not answer in time."""
+
+
+class EnvServerRefused(Exception):
+    """A server refuses a request, for example of a session that it no longer has, or its environment failed."""
+
+
+class BadEnvAnswer(Exception):
+    """A server's answer is not what the protocol says."""
+
+
+@dataclass(frozen=True)
+class EnvServer:
+    """A server and what one session asks of it."""
+
+    url: str
+    """Its base."""
+    reset_s: float
+    """Limit for the start of a session, with all tries."""
+    step_s: float
+    """Limit for a turn, with all tries; the server is told."""
+    token: str | None = field(default=None, repr=False)
+    """Sent as bearer token."""
+
+    def connect(self) -> aiohttp.ClientSession:
+        """Opens the connection of one session, which its turns share."""
+        headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        return aiohttp.ClientSession(headers=headers, timeout=timeout)
+
+    async def ask(
+        self, client: aiohttp.ClientSession, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float
+    ) -> Mapping[str, Any]:
+        """Returns the answer to a request, which is sent again until there is one. Raises EnvServerDown when there is
+        none within `limit_s` seconds, EnvServerRefused, and BadEnvAnswer."""
+        url, failure = f"{self.url}/{path}", "no answer to the first try"
+        tries = 0
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                while True:
+                    tries += 1
+                    try:
+                        async with client.request(method, url, json=body) as reply:
+                            text = await reply.text()
+                        if reply.status not in BUSY:
+                            return _read(f"{method} {url}", reply.status, text)
+                        failure = f"status {reply.status}"
+                    except (aiohttp.ClientError, OSError) as error:
+                        failure = f"{type(error).__name__}: {error}"
+                    await asyncio.sleep(PAUSES_S[min(tries, len(PAUSES_S)) - 1])
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise EnvServerDown(
+                f"{method} {url} was not answered within {limit_s:g} s ({tries} tries; the last failure: {failure}). "
+                "Is the server up, and env.args.step_s or reset_s long enough?"
+            ) from None
+
+
+def _read(request: str, status: int, text: str) -> Mapping[str, Any]:
+    if status >= 400:
+        raise EnvServerRefused(f"{request} was refused with status {status}: {text[:SHOWN]}")
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise BadEnvAnswer(f"{request} was answered with {text[:SHOWN]!r}; expected a JSON object")
+    return answer
+
+
+class HttpEnv(MessageEnv):
+    """One session."""
+
+    def __init__(self, server: EnvServer, task: Mapping[str, Any]) -> None:
+        self._server, self._task = server, task
+        self._path = f"sessions/{uuid.uuid4().hex}"
+        self._client: aiohttp.ClientSession | None = None
+        self._turn = 0
+
+    async def initial_messages(self) -> Sequence[Message]:
+        body = {**self._task, "episode_id": self._path.rpartition("/")[2]}
+        answer = await self._post("reset", body, self._server.reset_s)
+        self.tools = self._tools(answer)
+        return self._messages(answer)
+
+    async def step(self, message: Message) -> MessageStep:
+        return await self._play(message, None)
+
+    async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
+        return await self._play(message, "cut_off" if cut_off else "malformed")
+
+    async def close(self) -> None:
+        if self._client is None:
+            return
+        try:
+            await self._server.ask(self._client, "DELETE", self._path, None, CLOSE_S)
+        finally:
+            await self._client.close()
+
+    async def _play(self, message: Message, fault: str | None) -> MessageStep:
+        self._turn += 1
+        said = {name: message[name] for name in SENT if name in message}  # type: ignore[literal-required]
+        body = {"turn": self._turn, "action": {"message": said, "fault": fault}, "timeout_s": self._server.step_s}
+        answer = await self._post("step", body, self._server.step_s)
+        done, reward = answer.get("done"), answer.get("reward")
+        metrics, logs = answer.get("metrics") or {}, answer.get("logs") or {}
+        if not isinstance(done, bool) or not isinstance(reward, int | float | None) or isinstance(reward, bool):
+            raise self._bad("step", answer, "`done`, true or false, and `reward`, a number")
+        if not isinstance(metrics, dict) or not isinstance(logs, dict):
+            raise self._bad("step", answer, "`metrics` and `logs` as objects")
+        next_messages = () if done else self._messages(answer)
+        return MessageStep(reward or 0.0, done, next_messages, metrics, logs, answer.get("in_loss", True))
+
+    async def _post(self, verb: str, body: Mapping[str, Any], limit_s: float) -> Mapping[str, Any]:
+        if self._client is None:
+            self._client = self._server.connect()
+        return await self._server.ask(self._client, "POST", f"{self._path}/{verb}", body, limit_s)
+
+    def _messages(self, answer: Mapping[str, Any]) -> list[Message]:
+        messages = self._observation(answer).get("messages")
+        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+            raise self._bad("session", answer, "`observation.messages`: messages, each with `role` and `content`")
+        return messages
+
+    def _tools(self, answer: Mapping[str, Any]) -> list[ToolSpec]:
+        tools = self._observation(answer).get("tools") or []
+        needed = ToolSpec.__required_keys__
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) and needed <= tool.keys() for tool in tools):
+            raise self._bad("reset", answer, "`observation.tools`, each with `name`, `description` and `parameters`")
+        return tools
+
+    def _observation(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not isinstance(observation := answer.get("observation"), dict):
+            raise self._bad("session", answer, "`observation`, an object")
+        return observation
+
+    def _bad(self, verb: str, answer: Mapping[str, Any], expected: str) -> BadEnvAnswer:
+        return BadEnvAnswer(f"{self._server.url}, {verb}: answered {json.dumps(answer)[:SHOWN]}; expected {expected}")
+
+
+def _allow_connections() -> None:
+    """Lets this process have as many connections as the system allows it: each session has one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _is_message(given: object) -> bool:
+    return isinstance(given, dict) and isinstance(given.get("role"), str) and isinstance(given.get("content"), str)
+
+
+@dataclass(kw_only=True)
+class HttpDataset(GeneratedDataset):
+    """`num_batches` batches of `batch_size` tasks of a server; task n of a split is the same whenever it is asked for.
+
+    `url` may have further ones in `more_urls`: each problem has its server. `options` are sent with each reset. The
+    bearer token is the value of the environment variable `token_variable`. Raises ValueError for limits that are not
+    above 0, for sizes below 1, and when that variable is not set.
+    """
+
+    name = "http"
+
+    url: str
+    more_urls: Sequence[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    reset_s: float = 300.0
+    step_s: float = 300.0
+    token_variable: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.reset_s, self.step_s) <= 0:
+            raise ValueError(f"reset_s = {self.reset_s}, step_s = {self.step_s}; expected seconds above 0")
+        token = os.environ.get(self.token_variable) if self.token_variable else None
+        if self.token_variable and token is None:
+            raise ValueError(f"token_variable = {self.token_variable!r}, which is not set in this process")
+        _allow_connections()
+        urls = [url.rstrip("/") for url in (self.url, *self.more_urls)]
+        self._servers = [EnvServer(url, self.reset_s, self.step_s, token) for url in urls]
+
+    def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
+        renderer, size = self.context.renderer, self.context.group_size
+        return [MessageEnvGroup(self._maker(number), renderer, size) for number in numbers]
+
+    def _maker(self, number: int) -> partial[HttpEnv]:
+        task = {
+            **self.options,
+            "seed": self.rng(number).getrandbits(32),
+            "task": number,
+            "split": self.context.split,
+        }
+        server = self._servers[zlib.crc32(f"{self.context.split}/{number}".encode()) % len(self._servers)]
+        return partial(HttpEnv, server, task)

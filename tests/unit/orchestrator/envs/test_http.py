@@ -1,0 +1,336 @@
+"""Environments behind a URL, against the server of examples/environments, and against servers that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+from aiohttp import web
+from chat_support import Policy, ended
+from renderer_support import QWEN3, bpe
+
+from orchestrator.env import EnvContext, Trajectory, load_dataset
+from orchestrator.envs import http
+from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
+from trireme.config.schema import EnvConfig, RendererConfig, SamplingConfig
+from trireme.core.errors import BadInput
+
+SERVER = Path(__file__).parents[4] / "examples" / "environments" / "server.py"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("environment_server", SERVER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["environment_server"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+EXAMPLE = example()
+
+
+class Watched(EXAMPLE.Addition):  # type: ignore[name-defined,misc]
+    """Counts what is asked of all environments."""
+
+    closed: ClassVar[asyncio.Event]
+    seen: ClassVar[Counter[str]] = Counter()
+
+    async def reset(self, task: dict[str, Any]) -> Any:
+        self.seen["reset"] += 1
+        return await super().reset(task)
+
+    async def step(self, message: dict[str, Any], fault: str | None) -> Any:
+        self.seen["step"] += 1
+        return await super().step(message, fault)
+
+    async def close(self) -> None:
+        self.seen["close"] += 1
+        self.closed.set()
+
+
+@asynccontextmanager
+async def serving(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def sessions(
+    tool_s: float = 0.0, lease_s: float = 60.0, middleware: Any = None
+) -> AsyncIterator[tuple[str, Counter[str]]]:
+    """The example's server; `middleware` stands before it."""
+    Watched.seen, Watched.closed = Counter(), asyncio.Event()
+    app = EXAMPLE.Sessions(lambda: Watched(tool_s), lease_s).app()
+    if middleware:
+        app.middlewares.append(middleware)
+    async with serving(app) as url:
+        yield url, Watched.seen
+
+
+def context(split: Any = "train") -> EnvContext:
+    return EnvContext(bpe(QWEN3), 0, 2, split, RendererConfig(strip_thinking_from_history=False))
+
+
+def maker(url: str, task: int = 0, split: Any = "train", **args: Any) -> Any:
+    dataset = load_dataset(EnvConfig(id=url, args=args), context(split))
+    return dataset.get_batch(0)[task].make
+
+
+async def play(env: Any, *texts: str) -> tuple[Trajectory, list[str]]:
+    """Plays an episode, closes it, and returns it with all prompts."""
+    from orchestrator.message_env import RenderedEnv
+
+    renderer = context().renderer
+    policy = Policy([ended(text, renderer, seed) for seed, text in enumerate(texts)])
+    rendered, key = RenderedEnv(env, renderer), RolloutKey("http", "0.0.0", 0, 0, "0")
+    try:
+        trajectory = await run_rollout(
+            rendered, policy.sample, key, RolloutLimits(1000, 100_000), SamplingConfig(max_tokens=1000), 0
+        )
+    finally:
+        await rendered.close()
+    return trajectory, [bpe().decode(request.prompt) for request in policy.requests]
+
+
+def call(a: int, b: int) -> str:
+    return f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
+
+
+def test_an_episode_with_a_tool_of_the_server() -> None:
+    async def scenario() -> None:
+        async with sessions() as (url, seen):
+            make = maker(url)
+            env = make()
+            trajectory, prompts = await play(env, call(4, 38), "I do not know.")
+            assert "Adds two whole numbers." in prompts[0]
+            assert "What is " in prompts[0]
+            assert "<tool_response>\n42\n</tool_response>" in prompts[1]
+            assert trajectory.reward == 0
+            assert trajectory.transitions[-1].metrics == {"parse_error": 0.0, "success": 0.0}
+            a, b = prompts[0].partition("What is ")[2].partition("?")[0].split(" + ")
+            right, _ = await play(make(), str(int(a) + int(b)))
+            assert right.reward == 1, "the same task again"
+            assert seen == {"reset": 2, "step": 3, "close": 2}
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_read_is_told_to_the_server() -> None:
+    async def scenario() -> None:
+        async with sessions() as (url, _):
+            trajectory, _ = await play(maker(url)(), "<tool_call>\nno json\n</tool_call>")
+            assert trajectory.reward == 0
+            assert trajectory.transitions[0].metrics == {"parse_error": 1.0, "success": 0.0}
+
+    asyncio.run(scenario())
+
+
+def test_tasks_depend_on_seed_split_and_number_alone_and_spread_over_servers() -> None:
+    def tasks(**given: Any) -> list[Mapping[str, Any]]:
+        dataset = load_dataset(EnvConfig(id="http://a:1/", args={"options": {"level": 3}}), context(**given))
+        return [group.make.args[1] for group in dataset.get_batch(2)]  # type: ignore[attr-defined]
+
+    assert tasks() == tasks()
+    assert tasks()[0]["task"] == 32
+    assert tasks()[0]["level"] == 3
+    assert {task["seed"] for task in tasks()}.isdisjoint(task["seed"] for task in tasks(split="eval"))
+    several = load_dataset(EnvConfig(id="http://a:1/", args={"more_urls": ["http://b:2"]}), context())
+    urls = Counter(group.make.args[0].url for index in range(9) for group in several.get_batch(index))  # type: ignore[attr-defined]
+    assert set(urls) == {"http://a:1", "http://b:2"}
+    assert min(urls.values()) > 40
+
+
+def test_an_answer_that_is_lost_is_asked_for_again_and_the_turn_is_played_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request is worked on, and its connection is cut before the answer; the second try gets it."""
+    monkeypatch.setattr(http, "PAUSES_S", (0.01,))
+    lost: Counter[str] = Counter()
+
+    @web.middleware
+    async def cut(request: web.Request, handler: Handler) -> web.StreamResponse:
+        answer = await handler(request)
+        lost[request.path] += 1
+        if lost[request.path] == 1:
+            assert request.transport
+            request.transport.abort()
+        return answer
+
+    async def scenario() -> None:
+        async with sessions(middleware=cut) as (url, seen):
+            trajectory, _ = await play(maker(url)(), "7")
+            assert len(trajectory.transitions) == 1
+            assert seen == {"reset": 1, "step": 1, "close": 1}
+        assert set(lost.values()) == {2}
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PAUSES_S", (0.01,))
+    asked: Counter[str] = Counter()
+
+    @web.middleware
+    async def busy(request: web.Request, handler: Handler) -> web.StreamResponse:
+        asked[request.path] += 1
+        if asked[request.path] < 4:
+            raise web.HTTPServiceUnavailable
+        return await handler(request)
+
+    async def scenario() -> None:
+        async with sessions(middleware=busy) as (url, seen):
+            await play(maker(url)(), "7")
+            assert seen == {"reset": 1, "step": 1, "close": 1}
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_that_takes_too_long_names_the_url_and_the_session_is_ended() -> None:
+    async def scenario() -> None:
+        async with sessions(tool_s=60) as (url, seen):
+            with pytest.raises(
+                http.EnvServerDown, match=rf"POST {url}/sessions/\w+/step .*within 0.3 s .*env.args.step_s"
+            ):
+                await play(maker(url, step_s=0.3)(), call(1, 2))
+            assert seen["close"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    async def scenario() -> None:
+        with pytest.raises(http.EnvServerDown, match=r"http://127.0.0.1:9/sessions/\w+/reset .*ClientConnectorError"):
+            await maker("http://127.0.0.1:9", reset_s=0.1)().initial_messages()
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_is_gone_fails_the_rollout_with_what_the_server_says() -> None:
+    async def scenario() -> None:
+        async with sessions(lease_s=0.05) as (url, _):
+            env = maker(url)()
+            await env.initial_messages()
+            await Watched.closed.wait()
+            with pytest.raises(http.EnvServerRefused, match=r"/step was refused with status 404: there is no session"):
+                await env.step({"role": "assistant", "content": "7"})
+            await env.close()
+
+    asyncio.run(scenario())
+
+
+def answers(value: Any) -> Handler:
+    async def answer(_request: web.Request) -> web.Response:
+        return web.json_response(value)
+
+    return answer
+
+
+GOOD = {"observation": {"messages": [{"role": "user", "content": "?"}]}}
+
+
+@pytest.mark.parametrize(
+    ("reset", "step", "expected"),
+    [
+        ([], None, "expected a JSON object"),
+        ({}, None, "expected `observation`"),
+        ({"observation": {"messages": [{"role": "user"}]}}, None, "`observation.messages`"),
+        ({"observation": GOOD["observation"] | {"tools": [{"name": "x"}]}}, None, "`observation.tools`"),
+        (GOOD, {"done": "no", "reward": 1}, "`done`, true or false"),
+        (GOOD, {"done": True, "reward": "1"}, "`reward`, a number"),
+        (GOOD, {"done": True, "reward": 1, "metrics": [1]}, "`metrics` and `logs`"),
+        (GOOD, {"done": False, "reward": 1}, "expected `observation`"),
+    ],
+)
+def test_an_answer_that_is_none_is_said_to_be_the_server_s(reset: Any, step: Any, expected: str) -> None:
+    async def scenario() -> None:
+        app = web.Application()
+        app.router.add_post("/sessions/{name}/reset", answers(reset))
+        app.router.add_post("/sessions/{name}/step", answers(step))
+        app.router.add_delete("/sessions/{name}", answers({}))
+        async with serving(app) as url:
+            with pytest.raises(http.BadEnvAnswer, match=expected) as bad:
+                await play(maker(url)(), "7")
+            assert url in str(bad.value)
+
+    asyncio.run(scenario())
+
+
+def test_hundreds_of_sessions_wait_for_slow_tools_at_the_same_time() -> None:
+    async def scenario() -> None:
+        async with sessions(tool_s=1.0) as (url, seen):
+            loop = asyncio.get_running_loop()
+            envs = [maker(url)() for _ in range(200)]
+            await asyncio.gather(*(env.initial_messages() for env in envs))
+            before = loop.time()
+            tool_call: Any = {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"name": "add", "arguments": {"a": 1, "b": 2}}],
+            }
+            steps = await asyncio.gather(*(env.step(tool_call) for env in envs))
+            assert loop.time() - before < 100, "one after the other would take 200 s"
+            assert {step.next_messages[0]["content"] for step in steps} == {"3"}
+            await asyncio.gather(*(env.close() for env in envs))
+            assert seen == {"reset": 200, "step": 200, "close": 200}
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_was_not_begun_asks_nothing_and_one_whose_start_is_cancelled_is_ended() -> None:
+    async def scenario() -> None:
+        begun = asyncio.Event()
+
+        class Slow(Watched):
+            async def reset(self, task: dict[str, Any]) -> Any:
+                begun.set()
+                await asyncio.sleep(60)
+
+        Watched.seen, Watched.closed = Counter(), asyncio.Event()
+        async with serving(EXAMPLE.Sessions(lambda: Slow(0.0)).app()) as url:
+            make = maker(url)
+            await make().close()
+            env = make()
+            start = asyncio.ensure_future(env.initial_messages())
+            await begun.wait()
+            start.cancel()
+            await asyncio.wait([start])
+            await env.close()
+            assert Watched.seen == {"close": 1}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"step_s": 0}, "expected seconds above 0"),
+        ({"batch_size": 0}, "expected at least 1"),
+        ({"token_variable": "NOT_SET_ANYWHERE"}, "which is not set"),
+        ({"speed": 1}, "unexpected keyword argument 'speed'"),
+    ],
+)
+def test_arguments_that_do_not_suit(args: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadInput, match=reason):
+        load_dataset(EnvConfig(id="http://127.0.0.1:8700", args=args), context())
+
+
+def test_its_name_in_metrics_and_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENV_TOKEN", "secret")
+    assert EnvConfig(id="https://host:8700/x").label == "https"
+    server = maker("https://host:8700", token_variable="ENV_TOKEN").args[0]
+    assert server.token == "secret"
+    assert "secret" not in repr(server)
