@@ -31,6 +31,7 @@ import aiohttp
 from orchestrator.env import EnvGroupBuilder
 from orchestrator.envs.text import GeneratedDataset
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
+from trireme.core.finite_json import to_json
 from trireme.renderers import Message, ToolSpec
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -74,7 +75,7 @@ class EnvServer:
         """Opens the connection of one session, which its turns share."""
         headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        return aiohttp.ClientSession(headers=headers, timeout=timeout)
+        return aiohttp.ClientSession(headers=headers, timeout=timeout, json_serialize=to_json)
 
     async def ask(
         self, client: aiohttp.ClientSession, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float
@@ -184,7 +185,7 @@ class HttpEnv(MessageEnv):
         return observation
 
     def _bad(self, verb: str, answer: Mapping[str, Any], expected: str) -> BadEnvAnswer:
-        return BadEnvAnswer(f"{self._server.url}, {verb}: answered {json.dumps(answer)[:SHOWN]}; expected {expected}")
+        return BadEnvAnswer(f"{self._server.url}, {verb}: answered {to_json(answer)[:SHOWN]}; expected {expected}")
 
 
 def _allow_connections() -> None:
