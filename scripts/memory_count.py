@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -340,7 +341,9 @@ def _without_memory(*, gpu: bool) -> Iterator[None]:
         replace(trainer.snapshot, "DeviceMesh", lambda device, ranks, **options: meshes[0])
         replace(Mesh, "broadcast_object", lambda mesh, value: value)
         replace(Layout, "with_hashes", lambda layout, hashes: layout.entries)
-        replace(trainer.shard_sums, "tensor_sums", lambda *_: torch.zeros(2, dtype=torch.int64))  # there are no bytes
+        no_sums = partial(torch.zeros, dtype=torch.int64)  # there are no bytes
+        replace(trainer.shard_sums, "tensor_sums", lambda *_: no_sums(2))
+        replace(trainer.shard_sums, "sums_of_equals", lambda parts, *_: no_sums(len(parts), 2))
         replace(trainer.shard_sums, "to_sums", lambda table: [""] * len(table))
         replace(trainer.model, "load_source", _load_source)
         replace(trainer.shard, "base_digest", lambda name: "0" * 32)

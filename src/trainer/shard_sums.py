@@ -12,10 +12,11 @@ are summed once, and tensors that are not sharded by the first rank. The sums of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trireme.core.digest import Sums, warm_up
-from trireme.transports.tensor_sums import rectangle, tensor_sums, to_sums
+from trireme.transports.tensor_sums import rectangle, sums_of_equals, tensor_sums, to_sums
 
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 """Gives the published tensors, by name, of a model's tensors."""
@@ -79,6 +80,20 @@ class Slice:
             return local.new_empty(0), tuple(start)
         place = local.storage_offset() + (first - begin) * row + within
         return local.as_strided(shape, self.strides, place if prod(shape) else 0), tuple(start)
+
+
+class Place(NamedTuple):
+    """Where what a rank holds of a published tensor is: in the whole, and in memory. Parts of one tensor at equal
+    places are summed together."""
+
+    whole: tuple[int, ...]
+    """Shape of the published tensor."""
+    start: tuple[int, ...]
+    """Where in it the part begins."""
+    shape: tuple[int, ...]
+    """Shape of the part."""
+    strides: tuple[int, ...]
+    """Its strides in memory."""
 
 
 class _CopiesAsViews(TorchDispatchMode):
@@ -143,6 +158,7 @@ class ShardSums:
     ) -> None:
         self._slices = {name: part for unit in units for name, part in find_slices(unit, convert).items()}
         self._rows = {name: row for row, name in enumerate(self._slices)}
+        self._by_source = _sharing_sources(self._slices)
         self._dtype, self._is_first = dtype, is_first
         self.gathered = [name for name, part in self._slices.items() if part is None]
         """Names of the tensors that are summed after the gather."""
@@ -161,24 +177,31 @@ class ShardSums:
     def of_shard(self, device: torch.device) -> Tensor:
         """Returns this rank's share of the sums, int64 [tensors, 2] on `device`: zeros where it holds nothing."""
         table = torch.zeros(len(self._slices), 2, dtype=torch.int64, device=device)
-        for row, part in enumerate(self._slices.values()):
-            if part is not None and part.source.numel():
-                self._add_held(part, table[row])
+        for parts in self._by_source:
+            source = parts[0][1].source
+            dtype = self._dtype if isinstance(source, DTensor) and source.is_floating_point() else None
+            for place, held in self._held(parts).items():
+                sums = sums_of_equals([view for _, view in held], *rectangle(place.whole, place.start), dtype)
+                table[[row for row, _ in held]] += sums.to(device)
         return table
 
-    def _add_held(self, part: Slice, sums: Tensor) -> None:
-        """Adds to `sums`, int64 [2], those of what this rank holds of a tensor."""
-        source = part.source.detach()
-        if isinstance(source, DTensor):
-            begin, end, counts = _rows_here(source)
-            local, start = part.of_rows(source.to_local().contiguous(), begin, end)
-            dtype = self._dtype if source.is_floating_point() else None
-        else:
-            counts, dtype, start = self._is_first, None, (0,) * len(part.shape)
-            whole = source.contiguous()
-            local = whole.as_strided(part.shape, part.strides, whole.storage_offset() + part.offset)
-        if counts:
-            sums += tensor_sums(local, *rectangle(part.shape, start), dtype).to(sums.device)
+    def _held(self, parts: Sequence[tuple[int, Slice]]) -> dict[Place, list[tuple[int, Tensor]]]:
+        """Returns what this rank holds of parts of one tensor, and is to sum: their rows in the table, and views, by
+        their place in the whole."""
+        source = parts[0][1].source.detach()
+        sharded = isinstance(source, DTensor)
+        begin, end, counts = _rows_here(source) if sharded else (0, 0, self._is_first)
+        local = (source.to_local() if sharded else source).contiguous()
+        found: defaultdict[Place, list[tuple[int, Tensor]]] = defaultdict(list)
+        for row, part in parts if counts else []:
+            if sharded:
+                view, start = part.of_rows(local, begin, end)
+            else:
+                offset, start = local.storage_offset() + part.offset, (0,) * len(part.shape)
+                view = local.as_strided(part.shape, part.strides, offset)
+            if view.numel():
+                found[Place(part.shape, start, tuple(view.shape), view.stride())].append((row, view))
+        return found
 
     @torch.no_grad()
     def watching(
@@ -195,6 +218,15 @@ class ShardSums:
     def by_name(self, table: Tensor) -> dict[str, Sums]:
         """Returns the sums by the tensors' names. `table`: the ranks' tables, added up."""
         return dict(zip(self._slices, to_sums(table), strict=True))
+
+
+def _sharing_sources(slices: Mapping[str, Slice | None]) -> list[list[tuple[int, Slice]]]:
+    """Returns the parts of each tensor that has some, with their rows in the table."""
+    found: defaultdict[int, list[tuple[int, Slice]]] = defaultdict(list)
+    for row, part in enumerate(slices.values()):
+        if part is not None and part.source.numel():
+            found[id(part.source)].append((row, part))
+    return list(found.values())
 
 
 def _rows_here(source: DTensor) -> tuple[int, int, bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -58,6 +59,27 @@ def tensor_sums(
     return total
 
 
+def sums_of_equals(
+    parts: Sequence[Tensor], first: int, strides: Sequence[int], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Returns the sums, int64 [parts, 2], of parts of one storage with equal shapes and strides, all at the same place
+    of their wholes, as `tensor_sums` takes it. Small ones at equal distances in memory, such as experts of a stack, are
+    summed together."""
+    start = parts[0]
+    most = PIECE_WORDS * WORD_BYTES // (dtype or start.dtype).itemsize
+    at_once = most // start.numel()
+    paces = {b.storage_offset() - a.storage_offset() for a, b in pairwise(parts)} or {0}
+    pace = max(paces)
+    if at_once < 2 or len(paces) > 1 or pace < 0 or (dtype or start.dtype).itemsize == 1:
+        return torch.stack([tensor_sums(part, first, strides, dtype) for part in parts])
+    found = []
+    for at in range(0, len(parts), at_once):
+        count, part = min(at_once, len(parts) - at), parts[at].detach()
+        stack = part.as_strided((count, *part.shape), (pace, *part.stride()), part.storage_offset())
+        found.append(_stack_sums(stack.to(dtype or part.dtype).contiguous(), first, strides))
+    return torch.cat(found)
+
+
 def to_sums(table: Tensor) -> list[Sums]:
     """Returns the sums that are the rows of int64 [N, 2], which may be on a device."""
     return [Sums.from_signed(first, second) for first, second in table.tolist()]
@@ -80,17 +102,22 @@ def _pieces(part: Tensor, first: int, strides: Sequence[int], most: int) -> Iter
 
 def _piece_sums(piece: Tensor, first: int, strides: Sequence[int]) -> Tensor:
     """Sums a contiguous piece, int64 [2] on its device."""
+    if piece.element_size() > 1:
+        return _stack_sums(piece[None], first, strides)[0]
     shape, strides = _merged(piece.shape, strides)
     flat = piece.as_strided((piece.numel(),), (1,))  # of dimensions of size 1 the strides say nothing
-    if piece.element_size() == 1:
-        return _sums_of_bytes(flat.view(torch.uint8), first, shape, strides)
-    words = piece.element_size() // WORD_BYTES
-    first, strides = first * words, [stride * words for stride in strides]
-    shape, strides = _merged([*shape, words], [*strides, 1])
-    flat = flat.view(torch.int16)
+    return _sums_of_bytes(flat.view(torch.uint8), first, shape, strides)
+
+
+def _stack_sums(stack: Tensor, first: int, strides: Sequence[int]) -> Tensor:
+    """Sums each tensor of a contiguous stack, of more than a byte an element: int64 [tensors, 2] on its device."""
+    words = stack.element_size() // WORD_BYTES
+    shape, strides = _merged([*stack.shape[1:], words], [*(stride * words for stride in strides), 1])
+    count, size = len(stack), stack.numel() // len(stack)
+    flat = stack.as_strided((count, size), (size, 1)).view(torch.int16)
     if _by_kernel(flat):
-        return _sums_by_rows(flat, first, shape, strides)
-    return _weighed(flat.to(torch.int64).bitwise_and_(0xFFFF), _indices(shape, first, strides, flat.device))
+        return _sums_by_rows(flat, first * words, shape, strides)
+    return _weighed(flat.to(torch.int64).bitwise_and_(0xFFFF), _indices(shape, first * words, strides, flat.device))
 
 
 def _by_kernel(flat: Tensor) -> bool:
@@ -121,7 +148,7 @@ def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], li
 
 
 def _sums_by_rows(flat: Tensor, first: int, shape: list[int], strides: list[int]) -> Tensor:
-    """Sums words, int16 on the CPU, by the kernel, which knows rows."""
+    """Sums words, int16 [tensors, words] on the CPU, by the kernel, which knows rows: int64 [tensors, 2]."""
     words = _bytes_of(flat).view(np.uint16)
     rows, row = (shape[-2] if len(shape) > 1 else 1), shape[-1]
     step = strides[-2] if len(shape) > 1 else 0
@@ -129,10 +156,13 @@ def _sums_by_rows(flat: Tensor, first: int, shape: list[int], strides: list[int]
         shape, strides = [*shape, 1], [*strides, 1]
         rows, row, step = shape[-2], 1, strides[-2]
     outer = _indices(shape[:-2] or [1], first, strides[:-2] or [0], flat.device).tolist()
-    sums = Sums()
-    for at, block in zip(outer, words.reshape(-1, rows, row), strict=True):
-        sums += sums_of_rows(block, at, step)
-    return torch.tensor(sums.signed)
+    found = []
+    for blocks in words.reshape(len(flat), -1, rows, row):
+        sums = Sums()
+        for at, block in zip(outer, blocks, strict=True):
+            sums += sums_of_rows(block, at, step)
+        found.append(sums.signed)
+    return torch.tensor(found)
 
 
 def _sums_of_bytes(flat: Tensor, first: int, shape: list[int], strides: list[int]) -> Tensor:
@@ -153,9 +183,10 @@ def _indices(shape: Sequence[int], first: int, strides: Sequence[int], device: t
 
 
 def _weighed(words: Tensor, places: Tensor) -> Tensor:
-    """Returns the two sums of words from 0 to 2^16 - 1 at their places, both int64 [words]: int64 [2]."""
+    """Returns the two sums of words from 0 to 2^16 - 1, int64 [..., words], at their places, int64 [words]: int64
+    [..., 2]."""
     x = places * 2
-    return torch.stack([_keys(x + k).mul_(words).sum() for k in range(2)])
+    return torch.stack([(_keys(x + k) * words).sum(-1) for k in range(2)], -1)
 
 
 def _keys(x: Tensor) -> Tensor:

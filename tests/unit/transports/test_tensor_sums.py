@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trireme.core.digest import Sums
 from trireme.transports import tensor_sums as module
 from trireme.transports.packing import DTYPES
-from trireme.transports.tensor_sums import rectangle, tensor_sums, to_sums
+from trireme.transports.tensor_sums import rectangle, sums_of_equals, tensor_sums, to_sums
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4)
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-40, 65504.0, 3.4e38]
@@ -126,3 +126,27 @@ def test_pieces_bound_the_memory() -> None:
     pieces = list(module._pieces(whole[:, 100:8000], 100, (8192, 1), module.PIECE_WORDS))
     assert max(piece.numel() for piece, _ in pieces) <= module.PIECE_WORDS
     assert sum(piece.numel() for piece, _ in pieces) == 2048 * 7900
+
+
+@both
+@pytest.mark.parametrize("name", ["BF16", "F32", "U8"])
+@given(cut=cuts(), count=st.integers(1, 6), piece=st.integers(1, 60), order=st.randoms(use_true_random=False))
+@settings(max_examples=40)
+def test_equal_parts_of_a_stack_have_the_sums_that_each_has_alone(
+    device: str, name: str, cut: tuple[list[int], list[list[int]]], count: int, piece: int, order: Any
+) -> None:
+    """In any order and at any distances; also parts that are cut alike, and are cast."""
+    shape, places = cut
+    stack = filled([count, *shape], DTYPES[name])
+    box = [(ends[0], ends[-1] if len(ends) < 3 else ends[-2]) for ends in places]
+    parts = [whole[tuple(slice(a, b) for a, b in box)] for whole in stack]
+    order.shuffle(parts)
+    first, strides = rectangle(shape, [a for a, _ in box])
+    if not parts[0].numel():
+        return
+    with on(device), patch.object(module, "PIECE_WORDS", 4 * piece):
+        for dtype in (None, torch.bfloat16) if name == "F32" else (None,):
+            alone = torch.stack([tensor_sums(part, first, strides, dtype) for part in parts])
+            assert torch.equal(sums_of_equals(parts, first, strides, dtype), alone)
+            if len(parts) > 1:
+                assert torch.equal(sums_of_equals(parts[:2], first, strides, dtype), alone[:2])
