@@ -14,6 +14,9 @@ One exception: a member that takes a version which was not sent to it fetches th
 offer, each time anew. The offer waits for it, once and at most for half of `Offer.ready_s`; then it is in the session.
 The trainer would wait for this update after it has sent, so what is lost is, once, the overlap of the two.
 
+*Who sends to whom.* Replicas of one node are in one group (`trireme.core.transport.servers_of`). A replica says where
+it is when it has taken weights for the first time; before that it counts as a node of its own.
+
 *Who takes part.* Those that said in time that they are ready. The trainer stands still meanwhile, so the time limit is
 short: ten times the slowest answer of this run, at most `Offer.ready_s`. A replica that is late or refuses keeps its
 requests: it fetches the bytes, and if it is dead, its other calls or its watcher say so. One whose answer is still
@@ -32,12 +35,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from inference.members import Member, Members
 from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import TriremeError
-from trireme.core.transport import Epochs, Offer, Session
+from trireme.core.transport import Epochs, Offer, Session, servers_of
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +54,8 @@ class Offers:
         self._members = members
         self._deadline = LearnedDeadline(math.inf)
         self._epochs = Epochs()
-        self._group: list[Member] = []
-        """The members of the last session."""
+        self._group: dict[Member, int] = {}
+        """The members of the last session, and the rank that sends to each."""
         self._busy: set[Member] = set()
         """Those that had still to take weights at the last offer."""
         self._said: set[Member] = set()
@@ -66,16 +71,18 @@ class Offers:
         started, limit_s = now(), min(self._deadline.seconds, offer.ready_s)
         self._until = started + offer.timeout_s
         settled = [member for member in self._members.serving if _is_settled(member, newest)]
-        asked = {member: self._begin_asking(member, offer) for member in settled if not member.asked}
+        servers = _servers(self._members.serving, len(offer.endpoints_R))
+        asked = self._ask_all(settled, offer, servers)
         if fetching := self._note_busy([member for member in self._members.serving if member not in settled]):
             limit_s = offer.ready_s
             await asyncio.wait(fetching.values(), timeout=limit_s / 2)
             caught_up = [member for member in fetching if member.serves and _is_settled(member, newest)]
-            asked |= {member: self._begin_asking(member, offer) for member in caught_up if not member.asked}
+            asked |= self._ask_all(caught_up, offer, servers)
         if asked:
             await asyncio.wait(asked.values(), timeout=started + limit_s - now())
         refusals = {member: _refusal(answer, limit_s) for member, answer in asked.items()}
-        self._begin([member for member, refusal in refusals.items() if member.serves and not refusal])
+        ready = {member for member, refusal in refusals.items() if member.serves and not refusal}
+        self._begin({member: server for member, server in servers.items() if member in ready})
         for member, refusal in refusals.items():
             if refusal and not member.gone and member not in self._said:
                 self._said.add(member)
@@ -85,7 +92,7 @@ class Offers:
                     offer.version,
                     refusal,
                 )
-        return Session(offer.attempt, self._epochs.number, tuple(member.index for member in self._group))
+        return Session(offer.attempt, self._epochs.number, {each.index: rank for each, rank in self._group.items()})
 
     def sent(self) -> None:
         """Takes note that the last session is over: its version was published, or the trainer gave up."""
@@ -98,11 +105,11 @@ class Offers:
                 async with asyncio.timeout_at(self._until):
                     await self._sent.wait()
 
-    def _begin(self, group: list[Member]) -> None:
-        """Begins a session, and an epoch if its members are not those of the last one."""
+    def _begin(self, group: dict[Member, int]) -> None:
+        """Begins a session, and an epoch if its groups are not those of the last one."""
         self._group = group
         self._sent.clear()
-        if self._epochs.begins(group):
+        if self._epochs.begins(list(group.items())):
             self._said.clear()
             names = ", ".join(member.name for member in group)
             log.info("new weights are sent to %s", names or "nobody: they are fetched")
@@ -113,6 +120,13 @@ class Offers:
         before, self._busy = self._busy, set(busy)
         worth = [member for member in busy if member not in before and member not in self._group and member.updating]
         return {member: member.catching_up for member in worth if member.catching_up}
+
+    def _ask_all(
+        self, members: Sequence[Member], offer: Offer, servers: dict[Member, int]
+    ) -> dict[Member, asyncio.Task[TriremeError | None]]:
+        """Asks those whose answer to an earlier offer is not missing."""
+        free = [member for member in members if not member.asked and member in servers]
+        return {member: self._begin_asking(member, replace(offer, server=servers[member])) for member in free}
 
     def _begin_asking(self, member: Member, offer: Offer) -> asyncio.Task[TriremeError | None]:
         member.asked = asyncio.get_running_loop().create_task(self._ask(member, offer))
@@ -132,6 +146,13 @@ class Offers:
             member.asked = None
         self._deadline.note(now() - started)  # of late ones too: else none would ever be in time again
         return None
+
+
+def _servers(members: Sequence[Member], size: int) -> dict[Member, int]:
+    """Returns which of the trainer's ranks sends to each member, in the order of their groups."""
+    by_index = {member.index: member for member in members}
+    nodes = {index: member.report.node if member.report else "" for index, member in sorted(by_index.items())}
+    return {by_index[index]: rank for index, rank in servers_of(nodes, size).items()}
 
 
 def _is_settled(member: Member, newest: int | None) -> bool:

@@ -21,7 +21,7 @@ from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
 from trireme.core.transport import Offer
 from trireme.process.faults import fault_point
-from trireme.transports.meeting import BroadcastGroup, GroupMember, open_store
+from trireme.transports.meeting import BroadcastGroup, GroupMember, answering, open_store
 
 PAGE = 4096
 LEAST_S = 0.1
@@ -108,8 +108,9 @@ class Broadcast:
 
     def _receive(self, last: BroadcastGroup | None, pipe: int) -> BroadcastGroup:
         """Receives all buckets and tells where they are; returns the group by which they came."""
-        host, port = self._offer.endpoints_R[self._number % len(self._offer.endpoints_R)]
-        store = open_store(host, port)
+        host, port = self._offer.endpoints_R[self._offer.server]
+        with answering(host, port, self._offer.ready_s):
+            store = open_store(host, port)
         fault_point("transport.ready")
         self._tell(pipe, ready=True)
         ends = list(accumulate(-(-size // PAGE) * PAGE for size in self._offer.sizes))
@@ -118,7 +119,8 @@ class Broadcast:
         whole = np.memmap(f"/proc/self/fd/{file}", dtype=np.uint8, mode="r+")
         version, attempt = self._offer.version, self._offer.attempt
         member = GroupMember(store, host, self._number, attempt, version, self.given_up.is_set)
-        group = member.meet(last, self._deadline)
+        with answering(host, port, self._left_s):
+            group = member.meet(last, self._deadline)
         offsets = [0, *ends[:-1]]
         for offset, size in zip(offsets, self._offer.sizes, strict=True):
             fault_point("transport.bucket")

@@ -71,7 +71,7 @@ class OrchestratorHandle:
             if failure.__cause__ and not waits.died(failure):
                 raise
             log.warning("%s; version %d is sent to no replica: they fetch it", failure, offer.version)
-            answer = Session(offer.attempt, -1, ())
+            answer = Session(offer.attempt, -1, {})
         # Replicas may wait in the groups of an answer that came too late: those of the next one are others.
         self._epochs.begins((answer.epoch, answer.members))
         return replace(answer, epoch=self._epochs.number)

@@ -61,7 +61,8 @@ class Replicas:
         asked = self._samplers[:1] if updating else self._samplers
         parts = await asyncio.gather(*(sampler.offer(offer) for sampler in asked))
         self._epochs.begins([(part.epoch, part.members) for part in parts if part.members])
-        return Session(offer.attempt, self._epochs.number, tuple(sorted(i for part in parts for i in part.members)))
+        servers = {replica: rank for part in parts for replica, rank in part.servers.items()}
+        return Session(offer.attempt, self._epochs.number, servers)
 
     async def join(self, index: int, client: Any, *, reserved: bool) -> None:
         """Lets a replica serve once it has the newest weights; `reserved`: for evaluations alone. Raises its error."""

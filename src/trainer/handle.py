@@ -36,6 +36,7 @@ from trireme.core.weights import PublishedWeights
 from trireme.process import waits
 from trireme.process.waits import Pending
 from trireme.run.metrics import reduce_metrics
+from trireme.transports.auto import Trial
 
 INQUEST_S = 3.0
 COLLECTIVE_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
@@ -72,6 +73,7 @@ class TrainerHandle:
         where = "" if log_dir is None else f" (log {log_dir}/trainer_{{rank}}.log)"
         self._names_R = [f"trainer shard {rank}" + where.format(rank=rank) for rank in range(len(actors_R))]
         self._transport, self._attempt = load_transport(config.transport), attempt
+        self._trial = Trial() if config.transport == "auto" else None
         self._terms_R: list[Any] = []  # of offers, by each shard
         self._offering: Callable[[Offer], Session] | None = None
         self._offered_s = 0.0
@@ -174,7 +176,10 @@ class TrainerHandle:
         result."""
         session = self._session(version)
         published_R = self._call("publish_weights", version, session)
-        return replace(published_R[0], source=self._transport.join([published.source for published in published_R]))
+        parts_R = [published.source for published in published_R]
+        if self._trial:
+            self._trial.note(parts_R)
+        return replace(published_R[0], source=self._transport.join(parts_R))
 
     def offer_by(self, offering: Callable[[Offer], Session], within_s: float) -> None:
         """Has replicas asked, by `offering`, to take part when a version is sent by a transport that has sessions.
@@ -183,13 +188,15 @@ class TrainerHandle:
         self._offering, self._offered_s = offering, within_s
 
     def _session(self, version: int) -> Session | None:
-        """Returns the replicas that are ready for `version`; None if the transport has no sessions."""
+        """Returns the replicas that are ready for `version`; None if it is not to be sent to them."""
         self._terms_R = self._terms_R or self._call("terms")
         sizes, endpoints_R = self._terms_R[0][0], tuple(endpoint for _, endpoint in self._terms_R)
-        if self._offering is None or endpoints_R[0] is None:
+        if self._offering is None or endpoints_R[0] is None or (self._trial and self._trial.failed):
             return None
         started = time.monotonic()
         session = self._offering(Offer(self._attempt, version, sizes, endpoints_R, self._offered_s))
+        if self._trial and not session.members:
+            return None
         return replace(session, left_s=max(started + self._offered_s - time.monotonic(), 0.0))
 
     def save_state(self, path: Path) -> Pending:

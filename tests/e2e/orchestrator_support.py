@@ -42,7 +42,7 @@ class SeededSampler:
             await asyncio.Event().wait()
         if offer.version == 8:
             raise ArithmeticError("a bug")
-        return Session(offer.attempt, 1, (0, 4))
+        return Session(offer.attempt, 1, {0: 0, 4: 0})
 
     async def stats(self) -> dict[int, ReplicaStats]:
         return {0: ReplicaStats(running=0, waiting=0, kv_used=0.0, preemptions=0)}

@@ -98,17 +98,17 @@ def test_the_driver_waits_for_an_offer_no_longer_than_its_deadline(
     def offer(version: int, timeout_s: float = 300.0) -> Session:
         return handle.offer(Offer(2, version, (64,), ("here",), timeout_s))
 
-    assert [offer(5), offer(6)] == [Session(2, 1, (0, 4))] * 2
-    assert offer(7, timeout_s=1.0) == Session(2, 2, ())
+    assert [offer(5), offer(6)] == [Session(2, 1, {0: 0, 4: 0})] * 2
+    assert offer(7, timeout_s=1.0) == Session(2, 2, {})
     assert caplog.messages[-1] == (
         "waited 1 s for orchestrator (which replicas are ready for new weights) and got no answer; "
         "version 7 is sent to no replica: they fetch it"
     )
-    assert offer(9) == Session(2, 3, (0, 4))
+    assert offer(9) == Session(2, 3, {0: 0, 4: 0})
     with pytest.raises(RoomFailed, match=r"orchestrator .* raised ArithmeticError: a bug"):
         offer(8)
     handle.stop()
-    assert offer(9) == Session(2, 4, ())
+    assert offer(9) == Session(2, 4, {})
     assert "died" in caplog.messages[-1]
 
 

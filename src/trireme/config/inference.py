@@ -13,7 +13,7 @@ from trireme.core.types import SamplingParams
 if TYPE_CHECKING:
     TransportName = str
 else:
-    TransportName = Literal["auto", *TRANSPORTS]
+    TransportName = Literal[*TRANSPORTS]
 
 CPU_SEQUENCES = 256
 """Sequences that a replica on CPUs decodes at the same time unless told. (docs/benchmarks.md, defaults)"""
@@ -48,8 +48,10 @@ class InferenceConfig(Section):
     """Ranks of a replica, on one node: each holds a part of every layer, and has one GPU where there are GPUs."""
     transport: TransportName = "auto"
     """How weights travel to the replicas. object_store: each machine with a replica fetches one copy from Ray's store.
-    broadcast: each trainer shard sends all weights to its part of the replicas, by gloo on CPUs and NCCL on GPUs; a
-    replica that is not ready in time fetches them from the shards. auto = object_store."""
+    broadcast: trainer shards send all weights to the replicas, each to those of its nodes, by gloo on CPUs and NCCL on
+    GPUs; a replica that is not ready in time fetches them from the shards. auto = object_store on GPUs (until NCCL's
+    broadcast has been tried on several) and on one machine; else a broadcast is tried, and if the first one does not
+    reach all replicas, object_store."""
     on_update: Literal["recompute_kv", "keep_kv", "drain"] = "recompute_kv"
     """How requests in flight take new weights: recompute_kv computes their KV cache again under the new weights;
     keep_kv keeps it (a shorter pause, but the tokens after it come from no policy exactly, and are marked mixed);

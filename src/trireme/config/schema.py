@@ -232,9 +232,7 @@ class Config(CommonConfig):
 
     @property
     def transport(self) -> str:
-        """Decides what `auto` takes: object_store until broadcasts over NCCL have passed
-        `scripts/gpu_check` on two or more GPUs."""
-        return "object_store" if self.inference.transport == "auto" else self.inference.transport
+        return self.inference.transport
 
     @property
     def groups_per_minibatch(self) -> int:

@@ -12,6 +12,9 @@ replica's canary proves their use. A new transport is a module in `trireme.trans
 and answers with the `Session` of those that are ready in time; the others are left out before anything is sent. A
 replica that is in no session, and a commit, open the same source, which also gives single buckets on demand.
 
+*Groups.* The replicas of a node follow each other in the chain of one rank, so that one copy of the bytes reaches the
+node, however many replicas it has (`servers_of`). The nodes are shared out over the ranks.
+
 *Tensor-parallel receivers.* The ranks of an engine share a node. Its rank 0 alone receives, into memory that the others
 map: the bytes arrive once, and vLLM's loaders keep each rank's part.
 
@@ -34,7 +37,7 @@ from trireme.core.weights import Layout
 if TYPE_CHECKING:
     from torch import Tensor
 
-TRANSPORTS = {name: f"trireme.transports.{name}" for name in ("object_store", "broadcast")}
+TRANSPORTS = {name: f"trireme.transports.{name}" for name in ("auto", "object_store", "broadcast")}
 """Modules that implement `Transport`, by the name that `inference.transport` chooses; imported when used."""
 
 
@@ -51,10 +54,11 @@ class Offer:
     sizes: tuple[int, ...]
     """Bytes of each bucket, in the order in which they are sent."""
     endpoints_R: tuple[Any, ...]
-    """Where each rank of the trainer can be found, as the transport says it. Rank r serves the replicas i with
-    i mod R = r."""
+    """Where each rank of the trainer can be found, as the transport says it."""
     timeout_s: float
     """Seconds from the offer until all is sent, or the sending is given up."""
+    server: int = 0
+    """The rank that sends to the replica that is asked; the router, which knows all replicas, says it to each."""
 
     @property
     def ready_s(self) -> float:
@@ -71,19 +75,38 @@ class Session:
     epoch: int
     """Higher than in the last session if the members are others: then groups are made anew, else used again. A
     successor of a replica is another member under the same number."""
-    members: tuple[int, ...]
-    """Numbers of the replicas that said in time that they are ready, ascending."""
+    servers: Mapping[int, int]
+    """{number of a replica that said in time that it is ready: the rank that sends to it}, in the order in which the
+    members of a group follow each other."""
     left_s: float = 0.0
     """Seconds until the sending is given up, from when the trainer's ranks are told of the session; the trainer's
     handle, which made the offer, knows them."""
 
-    def served_by(self, rank: int, size: int) -> tuple[int, ...]:
-        """Returns the members that rank `rank` of `size` sends to.
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the replicas, ascending."""
+        return tuple(sorted(self.servers))
 
-        >>> Session(1, 0, (0, 1, 3, 4)).served_by(1, 2)
-        (1, 3)
+    def served_by(self, rank: int) -> tuple[int, ...]:
+        """Returns the members that rank `rank` sends to, as they follow each other.
+
+        >>> Session(1, 0, {0: 0, 3: 1, 1: 1, 4: 0}).served_by(1)
+        (3, 1)
         """
-        return tuple(member for member in self.members if member % size == rank)
+        return tuple(member for member, server in self.servers.items() if server == rank)
+
+
+def servers_of(nodes: Mapping[int, str], size: int) -> dict[int, int]:
+    """Returns which rank of `size` sends to which replica, those of a node after each other. `nodes`: {number of the
+    replica: its node}; one whose node is not known yet ("") has one to itself.
+
+    >>> servers_of({0: "a", 1: "b", 2: "a", 3: "", 4: ""}, 2)
+    {0: 0, 2: 0, 1: 1, 3: 0, 4: 1}
+    """
+    groups: dict[Any, list[int]] = {}
+    for replica, node in nodes.items():
+        groups.setdefault(node or replica, []).append(replica)
+    return {replica: number % size for number, group in enumerate(groups.values()) for replica in group}
 
 
 class Epochs:

@@ -184,6 +184,8 @@ class UpdateReport:
     """Part of `seconds` that it waited for the step in progress."""
     pause_s: float = 0.0
     """Part of `seconds` that the engine stood still."""
+    node: str = ""
+    """Ray's id of the replica's node."""
 
 
 def check_received(manifest: WeightsManifest, buckets: Sequence[npt.NDArray[np.uint8]]) -> None:

@@ -107,8 +107,8 @@ class Part(ABC):
         """The memory that each actor takes; None if the sizes of the model are unknown."""
         return [Need({}) for _ in self.actors]
 
-    def sharing_gpu(self) -> dict[str, Any]:
-        """Returns the sections of the configuration that the plan changes where its actor shares a GPU."""
+    def decided(self) -> dict[str, Any]:
+        """Returns the sections of the configuration in which the machines decide what was left open."""
         return {}
 
     @property
@@ -163,12 +163,12 @@ class Plan:
 
     def resolved(self, config: C) -> C:
         """Returns the configuration for rooms and those who wait for them, with what the machines and the model decide:
-        the device in place of auto, the time to start, and the KV cache of a replica on a shared GPU."""
+        the device in place of auto, the time to start, and what each part has decided."""
         device = "gpu" if self.on_gpus else "cpu"
         sections: dict[str, Any] = {"cluster": config.cluster.model_copy(update={"device": device})}
         sections["timeouts"] = config.timeouts.model_copy(update={"start_s": self.start_s})
-        for part in self.parts if self.shares_gpu else []:
-            sections |= part.sharing_gpu()
+        for part in self.parts:
+            sections |= part.decided()
         return config.model_copy(update=sections)
 
     @property

@@ -11,6 +11,7 @@ from trireme.plan.base import SHARED_GPU_UTILIZATION, Part, count
 from trireme.plan.memory import GIB
 from trireme.plan.needs import ASSUMED_GPU, HOST_OF_CUDA_GIB, KEPT_VERSIONS, VERSIONS, Need, gib
 from trireme.plan.trainer import TrainerPart
+from trireme.plan.transport import choose_transport
 
 REPLICA_BASE_GIB = 1.4
 """Measured resident memory of a replica with its engine process, without weights and KV cache."""
@@ -83,9 +84,9 @@ class InferencePart(Part):
             return None
         spare = {"a spare": int(SPARE_GIB * GIB)} if self.config.inference.spare else {}
         weights = self._weight_bytes
-        in_store = self.config.transport == "object_store"
-        arriving = {} if in_store else {ARRIVING: self.published_bytes}
-        shared = {**({VERSIONS: KEPT_VERSIONS * self.published_bytes} if in_store else {}), **spare}
+        arriving = {} if self._transport == "object_store" else {ARRIVING: self.published_bytes}
+        stored = {} if self._transport == "broadcast" else {VERSIONS: KEPT_VERSIONS * self.published_bytes}
+        shared = {**stored, **spare}
         if self.on_gpus:
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine
             cache = self._gpu_cache(self.facts)
@@ -123,10 +124,19 @@ class InferencePart(Part):
         """Bytes on each GPU of a replica of the KV cache of the longest sequence."""
         return (self.config.seq_limit(facts) or 0) * facts.kv_values_per_token * self.dtype_bytes // self.ranks
 
-    def sharing_gpu(self) -> dict[str, Any]:
-        """Fixes the KV cache: vLLM would measure what its share leaves while the trainer takes memory too."""
-        cache = self.config.inference.gpu_cache_gb or (self._gpu_cache(self.facts) / GIB if self.facts else None)
-        return {"inference": self.config.inference.model_copy(update={"gpu_cache_gb": cache})}
+    def decided(self) -> dict[str, Any]:
+        """Decides how weights travel. Fixes the KV cache on a shared GPU: vLLM would measure what its share leaves
+        while the trainer takes memory too."""
+        inference = self.config.inference
+        found: dict[str, Any] = {"transport": self._transport}
+        cache = inference.gpu_cache_gb or (self._gpu_cache(self.facts) / GIB if self.facts else None)
+        if self.shares_gpu:
+            found["gpu_cache_gb"] = cache
+        return {"inference": inference.model_copy(update=found)}
+
+    @property
+    def _transport(self) -> str:
+        return choose_transport(self.config, self.resources)[0]
 
     @property
     def max_num_seqs(self) -> int | None:
@@ -190,7 +200,8 @@ class InferencePart(Part):
         what = "the adapters" if lora.on else "all weights"
         if self.facts:
             what += f" ({self.published_bytes / 2**20:,.2f} MiB)"
-        what += f" travel by {config.transport}{self._groups_text()}; "
+        transport, why = choose_transport(config, self.resources)
+        what += f" travel by {transport}{f' ({why})' if why else ''}{self._groups_text()}; "
         if config.inference.on_update == "drain":
             return f"{what}requests in flight are finished first"
         verb = "are computed again" if config.inference.on_update == "recompute_kv" else "stay, of older weights"
@@ -204,14 +215,12 @@ class InferencePart(Part):
         return tokens + (self._cost_text() if config.inference.on_update == "recompute_kv" else "")
 
     def _groups_text(self) -> str:
-        """Says how many shards broadcast to how many replicas, and how much host memory this takes. Returns "" if the
+        """Says how shards broadcast to replicas, and how much host memory this takes. Returns "" if the
         transport is not the broadcast."""
-        if self.config.transport != "broadcast":
+        if self._transport != "broadcast":
             return ""
         replicas, ranks = self.config.inference.replicas, self.config.trainer.processes
-        senders, each = min(replicas, ranks), count(-(-replicas // ranks), "replica")
-        to = each if replicas <= ranks else f"up to {each}"
-        text = f" from {senders} of {count(ranks, 'shard')} to {to} each"
+        text = f" from {count(ranks, 'shard')} to {count(replicas, 'replica')}, those of a node by one shard"
         if self.facts is None:
             return text
         share = KEPT_VERSIONS * self.published_bytes // ranks

@@ -36,6 +36,8 @@ class KeptPart:
     """Number of all buckets of the version."""
     holder: Any
     """Handle of the actor that keeps this rank's share."""
+    failure: str = ""
+    """Why not all of the rank's members have got all bytes from it; "" if they have, as far as the rank knows."""
 
 
 @dataclass(frozen=True)

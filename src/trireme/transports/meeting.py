@@ -11,14 +11,18 @@ elsewhere. Keys and groups are named by attempt, epoch and version.
 from __future__ import annotations
 
 import json
+import os
+import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Store, TCPStore
+from torch.distributed import DistError, Store, TCPStore
 
 from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
@@ -40,7 +44,7 @@ class BroadcastGroup:
     name: str
     epoch: int
     members: tuple[int, ...]
-    """Numbers of the replicas, in order of their ranks, which begin at 1."""
+    """Numbers of the replicas, in order of their ranks, which begin at 1: each passes on to the next."""
     kind: str
     """What it sends by: "nccl" or "gloo"."""
     collective: Collective
@@ -50,6 +54,36 @@ def open_store(host: str, port: int, listening: int | None = None) -> TCPStore:
     """Connects to a store; hosts it if it is given the descriptor of a listening socket, which the store owns."""
     hosts, timeout = listening is not None, timedelta(seconds=STORE_S)
     return TCPStore(host, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening)
+
+
+@contextmanager
+def answering(host: str, port: int, within_s: float) -> Iterator[None]:
+    """Limits how long this process waits in the block for the store at an address. Raises RoomFailed.
+
+    A process that is stopped keeps its connections and says nothing, and TCPStore waits for an answer without a
+    deadline. So the connections are ended from here, whoever in this process has them.
+    """
+    timer = threading.Timer(within_s, _hang_up, (host, port))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except DistError as error:
+        raise RoomFailed(f"the store of the trainer shard at {host} does not answer: {error}") from error
+    finally:
+        timer.cancel()
+
+
+def _hang_up(host: str, port: int) -> None:
+    """Ends all connections of this process to an address."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                peer, peer_port, *_ = connection.getpeername()
+                if peer_port == port and peer.removeprefix("::ffff:") == host:
+                    connection.shutdown(socket.SHUT_RDWR)
+        except (OSError, ValueError):  # no connection over TCP, or closed meanwhile
+            continue
 
 
 def own_gpu() -> str:
@@ -71,7 +105,7 @@ class GroupRoot:
             last = None
         self._set("call", members=self._members)
         found = self._answers(time.monotonic() + ANSWER_SHARE * (deadline - time.monotonic()))
-        there, late = tuple(sorted(found)), tuple(each for each in self._members if each not in found)
+        there, late = tuple(found), tuple(each for each in self._members if each not in found)
         if not there:
             raise RoomFailed(f"{named(late)} said that they are ready, and did not answer at the store")
         gpus = [own_gpu(), *(answer["gpu"] for answer in found.values())]
@@ -101,7 +135,7 @@ class GroupRoot:
                 if member not in found and self._store.check([key]):
                     found[member] = json.loads(self._store.get(key))
             if len(found) == len(self._members) or time.monotonic() > deadline:
-                return {member: found[member] for member in sorted(found)}
+                return {member: found[member] for member in self._members if member in found}
             time.sleep(POLL_S)
 
 

@@ -52,6 +52,8 @@ class Sending:
         self.group: BroadcastGroup | None = group
         self.failure = ""
         """Why it was given up."""
+        self.late: tuple[int, ...] = ()
+        """Members that did not connect in time, and were left out."""
         self.deadline = time.monotonic() + session.left_s
         self._root_of = endpoint, version, session, members
         self._done = threading.Event()
@@ -99,12 +101,8 @@ class Sending:
 
     def _send_all(self, endpoint: tuple[str, int], version: int, session: Session, members: tuple[int, ...]) -> None:
         root = GroupRoot(open_store(*endpoint), endpoint[0], version, session, members)
-        group, late = root.meet(self.group, self.deadline)
+        group, self.late = root.meet(self.group, self.deadline)
         self.group = group
-        if late:
-            log.warning(
-                "version %d: %s did not connect though ready, and must take the bytes on demand", version, named(late)
-            )
         while item := self._next():
             bucket, sent = item
             buffer = bucket if isinstance(bucket, Tensor) else torch.from_numpy(bucket)
@@ -230,7 +228,7 @@ class BroadcastSender:
     def send(
         self, version: int, layout: Layout, units: Iterable[Sequence[tuple[str, Tensor]]], session: Session | None
     ) -> KeptPart:
-        members, sending = session.served_by(self._rank, self._size) if session else (), None
+        members, sending = session.served_by(self._rank) if session else (), None
         if session and members:
             sending, self._group = Sending(self.endpoint, version, session, members, self._group), None
         self.kept.begin(version)
@@ -239,13 +237,13 @@ class BroadcastSender:
         fill(layout, units, packing.wanted, packing.buffer, packing.done)
         for number, bucket in packing.kept.items():
             self.kept.keep(version, number, bucket)
+        failure = ""
         if sending and not sending.finish():
-            log.warning(
-                "version %d was not sent to all of %s, who take on demand what they lack: %s",
-                version,
-                named(members),
-                sending.failure,
-            )
+            failure = f"version {version} was not sent to all of {named(members)}: {sending.failure}"
+        elif sending and sending.late:
+            failure = f"version {version}: {named(sending.late)} did not connect though ready"
+        if failure:
+            log.warning("%s; who lacks bytes takes them on demand", failure)
         self._free = None if sending and sending.failure else packing.free
         self._group = sending.group if sending and not sending.failure else self._group
-        return KeptPart(version, session, len(layout.sizes), self._holder)
+        return KeptPart(version, session, len(layout.sizes), self._holder, failure)

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,8 @@ def offer(number: int) -> Offer:
 class Replica:
     """Is ready for an offer after `ready_s` seconds, and has taken weights after `update_s`."""
 
-    def __init__(self, index: int, ready_s: float = 0.0, update_s: float = 0.0) -> None:
-        self.name = f"replica {index}"
+    def __init__(self, index: int, ready_s: float = 0.0, update_s: float = 0.0, node: str = "") -> None:
+        self.name, self.node, self.servers = f"replica {index}", node, list[int]()
         self.ready_s, self.update_s, self._index = ready_s, update_s, index
         self.refusal: TriremeError | None = None
         self.dead: TriremeError | None = None
@@ -56,6 +57,7 @@ class Replica:
     async def offer(self, offer: Offer) -> None:
         assert not self.loading, "it would receive beside bytes that it has still to load"
         self.offered.append(offer.version)
+        self.servers.append(offer.server)
         await (asyncio.sleep(self.ready_s) if self.ready_s < math.inf else asyncio.Event().wait())
         if self.refusal:
             raise self.refusal
@@ -64,7 +66,7 @@ class Replica:
         self.loading = True
         await asyncio.sleep(self.update_s)
         self.loading = False
-        return UpdateReport(self._index, published.identity, Drift(0.0, 0.0), 0, 0.0)
+        return UpdateReport(self._index, published.identity, Drift(0.0, 0.0), 0, 0.0, node=self.node)
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
         await asyncio.Event().wait()
@@ -106,8 +108,25 @@ def now() -> float:
 @in_virtual_time
 async def test_all_that_serve_are_asked_at_the_same_time() -> None:
     router = fleet(*(Replica(i, ready_s=2.0) for i in range(3)))
-    assert await router.offer(offer(0)) == Session(1, 1, (0, 1, 2))
+    assert await router.offer(offer(0)) == Session(1, 1, dict.fromkeys((0, 1, 2), 0))
     assert now() == 2.0
+
+
+@in_virtual_time
+async def test_replicas_of_a_node_are_served_by_one_rank_once_they_have_said_where_they_are() -> None:
+    replicas = [Replica(i, node="a" if i < 3 else "b") for i in range(4)]
+    router, ranks = fleet(*replicas), ("here", "there")
+    first = await router.offer(replace(offer(0), endpoints_R=ranks))
+    assert first.servers == {0: 0, 1: 1, 2: 0, 3: 1}
+    await router.update_weights(version(0))
+    second = await router.offer(replace(offer(1), endpoints_R=ranks))
+    assert [second.served_by(rank) for rank in range(2)] == [(0, 1, 2), (3,)]
+    assert second.epoch == first.epoch + 1, "others follow each other"
+    assert [replica.servers for replica in replicas] == [[0, 0], [1, 0], [0, 0], [1, 1]]
+    await router.update_weights(version(1))
+    replicas[1].refusal = RoomFailed("replica 1 cannot")
+    third = await router.offer(replace(offer(2), endpoints_R=ranks))
+    assert [third.served_by(rank) for rank in range(2)] == [(0, 2), (3,)]
 
 
 @in_virtual_time

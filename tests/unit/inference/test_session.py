@@ -15,7 +15,7 @@ from trireme.core.transport import Offer, Session
 from trireme.transports.broadcast import Source
 
 OFFER = Offer(attempt=1, version=5, sizes=(64, 0, 128), endpoints_R=(None,), timeout_s=30.0)
-SOURCE = Source(5, Session(1, 0, (0, 2)), 3, ())
+SOURCE = Source(5, Session(1, 0, {0: 0, 2: 0}), 3, ())
 SENT = [np.arange(64, dtype=np.uint8), np.zeros(0, np.uint8), np.full(128, 7, np.uint8)]
 
 

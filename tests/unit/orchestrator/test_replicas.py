@@ -36,7 +36,7 @@ class Members:
 
     async def offer(self, offer: Offer) -> Session:
         self.offers += 1
-        return Session(offer.attempt, self.epoch, self.members)
+        return Session(offer.attempt, self.epoch, dict.fromkeys(self.members, 0))
 
 
 def replicas_of(trained: Any, reserved: Any = None) -> Replicas:
@@ -47,19 +47,19 @@ def test_replicas_for_training_and_reserved_ones_take_part_in_one_session() -> N
     async def offers() -> None:
         trained, reserved = Members(0, 3), Members(2)
         replicas = replicas_of(trained, reserved)
-        assert await replicas.offer(OFFER) == Session(3, 1, (0, 2, 3))
+        assert await replicas.offer(OFFER) == Session(3, 1, dict.fromkeys((0, 2, 3), 0))
         assert (await replicas.offer(OFFER)).epoch == 1
         trained.become(0, 3)  # a successor
-        assert await replicas.offer(OFFER) == Session(3, 2, (0, 2, 3))
+        assert await replicas.offer(OFFER) == Session(3, 2, dict.fromkeys((0, 2, 3), 0))
         reserved.become(2)
-        assert await replicas.offer(OFFER) == Session(3, 3, (0, 2, 3))
+        assert await replicas.offer(OFFER) == Session(3, 3, dict.fromkeys((0, 2, 3), 0))
         trained.become(0)
         reserved.become(2, 5)
-        assert await replicas.offer(OFFER) == Session(3, 4, (0, 2, 5))
+        assert await replicas.offer(OFFER) == Session(3, 4, dict.fromkeys((0, 2, 5), 0))
         assert (await replicas.offer(OFFER)).epoch == 4
         trained.become()
         reserved.become()
-        assert await replicas.offer(OFFER) == Session(3, 5, ())
+        assert await replicas.offer(OFFER) == Session(3, 5, {})
 
     asyncio.run(offers())
 
@@ -86,12 +86,12 @@ def test_reserved_ones_are_not_asked_while_an_update_is_in_progress_that_they_ma
             await ended.wait()
 
         replicas.update = asyncio.create_task(update())
-        assert await replicas.offer(OFFER) == Session(3, 2, (0,))
+        assert await replicas.offer(OFFER) == Session(3, 2, dict.fromkeys((0,), 0))
         assert (await replicas.offer(OFFER)).epoch == 2
         assert reserved.offers == 1
         ended.set()
         await replicas.update
-        assert await replicas.offer(OFFER) == Session(3, 3, (0, 1))
+        assert await replicas.offer(OFFER) == Session(3, 3, dict.fromkeys((0, 1), 0))
 
     asyncio.run(offers())
 
@@ -99,10 +99,10 @@ def test_reserved_ones_are_not_asked_while_an_update_is_in_progress_that_they_ma
 def test_reserved_ones_that_took_no_part_begin_no_epoch_when_they_are_not_asked() -> None:
     async def offers() -> None:
         replicas = replicas_of(Members(0), Members())
-        assert await replicas.offer(OFFER) == Session(3, 1, (0,))
+        assert await replicas.offer(OFFER) == Session(3, 1, dict.fromkeys((0,), 0))
         replicas.update = asyncio.create_task(asyncio.sleep(30.0))
         await asyncio.sleep(0)
-        assert await replicas.offer(OFFER) == Session(3, 1, (0,))
+        assert await replicas.offer(OFFER) == Session(3, 1, dict.fromkeys((0,), 0))
         replicas.update.cancel()
 
     asyncio.run(offers())

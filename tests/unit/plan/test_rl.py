@@ -60,9 +60,8 @@ class TestNumbers:
     @pytest.mark.parametrize(
         ("shards", "replicas", "who"),
         [
-            (1, 1, "from 1 of 1 shard to 1 replica each"),
-            (4, 2, "from 2 of 4 shards to 1 replica each"),
-            (2, 5, "from 2 of 2 shards to up to 3 replicas each"),
+            (1, 1, "from 1 shard to 1 replica, those of a node by one shard"),
+            (2, 5, "from 2 shards to 5 replicas, those of a node by one shard"),
         ],
     )
     def test_a_broadcast_says_who_sends_to_how_many_and_what_it_keeps(
@@ -73,7 +72,7 @@ class TestNumbers:
         text = text_of(by_broadcast := replace(given, config=given.config.model_copy(update={"inference": sending})))
         assert f"travel by broadcast {who} (each shard keeps" in text
         assert f"{gib(2 * inference(by_broadcast).published_bytes // shards)} in host memory (2 versions of" in text
-        assert "travel by object_store; " in text_of(given), "which sends to nobody"
+        assert "from 2 shards to" not in text_of(given), "on one machine nothing is sent"
 
     def test_too_little_memory_warns(self) -> None:
         assert any("of memory" in w for w in plan(resources=machines(memory_bytes=GIB)).warnings)

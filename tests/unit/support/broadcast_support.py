@@ -172,7 +172,7 @@ class Fleet:
         for receiver in self.receivers:
             if receiver.number in self.members:
                 receiver.offer(Offer(1, version, layout.sizes, self.endpoints_R, self.timeout_s))
-        return Session(1, self.epoch, self.members, self.timeout_s)
+        return Session(1, self.epoch, dict.fromkeys(self.members, 0), self.timeout_s)
 
 
 @contextmanager

@@ -198,7 +198,7 @@ def test_any_tensors_are_kept_and_sent_whole(
     for rank in range(size):
         sender, collective = BroadcastSender(rank, size, HOST, f"holder {rank}"), Recorded()
         group = BroadcastGroup("1.0.0", 0, (rank,), "gloo", collective)
-        session = Session(1, 0, tuple(range(size)), 30.0) if served else None
+        session = Session(1, 0, {rank: rank for rank in range(size)}, 30.0) if served else None
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(GroupRoot, "meet", lambda *_, group=group: (group, ()))
             patched.setattr(GroupRoot, "clear", lambda _: None)
