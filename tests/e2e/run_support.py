@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -198,6 +199,12 @@ def run_rl(
     code = process.wait(60)
     left = wait_until_gone(running.mark, gone_s)
     return Ended(code, "".join(lines), tmp_path / "run", left, running.files_left(), running.shm_left())
+
+
+def taken(logs: Path, replica: int, how: str) -> set[int]:
+    """Returns the versions that a replica took "as it was broadcast" or "on demand"."""
+    said = "".join(log.read_text() for log in logs.rglob(f"inference_{replica}.log"))
+    return {int(version) for version in re.findall(rf"replica {replica} takes version (\d+) {how}", said)}
 
 
 def wait_until_gone(mark: str, timeout_s: float) -> list[str]:

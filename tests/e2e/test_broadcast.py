@@ -7,13 +7,12 @@ replica. What a sender and receivers do when one of them is lost: unit/transport
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
 from chaos_support import armed
 from resume_support import DETERMINISTIC, assert_same_run, rows_of
-from run_support import Ended, run_rl
+from run_support import Ended, run_rl, taken
 
 from trireme.core.errors import EXIT_OK
 
@@ -27,10 +26,7 @@ TWO_BY_TWO = [
 
 
 def versions(ended: Ended, replica: int, how: str) -> set[int]:
-    """Returns the versions that a replica took "as it was broadcast" or "on demand"."""
-    logs = (ended.root / "logs").rglob(f"inference_{replica}.log")
-    said = "".join(log.read_text() for log in logs)
-    return {int(version) for version in re.findall(rf"replica {replica} takes version (\d+) {how}", said)}
+    return taken(ended.root / "logs", replica, how)
 
 
 def test_two_shards_send_every_version_to_two_replicas(tmp_path: Path) -> None:

@@ -1,0 +1,276 @@
+"""Both transports bring the same bytes, over real training: models, shards, ranks of a replica and dtypes in pairs.
+
+A trainer broadcasts each version and puts it into the object store too. Both have the same digest and the same bytes,
+and replicas take one or the other, which proves what they have loaded. Two halves of an orthogonal array have each pair
+of values; one half and few updates run in CI. In long runs replicas are lost and join: each moment of an offer is in
+the half where it meets all models, and both values of all else. At the end of each run a shard dies while it sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from inference_support import START_S, prompt_of, random_model, request
+from ray import cloudpickle
+from run_support import shm_left_since, taken
+from trainer_support import make_batch
+
+from inference.handle import InferenceHandle
+from trainer.handle import TrainerHandle
+from trireme.config import Config
+from trireme.core.errors import RoomFailed
+from trireme.core.transport import Offer, Session, load_transport
+from trireme.core.types import AdamParams, WeightIdentity
+from trireme.core.weights import PublishedWeights
+from trireme.process.waits import get, get_all
+from trireme.transports import broadcast
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find this module
+FAMILIES = {"tied": ("qwen3", True), "untied": ("qwen3", False), "experts": ("qwen3_moe", False)}
+MODELS = ("tied", "untied", "experts", "lora")
+BUCKET_BYTES = 2**16
+SENT_S = 30.0
+"""Time limit of a broadcast, a tenth of which replicas have to be ready: more than they need on a busy machine."""
+LENGTHS = (9, 5, 12, 7)
+LOST = 1
+"""The replica that is lost; replica 0 is before it in its group."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the array."""
+
+    model: str
+    shards: int
+    ranks: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.shards}_shards-{self.ranks}_ranks-{self.dtype}"
+
+
+def half(which: int) -> list[Row]:
+    """Returns four rows. Bits a and b choose the model, c the shards; the other columns are sums of these."""
+    rows = []
+    for a, b in product((0, 1), repeat=2):
+        c = (a + b + which) % 2
+        rows.append(Row(MODELS[2 * a + b], 1 + c, 1 + (a + c) % 2, ("float32", "bfloat16")[(b + c) % 2]))
+    return rows
+
+
+MOMENTS = (
+    ("offer=kill", "ready=stop", "bucket=kill", "finish=stop"),
+    ("offer=stop", "ready=kill", "bucket=stop", "finish=kill"),
+)
+"""What replica LOST meets in the rows of each half, and its successors after it."""
+AFTER = (20, 30, 40, 50)
+"""Versions that each of them is offered until then: more than those before it, which pass the same points."""
+JOINS_AT, UPDATES = 170, 200
+"""Versions: a replica joins at one of them, in the first half."""
+
+
+def test_the_halves_are_pairwise_together() -> None:
+    rows = [*half(0), *half(1)]
+    for one, other in product(("model", "shards", "ranks", "dtype"), repeat=2):
+        if one < other:
+            pairs = {(getattr(row, one), getattr(row, other)) for row in rows}
+            assert len(pairs) == (8 if "model" in (one, other) else 4)
+    for rows_of_moments in (half(0), half(1)):
+        for column, values in (("model", 4), ("shards", 2), ("ranks", 2), ("dtype", 2)):
+            assert len({getattr(row, column) for row in rows_of_moments}) == values
+
+
+class Rooms:
+    """A trainer, and replicas that take what it publishes."""
+
+    def __init__(self, row: Row, replicas: int, moments: Sequence[str], directory: Path) -> None:
+        self.logs, self.once = directory / "logs", directory / "once"
+        self.once.mkdir()
+        random_model(*FAMILIES.get(row.model, FAMILIES["untied"]), seed=0).save_pretrained(directory / "model")
+        config = config_of(row, directory / "model")
+        self.trainer = TrainerHandle.start(config, [{"num_cpus": 0.5}] * row.shards, self.logs)
+        get_all(*self.trainer.ready_refs(), timeout_s=START_S)
+        (buckets,) = set(self.in_shards(lay_out_small))
+        self.options = {"num_cpus": 0.5, "runtime_env": {"env_vars": self._environment(moments, buckets)}}
+        self.replicas = InferenceHandle.start(config, [self.options] * replicas, self.logs)
+        get_all(*self.replicas.ready_refs(), timeout_s=START_S, log=self.logs)
+        self.offers = True
+        self.newest: WeightIdentity | None = None
+
+    def _environment(self, moments: Sequence[str], buckets: int) -> dict[str, str]:
+        """Arms the points at which replica LOST and its successors are lost."""
+        faults = []
+        for moment, versions in zip(moments, AFTER, strict=False):
+            point, _, action = moment.partition("=")
+            passage = buckets * (versions - 1) + 2 if point == "bucket" else versions
+            faults.append(f"transport.{point}[{LOST}]@{passage}={action}")
+        once = {"TRIREME_FAULT_ONCE": str(self.once)} if faults else {}
+        return {"OMP_NUM_THREADS": "1", "TRIREME_FAULTS": ",".join(faults), **once}
+
+    def in_shards(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Returns what `function` returns for the actor of each shard."""
+        asked = [actor.__ray_call__.remote(function) for actor in self.trainer._actors_R]
+        return get_all(asked, who=["a shard"] * len(asked), timeout_s=60)
+
+    async def run(self, updates: int, *, joins_at: int | None = None) -> None:
+        """Trains and publishes, and replaces what is lost; then a shard dies in the middle of a version."""
+        self.router, loop = self.replicas.router_factory()(), asyncio.get_running_loop()
+
+        def offering(offer: Offer) -> Session:
+            if not self.offers:
+                return Session(offer.attempt, 0, {})
+            return asyncio.run_coroutine_threadsafe(self.router.offer(offer), loop).result(2 * SENT_S)
+
+        self.trainer.offer_by(offering, SENT_S)
+        for version in range(updates):
+            await self._train(version)
+            await self._publish(version)
+            if version == joins_at:
+                await self._join(self.replicas.add(self.options), "the joiner")
+        await self._lose_a_shard(updates)
+
+    async def _train(self, version: int) -> None:
+        """Takes the step before a version, which changes the weights."""
+        batch = make_batch(LENGTHS, seed=version)
+        await asyncio.to_thread(self.trainer.forward_backward, batch, "importance_sampling")
+        await asyncio.to_thread(self.trainer.optim_step, AdamParams(learning_rate=1e-3), float(sum(LENGTHS)))
+
+    async def _publish(self, version: int) -> None:
+        """Publishes a version both ways; the replicas take one of the two, each fourth from the object store."""
+        published = []
+        for self.offers in (True, False):
+            published.append(await asyncio.to_thread(self.trainer.publish_weights, version))
+        sent, stored = published
+        assert (type(sent.source), type(stored.source)) == (broadcast.Source, tuple)
+        assert sent.manifest.entries == stored.manifest.entries
+        assert sent.identity == stored.identity != self.newest
+        assert (await tensors(sent)) == (await tensors(stored))
+        reports = await self.router.update_weights(stored if version % 4 == 3 else sent)
+        self.newest = sent.identity
+        assert {report.identity for report in reports} == {sent.identity}
+        got, all_of_them = {report.replica for report in reports}, set(self.replicas.indices)
+        assert got >= all_of_them - {LOST}, "those that are not lost continue"
+        if got != all_of_them:
+            self.router.leave(LOST, "it was lost")
+            self.replicas.replace(LOST)
+            await self._join(LOST, "the successor")
+
+    async def _join(self, index: int, who: str) -> None:
+        await asyncio.to_thread(get, self.replicas.ready_ref(index), who=who, timeout_s=START_S)
+        await self.router.join(index, self.replicas.client(index))
+
+    async def _lose_a_shard(self, version: int) -> None:
+        """Kills the last shard while it gathers and sends. The replicas keep the version that they have, and sample."""
+        self.offers = True
+        await self._train(version)
+        assert self.in_shards(sending) == [[] for _ in self.trainer._actors_R], "nothing is left of what was sent"
+        last = self.trainer._actors_R[-1]
+        get(last.__ray_call__.remote(die_in_between), who="a shard", timeout_s=60)
+        with pytest.raises(RoomFailed, match=f"trainer shard {len(self.trainer._actors_R) - 1}"):
+            await asyncio.to_thread(self.trainer.publish_weights, version)
+        requests = [request(f"r{i}", prompt_of(6, i), 8) for i in range(4 * len(self.replicas.indices))]
+        for answer in await asyncio.gather(*map(self.router.sample, requests)):
+            assert {span.identity for span in answer.spans} == {self.newest}
+        assert self.router.acknowledged().keys() == set(self.replicas.indices)
+
+    def stop(self) -> None:
+        self.replicas.stop()
+        self.trainer.stop()
+
+
+def lay_out_small(actor: Any) -> int:
+    from trainer.lora import published_adapters
+    from trainer.model import published_units
+    from trireme.transports.packing import lay_out
+
+    shard = actor._shard
+    shapes = published_adapters if shard._adapter else published_units
+    shard.layout = lay_out(shapes(shard._model, shard._sharding.dtype), BUCKET_BYTES)
+    return len(shard.layout.sizes)
+
+
+def sending(actor: Any) -> list[str]:
+    """Returns the threads of a shard that still send."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("broadcast of")]
+
+
+def die_in_between(actor: Any) -> None:
+    """Has a shard die when it has gathered a part of the next version."""
+    plain = actor._sender.send
+
+    def send(version: int, layout: Any, units: Any, session: Any) -> Any:
+        def some() -> Iterator[Any]:
+            yield next(units)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        return plain(version, layout, some(), session)
+
+    actor._sender.send = send
+
+
+async def tensors(published: PublishedWeights) -> list[bytes]:
+    """Fetches a version; returns the bytes of its tensors."""
+    buckets = await load_transport("auto").make_receiver().open(published.source)
+    return [
+        buckets[each.bucket][each.offset : each.offset + each.nbytes].tobytes() for each in published.manifest.entries
+    ]
+
+
+def config_of(row: Row, model: Path) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"name": str(model), "dtype": row.dtype, "max_seq_len": 128},
+            "orchestrator": {"batch_size": 2, "max_steps_off_policy": 1},
+            "env": {"id": "sort"},
+            "trainer": {"shards": row.shards, **({"lora": {"rank": 4}} if row.model == "lora" else {})},
+            "inference": {"tensor_parallel": row.ranks, "sampling": {"max_tokens": 8}, "memory_gb": 0.05},
+            "timeouts": {"update_s": 60, "step_s": 300},
+            "cluster": {"device": "cpu"},
+        }
+    )
+
+
+@contextmanager
+def rooms_of(row: Row, replicas: int, moments: Sequence[str], directory: Path) -> Iterator[Rooms]:
+    """Starts all of it. Nothing is left of it afterwards."""
+    shared_memory, pids = set(os.listdir("/dev/shm")), list[int]()
+    rooms = Rooms(row, replicas, moments, directory)
+    try:
+        yield rooms
+        beats = [rooms.replicas.heartbeat_ref(index) for index in rooms.replicas.indices]
+        pids += [pid for beat in beats for pid in get(beat, who="a replica", timeout_s=60).pids]
+    finally:
+        rooms.stop()
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    assert psutil.wait_procs(processes, timeout=30)[1] == []
+    assert shm_left_since(shared_memory) == set()
+
+
+@pytest.mark.parametrize("row", half(0), ids=str)
+def test_a_few_updates(ray_cluster: str, tmp_path: Path, row: Row) -> None:
+    with rooms_of(row, 1, (), tmp_path) as rooms:
+        asyncio.run(rooms.run(8))
+        assert len(taken(rooms.logs, 0, "as it was broadcast")) >= 3, "most of those that were"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("which", "row"), [(which, row) for which in (0, 1) for row in half(which)], ids=str)
+def test_many_updates_with_replicas_that_are_lost_and_join(
+    ray_cluster: str, tmp_path: Path, which: int, row: Row
+) -> None:
+    with rooms_of(row, 2, MOMENTS[which], tmp_path) as rooms:
+        asyncio.run(rooms.run(UPDATES, joins_at=JOINS_AT if which == 0 else None))
+        assert len(os.listdir(rooms.once)) == len(MOMENTS[which])
+        assert len(taken(rooms.logs, 0, "as it was broadcast")) > UPDATES / 2
