@@ -109,8 +109,9 @@ class Broadcast:
     def _receive(self, last: BroadcastGroup | None, pipe: int) -> BroadcastGroup:
         """Receives all buckets and tells where they are; returns the group by which they came."""
         host, port = self._offer.endpoints_R[self._offer.server]
-        with answering(host, port, self._offer.ready_s):
-            store = open_store(host, port)
+        ready_s = self._offer.ready_s
+        with answering(host, port, ready_s):
+            store = open_store(host, port, timeout_s=ready_s)
         fault_point("transport.ready")
         self._tell(pipe, ready=True)
         ends = list(accumulate(-(-size // PAGE) * PAGE for size in self._offer.sizes))

@@ -77,7 +77,7 @@ MOMENTS = (
 """What replica LOST meets in the rows of each half, and its successors after it."""
 AFTER = (20, 30, 40, 50)
 """Versions that each of them is offered until then: more than those before it, which pass the same points."""
-JOINS_AT, UPDATES = 170, 200
+FEW, JOINS_AT, UPDATES = 8, 170, 200
 """Versions: a replica joins at one of them, in the first half."""
 
 
@@ -101,11 +101,11 @@ class Rooms:
         random_model(*FAMILIES.get(row.model, FAMILIES["untied"]), seed=0).save_pretrained(directory / "model")
         config = config_of(row, directory / "model")
         self.trainer = TrainerHandle.start(config, [{"num_cpus": 0.5}] * row.shards, self.logs)
-        get_all(*self.trainer.ready_refs(), timeout_s=START_S)
+        await_start(self.trainer)
         (buckets,) = set(self.in_shards(lay_out_small))
         self.options = {"num_cpus": 0.5, "runtime_env": {"env_vars": self._environment(moments, buckets)}}
         self.replicas = InferenceHandle.start(config, [self.options] * replicas, self.logs)
-        get_all(*self.replicas.ready_refs(), timeout_s=START_S, log=self.logs)
+        await_start(self.replicas)
         self.offers = True
         self.newest: WeightIdentity | None = None
 
@@ -149,10 +149,10 @@ class Rooms:
 
     async def _publish(self, version: int) -> None:
         """Publishes a version both ways; the replicas take one of the two, each fourth from the object store."""
-        published = []
-        for self.offers in (True, False):
-            published.append(await asyncio.to_thread(self.trainer.publish_weights, version))
-        sent, stored = published
+        self.offers = True
+        sent = await asyncio.to_thread(self.trainer.publish_weights, version)
+        self.offers = False
+        stored = await asyncio.to_thread(self.trainer.publish_weights, version)
         assert (type(sent.source), type(stored.source)) == (broadcast.Source, tuple)
         assert sent.manifest.entries == stored.manifest.entries
         assert sent.identity == stored.identity != self.newest
@@ -188,6 +188,11 @@ class Rooms:
     def stop(self) -> None:
         self.replicas.stop()
         self.trainer.stop()
+
+
+def await_start(rooms: TrainerHandle | InferenceHandle) -> None:
+    references, who = rooms.ready_refs()
+    get_all(references, who=who, timeout_s=START_S)
 
 
 def lay_out_small(actor: Any) -> int:
@@ -261,15 +266,18 @@ def rooms_of(row: Row, replicas: int, moments: Sequence[str], directory: Path) -
 @pytest.mark.parametrize("row", half(0), ids=str)
 def test_a_few_updates(ray_cluster: str, tmp_path: Path, row: Row) -> None:
     with rooms_of(row, 1, (), tmp_path) as rooms:
-        asyncio.run(rooms.run(8))
+        asyncio.run(rooms.run(FEW))
         assert len(taken(rooms.logs, 0, "as it was broadcast")) >= 3, "most of those that were"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("which", "row"), [(which, row) for which in (0, 1) for row in half(which)], ids=str)
 def test_many_updates_with_replicas_that_are_lost_and_join(
-    ray_cluster: str, tmp_path: Path, which: int, row: Row
+    ray_cluster: str, tmp_path: Path, which: int, row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In the second half replicas are as on nodes of their own: each of two shards sends to one."""
+    if which == 1:
+        monkeypatch.setattr("inference.offers.servers_of", lambda nodes, size: {i: i % size for i in nodes})
     with rooms_of(row, 2, MOMENTS[which], tmp_path) as rooms:
         asyncio.run(rooms.run(UPDATES, joins_at=JOINS_AT if which == 0 else None))
         assert len(os.listdir(rooms.once)) == len(MOMENTS[which])

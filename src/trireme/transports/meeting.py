@@ -50,10 +50,13 @@ class BroadcastGroup:
     collective: Collective
 
 
-def open_store(host: str, port: int, listening: int | None = None) -> TCPStore:
-    """Connects to a store; hosts it if it is given the descriptor of a listening socket, which the store owns."""
-    hosts, timeout = listening is not None, timedelta(seconds=STORE_S)
-    return TCPStore(host, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening)
+def open_store(host: str, port: int, listening: int | None = None, timeout_s: float = STORE_S) -> TCPStore:
+    """Connects to a store, for which it tries for `timeout_s` seconds; hosts it if it is given the descriptor of a
+    listening socket, which the store owns."""
+    hosts, timeout = listening is not None, timedelta(seconds=timeout_s)
+    store = TCPStore(host, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening)
+    store.set_timeout(timedelta(seconds=STORE_S))  # for what others in a group have still to say there
+    return store
 
 
 @contextmanager
@@ -61,28 +64,37 @@ def answering(host: str, port: int, within_s: float) -> Iterator[None]:
     """Limits how long this process waits in the block for the store at an address. Raises RoomFailed.
 
     A process that is stopped keeps its connections and says nothing, and TCPStore waits for an answer without a
-    deadline. So the connections are ended from here, whoever in this process has them.
+    deadline. So the connections are ended from here, whoever in this process has them, and those with which it tries
+    again.
     """
-    timer = threading.Timer(within_s, _hang_up, (host, port))
-    timer.daemon = True
-    timer.start()
+    left = threading.Event()
+
+    def watch() -> None:
+        pause = within_s
+        while not left.wait(pause):
+            _hang_up(host, port)
+            pause = POLL_S
+
+    threading.Thread(target=watch, name=f"waiting for {host}:{port}", daemon=True).start()
     try:
         yield
     except DistError as error:
         raise RoomFailed(f"the store of the trainer shard at {host} does not answer: {error}") from error
     finally:
-        timer.cancel()
+        left.set()
 
 
 def _hang_up(host: str, port: int) -> None:
     """Ends all connections of this process to an address."""
     for name in os.listdir("/proc/self/fd"):
         try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 peer, peer_port, *_ = connection.getpeername()
                 if peer_port == port and peer.removeprefix("::ffff:") == host:
                     connection.shutdown(socket.SHUT_RDWR)
-        except (OSError, ValueError):  # no connection over TCP, or closed meanwhile
+        except (OSError, ValueError):  # it has no peer with a port, or was closed meanwhile
             continue
 
 

@@ -51,7 +51,7 @@ def test_one_that_is_stopped_is_waited_for_until_the_deadline_and_its_connection
     with pytest.raises(RoomFailed, match=silent), answering(HOST, port, SHORT_S):
         member.meet(None, time.monotonic() + 600)
     with pytest.raises(RoomFailed, match=silent), answering(HOST, port, SHORT_S):
-        open_store(HOST, port)
+        open_store(HOST, port, timeout_s=SHORT_S)
     del store, member
     assert what_is_held()["sockets"] == sockets
 
