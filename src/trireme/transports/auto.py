@@ -41,7 +41,7 @@ class AutoSender:
 
     @property
     def kept(self) -> Any:
-        """What this rank keeps of versions that were broadcast."""
+        """The rank's share of versions that were broadcast."""
         return self._to_members.kept  # type: ignore[attr-defined]  # of `sending.BroadcastSender`
 
     def send(

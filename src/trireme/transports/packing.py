@@ -93,15 +93,18 @@ def fill(
     done: Callable[[int, Buffer], None],
 ) -> None:
     """Goes through all units, and copies the tensors of the buckets `wanted`, one bucket after the other, into what
-    `buffer` returns for its number, at least as large as the bucket. Calls `done` with each when it is full. Raises
-    TriremeError for tensors that are not those of the layout."""
+    `buffer` returns for its number, at least as large as the bucket. Calls `done` with each when it is full, in the
+    order of their numbers, in which receivers expect them. Raises TriremeError for tensors that are not those of the
+    layout."""
     places = {entry.name: entry for entry in layout.entries}
     missing = defaultdict[int, int](int)
     for bucket in (entry.bucket for entry in layout.entries):
         missing[bucket] += 1
     filling: dict[int, Buffer] = {}
+    order = {entry.name: number for number, entry in enumerate(layout.entries)}
     for unit in units:
-        for name, tensor in unit:
+        # The layout has fused tensors together, a unit need not: else the bucket after them could be full before theirs.
+        for name, tensor in sorted(unit, key=lambda named: order.get(named[0], -1)):
             entry = places.pop(name, None)
             if entry is None or (entry.shape, DTYPES[entry.dtype]) != (tuple(tensor.shape), tensor.dtype):
                 raise TriremeError(

@@ -16,7 +16,7 @@ from trireme.core.errors import TriremeError, WeightsRefused
 from trireme.core.transport import TRANSPORTS, Receiver, Sender, join_parts, load_transport
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, check_received, weights_digest
-from trireme.transports.packing import Packer, hash_tensor, lay_out, tensor_of
+from trireme.transports.packing import Packer, fill, hash_tensor, lay_out, tensor_of
 
 
 def to_file(bucket: npt.NDArray[np.uint8]) -> str:
@@ -94,6 +94,17 @@ def test_a_rank_takes_part_in_gathering_each_unit_and_sends_its_share(file_trans
         part = transport.make_sender(rank, 3).send(0, layout, units, None)
         assert list(part) == list(range(rank, len(layout.sizes), 3))
         assert next(units, None) is None
+
+
+def test_buckets_are_full_in_the_order_of_their_numbers_in_which_receivers_expect_them() -> None:
+    """Whatever comes between tensors that are fused; a later bucket would wait with its memory, and be taken for an
+    earlier one."""
+    names = ("k_proj.weight", "o_proj.weight", "q_proj.weight", "norm.weight", "v_proj.weight", "down_proj.weight")
+    units = [[(f"layers.{i}.{name}", torch.randn(17, 3)) for name in names] for i in range(3)]
+    layout, full = lay_out(units, bucket_bytes=300), list[int]()
+    assert len(layout.sizes) > 5
+    fill(layout, units, range(len(layout.sizes)), lambda _: np.zeros(1024, np.uint8), lambda n, _: full.append(n))
+    assert full == list(range(len(layout.sizes)))
 
 
 def other_dtype(units: list[list[tuple[str, torch.Tensor]]]) -> None:
