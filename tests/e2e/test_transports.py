@@ -239,7 +239,7 @@ def config_of(row: Row, model: Path) -> Config:
             "model": {"name": str(model), "dtype": row.dtype, "max_seq_len": 128},
             "orchestrator": {"batch_size": 2, "max_steps_off_policy": 1},
             "env": {"id": "sort"},
-            "trainer": {"shards": row.shards, **({"lora": {"rank": 4}} if row.model == "lora" else {})},
+            "trainer": {"shards": row.shards, **({"lora": {"rank": 8}} if row.model == "lora" else {})},
             "inference": {"tensor_parallel": row.ranks, "sampling": {"max_tokens": 8}, "memory_gb": 0.05},
             "timeouts": {"update_s": 60, "step_s": 300},
             "cluster": {"device": "cpu"},

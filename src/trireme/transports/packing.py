@@ -103,7 +103,7 @@ def fill(
     filling: dict[int, Buffer] = {}
     order = {entry.name: number for number, entry in enumerate(layout.entries)}
     for unit in units:
-        # The layout has fused tensors together, a unit need not: else the bucket after them could be full before theirs.
+        # The layout has fused tensors together, a unit need not: the bucket after theirs could be full first.
         for name, tensor in sorted(unit, key=lambda named: order.get(named[0], -1)):
             entry = places.pop(name, None)
             if entry is None or (entry.shape, DTYPES[entry.dtype]) != (tuple(tensor.shape), tensor.dtype):
