@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memory_table import facts_of
-from trireme.core.transport import Session
+from trireme.core.transport import Session, servers_of
 
 TARGET = Path(__file__).parents[1] / "docs" / "wire.md"
 GB = 10**9
@@ -67,9 +67,10 @@ class Cluster:
 
     def groups(self) -> Iterator[list[int]]:
         """Yields, for each trainer rank that serves replicas, the GPUs of its group, its own first."""
-        session = Session(1, 0, tuple(range(self.replicas)))
+        nodes = {replica: str(self.replica_gpu(replica) // GPUS_PER_NODE) for replica in range(self.replicas)}
+        session = Session(1, 0, servers_of(nodes, range(0, self.ranks, GPUS_PER_NODE)))
         for rank in range(self.ranks):
-            if served := session.served_by(rank, self.ranks):
+            if served := session.served_by(rank):
                 yield [self.rank_gpu(rank), *map(self.replica_gpu, served)]
 
 
@@ -160,12 +161,12 @@ card, in bfloat16, if cards alone limit: Ray's own rate, disks, memory and the l
   and is partly at the same time.
 - *object store*: every rank puts its share, and each sampling node fetches one copy, however many replicas it has.
   *store of rank 0*: if rank 0 put all.
-- *tree*, *chain*: broadcasts. Rank r of R sends to the replicas i with i mod R = r, at once with the other ranks, by
-  gloo's own broadcast or by passing on pieces. The ranks of a replica share one copy, which its rank 0 receives.
+- *tree*, *chain*: broadcasts. One rank of each training node sends to the replicas of its part of the sampling nodes,
+  at once with the other ranks, by gloo's own broadcast or by passing on pieces. The replicas of a node follow each
+  other. The ranks of a replica share one copy, which its rank 0 receives.
 
-What follows: with a card for each GPU a chain takes one copy's time, whatever the number of nodes. With one card for a
-node each replica of the node receives a copy of its own through it, so there the object store is better, unless a
-replica fills its node.
+What follows: a chain takes one copy's time, whatever the number of nodes, with one card for a node too. So it is at
+least as fast as the object store, and faster with more than one sampling node for each that trains.
 
 """
 

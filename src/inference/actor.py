@@ -78,6 +78,7 @@ class ReplicaActor(UpdatingEngine):
         self.base: str | None = None
         self.broadcasts = Broadcasts(load_transport(config.transport).make_receiver(), self._receive_broadcast)
         self.updating = asyncio.Lock()
+        self.node = ray.get_runtime_context().get_node_id()
         if index is None:
             redirect_output(log_dir, "inference_spare")
         else:

@@ -71,7 +71,7 @@ class Offers:
         started, limit_s = now(), min(self._deadline.seconds, offer.ready_s)
         self._until = started + offer.timeout_s
         settled = [member for member in self._members.serving if _is_settled(member, newest)]
-        servers = _servers(self._members.serving, len(offer.endpoints_R))
+        servers = _servers(self._members.serving, offer.senders)
         asked = self._ask_all(settled, offer, servers)
         if fetching := self._note_busy([member for member in self._members.serving if member not in settled]):
             limit_s = offer.ready_s
@@ -148,11 +148,11 @@ class Offers:
         return None
 
 
-def _servers(members: Sequence[Member], size: int) -> dict[Member, int]:
-    """Returns which of the trainer's ranks sends to each member, in the order of their groups."""
+def _servers(members: Sequence[Member], ranks: Sequence[int]) -> dict[Member, int]:
+    """Returns which of the trainer's `ranks` sends to each member, in the order of their groups."""
     by_index = {member.index: member for member in members}
     nodes = {index: member.report.node if member.report else "" for index, member in sorted(by_index.items())}
-    return {by_index[index]: rank for index, rank in servers_of(nodes, size).items()}
+    return {by_index[index]: rank for index, rank in servers_of(nodes, ranks).items()}
 
 
 def _is_settled(member: Member, newest: int | None) -> bool:

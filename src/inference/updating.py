@@ -45,6 +45,8 @@ class UpdatingEngine(SamplingEngine):
     broadcasts: Broadcasts
     updating: asyncio.Lock
     """Held during an update."""
+    node = ""
+    """Ray's id of its node."""
 
     async def pause(self) -> None:
         """Stops between two steps and keeps the requests. Their KV cache and all prefixes are dropped, to be computed
@@ -152,7 +154,8 @@ class UpdatingEngine(SamplingEngine):
         self.proved.set()
         await step("free memory", self._in_engine("free_memory"))
         seconds = time.monotonic() - started
-        return UpdateReport(self.index, manifest.identity, drift, prefilled, seconds, still - asked, resumed - still)
+        waited, paused = still - asked, resumed - still
+        return UpdateReport(self.index, manifest.identity, drift, prefilled, seconds, waited, paused, self.node)
 
     def _cleared(self) -> int:
         """Returns how many tokens are prefilled again: prompt and answer of each request that has made a token.

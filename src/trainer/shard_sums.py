@@ -82,7 +82,7 @@ class Slice:
         return local.as_strided(shape, self.strides, place if prod(shape) else 0), tuple(start)
 
 
-class Place(NamedTuple):
+class PartPlace(NamedTuple):
     """Where what a rank holds of a published tensor is: in the whole, and in memory. Parts of one tensor at equal
     places are summed together."""
 
@@ -185,14 +185,14 @@ class ShardSums:
                 table[[row for row, _ in held]] += sums.to(device)
         return table
 
-    def _held(self, parts: Sequence[tuple[int, Slice]]) -> dict[Place, list[tuple[int, Tensor]]]:
+    def _held(self, parts: Sequence[tuple[int, Slice]]) -> dict[PartPlace, list[tuple[int, Tensor]]]:
         """Returns what this rank holds of parts of one tensor, and is to sum: their rows in the table, and views, by
         their place in the whole."""
         source = parts[0][1].source.detach()
         sharded = isinstance(source, DTensor)
         begin, end, counts = _rows_here(source) if sharded else (0, 0, self._is_first)
         local = (source.to_local() if sharded else source).contiguous()
-        found: defaultdict[Place, list[tuple[int, Tensor]]] = defaultdict(list)
+        found: defaultdict[PartPlace, list[tuple[int, Tensor]]] = defaultdict(list)
         for row, part in parts if counts else []:
             if sharded:
                 view, start = part.of_rows(local, begin, end)
@@ -200,7 +200,7 @@ class ShardSums:
                 offset, start = local.storage_offset() + part.offset, (0,) * len(part.shape)
                 view = local.as_strided(part.shape, part.strides, offset)
             if view.numel():
-                found[Place(part.shape, start, tuple(view.shape), view.stride())].append((row, view))
+                found[PartPlace(part.shape, start, tuple(view.shape), view.stride())].append((row, view))
         return found
 
     @torch.no_grad()

@@ -275,9 +275,9 @@ def test_a_few_updates(ray_cluster: str, tmp_path: Path, row: Row) -> None:
 def test_many_updates_with_replicas_that_are_lost_and_join(
     ray_cluster: str, tmp_path: Path, which: int, row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second half replicas are as on nodes of their own: each of two shards sends to one."""
+    """In the second half all are as on nodes of their own: each of two shards sends to a replica."""
     if which == 1:
-        monkeypatch.setattr("inference.offers.servers_of", lambda nodes, size: {i: i % size for i in nodes})
+        monkeypatch.setattr("inference.offers.servers_of", lambda nodes, _: {i: i % row.shards for i in nodes})
     with rooms_of(row, 2, MOMENTS[which], tmp_path) as rooms:
         asyncio.run(rooms.run(UPDATES, joins_at=JOINS_AT if which == 0 else None))
         assert len(os.listdir(rooms.once)) == len(MOMENTS[which])

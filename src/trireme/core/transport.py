@@ -13,7 +13,7 @@ and answers with the `Session` of those that are ready in time; the others are l
 replica that is in no session, and a commit, open the same source, which also gives single buckets on demand.
 
 *Groups.* The replicas of a node follow each other in the chain of one rank, so that one copy of the bytes reaches the
-node, however many replicas it has (`servers_of`). The nodes are shared out over the ranks.
+node, however many replicas it has (`servers_of`). The nodes are shared out over one rank of each training node.
 
 *Tensor-parallel receivers.* The ranks of an engine share a node. Its rank 0 alone receives, into memory that the others
 map: the bytes arrive once, and vLLM's loaders keep each rank's part.
@@ -54,11 +54,22 @@ class Offer:
     sizes: tuple[int, ...]
     """Bytes of each bucket, in the order in which they are sent."""
     endpoints_R: tuple[Any, ...]
-    """Where each rank of the trainer can be found, as the transport says it."""
+    """Where each rank of the trainer can be found: the address of its node, and a port."""
     timeout_s: float
     """Seconds from the offer until all is sent, or the sending is given up."""
     server: int = 0
     """The rank that sends to the replica that is asked; the router, which knows all replicas, says it to each."""
+
+    @property
+    def senders(self) -> list[int]:
+        """The ranks that send: the first of each node. More of them would send more copies through the card of their
+        node, and a chain takes as long for many replicas as for one.
+
+        >>> Offer(1, 0, (), (("a", 1), ("a", 2), ("b", 1)), 1.0).senders
+        [0, 2]
+        """
+        hosts = [endpoint[0] for endpoint in self.endpoints_R]
+        return [hosts.index(host) for host in dict.fromkeys(hosts)]
 
     @property
     def ready_s(self) -> float:
@@ -96,17 +107,17 @@ class Session:
         return tuple(member for member, server in self.servers.items() if server == rank)
 
 
-def servers_of(nodes: Mapping[int, str], size: int) -> dict[int, int]:
-    """Returns which rank of `size` sends to which replica, those of a node after each other. `nodes`: {number of the
+def servers_of(nodes: Mapping[int, str], ranks: Sequence[int]) -> dict[int, int]:
+    """Returns which of the `ranks` sends to which replica, those of a node after each other. `nodes`: {number of the
     replica: its node}; one whose node is not known yet ("") has one to itself.
 
-    >>> servers_of({0: "a", 1: "b", 2: "a", 3: "", 4: ""}, 2)
-    {0: 0, 2: 0, 1: 1, 3: 0, 4: 1}
+    >>> servers_of({0: "a", 1: "b", 2: "a", 3: "", 4: ""}, [0, 8])
+    {0: 0, 2: 0, 1: 8, 3: 0, 4: 8}
     """
     groups: dict[Any, list[int]] = {}
     for replica, node in nodes.items():
         groups.setdefault(node or replica, []).append(replica)
-    return {replica: number % size for number, group in enumerate(groups.values()) for replica in group}
+    return {replica: ranks[number % len(ranks)] for number, group in enumerate(groups.values()) for replica in group}
 
 
 class Epochs:
