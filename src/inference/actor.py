@@ -78,7 +78,6 @@ class ReplicaActor(UpdatingEngine):
         self.base: str | None = None
         self.broadcasts = Broadcasts(load_transport(config.transport).make_receiver(), self._receive_broadcast)
         self.updating = asyncio.Lock()
-        self.node = ray.get_runtime_context().get_node_id()
         if index is None:
             redirect_output(log_dir, "inference_spare")
         else:
@@ -167,8 +166,8 @@ class ReplicaActor(UpdatingEngine):
     async def health(self) -> ReplicaInfo:
         """Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken."""
         self._raise_if_broken()
-        node = ray.get_runtime_context().get_node_id()
-        return ReplicaInfo(self._engine_pid, self.ranks, self.identity, node, os.environ.get(VISIBLE, ""))
+        self.node = ray.get_runtime_context().get_node_id()
+        return ReplicaInfo(self._engine_pid, self.ranks, self.identity, self.node, os.environ.get(VISIBLE, ""))
 
     async def heartbeat(self) -> Heartbeat:
         """Answers immediately. Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken, and

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -63,6 +64,11 @@ class Slice:
         inner = sum((self.shape[d] - 1) * self.strides[d] for d in range(len(self.shape)) if d not in steps)
         whole_rows = all(self.strides[d] % self.row == 0 for d in steps)
         return len(steps) <= 1 and whole_rows and self.offset % self.row + inner < self.row
+
+    def of_whole(self, whole: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Returns this of the source, which is `whole`, as a view, and where it starts in this tensor."""
+        view = whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
+        return view, (0,) * len(self.shape)
 
     def of_rows(self, local: Tensor, begin: int, end: int) -> tuple[Tensor, tuple[int, ...]]:
         """Returns what lies in the rows `begin : end` of the source, which are `local`, as a view, and where it starts
@@ -189,16 +195,15 @@ class ShardSums:
         """Returns what this rank holds of parts of one tensor, and is to sum: their rows in the table, and views, by
         their place in the whole."""
         source = parts[0][1].source.detach()
-        sharded = isinstance(source, DTensor)
-        begin, end, counts = _rows_here(source) if sharded else (0, 0, self._is_first)
-        local = (source.to_local() if sharded else source).contiguous()
+        if isinstance(source, DTensor):
+            begin, end, counts = _rows_here(source)
+            local = source.to_local().contiguous()
+            taken = partial(Slice.of_rows, local=local, begin=begin, end=end)
+        else:
+            counts, taken = self._is_first, partial(Slice.of_whole, whole=source.contiguous())
         found: defaultdict[PartPlace, list[tuple[int, Tensor]]] = defaultdict(list)
         for row, part in parts if counts else []:
-            if sharded:
-                view, start = part.of_rows(local, begin, end)
-            else:
-                offset, start = local.storage_offset() + part.offset, (0,) * len(part.shape)
-                view = local.as_strided(part.shape, part.strides, offset)
+            view, start = taken(part)
             if view.numel():
                 found[PartPlace(part.shape, start, tuple(view.shape), view.stride())].append((row, view))
         return found
