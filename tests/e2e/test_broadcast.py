@@ -1,18 +1,18 @@
 """Runs whose weights travel by broadcasts: real Ray, gloo between two shards and two vLLM engines.
 
-That each run reaches its end, publishes the same weights as with the object store, and loses no more than a lost
-replica. What a sender and receivers do when one of them is lost: unit/transports/test_broadcast.py.
+That each run learns, publishes the same weights as with the object store, and loses no more than a lost replica. What a sender and receivers do when one of them is lost: unit/transports/test_broadcast.py.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from chaos_support import armed
-from resume_support import DETERMINISTIC, assert_same_run, rows_of
-from run_support import Ended, run_rl, taken
+from resume_support import DETERMINISTIC, assert_same_run, rows_of, run_and_kill
+from run_support import Ended, assert_bound_and_conservation, run_rl, taken
 
 from trireme.core.errors import EXIT_OK
 
@@ -44,6 +44,36 @@ def test_a_run_is_the_same_bit_for_bit_as_with_the_object_store(tmp_path: Path, 
     ended = run_rl(tmp_path, *DETERMINISTIC, *BROADCAST)
     assert ended.code == EXIT_OK, ended.out
     assert_same_run(ended.root, deterministic.root)
+    ended.assert_nothing_left()
+
+
+def test_the_transport_changes_when_a_run_is_resumed(tmp_path: Path, deterministic: Ended) -> None:
+    """What one transport published is committed, and continued with the other: the same run, bit for bit."""
+    run_and_kill(tmp_path, [*DETERMINISTIC, *BROADCAST], at="orchestrator.release@4")
+    ended = run_rl(tmp_path, *DETERMINISTIC, "--inference.transport", "object_store", "--resume")
+    assert ended.code == EXIT_OK, ended.out
+    assert_same_run(ended.root, deterministic.root)
+    ended.assert_nothing_left()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--inference.replicas", "2"),
+        ("--inference.tensor-parallel", "2"),
+        ("--trainer.lora.rank", "16", "--trainer.learning-rate", "2e-3"),
+    ],
+    ids=["two shards and two replicas", "two ranks", "adapters"],
+)
+def test_a_run_learns_by_broadcasts(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """The quickstart, whose updates are in flight."""
+    ended = run_rl(tmp_path, *flags, *BROADCAST)
+    assert ended.code == EXIT_OK, ended.out
+    rewards = [row["reward/total"] for row in ended.rows]
+    assert mean(rewards[-10:]) - mean(rewards[:5]) >= 0.25
+    assert_bound_and_conservation(ended, bound=1)
+    assert len(versions(ended, 0, "as it was broadcast")) > len(rewards) / 2
     ended.assert_nothing_left()
 
 
