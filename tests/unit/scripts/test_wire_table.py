@@ -42,13 +42,13 @@ def test_each_replica_is_in_one_group(nodes, gpus):
 
 
 def test_seconds_of_a_known_case():
-    """Four nodes, of which one trains: 24 replicas, three for each of its eight ranks."""
+    """Four nodes, of which one trains: one of its ranks sends to 24 replicas, eight on each of the others."""
     found = seconds(Cluster(4, 1), NODE_CARD)  # as many bytes as a node's card sends in a second
     assert found["gather"] == 0
     assert found["store of rank 0"] == found["object store"] == 3
-    assert found["tree"] == 16  # two copies of each of the eight ranks through the card of their node
-    assert found["chain"] == 8
-    assert found["tree, GPU cards"] == pytest.approx(2 / 4)
+    assert found["tree"] == 15  # of the 24 hops 15 come to the last node from others
+    assert found["chain"] == 1
+    assert found["tree, GPU cards"] == pytest.approx(5 / 4)  # copies that leave the root
     assert found["chain, GPU cards"] == pytest.approx(1 / 4)
 
 
