@@ -132,7 +132,8 @@ class GroupRoot:
         return BroadcastGroup(name, self._session.epoch, there, kind, joined), late
 
     def clear(self) -> None:
-        """Takes away what was said about this version."""
+        """Takes away what was said about this version. Members at the end of a chain may read it after all has left the
+        root, so the root does this when it begins with the next version."""
         for key in ("call", "go", *(f"answer/{member}" for member in self._members)):
             self._store.delete_key(self._key + key)
 

@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 
 class Sending:
-    """One version on its way to `members` in a thread, at first by `group`, that of the version before.
+    """One version on its way to `members` in a thread, at first by `group`, that of the version `before`, the root of
+    its meeting.
 
     The thread owns the group. It ends at the deadline at the latest, also after it was given up, and the group's
     sockets with it.
@@ -48,14 +49,16 @@ class Sending:
         session: Session,
         members: tuple[int, ...],
         group: BroadcastGroup | None,
+        before: GroupRoot | None,
     ) -> None:
         self.group: BroadcastGroup | None = group
+        self.root: GroupRoot | None = None
         self.failure = ""
         """Why it was given up."""
         self.late: tuple[int, ...] = ()
         """Members that did not connect in time, and were left out."""
         self.deadline = time.monotonic() + session.left_s
-        self._root_of = endpoint, version, session, members
+        self._root_of = endpoint, version, session, members, before
         self._done = threading.Event()
         self._full: queue.Queue[tuple[Buffer, Callable[[], None]] | None] = queue.Queue(BUFFERS)
         threading.Thread(target=self._run, name=f"broadcast of version {version}", daemon=True).start()
@@ -99,8 +102,17 @@ class Sending:
             self.group = None
         self._done.set()
 
-    def _send_all(self, endpoint: tuple[str, int], version: int, session: Session, members: tuple[int, ...]) -> None:
-        root = GroupRoot(open_store(*endpoint), endpoint[0], version, session, members)
+    def _send_all(
+        self,
+        endpoint: tuple[str, int],
+        version: int,
+        session: Session,
+        members: tuple[int, ...],
+        before: GroupRoot | None,
+    ) -> None:
+        if before:
+            before.clear()
+        self.root = root = GroupRoot(open_store(*endpoint), endpoint[0], version, session, members)
         group, self.late = root.meet(self.group, self.deadline)
         self.group = group
         while item := self._next():
@@ -111,7 +123,6 @@ class Sending:
             if len(buffer):
                 group.collective.broadcast(buffer, max(self.deadline - time.monotonic(), TICK_S))
             sent()
-        root.clear()
 
     def _next(self) -> tuple[Buffer, Callable[[], None]] | None:
         while not self.failure and time.monotonic() < self.deadline:
@@ -223,6 +234,7 @@ class BroadcastSender:
         self._holder = holder
         self.kept = KeptVersions()
         self._group: BroadcastGroup | None = None
+        self._last: Sending | None = None
         self._free: queue.SimpleQueue[Buffer] | None = None
 
     def send(
@@ -230,7 +242,9 @@ class BroadcastSender:
     ) -> KeptPart:
         members, sending = session.served_by(self._rank) if session else (), None
         if session and members:
-            sending, self._group = Sending(self.endpoint, version, session, members, self._group), None
+            before = self._last.root if self._last else None
+            self._last = sending = Sending(self.endpoint, version, session, members, self._group, before)
+            self._group = None
         self.kept.begin(version)
         share = range(self._rank, len(layout.sizes), self._size)
         packing = Packing(layout, share, sending, self._on_gpu, self._free)

@@ -46,7 +46,7 @@ def test_seconds_of_a_known_case():
     found = seconds(Cluster(4, 1), NODE_CARD)  # as many bytes as a node's card sends in a second
     assert found["gather"] == 0
     assert found["store of rank 0"] == found["object store"] == 3
-    assert found["tree"] == 15  # of the 24 hops 15 come to the last node from others
+    assert found["tree"] == 15  # copies that leave the first sampling node for others
     assert found["chain"] == 1
     assert found["tree, GPU cards"] == pytest.approx(5 / 4)  # copies that leave the root
     assert found["chain, GPU cards"] == pytest.approx(1 / 4)
