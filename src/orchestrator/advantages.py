@@ -21,7 +21,7 @@ from orchestrator.ledger import Group
 from orchestrator.trajectory import Trajectory, Turn
 from trireme.config.orchestrator import AdvantageKind, OrchestratorConfig
 from trireme.core.normalization import Normalization
-from trireme.core.types import Minibatch, Provenance, TokenBatch
+from trireme.core.types import Minibatch, Provenance, TokenBatch, WeightIdentity
 
 STD_EPS = 1e-6
 """Added to the deviation, so that rewards which differ by rounding only do not become advantages of size 1."""
@@ -171,6 +171,11 @@ class ScoredGroup:
     def num_segments(self) -> int:
         """Returns the number of datums that it makes."""
         return sum(trajectory.num_segments for trajectory in self.trajectories_G)
+
+    @property
+    def identities(self) -> set[WeightIdentity]:
+        """The weights that sampled its tokens."""
+        return set().union(*(trajectory.identities for trajectory in self.trajectories_G))
 
     @property
     def versions(self) -> tuple[int, int]:

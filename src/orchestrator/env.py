@@ -98,6 +98,17 @@ class Env(ABC):
         overridden, the rewards stay as they are."""
         return None
 
+    def state_dict(self) -> Mapping[str, Any] | None:
+        """Returns all that another environment of this rollout needs to continue the episode from here: JSON values and
+        numpy arrays, which are copied. Unless overridden, None: a commit then keeps nothing of the rollout, which
+        starts again after a resume. Called between turns, never while another method runs."""
+        return None
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues an episode, in place of `initial_observation`, from what `state_dict` of another environment of
+        this rollout returned, perhaps in another process. Tuples have become lists."""
+        raise NotImplementedError(f"{type(self).__name__} has a state_dict, but no load_state_dict")
+
     async def close(self) -> None:
         """Gives back what the environment holds, within `env.close_s` seconds. Called exactly once for each environment
         that was made, used or not, when its rollout has ended; while another method runs only if that has ignored its
@@ -139,6 +150,13 @@ class EnvGroupBuilder:
         """Returns for each trajectory a reward that needs the whole group, which is added to the rewards of its steps,
         and metrics. Rollouts that failed for good are not in `trajectories_G`."""
         return [(0.0, {}) for _ in trajectories_G]
+
+    @property
+    def scores_in_any_process(self) -> bool:
+        """True: a commit may keep the finished rollouts of a group of which others still run, and another builder of
+        this problem may score them. Where `compute_group_rewards` is overridden this is False, unless this is
+        overridden too: it must need nothing but the trajectories."""
+        return type(self).compute_group_rewards is EnvGroupBuilder.compute_group_rewards
 
     async def cleanup(self) -> None:
         """Called once when the group has ended, for whatever reason."""

@@ -29,6 +29,7 @@ from orchestrator.rollout import (
     run_rollout,
 )
 from orchestrator.tool_waits import Place
+from orchestrator.unfinished import GroupProgress, RolloutProgress
 from trireme.config import Config
 from trireme.config.schema import EnvConfig, SamplingConfig
 from trireme.core.errors import ProvenanceError, TriremeError
@@ -68,7 +69,8 @@ class GroupRunner:
         return self.config.eval.samples if self.evaluates else self.config.group_size(self.env)
 
     @property
-    def _sampling(self) -> SamplingConfig:
+    def sampling(self) -> SamplingConfig:
+        """How its tokens are sampled."""
         return self.config.eval_sampling if self.evaluates else self.config.inference.sampling
 
     @property
@@ -78,16 +80,23 @@ class GroupRunner:
         return 1 if self.evaluates else max(math.ceil(share * self.size), min(2, self.size))
 
     async def run(
-        self, group: Group, builder: EnvGroupBuilder, permit: Permit, over: Callable[[], object]
+        self,
+        group: Group,
+        builder: EnvGroupBuilder,
+        permit: Permit,
+        over: Callable[[], object],
+        progress: GroupProgress | None = None,
     ) -> GroupOutcome:
-        """Runs all rollouts, scores them and cleans up. Each rollout that ends gives its place of `permit` back; `over`
-        is called before cleaning up, however the group ended. Cleaning up is not interrupted by a cancellation."""
+        """Runs all rollouts, from where `progress` says that they were, scores them and cleans up. Each rollout that
+        ends gives its place of `permit` back; `over` is called before cleaning up, however the group ended. Cleaning up
+        is not interrupted by a cancellation."""
+        progress = progress or GroupProgress(keeps_finished=False)
         started: set[asyncio.Task[Any]] = set()
         place = f"environment {self.env.label}, problem {group.problem}"
         envs = GroupEnvs(builder, self.size, place, self.env.close_s, self.note)
         try:
             with TaskOwner(started):
-                outcomes_G = await self._rollouts(group, envs, permit)
+                outcomes_G = await self._rollouts(group, envs, permit, progress)
                 scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
         finally:
             over()
@@ -109,9 +118,13 @@ class GroupRunner:
                 )
             )
 
-    async def _rollouts(self, group: Group, envs: GroupEnvs, permit: Permit) -> list[Trajectory | Exception]:
+    async def _rollouts(
+        self, group: Group, envs: GroupEnvs, permit: Permit, progress: GroupProgress
+    ) -> list[Trajectory | Exception]:
         """Runs all rollouts. When it ends early, they are cancelled, and awaited for at most `env.close_s`."""
-        rollouts = [start_contained(self._rollout(group, envs, sample, permit)) for sample in range(self.size)]
+        rollouts = [
+            start_contained(self._rollout(group, envs, sample, permit, progress)) for sample in range(self.size)
+        ]
         for rollout in rollouts:
             rollout.add_done_callback(permit.leave_one)
         try:
@@ -126,29 +139,42 @@ class GroupRunner:
                 await uninterrupted(asyncio.wait(left, timeout=self.env.close_s))
         return [rollout.result() for rollout in rollouts]
 
-    async def _rollout(self, group: Group, envs: GroupEnvs, sample: int, permit: Permit) -> Trajectory | Exception:
+    async def _rollout(
+        self, group: Group, envs: GroupEnvs, sample: int, permit: Permit, progress: GroupProgress
+    ) -> Trajectory | Exception:
         """Runs one rollout with its retries, each with an environment of its own. A prompt that was refused is not
         tried again."""
+        if sample in progress.finished:
+            return progress.finished[sample]
         tries = self.config.orchestrator.retries + 1
+        begun = progress.waiting.get(sample)
         closing: asyncio.Task[None] | None = None
-        for retry in range(tries):
+        for retry in range(min(begun.retry, tries - 1) if begun else 0, tries):
             if closing:  # a rollout has one environment at a time
                 await asyncio.wait([closing])
             attempt = group.requeues * tries + retry
             key = RolloutKey(self.env.label, group.problem, sample, attempt, f"{group.problem}/{group.requeues}")
             deadline, place = self._deadline(), permit.place()
             try:
-                outcome = await self._attempt(self._play(group, envs, key, deadline, place), deadline)
+                play = self._play(group, envs, key, deadline, place, progress.begin(sample, retry))
+                outcome = await self._attempt(play, deadline)
             finally:
                 place.close()
                 closing = envs.close(sample)
+            progress.end(sample, outcome)
             if isinstance(outcome, Trajectory | PromptTooLong):
                 break
         self.pace.rollout_over(group.index)
         return outcome
 
     async def _play(
-        self, group: Group, envs: GroupEnvs, key: RolloutKey, deadline: asyncio.Timeout, place: Place
+        self,
+        group: Group,
+        envs: GroupEnvs,
+        key: RolloutKey,
+        deadline: asyncio.Timeout,
+        place: Place,
+        progress: RolloutProgress,
     ) -> Trajectory:
         with trace.overlapping("make_env", "environment", problem=group.problem):
             env = await envs.make(key.sample)
@@ -162,7 +188,7 @@ class GroupRunner:
             place.wait(len(request.prompt) + len(sampled.tokens))
             return sampled
 
-        return await run_rollout(env, sample, key, self.limits, self._sampling, self.config.seed)
+        return await run_rollout(env, sample, key, self.limits, self.sampling, self.config.seed, progress)
 
     async def _answer(self, request: SampleRequest, key: RolloutKey) -> SampledSequence:
         limit_s = self.config.inference.answer_s
@@ -241,5 +267,5 @@ class GroupRunner:
             rewards_G=tuple(float(t.reward + reward) for t, (reward, _) in zip(trajectories_G, extra_G, strict=True)),
             metrics_G=tuple(metrics for _, metrics in extra_G),
             tags=(env, *tags),
-            temperature=self._sampling.temperature,
+            temperature=self.sampling.temperature,
         )

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import isawaitable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -64,6 +64,15 @@ class MessageEnv(ABC):
         as they are."""
         return None
 
+    def state_dict(self) -> Mapping[str, Any] | None:
+        """Returns all that another environment of this rollout needs to continue the episode, as `Env.state_dict`,
+        without the messages so far. Unless overridden, None: the rollout starts again after a resume."""
+        return None
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues an episode, in place of `initial_messages`, as `Env.load_state_dict`."""
+        raise NotImplementedError(f"{type(self).__name__} has a state_dict, but no load_state_dict")
+
     async def close(self) -> None:
         """Gives back what the environment holds, as `Env.close`."""
         return
@@ -100,6 +109,18 @@ class RenderedEnv(Env):
             return None
         return StepResult(last.reward, True, metrics=last.metrics, logs=last.logs, in_loss=last.in_loss)
 
+    def state_dict(self) -> Mapping[str, Any] | None:
+        state = self._env.state_dict()
+        if state is None:
+            return None
+        messages = [_with_array(message) for message in self._messages]
+        return {"env": state, "messages": messages, "prompt": np.array(self._prompt, np.int32)}
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._messages = [_without_array(message) for message in state["messages"]]
+        self._prompt = array("i", state["prompt"].tolist())
+        await self._env.load_state_dict(state["env"])
+
     async def close(self) -> None:
         ended: Any = self._env.close()
         if isawaitable(ended):
@@ -117,6 +138,17 @@ class RenderedEnv(Env):
     def _whole_prompt(self, messages: Sequence[Message]) -> TokenIds:
         self._prompt = array("i", self._renderer.generation_prompt(messages, self._env.tools))
         return np.array(self._prompt, np.int32)
+
+
+def _with_array(message: Message) -> dict[str, Any]:
+    """Returns a message with its sampled tokens in a form that a commit can hold."""
+    return message | ({"tokens": np.array(message["tokens"], np.int32)} if "tokens" in message else {})
+
+
+def _without_array(values: Mapping[str, Any]) -> Message:
+    return cast(
+        Message, {**values, **({"tokens": array("i", values["tokens"].tolist())} if "tokens" in values else {})}
+    )
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -54,7 +54,9 @@ from orchestrator.metrics import IdleClock, StepMeter
 from orchestrator.recorder import Decode, Recorder
 from orchestrator.replicas import Replicas
 from orchestrator.rollout import PromptTooLong, RolloutLimits
+from orchestrator.running import KeptShare, RunningGroups
 from orchestrator.state import OrchestratorState
+from orchestrator.unfinished import GroupProgress
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Sampler
@@ -93,7 +95,7 @@ class Pipeline:
         )
         self.replicas = Replicas(config, sampler, reserved, self._replicas_changed)
         self._finished: dict[int, ScoredGroup] = {}
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._running = RunningGroups(lambda problem: self._runners[self._mix.env_of(problem)])
         self._slots_changed, self._groups_changed = asyncio.Event(), asyncio.Event()
         self._background = BackgroundTasks(self._groups_changed.set)
         self._newest = -1
@@ -204,17 +206,19 @@ class Pipeline:
         """Returns the state of the last boundary. Raises ValueError once the update to the next version has begun."""
         return self._boundary or self._state()
 
-    def load(self, state: OrchestratorState) -> None:
-        """Continues from a state, before the first `update_weights`. Raises BadInput when the dataset is another."""
+    def load(self, state: OrchestratorState, known: Collection[WeightIdentity] = ()) -> KeptShare:
+        """Continues from a state, before the first `update_weights`, or, after `hold`, the one of a commit which knows
+        these weights. Returns what was kept of unfinished rollouts. Raises BadInput when the dataset is another."""
+        if self._config.deterministic:  # all of a turn is sampled together
+            state = replace(state, running=())
         self._mix.load_state_dict(state.cursor)
-        self._ledger.load_state_dict(state.ledger)
+        here = (*self._finished.values(), *self._meter.trained)
+        self._finished, share = self._running.load(self._ledger, state, here, known)
+        self._run_limits = RunLimits(self._config)
         self._run_limits.load_state_dict(state.limits)
         self.evaluator.load_state_dict(state.evaluation)
-        groups = self._ledger.active
-        self._finished = {
-            s.group.index: replace(s, group=groups[s.group.index]) for s in state.finished if s.group.index in groups
-        }
         self._meter = StepMeter(dict(state.counts), filtered=list(state.filtered), errors=Counter(state.errors))
+        return share
 
     def _state(self) -> OrchestratorState:
         if self._newest > self._ledger.released:
@@ -222,6 +226,7 @@ class Pipeline:
                 f"{self._ledger.released} batches are released, but the update to {self._newest} has begun"
             )
         # After a stop by a limit, the user repairs the cause and resumes: then the limits count anew.
+        running = [] if self._config.deterministic else [g for g in self._ledger.active.values() if not g.finished]
         limits = RunLimits(self._config) if self._background.limit_reached else self._run_limits
         return OrchestratorState(
             cursor=self._mix.state_dict(),
@@ -232,6 +237,7 @@ class Pipeline:
             errors=dict(self._meter.errors),
             counts=self._meter.counts,
             evaluation=self.evaluator.state_dict(),
+            running=self._running.take(running),
         )
 
     # ---- updates and replicas
@@ -263,8 +269,7 @@ class Pipeline:
         """Stops the rollouts of groups that the ledger has given up, and drops the finished ones."""
         for group in evicted:
             self._finished.pop(group.index, None)
-            if task := self._running.pop(group.index, None):
-                task.cancel()
+            self._running.stop(group.index)
         self._slots_changed.set()
 
     def _overdue(self, step: int, count: int) -> str:
@@ -291,9 +296,10 @@ class Pipeline:
     # ---- loops
 
     async def _dispatch_loop(self) -> None:
-        """First restarts the groups that were running when the loaded state was saved. Then starts a group for each
-        free slot once it has a permit: its floor is that of the moment when it starts."""
-        for group in [group for group in self._ledger.active.values() if not group.finished]:
+        """First starts the groups that were running when the loaded state was saved, but for those that still run. Then
+        starts a group for each free slot once it has a permit: its floor is that of the moment when it starts."""
+        waiting = [group for group in self._ledger.active.values() if not group.finished]
+        for group in [group for group in waiting if group.index not in self._running]:
             permit = await self._permit()
             if group.index in self._ledger.active:
                 self._start_group(group, permit)
@@ -319,8 +325,11 @@ class Pipeline:
         runner = self._runners[self._mix.env_of(group.problem)]
         permit.keep(runner.size)
         self._pace.enter(group.index, runner.size)
-        work = self._run_group(group, self._mix.builder(group.problem), runner, permit)
-        self._running[group.index] = task = self._background.spawn(work, f"group of problem {group.problem}")
+        builder = self._mix.builder(group.problem)
+        progress = self._running.begin(group, builder.scores_in_any_process)
+        work = self._run_group(group, builder, runner, permit, progress)
+        task = self._background.spawn(work, f"group of problem {group.problem}")
+        self._running.add_task(group, task)
         task.add_done_callback(permit.close)
 
     async def _stats_loop(self) -> None:
@@ -337,10 +346,12 @@ class Pipeline:
 
     # ---- one group
 
-    async def _run_group(self, group: Group, builder: EnvGroupBuilder, runner: GroupRunner, permit: Permit) -> None:
-        over = partial(self._running.pop, group.index, None)  # an eviction must not interrupt the cleanup
+    async def _run_group(
+        self, group: Group, builder: EnvGroupBuilder, runner: GroupRunner, permit: Permit, progress: GroupProgress
+    ) -> None:
+        over = partial(self._running.ends, group)  # an eviction must not interrupt the cleanup
         with trace.life("group", group.index, problem=group.problem, floor=group.floor) as ending:
-            outcome = await runner.run(group, builder, permit, over)
+            outcome = await runner.run(group, builder, permit, over, progress)
             await self._pace.before_end(group.index)
             self._settle(group, outcome)
             ending["versions"] = outcome.scored.versions if outcome.scored else None
@@ -365,7 +376,8 @@ class Pipeline:
         for rollout in outcome.outcomes_G:
             if not isinstance(rollout, PromptTooLong):
                 self._run_limits.judge_rollout(isinstance(rollout, Trajectory))
-        if group.index not in self._ledger.active:  # evicted while its environments were cleaned up
+        self._running.settle(group)
+        if self._ledger.active.get(group.index) is not group:  # given up while its environments were cleaned up
             return
         scored = outcome.scored
         if scored is None:

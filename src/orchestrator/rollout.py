@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from orchestrator.env import Continuation, Env, StepResult, StopCondition, TokenIds, Truncation
 from orchestrator.trajectory import Trajectory, TrajectoryBuilder, Turn
+from orchestrator.unfinished import RolloutProgress, UnfinishedRollout
 from trireme.config.schema import Config, SamplingConfig
 from trireme.core.errors import BadInput
 from trireme.core.stop_strings import cut
@@ -147,20 +148,28 @@ class RolloutKey:
 
 
 async def run_rollout(
-    env: Env, sample: Sample, key: RolloutKey, limits: RolloutLimits, sampling: SamplingConfig, run_seed: int
+    env: Env,
+    sample: Sample,
+    key: RolloutKey,
+    limits: RolloutLimits,
+    sampling: SamplingConfig,
+    run_seed: int,
+    progress: RolloutProgress | None = None,
 ) -> Trajectory:
-    """Plays one episode to its end. Raises RolloutError, and what the environment or the sampler raises."""
+    """Plays one episode to its end, from where `progress` says that it was. Raises RolloutError, and what the
+    environment or the sampler raises."""
     fault_point("orchestrator.rollout")
-    with trace.overlapping("initial_observation", "environment", problem=key.problem):
-        observation, stop = await env.initial_observation()
-    builder = TrajectoryBuilder()
+    progress = progress or RolloutProgress()
+    builder, observation, stop = await _beginning(env, key, progress.begun)
     while True:
         tokens, follows = _checked_prompt(observation, stop, key, limits, bool(builder.turns))
         builder.ask(tokens, follows=follows)
+        progress.asks(env, builder, tokens, follows, stop)
         turn, prompt = len(builder.turns), builder.prompt
         if (limit := _limit_reached(prompt, limits)) and not turn:
             raise PromptTooLong(f"{key}: {_too_long(limit, prompt, limits)}")
         if limit:
+            progress.steps()
             with trace.overlapping("truncated", "environment", problem=key.problem):
                 last_word = await env.truncated(limit)
             builder.turns[-1] = _with_last_word(builder.turns[-1], last_word, key)
@@ -179,12 +188,26 @@ async def run_rollout(
         if request.params.stop and (strings := request.params.stop_strings):  # its sampler may not have stopped there
             assert limits.decode is not None, "strings end answers, but there is no decoder to find them"
             sampled = cut(sampled, strings, limits.decode)
+        progress.steps(sampled.spans)
         with trace.overlapping("step", "environment", problem=key.problem):
             result = await env.step(sampled.tokens.tolist())
         _add_turn(builder, sampled, result, key)
         if result.episode_done:
             return builder.finish(sampled.stop_reason)
         observation, stop = result.next_observation, result.next_stop_condition
+
+
+async def _beginning(
+    env: Env, key: RolloutKey, begun: UnfinishedRollout | None
+) -> tuple[TrajectoryBuilder, TokenIds | Continuation, StopCondition]:
+    """Returns the turns so far, the next observation, and what ends the answer to it."""
+    if begun is None:
+        with trace.overlapping("initial_observation", "environment", problem=key.problem):
+            return TrajectoryBuilder(), *await env.initial_observation()
+    with trace.overlapping("load_state_dict", "environment", problem=key.problem):
+        await env.load_state_dict(begun.env_state)
+    observation = Continuation(begun.prompt) if begun.follows else begun.prompt
+    return TrajectoryBuilder(begun.trajectory), observation, begun.stop
 
 
 def _checked_prompt(

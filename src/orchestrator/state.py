@@ -1,11 +1,13 @@
 """The orchestrator's part of a commit: its state at a boundary, as files.
 
     state.json          cursor, ledger, limits, metrics, evaluation
-    groups.jsonl        how many groups follow, then a line of JSON for each, finished groups first: all of it that is
-                        no array, turn by turn: where its tokens are in its trajectory, and the weights that sampled
-                        them
+    groups.jsonl        how many groups follow, then a line of JSON for each, finished groups first and running ones
+                        last: all of it that is no array, turn by turn: where its tokens are in its trajectory, and the
+                        weights that sampled them
     groups.safetensors  the trajectories of all groups one after the other, in the order of the lines: `tokens` int32,
                         `logprobs` float32, and where each trajectory ends, `ends` int64
+    running.safetensors the other arrays of running groups, by number: the next prompts, and those in the states of
+                        environments; only where there are any
 
 Files are written and read in small pieces, since the event loop of the process has to wait while one is made. Commits
 of before (`layout` 1: groups in state.json, each turn with its whole prompt) are read as well. Nothing is pickled. Logs
@@ -25,21 +27,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save
 
 from orchestrator.advantages import ScoredGroup
 from orchestrator.ledger import Group
 from orchestrator.trajectory import Trajectory, Transition, Turn
+from orchestrator.unfinished import UnfinishedGroup, UnfinishedRollout, from_json
+from orchestrator.unfinished import to_json as state_to_json
 from trireme.checkpoint.files import Chunk, FileRecord, write_bytes
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
 from trireme.core.types import VersionSpan, WeightIdentity
 
-STATE, LINES, ARRAYS = "state.json", "groups.jsonl", "groups.safetensors"
+STATE, LINES, ARRAYS, RUNNING = "state.json", "groups.jsonl", "groups.safetensors", "running.safetensors"
 LAYOUT = 2
 """The layout that is written; a commit that does not name its layout has layout 1."""
-GROUPS = ("finished", "filtered")
+GROUPS = ("finished", "filtered", "running")
 """The fields that hold groups, in the order in which their trajectories are written."""
+AnyGroup = ScoredGroup | UnfinishedGroup
 
 
 @dataclass(frozen=True)
@@ -62,16 +67,23 @@ class OrchestratorState:
     """The ledger's at the last row."""
     evaluation: Mapping[str, Any]
     """`state_dict` of the evaluator."""
+    running: tuple[UnfinishedGroup, ...] = ()
+    """Running groups that have something to keep."""
 
     def write(self, directory: Path) -> list[FileRecord]:
         """Writes the files; they are on the disk when it returns. Raises StorageFailed."""
         rest = {name: value for name, value in vars(self).items() if name not in GROUPS}
-        groups = [(name, scored) for name in GROUPS for scored in getattr(self, name)]
-        return [
+        groups: list[tuple[str, AnyGroup]] = [(name, group) for name in GROUPS for group in getattr(self, name)]
+        others: list[npt.NDArray[Any]] = []
+        records = [
             write_bytes(directory, STATE, to_json(rest | {"layout": LAYOUT}).encode()),
-            write_bytes(directory, LINES, b"%d\n" % len(groups), *(_line(name, scored) for name, scored in groups)),
-            write_bytes(directory, ARRAYS, *_arrays([t for _, scored in groups for t in scored.trajectories_G])),
+            write_bytes(directory, LINES, b"%d\n" % len(groups), *(_line(name, g, others) for name, g in groups)),
+            write_bytes(directory, ARRAYS, *_arrays([t for _, group in groups for t in group.trajectories_G])),
         ]
+        if others:
+            named = {str(number): array for number, array in enumerate(others)}
+            records.append(write_bytes(directory, RUNNING, save(named)))
+        return records
 
     @classmethod
     def read(cls, directory: Path) -> OrchestratorState:
@@ -81,13 +93,13 @@ class OrchestratorState:
         layouts = {1: _groups_of_layout_1, LAYOUT: _groups}
         if (layout := state.pop("layout", 1)) not in layouts:
             raise CheckpointInvalid(f"{directory / STATE} has layout {layout}; this version reads 1 to {LAYOUT}")
-        groups: dict[str, list[ScoredGroup]] = {name: [] for name in GROUPS}
+        groups: dict[str, list[AnyGroup]] = {name: [] for name in GROUPS}
         try:
-            for name, scored in layouts[layout](directory, state):
-                groups[name].append(scored)
+            for name, group in layouts[layout](directory, state):
+                groups[name].append(group)
         except SafetensorError as error:
             raise CheckpointInvalid(f"{directory / ARRAYS} is no safetensors file: {error}") from None
-        return cls(**(state | {name: tuple(scored_P) for name, scored_P in groups.items()}))
+        return cls(**(state | {name: tuple(part) for name, part in groups.items()}))
 
 
 NextRollout = Callable[[Mapping[str, Any]], Trajectory]
@@ -112,8 +124,9 @@ def _arrays(trajectories: Sequence[Trajectory]) -> Iterator[Chunk]:
         yield from (memoryview(getattr(t, name)).cast("B") for t in trajectories)
 
 
-def _groups(directory: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, ScoredGroup]]:
+def _groups(directory: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, AnyGroup]]:
     """Yields each group, and the name of the field that holds it."""
+    others = load_file(directory / RUNNING) if (directory / RUNNING).exists() else {}
     with safe_open(directory / ARRAYS, "np") as arrays, (directory / LINES).open() as lines:
         columns = [arrays.get_slice(name) for name in COLUMNS]
         bounds = pairwise([0, *arrays.get_tensor("ends").tolist()])
@@ -125,10 +138,13 @@ def _groups(directory: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, Sc
 
         for _ in range(int(next(lines))):
             values = json.loads(next(lines))
-            yield values["field"], _group_from_json(values, next_rollout)
+            if values["field"] == "running":
+                yield "running", _unfinished_from_json(values, next_rollout, others)
+            else:
+                yield values["field"], _group_from_json(values, next_rollout)
 
 
-def _groups_of_layout_1(directory: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, ScoredGroup]]:
+def _groups_of_layout_1(directory: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, AnyGroup]]:
     """Yields the same of a commit that has the arrays of each turn, its whole prompt among them."""
     columns = load_file(directory / ARRAYS)
     parts = {"observation": np.split(columns["observation"], columns["observation_ends"])}
@@ -140,7 +156,7 @@ def _groups_of_layout_1(directory: Path, state: Mapping[str, Any]) -> Iterator[t
     def next_rollout(values: Mapping[str, Any]) -> Trajectory:
         return Trajectory.of([_whole_turn(turn, next(arrays)) for turn in values["turns"]], values["stop_reason"])
 
-    for name in GROUPS:
+    for name in GROUPS[:2]:
         for values in state[name]:
             yield name, _group_from_json(values, next_rollout)
 
@@ -150,19 +166,56 @@ def _whole_turn(values: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]
     return Transition(**{**values, **arrays, "identities": identities, "metrics": _from_null(values["metrics"])})
 
 
-def _line(field: str, scored: ScoredGroup) -> bytes:
-    values = {
-        "field": field,
-        "group": vars(scored.group),
-        "temperature": scored.temperature,
-        "rewards": scored.rewards_G,
-        "metrics": [_floats(metrics) for metrics in scored.metrics_G],
-        "tags": scored.tags,
-        "rollouts": [
-            {"stop_reason": t.stop_reason, "turns": list(map(_turn_to_json, t.turns))} for t in scored.trajectories_G
-        ],
-    }
+def _line(field: str, group: AnyGroup, others: list[npt.NDArray[Any]]) -> bytes:
+    """Returns the line of a group. Appends the arrays of running.safetensors to `others`."""
+    values = {"field": field, "group": vars(group.group), "temperature": group.temperature}
+    if isinstance(group, UnfinishedGroup):
+        values["rollouts"] = [_unfinished_to_json(rollout, others) for rollout in group.rollouts_G]
+    else:
+        values |= {
+            "rewards": group.rewards_G,
+            "metrics": [_floats(metrics) for metrics in group.metrics_G],
+            "tags": group.tags,
+            "rollouts": list(map(_trajectory_to_json, group.trajectories_G)),
+        }
     return to_json(values).encode() + b"\n"
+
+
+def _trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+    return {"stop_reason": trajectory.stop_reason, "turns": list(map(_turn_to_json, trajectory.turns))}
+
+
+def _unfinished_to_json(
+    rollout: Trajectory | UnfinishedRollout | None, others: list[npt.NDArray[Any]]
+) -> dict[str, Any] | None:
+    if rollout is None:
+        return None
+    if isinstance(rollout, Trajectory):
+        return _trajectory_to_json(rollout)
+    later = {
+        "prompt": rollout.prompt,
+        "follows": rollout.follows,
+        "stop": list(rollout.stop),
+        "env_state": rollout.env_state,
+        "retry": rollout.retry,
+    }
+    return _trajectory_to_json(rollout.trajectory) | {"continues": state_to_json(later, others)}
+
+
+def _unfinished_from_json(
+    values: Mapping[str, Any], next_rollout: NextRollout, others: Mapping[str, npt.NDArray[Any]]
+) -> UnfinishedGroup:
+    def rollout_of(rollout: Mapping[str, Any] | None) -> Trajectory | UnfinishedRollout | None:
+        if rollout is None:
+            return None
+        trajectory = next_rollout(rollout)
+        if "continues" not in rollout:
+            return trajectory
+        later = from_json(rollout["continues"], others)
+        return UnfinishedRollout(trajectory, **(later | {"stop": tuple(later["stop"])}))
+
+    rollouts_G = tuple(map(rollout_of, values["rollouts"]))
+    return UnfinishedGroup(Group(**values["group"]), rollouts_G, values["temperature"])
 
 
 def _turn_to_json(turn: Turn) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from orchestrator.env import EnvGroupBuilder
 from orchestrator.envs.expressions import MAX_DEPTH, MAX_LENGTH, CalculationError, calculate, show
@@ -94,6 +95,12 @@ class CalculatorEnv(MessageEnv):
             return MessageStep(0.0, True, metrics={"success": 0.0}, logs={"problem": self.expression})
         text = "error: this is no call of a tool with a name and arguments, as JSON"
         return self._next_turn([{"role": "tool", "name": CALCULATOR["name"], "content": text}], {})
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"turns": self._turns}
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._turns = state["turns"]
 
     def _next_turn(self, said: list[Message], metrics: dict[str, float]) -> MessageStep:
         self._turns += 1

@@ -54,6 +54,12 @@ class GuessEnv(Env):
         said = self.hints[hint(self.secret, answer.text if answer.finished else "")]
         return StepResult(0.0, episode_done=False, next_observation=Continuation(said), logs={"guess": answer.text})
 
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"guesses": self._guesses}
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._guesses = state["guesses"]
+
 
 @dataclass(kw_only=True)
 class GuessDataset(GeneratedDataset):

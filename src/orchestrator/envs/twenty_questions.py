@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from orchestrator.env import EnvGroupBuilder
 from orchestrator.envs.answerers import Answerer, StartAnswerer, UrlAnswerer
@@ -69,6 +70,12 @@ class TwentyQuestionsEnv(MessageEnv):
             return MessageStep(float(found), True, metrics={"success": float(found)}, logs=logs)
         said = TOO_LONG if len(question) > LONGEST else await self._ask(question)
         return MessageStep(0.0, False, [{"role": "user", "content": said}], logs={"question": question, "answer": said})
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"asked": self._asked}
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._asked = state["asked"]
 
     async def _ask(self, question: str) -> str:
         messages: list[Message] = [

@@ -1,0 +1,239 @@
+"""Keeps what running groups have so far, for commits and rollbacks: finished rollouts, and others between two turns.
+
+    run_rollout  --asks, steps-->  RolloutProgress  --take-->  UnfinishedRollout --+
+    group runner --ends--------->  GroupProgress    --take-->  UnfinishedGroup  <--+--> a commit, another process
+
+A rollout is between turns while it waits for an answer. If a commit is taken then, its environment says in what state
+it is. A step may take minutes, and nothing is asked of an environment meanwhile: so its state is taken before each step
+and held until that has ended. What a commit lacks of such a rollout is the answer, or the step, in progress.
+
+A rollout starts again if it has no turn yet, or if its environment says nothing of its state (`Env.state_dict`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.env import Env, StopCondition
+from orchestrator.ledger import Group
+from orchestrator.trajectory import Trajectory, TrajectoryBuilder
+from trireme.core.types import VersionSpan, WeightIdentity
+
+log = logging.getLogger(__name__)
+SPECIAL = "__trireme__"
+"""The key of what JSON does not know: the number of an array, a number that is not finite, a dict with this key."""
+KINDS, LARGEST_ITEM = "biuf", 8
+"""The arrays that a state may have: bool, integers, and floats of at most so many bytes."""
+
+
+class BadState(Exception):
+    """An environment's `state_dict` returned what a commit cannot hold; the message names the place."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnfinishedRollout:
+    """A rollout between two turns."""
+
+    trajectory: Trajectory
+    """Its turns so far, at least one."""
+    prompt: npt.NDArray[np.int32]
+    """What the environment gave as the next prompt."""
+    follows: bool
+    """True: `prompt` is what follows all tokens so far; False: it is the whole prompt."""
+    stop: StopCondition
+    """What ends the next answer."""
+    env_state: Mapping[str, Any]
+    """`state_dict` of its environment."""
+    retry: int
+    """The number of failed tries before this one."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnfinishedGroup:
+    """A running group."""
+
+    group: Group
+    rollouts_G: tuple[Trajectory | UnfinishedRollout | None, ...]
+    """A trajectory for each finished rollout, None for each that starts again."""
+    temperature: float
+    """The temperature of its tokens."""
+
+    @property
+    def trajectories_G(self) -> list[Trajectory]:
+        """The trajectories of its rollouts, as far as they are, in their order."""
+        kept = [rollout for rollout in self.rollouts_G if rollout is not None]
+        return [rollout.trajectory if isinstance(rollout, UnfinishedRollout) else rollout for rollout in kept]
+
+    @property
+    def identities(self) -> set[WeightIdentity]:
+        """The weights that sampled its tokens."""
+        return set().union(*(trajectory.identities for trajectory in self.trajectories_G))
+
+    @property
+    def sampled(self) -> int:
+        """The number of its sampled tokens."""
+        return sum(turn.sampled for trajectory in self.trajectories_G for turn in trajectory.turns)
+
+
+class RolloutProgress:
+    """Knows what one try of a rollout has; `run_rollout` keeps it up to date. `begun`: what it continues."""
+
+    def __init__(self, retry: int = 0, begun: UnfinishedRollout | None = None) -> None:
+        self.begun = begun
+        self._retry = retry
+        self._held = begun
+        self._between: tuple[Env, TrajectoryBuilder, npt.NDArray[np.int32], bool, StopCondition] | None = None
+        self._builder: TrajectoryBuilder | None = None
+        self._answer: tuple[VersionSpan, ...] = ()  # of the step in progress
+
+    def asks(
+        self,
+        env: Env,
+        builder: TrajectoryBuilder,
+        prompt: npt.NDArray[np.int32],
+        follows: bool,
+        stop: StopCondition,
+    ) -> None:
+        """Takes note that a turn has ended, and that the rollout waits for the answer to the next prompt."""
+        self._held, self._between = None, (env, builder, prompt, follows, stop)
+        self._builder, self._answer = builder, ()
+
+    def steps(self, answer: tuple[VersionSpan, ...] = ()) -> None:
+        """Takes note that a step begins, with an answer of these weights. Raises BadState, and what the environment
+        raises."""
+        self._held, self._between = self._now(), None
+        self._answer = answer
+
+    @property
+    def identities(self) -> set[WeightIdentity]:
+        """The weights of all its tokens, those of the step in progress among them."""
+        begun = self.begun.trajectory.turns if self.begun else ()
+        turns = self._builder.turns if self._builder else begun
+        return {span.identity for spans in (*(turn.spans for turn in turns), self._answer) for span in spans}
+
+    def take(self) -> UnfinishedRollout | None:
+        """Returns what the rollout has between two turns; None if it has to start again."""
+        if self._between is None:
+            return self._held
+        try:
+            return self._now()
+        except Exception as error:  # of the environment: it costs this rollout, not the commit
+            log.warning("a rollout starts again after a resume: %s: %s", type(error).__name__, error)
+            return None
+
+    def _now(self) -> UnfinishedRollout | None:
+        assert self._between is not None, "a step begins only after a prompt"
+        env, builder, prompt, follows, stop = self._between
+        if not builder.turns or (state := env.state_dict()) is None:
+            return None
+        place = f"{type(env).__name__}.state_dict()"
+        if not isinstance(state, Mapping):
+            raise BadState(f"{place} gave {str(state)[:100]!r}; expected a mapping, or None")
+        return UnfinishedRollout(builder.so_far(), prompt, follows, stop, plain(state, place), self._retry)
+
+
+@dataclass(eq=False)
+class GroupProgress:
+    """Knows what a running group has so far."""
+
+    keeps_finished: bool
+    """True: a finished rollout may be scored in another process."""
+    finished: dict[int, Trajectory] = field(default_factory=dict)
+    """Finished rollouts, by number."""
+    waiting: dict[int, UnfinishedRollout] = field(default_factory=dict)
+    """Rollouts that continue as soon as the group is started, by number."""
+    running: dict[int, RolloutProgress] = field(default_factory=dict)
+    """The last try of each rollout that was started and has not finished, by number."""
+
+    @classmethod
+    def of(cls, group: UnfinishedGroup, size: int) -> GroupProgress:
+        """Continues a group, as far as its rollouts are among the first `size`."""
+        rollouts = dict(enumerate(group.rollouts_G[:size]))
+        return cls(
+            keeps_finished=True,
+            finished={number: rollout for number, rollout in rollouts.items() if isinstance(rollout, Trajectory)},
+            waiting={number: rollout for number, rollout in rollouts.items() if isinstance(rollout, UnfinishedRollout)},
+        )
+
+    def begin(self, sample: int, retry: int) -> RolloutProgress:
+        """Begins a try of rollout `sample`: the first one continues what there is of it."""
+        progress = self.running[sample] = RolloutProgress(retry, self.waiting.pop(sample, None))
+        return progress
+
+    def end(self, sample: int, outcome: Trajectory | Exception) -> None:
+        """Takes note of the end of a try: rollout `sample` has finished, or it has failed and has nothing."""
+        del self.running[sample]
+        if isinstance(outcome, Trajectory):
+            self.finished[sample] = outcome
+
+    @property
+    def identities(self) -> set[WeightIdentity]:
+        """The weights that sampled its tokens."""
+        identities = [trajectory.identities for trajectory in self.finished.values()]
+        identities += [rollout.trajectory.identities for rollout in self.waiting.values()]
+        return set().union(*identities, *(rollout.identities for rollout in self.running.values()))
+
+    def take(self, group: Group, size: int, temperature: float) -> UnfinishedGroup:
+        """Returns what a commit keeps of the group."""
+        return UnfinishedGroup(replace(group), tuple(map(self._rollout, range(size))), temperature)
+
+    def _rollout(self, sample: int) -> Trajectory | UnfinishedRollout | None:
+        if sample in self.finished:
+            return self.finished[sample] if self.keeps_finished else None
+        if sample in self.running:
+            return self.running[sample].take()
+        return self.waiting.get(sample)
+
+
+def plain(value: Any, place: str) -> Any:
+    """Returns a copy of an environment's state, of dicts, lists, texts, numbers, bools, None and arrays alone. Raises
+    BadState, which names the place of anything else."""
+    if isinstance(value, str | bool | int | float | None):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: plain(part, f"{place}[{key!r}]") for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part, f"{place}[{number}]") for number, part in enumerate(value)]
+    if isinstance(value, np.generic):
+        return plain(value.item(), place)
+    if isinstance(value, np.ndarray) and value.dtype.kind in KINDS and value.dtype.itemsize <= LARGEST_ITEM:
+        return np.array(value, value.dtype.newbyteorder("="), order="C")
+    raise BadState(
+        f"{place} is {str(value)[:100]!r} of type {type(value).__name__}; expected JSON values (the keys of a mapping "
+        "are texts) and numpy arrays of numbers or bools"
+    )
+
+
+def to_json(value: Any, arrays: list[npt.NDArray[Any]]) -> Any:
+    """Returns a plain value as JSON values, and appends its arrays to `arrays`."""
+    if isinstance(value, dict) and SPECIAL in value:
+        return {SPECIAL: ["dict", [[key, to_json(part, arrays)] for key, part in value.items()]]}
+    if isinstance(value, dict):
+        return {key: to_json(part, arrays) for key, part in value.items()}
+    if isinstance(value, list):
+        return [to_json(part, arrays) for part in value]
+    if isinstance(value, np.ndarray):
+        arrays.append(value)
+        return {SPECIAL: ["array", len(arrays) - 1]}
+    return {SPECIAL: ["float", repr(value)]} if isinstance(value, float) and not isfinite(value) else value
+
+
+def from_json(value: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+    """Returns what `to_json` was given; `arrays` by number, as text."""
+    if isinstance(value, list):
+        return [from_json(part, arrays) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if SPECIAL not in value:
+        return {key: from_json(part, arrays) for key, part in value.items()}
+    kind, given = value[SPECIAL]
+    if kind == "dict":
+        return {key: from_json(part, arrays) for key, part in given}
+    return arrays[str(given)] if kind == "array" else float(given)

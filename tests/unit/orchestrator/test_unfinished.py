@@ -1,0 +1,455 @@
+"""Rollouts that are killed between two turns continue there: in a commit, in another process, or in the same one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+from orchestrator_fakes import FakeSampler, Run, quiesce, small_config
+
+from orchestrator.env import Continuation, Env, EnvGroup, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+from orchestrator.envs.guess import GuessEnv
+from orchestrator.ledger import Group
+from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
+from orchestrator.state import RUNNING, OrchestratorState
+from orchestrator.trajectory import Trajectory
+from orchestrator.unfinished import (
+    SPECIAL,
+    BadState,
+    GroupProgress,
+    RolloutProgress,
+    UnfinishedRollout,
+    from_json,
+    plain,
+    to_json,
+)
+from trireme.config import Config
+from trireme.config.schema import SamplingConfig
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+
+TURNS = 4
+ENDS = ("trained", "filtered", "dropped", "failed")
+
+
+class Talk(Env):
+    """An episode of TURNS turns, whose prompts say how many there were and what was answered."""
+
+    def __init__(self, dataset: Talks, number: int, sample: int) -> None:
+        self.dataset, self.number, self.sample = dataset, number, sample
+        self.heard: list[int] = []
+
+    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+        self.dataset.begun[self.number, self.sample] += 1
+        return [self.number, self.sample], ()
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        for _ in range(self.dataset.rng.choice([0, 0, 3])):
+            await asyncio.sleep(0)
+        self.heard += action
+        self.dataset.turns[self.number, self.sample, len(self.heard)] += 1
+        done = len(self.heard) == TURNS
+        if self.dataset.breaks and len(self.heard) == 2:  # a prompt that does not begin with what was before
+            return StepResult(1.0, done, [self.number, 7, *self.heard])
+        return StepResult(float(self.sample), done, Continuation([9, len(self.heard)]))
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        assert self.dataset.keeps, "of another environment nothing is asked"
+        return {"heard": np.array(self.heard, np.int32), "last": self.heard[-1]}
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.heard = state["heard"].tolist()
+        assert self.heard[-1] == state["last"]
+
+
+class Silent(Talk):
+    """Says nothing of its state."""
+
+    def state_dict(self) -> None:
+        return None
+
+
+class TalkProblem(EnvGroupBuilder):
+    def __init__(self, dataset: Talks, number: int) -> None:
+        self.dataset, self.number = dataset, number
+
+    async def make_env(self, sample: int) -> Env:
+        return (Talk if self.dataset.keeps else Silent)(self.dataset, self.number, sample)
+
+
+class Talks(RLDataset):
+    def __init__(self, keeps: bool = True, breaks: bool = False, seed: int = 0) -> None:
+        self.keeps, self.breaks, self.rng = keeps, breaks, random.Random(seed)
+        self.begun: Counter[tuple[int, int]] = Counter()
+        self.turns: Counter[tuple[int, int, int]] = Counter()
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return [TalkProblem(self, 3 * index + i) for i in range(3)]
+
+    def __len__(self) -> int:
+        return 30
+
+
+class Slow(FakeSampler):
+    """Answers a turn of a rollout only when it is let: {(problem, sample, turn): event}. Its tokens are all 5."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        super().__init__()
+        self.rng = rng
+        self.turns: Counter[tuple[int, int]] = Counter()
+        self.gates: dict[tuple[int, int, int], asyncio.Event] = {}
+
+    def gate(self, problem: int, sample: int, turn: int) -> asyncio.Event:
+        return self.gates.setdefault((problem, sample, turn), asyncio.Event())
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        self.requests.append(request)
+        problem, sample, _, turn = request.request_id.split("/")
+        number = 3 * int(problem.split(".")[1]) + int(problem.split(".")[2])
+        self.turns[number, int(turn)] += 1
+        if event := self.gates.get((number, int(sample), int(turn))):
+            await event.wait()
+        for _ in range(self.rng.choice([0, 1, 5, 40]) if self.rng else 0):
+            await asyncio.sleep(0)
+        span = VersionSpan(WeightIdentity(0, self.version, f"d{self.version}"), 0, 1)
+        return SampledSequence(np.full(1, 5, np.int32), np.full(1, -1.0, np.float32), "stop", (span,))
+
+
+def resumed(run: Run, directory: Path, dataset: RLDataset, config: Config | None = None) -> Run:
+    """A run in a new process, as it were, that continues from the last boundary of `run`."""
+    snapshot = run.pipeline.snapshot()
+    snapshot.write(directory)
+    fresh = Run(config or run.config, dataset, sampler=Slow(), start=snapshot.ledger["released"])
+    fresh.share = fresh.pipeline.load(OrchestratorState.read(directory))  # type: ignore[attr-defined]
+    return fresh
+
+
+# ---- states as JSON
+
+NUMBERS = arrays_of.arrays(
+    st.sampled_from([np.int32, np.float64, np.float32, np.uint8, np.bool_]), st.sampled_from([(), (0,), (2, 3)])
+)
+STATES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | NUMBERS,
+    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.sampled_from(["a", SPECIAL, ""]), parts),
+    max_leaves=8,
+)
+
+
+@given(STATES)
+def test_a_state_is_the_same_after_a_commit(state: Any) -> None:
+    arrays: list[Any] = []
+    read = from_json(
+        json.loads(json.dumps(to_json(plain(state, "state"), arrays), allow_nan=False)),
+        {str(n): array for n, array in enumerate(arrays)},
+    )
+    np.testing.assert_equal(read, state)
+    assert all(array.dtype.isnative and array.flags.c_contiguous for array in arrays)
+
+
+def test_a_state_is_a_copy() -> None:
+    state: dict[str, Any] = {"list": [1], "array": np.zeros(2), "tuple": (np.float32(0.5),)}
+    copied = plain(state, "state")
+    state["list"].append(2)
+    state["array"][0] = 1
+    assert copied["list"] == [1]
+    assert copied["array"].tolist() == [0, 0]
+    assert copied["tuple"] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("state", "place"),
+    [({"a": [0, object()]}, r"x\['a'\]\[1\]"), ({1: 2}, "x is"), ({"o": np.array([None])}, r"x\['o'\]")],
+)
+def test_what_a_commit_cannot_hold_is_refused_by_its_place(state: Any, place: str) -> None:
+    with pytest.raises(BadState, match=place):
+        plain(state, "x")
+
+
+# ---- one rollout
+
+
+KEY = RolloutKey("fake", "0.0.1", 1, 0, "r")
+LIMITS = RolloutLimits(1000, 100)
+
+
+async def play(env: Env, sampler: Slow, progress: RolloutProgress | None = None) -> Trajectory:
+    sampler.version = 3
+    return await run_rollout(env, sampler.sample, KEY, LIMITS, SamplingConfig(max_tokens=4), 0, progress)
+
+
+def columns(trajectory: Trajectory) -> Any:
+    return trajectory.tokens.tolist(), trajectory.logprobs.tolist(), trajectory.turns, trajectory.stop_reason
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("turn", range(TURNS))
+@pytest.mark.parametrize("later", [False, True], ids=["taken at once", "taken when more has happened"])
+def test_a_rollout_continues_where_it_was(breaks: bool, turn: int, later: bool) -> None:
+    async def scenario() -> None:
+        whole, dataset = await play(Talk(Talks(breaks=breaks), 1, 1), Slow()), Talks(breaks=breaks)
+        sampler, progress = Slow(), RolloutProgress()
+        gate = sampler.gate(1, 1, turn)
+        playing = asyncio.create_task(play(Talk(dataset, 1, 1), sampler, progress))
+        await quiesce()
+        taken = progress.take()
+        if later:
+            gate.set()
+            await playing
+        playing.cancel()
+        if turn == 0:
+            assert taken is None, "there is nothing yet"
+            return
+        assert taken is not None
+        assert len(taken.trajectory.turns) == turn
+        again = Slow()
+        continued = await play(Talk(dataset, 1, 1), again, RolloutProgress(0, taken))
+        assert columns(continued) == columns(whole)
+        assert len(again.requests) == TURNS - turn, "no turn is sampled again"
+
+    asyncio.run(scenario())
+
+
+def test_while_a_step_runs_its_environment_is_not_asked() -> None:
+    """What was before the step is kept; the answer that it was given is sampled again."""
+
+    class Waits(Talk):
+        stepping = False
+        go_on = asyncio.Event()
+
+        async def step(self, action: Sequence[int]) -> StepResult:
+            self.stepping = True
+            if len(self.heard) == 1:
+                await self.go_on.wait()
+            self.stepping = False
+            return await super().step(action)
+
+        def state_dict(self) -> Mapping[str, Any] | None:
+            assert not self.stepping
+            return super().state_dict()
+
+    async def scenario() -> None:
+        progress = RolloutProgress()
+        playing = asyncio.create_task(play(Waits(Talks(), 1, 1), Slow(), progress))
+        await quiesce()
+        taken = progress.take()
+        assert taken is not None
+        assert (len(taken.trajectory.turns), taken.env_state["last"]) == (1, 5)
+        assert {identity.version for identity in progress.identities} == {3}
+        playing.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_state_that_cannot_be_had_costs_the_rollout_and_not_the_commit() -> None:
+    class Broken(Talk):
+        def state_dict(self) -> Mapping[str, Any] | None:
+            raise KeyError("gone")
+
+    async def scenario() -> None:
+        sampler, progress = Slow(), RolloutProgress()
+        playing = asyncio.create_task(play(Broken(Talks(), 1, 1), sampler, progress))
+        sampler.gate(1, 1, 1)
+        await quiesce()
+        assert progress.take() is None
+        sampler.gates[1, 1, 1].set()
+        with pytest.raises(KeyError):
+            await playing
+
+    asyncio.run(scenario())
+
+
+class Letters:
+    """A tokenizer of ten digits and an end."""
+
+    eos_token_id = 10
+
+    def __len__(self) -> int:
+        return 11
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join("0123456789$"[token] for token in tokens)
+
+
+def test_a_game_of_guesses_continues() -> None:
+    def game() -> GuessEnv:
+        return GuessEnv(Letters(), "7", 3, [1, 2], {">": [3], "<": [4], "?": [5]})
+
+    async def scenario() -> None:
+        first, second = game(), game()
+        await first.initial_observation()
+        await first.step([4, 10])
+        await second.load_state_dict(first.state_dict())
+        hints = [(await each.step([8, 10])).next_observation for each in (first, second)]
+        assert [hint.tokens for hint in hints if isinstance(hint, Continuation)] == [[4], [4]]
+        assert (await second.step([7, 10])).reward == (await first.step([7, 10])).reward == pytest.approx(0.8)
+
+    asyncio.run(scenario())
+
+
+# ---- whole runs
+
+
+def test_a_run_killed_in_the_middle_of_turns_continues_there(tmp_path: Path) -> None:
+    """Of group 1 rollout 0 has two turns and rollout 1 is finished; group 2 waits for its first answer."""
+
+    async def scenario() -> None:
+        run = Run(small_config(1, 3, stale_policy="wait", max_steps_off_policy=2), Talks(), sampler=Slow())
+        sampler: Any = run.sampler
+        sampler.gate(1, 0, 2)
+        sampler.gate(2, 0, 0)
+        sampler.gate(2, 1, 0)
+        async with run:
+            await run.step(0)
+            await quiesce()
+            dataset = Talks()
+            again = resumed(run, tmp_path / "o", dataset)
+        assert str(again.share) == "2 of 4 unfinished rollouts were kept"  # type: ignore[attr-defined]
+        async with again:
+            await again.step(1)
+            await again.step(2)
+        assert dataset.begun == {(2, 0): 1, (2, 1): 1}
+        assert {turn for number, sample, turn in dataset.turns if number == 1} == {3, 4}
+        floors = [group["floor"] for released in again.released for group in released.trained]
+        assert floors == [0, 1], "the group with tokens keeps its floor, the other gets a new one"
+        batch = again.batches[0][0].batch
+        versions = batch.columns["versions"][batch.columns["mask"] > 0].tolist()
+        assert versions == [0, 0, 1, 1, 0, 0, 0, 0]
+
+    asyncio.run(scenario())
+
+
+def test_environments_that_say_nothing_start_again_but_finished_rollouts_are_kept(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        run = Run(small_config(1, 2, stale_policy="wait"), Talks(keeps=False), sampler=Slow())
+        run.sampler.gate(1, 0, 2)  # type: ignore[attr-defined]
+        async with run:
+            await run.step(0)
+            await quiesce()
+            dataset = Talks(keeps=False)
+            again = resumed(run, tmp_path / "o", dataset)
+        async with again:
+            await again.step(1)
+        assert dataset.begun == {(1, 0): 1}
+        assert not (tmp_path / "o" / RUNNING).exists(), "there is no array to write"
+
+    asyncio.run(scenario())
+
+
+def test_rollouts_whose_scores_need_their_own_process_start_again() -> None:
+    class Compared(TalkProblem):
+        async def compute_group_rewards(
+            self, trajectories_G: Sequence[Trajectory]
+        ) -> list[tuple[float, dict[str, float]]]:
+            return [(0.0, {}) for _ in trajectories_G]
+
+    class Alone(Compared):
+        @property
+        def scores_in_any_process(self) -> bool:
+            return True
+
+    assert not Compared(Talks(), 0).scores_in_any_process
+    assert Alone(Talks(), 0).scores_in_any_process
+    assert EnvGroup(lambda: Talk(Talks(), 0, 0), 2).scores_in_any_process
+    finished = asyncio.run(play(Talk(Talks(), 0, 0), Slow()))
+    for keeps, kept in ((False, (None, None)), (True, (finished, None))):
+        progress = GroupProgress(keeps, finished={0: finished})
+        assert progress.take(Group(0, "p", 0, 0), 2, 1.0).rollouts_G == kept
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.5}, {"deterministic": True, "max_steps_off_policy": 0}])
+def test_what_was_sampled_in_another_way_starts_again(tmp_path: Path, change: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        run = Run(small_config(1, 2, stale_policy="wait", max_steps_off_policy=1), Talks(), sampler=Slow())
+        run.sampler.gate(1, 0, 2)  # type: ignore[attr-defined]
+        async with run:
+            await run.step(0)
+            await quiesce()
+            dataset = Talks()
+            other = small_config(1, 2, **({"stale_policy": "wait", "max_steps_off_policy": 1} | change))
+            again = resumed(run, tmp_path / "o", dataset, other)
+        async with again:
+            await again.step(1)
+        assert dataset.begun == {(1, 0): 1, (1, 1): 1}
+        assert again.released[0].trained[0]["floor"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_commit_holds_groups_that_wait_for_their_place_after_a_resume(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        run = Run(small_config(1, 2, stale_policy="wait"), Talks(), sampler=Slow())
+        run.sampler.gate(1, 0, 2)  # type: ignore[attr-defined]
+        async with run:
+            await run.step(0)
+            await quiesce()
+            first = run.pipeline.snapshot()
+        first.write(tmp_path / "first")
+        again = Run(run.config, Talks(), sampler=Slow(), start=1)
+        again.pipeline.load(OrchestratorState.read(tmp_path / "first"))
+        (kept,), (before,) = again.pipeline.snapshot().running, first.running
+        assert kept.group == before.group
+        for one, other in zip(kept.rollouts_G, before.rollouts_G, strict=True):
+            assert type(one) is type(other)
+            if isinstance(one, UnfinishedRollout) and isinstance(other, UnfinishedRollout):
+                assert columns(one.trajectory) == columns(other.trajectory)
+                np.testing.assert_equal(one.env_state, other.env_state)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
+@pytest.mark.parametrize("max_steps_off_policy", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_problem_ends_once_however_often_turns_are_interrupted(
+    policy: str, max_steps_off_policy: int, seed: int, tmp_path: Path
+) -> None:
+    """The run is interrupted three times at random moments. No token is older than its group's floor."""
+    rng = random.Random(seed)
+    options = {"stale_policy": policy, "max_steps_off_policy": max_steps_off_policy, "max_requeues": 1}
+    config = small_config(2, 9, retries=0, **options)
+
+    async def interrupted(run: Run) -> Run:
+        async with run:
+            for step in range(run.start, run.start + rng.randint(0, 2)):
+                await run.step(step)
+            doing = asyncio.create_task(run.step(run.start + len(run.released)))
+            for _ in range(rng.randint(0, 80)):
+                await asyncio.sleep(0)
+            doing.cancel()
+            await asyncio.wait([doing])
+            again = resumed(run, tmp_path / str(len(runs)), Talks(seed=seed), config)
+        again.sampler.rng = rng  # type: ignore[attr-defined]
+        return again
+
+    runs = [Run(config, Talks(seed=seed), sampler=Slow(rng))]
+
+    async def scenario() -> None:
+        for _ in range(3):
+            runs.append(await interrupted(runs[-1]))
+        async with runs[-1] as last:
+            for step in range(last.start, config.max_steps):
+                await last.step(step)
+
+    asyncio.run(scenario())
+    row = runs[-1].rows[-1]
+    trained = [group for run in runs for released in run.released for group in released.trained]
+    assert len({group["problem"] for group in trained}) == len(trained) == row["ledger/trained"] == 18
+    assert all(row["off_policy/max"] <= max_steps_off_policy for run in runs for row in run.rows)
+    for run in runs:
+        for minibatches in run.batches[: len(run.released)]:
+            for minibatch in minibatches:
+                batch = minibatch.batch
+                floors = np.repeat(minibatch.provenance.floors, batch.lengths)
+                made = batch.columns["versions"] >= 0
+                assert (batch.columns["versions"][made] >= floors[made]).all()
+                assert int(batch.columns["mask"].sum()) == TURNS * len(batch)
