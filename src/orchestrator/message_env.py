@@ -132,7 +132,7 @@ class RenderedEnv(Env):
         follows = self._renderer.continuation(self._messages, self._env.tools)
         if follows is None:
             return self._whole_prompt([*before, {**message, "prompt": self._prompt.tolist()}, *others])
-        self._prompt += message["tokens"] + array("i", follows)
+        self._prompt.extend([*message["tokens"], *follows])
         return Continuation(follows)
 
     def _whole_prompt(self, messages: Sequence[Message]) -> TokenIds:
