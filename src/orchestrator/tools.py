@@ -133,7 +133,7 @@ class _LimitExceeded(Exception):
 
 async def _within(tool: Tool, arguments: dict[str, Any]) -> str:
     """Returns what a tool answers. A TimeoutError of the tool itself is its own."""
-    work = partial(tool.run, **arguments)
+    work: Callable[[], Any] = partial(tool.run, **arguments)
     try:
         async with asyncio.timeout(tool.limit_s) as limit:
             answer: Any = await (work() if inspect.iscoroutinefunction(tool.run) else in_thread(work))
