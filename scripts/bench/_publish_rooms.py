@@ -115,9 +115,9 @@ class ReplicaActor(inference.actor.ReplicaActor):
         EngineStats.record = recorded  # type: ignore[method-assign, assignment]
         return await super().start()
 
-    async def pause(self) -> None:
+    async def pause(self, clear_cache: bool = True) -> None:
         self.pauses.append(time.monotonic())
-        await super().pause()
+        await super().pause(clear_cache)
 
     async def noted(self) -> tuple[list[tuple[float, int]], list[float]]:
         """Returns when each step's tokens came and how many, and when a pause was asked for."""

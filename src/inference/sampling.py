@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 class EngineRequest:
     """A request in the engine."""
 
-    identity: WeightIdentity
-    """The weights that were in use when it entered."""
+    oldest: WeightIdentity
+    """The oldest weights that may have made keys and values that it reads, if its cache outlives them (`keep_kv`)."""
     collector: RequestOutputCollector
     """Where its answer will come."""
 
@@ -185,7 +185,7 @@ class SamplingEngine:
         state = self.engine.output_processor.request_states.get(entry.collector.request_id)
         if state is None:
             return NOTHING
-        kept_from = entry.identity if self._keeps_kv else None
+        kept_from = entry.oldest if self._keeps_kv else None
         return Progress.of_state(start, state, kept_from, None if self.proved.is_set() else self.identity)
 
     @asynccontextmanager
@@ -214,7 +214,12 @@ class SamplingEngine:
             self._raise_if_broken()
             if self.identity is None:
                 raise RoomFailed(f"{self.name} was asked to sample before any weights were published to it")
-            return EngineRequest(self.identity, await self._submit(request, salt=str(self.identity)))
+            # With `keep_kv` a conversation keeps its prefix over updates: keys and values may be as old as its first
+            # token, but no older. Others begin with the newest weights; elsewhere an update drops all prefixes. One
+            # that moves to a replica with older weights takes their name: no prefix may be older than its name says.
+            began = request.began if self._keeps_kv else None
+            oldest = min(began, self.identity) if began else self.identity
+            return EngineRequest(oldest, await self._submit(request, salt=str(oldest)))
         except Exception as error:
             return self._failure() or as_failure(f"{self.name} could not sample request {request.request_id}", error)
 
@@ -232,7 +237,7 @@ class SamplingEngine:
             if self._failure():
                 return self._made(entry)
             raise as_failure(f"{self.name} could not sample request {request.request_id}", error) from error
-        answer = sampled_sequence(request, output, entry.identity if self._keeps_kv else None)
+        answer = sampled_sequence(request, output, entry.oldest if self._keeps_kv else None)
         action = fault_point("inference.answer")
         return await wrong_answer(answer, action) if action else answer
 

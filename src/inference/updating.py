@@ -48,10 +48,10 @@ class UpdatingEngine(SamplingEngine):
     node = ""
     """Ray's id of its node."""
 
-    async def pause(self) -> None:
-        """Stops between two steps and keeps the requests. Their KV cache and all prefixes are dropped, to be computed
-        again under the next weights; with `keep_kv` they stay."""
-        await self._stand_still(clear_cache=not self._keeps_kv)
+    async def pause(self, clear_cache: bool = True) -> None:
+        """Stops between two steps and keeps the requests. `clear_cache`: their KV cache and all prefixes are dropped,
+        to be computed again under the next weights."""
+        await self._stand_still(clear_cache=clear_cache)
         self.sampling.pause()
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
@@ -136,7 +136,10 @@ class UpdatingEngine(SamplingEngine):
         it agrees, answers are held back.
         """
         asked = time.monotonic()
-        await step("pause", self.pause())
+        # After a return to an older commit, prefixes of conversations that live on may be of weights that are gone.
+        returned = self.identity is not None and self.identity.attempt != manifest.identity.attempt
+        clears = returned or not self._keeps_kv
+        await step("pause", self.pause(clear_cache=clears))
         still = time.monotonic()
         self.proof.check(manifest, await step("take", self._in_engine("take_weights", (self.proof.known,))))
         if manifest.adapter:
@@ -145,7 +148,7 @@ class UpdatingEngine(SamplingEngine):
             self.adapter = POLICY
         self.proved.clear()
         self.identity = manifest.identity
-        prefilled = 0 if self._keeps_kv else self._cleared()
+        prefilled = self._cleared() if clears else 0
         label = self.engine.update_weight_version(str(manifest.identity))
         _, canary = await step("label", asyncio.gather(label, self._submit_canary(manifest)))
         await step("resume", self.resume())

@@ -277,8 +277,10 @@ class SamplingReplica(ReplicaActor):
         self.engine, self.identity = EngineOfRequests(), IDENTITY
         self.engine_stats = EngineStats(None)
         self.proved.set()
+        self.salts: list[str] = []
 
     async def _submit(self, request: SampleRequest, salt: str) -> Any:
+        self.salts.append(salt)
         return await self.engine.add(request.request_id)
 
 
@@ -676,6 +678,42 @@ def test_requests_in_flight_see_an_update_between_two_steps(on_update: str, paus
             assert [span.mixed for span in answer.spans] == [on_update == "keep_kv"]
         (later,) = await outcomes(made, requests_of("later"))
         assert [span.mixed for span in later.spans] == [False]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("on_update", ["recompute_kv", "keep_kv"])
+def test_a_conversation_keeps_its_prefix_over_an_update_where_the_cache_does_and_others_begin_anew(
+    on_update: str,
+) -> None:
+    """No prefix is older than its name says: also a conversation that began with weights which are not here yet."""
+
+    async def run() -> None:
+        made, newest = UpdatingReplica(on_update), published(version=1).identity
+        conversation, ahead = (
+            replace(requests_of("a")[0], trajectory="t", extends=1, began=began)
+            for began in (IDENTITY, WeightIdentity(1, 2, "later"))
+        )
+        await outcomes(made, requests_of("a"))
+        await made.load_weights(published(version=1))
+        answers = [(await outcomes(made, [each]))[0] for each in (conversation, requests_of("b")[0], ahead)]
+        kept = IDENTITY if on_update == "keep_kv" else newest
+        assert made.salts == [str(identity) for identity in (IDENTITY, kept, newest, newest)]
+        assert [answer.spans[0].mixed for answer in answers] == [on_update == "keep_kv", False, False]
+
+    asyncio.run(run())
+
+
+def test_a_return_to_an_older_commit_drops_all_prefixes() -> None:
+    """Those of conversations that live on may have been extended by weights that the commit does not have."""
+
+    async def run() -> None:
+        made = UpdatingReplica("keep_kv")
+        await made.load_weights(published(version=1))
+        returned = published(version=1)
+        identity = replace(returned.identity, attempt=2)
+        await made.load_weights(replace(returned, manifest=replace(returned.manifest, identity=identity)))
+        assert [call for call in made.engine.calls if call.startswith("pause")] == ["pause keep", "pause keep, clear"]
 
     asyncio.run(run())
 
