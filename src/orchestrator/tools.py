@@ -136,7 +136,7 @@ async def _within(tool: Tool, arguments: dict[str, Any]) -> str:
     work: Callable[[], Any] = partial(tool.run, **arguments)
     try:
         async with asyncio.timeout(tool.limit_s) as limit:
-            answer: Any = await (work() if inspect.iscoroutinefunction(tool.run) else in_thread(work))
+            answer = await (work() if inspect.iscoroutinefunction(tool.run) else in_thread(work))
     except TimeoutError:
         if limit.expired():
             raise _LimitExceeded from None
