@@ -7,16 +7,20 @@ import gc
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from orchestrator.advantages import Keep, keep_whole
 from orchestrator.env import load_datasets
+from orchestrator.layout import LayoutThread
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from orchestrator.state import OrchestratorState
 from orchestrator.workers import workers
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
+from trireme.core.batch import Assign, StoredBatch
 from trireme.core.sampler import Heartbeat, Sampler
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.transport import Offer, Session
@@ -39,6 +43,7 @@ class OrchestratorActor:
         config: Config,
         sampler_factory: Callable[[], Sampler],
         reserved_factory: Callable[[], Sampler] | None,
+        assign: Assign | None,
         log_dir: Path | None,
     ) -> None:
         # Here, because code that only builds a pipeline needs no Ray.
@@ -50,6 +55,7 @@ class OrchestratorActor:
         number_process(0)
         trace.start(log_dir, "orchestrator_0", config.trace.max_mb)
         self._config, self._sampler_factory, self._reserved_factory = config, sampler_factory, reserved_factory
+        self._layout = LayoutThread(store_parts(assign) if assign else keep_whole)
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -67,6 +73,7 @@ class OrchestratorActor:
             held_out,
             tokenizer.decode,
             self._reserved_factory and self._reserved_factory(),
+            self._layout,
         )
         signals.end_after(self.stop)
         spare_collector()
@@ -137,8 +144,16 @@ class OrchestratorActor:
 
     async def _stop(self) -> None:
         await self._pipeline.stop()
+        self._layout.close()
         await self._resources.aclose()
         trace.stop()
+
+
+def store_parts(assign: Assign) -> Keep:
+    """Returns a function that puts a minibatch into the object store, a part for each process of the trainer."""
+    import ray  # here, because code that only builds a pipeline needs none
+
+    return partial(StoredBatch.store, assign=assign, put=ray.put, owner="orchestrator")
 
 
 def spare_collector() -> None:

@@ -8,8 +8,8 @@ pieces, so that no call takes long.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -20,8 +20,9 @@ import numpy.typing as npt
 from orchestrator.ledger import Group
 from orchestrator.trajectory import Trajectory, Turn
 from trireme.config.orchestrator import AdvantageKind, OrchestratorConfig
+from trireme.core.batch import Batch, LayOut, Numbers, TokenBatch
 from trireme.core.normalization import Normalization
-from trireme.core.types import Minibatch, Provenance, TokenBatch, WeightIdentity
+from trireme.core.types import Minibatch, Provenance, WeightIdentity
 
 STD_EPS = 1e-6
 """Added to the deviation, so that rewards which differ by rounding only do not become advantages of size 1."""
@@ -184,10 +185,58 @@ class ScoredGroup:
         return min(versions), max(versions)
 
 
+class Segments:
+    """The segments of trajectories as the datums of a minibatch, each of which can be laid out when it is wanted."""
+
+    def __init__(self, weighted: Sequence[WeightedTrajectory], normalization: Normalization) -> None:
+        self._weighted, self._normalization = weighted, normalization
+        lengths_N = [_segment_lengths(one.trajectory) for one in weighted]
+        self.lengths: Numbers = np.concatenate(lengths_N) - 1
+        """[D], as a datum's inputs are its tokens without the last."""
+        self.sequences: Numbers = np.repeat(np.arange(len(weighted)), [len(lengths) for lengths in lengths_N])
+        """[D], the number of the trajectory of each datum."""
+
+    @property
+    def divisor(self) -> float:
+        """Returns what they add to the divisor of their substep."""
+        total_N = [
+            sum(turn.sampled for turn in one.trajectory.turns if one.counts and turn.in_loss) for one in self._weighted
+        ]
+        return self._normalization.divisor(np.asarray(total_N, np.float64))
+
+    def lay_out(self, datums: Numbers) -> TokenBatch:
+        """Returns the datums whose numbers are given, ascending. Trajectories are laid out whole, as a token's weight
+        may depend on all segments."""
+        chosen = np.unique(self.sequences[datums])
+        batch = self._normalization.weigh(lay_out([self._weighted[n] for n in chosen]), "mask")
+        numbers = np.flatnonzero(np.isin(self.sequences, chosen))
+        return replace(batch.take(np.searchsorted(numbers, datums)), sequences=self.sequences[datums])
+
+
+def _segment_lengths(trajectory: Trajectory) -> Numbers:
+    starts = sorted({turn.start for turn in trajectory.turns})
+    return np.diff([*starts, len(trajectory.tokens)])
+
+
+Keep = Callable[[Numbers, Numbers, LayOut], Batch]
+"""Takes the lengths of the datums of a minibatch and the numbers of their sequences, both [D], and a function that lays
+out some of them. Returns the batch of all."""
+
+
+def keep_whole(lengths: Numbers, sequences: Numbers, lay_out: LayOut) -> Batch:
+    """Lays out all datums together, in this process."""
+    return lay_out(np.arange(len(lengths)))
+
+
 def build_minibatch(
-    step: int, scored_P: Sequence[ScoredGroup], options: OrchestratorConfig, normalization: Normalization, last: bool
+    step: int,
+    scored_P: Sequence[ScoredGroup],
+    options: OrchestratorConfig,
+    normalization: Normalization,
+    last: bool,
+    keep: Keep = keep_whole,
 ) -> Minibatch:
-    """Builds a minibatch of groups, in that order, with where they came from.
+    """Builds a minibatch of groups, in that order, with where they came from. `keep` says where its tokens are.
 
     `orchestrator.overlong_filter`: answers cut by length do not count in the loss, as they do not show how good they
     would have been. `last`: the minibatch ends its substep.
@@ -198,16 +247,16 @@ def build_minibatch(
         for trajectory, advantage in zip(scored.trajectories_G, advantages_G, strict=True):
             counts = not options.overlong_filter or trajectory.stop_reason == "stop"
             weighted.append(WeightedTrajectory(trajectory, advantage, scored.temperature, counts))
-    batch, divisor = normalization.apply(lay_out(weighted), "mask")
+    segments = Segments(weighted, normalization)
     groups_D = [scored.group for scored in scored_P for _ in range(scored.num_segments)]
     identities = {identity for one in weighted for identity in one.trajectory.identities}
     return Minibatch(
-        batch=batch,
+        batch=keep(segments.lengths, segments.sequences, segments.lay_out),
         provenance=Provenance(
             step, np.asarray([group.floor for group in groups_D], np.int32), tuple(sorted(identities))
         ),
         problems_D=tuple(group.problem for group in groups_D),
         last=last,
         num_groups=len(scored_P),
-        divisor=divisor,
+        divisor=segments.divisor,
     )

@@ -46,6 +46,7 @@ from orchestrator.cursor import Mix
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
 from orchestrator.group_runner import GroupOutcome, GroupRunner
+from orchestrator.layout import BuildOn, build_here
 from orchestrator.ledger import Group, Ledger
 from orchestrator.lifetimes import TaskOwner
 from orchestrator.limits import BackgroundTasks, RunLimits
@@ -82,6 +83,7 @@ class Pipeline:
         held_out: Sequence[RLDataset] = (),
         decode: Decode | None = None,
         reserved: Sampler | None = None,
+        build_on: BuildOn = build_here,
     ) -> None:
         self._config, self._options, self._sampler = config, config.orchestrator, sampler
         by_env = {env.label: dataset for env, dataset in zip(config.env, datasets, strict=True)}
@@ -114,6 +116,7 @@ class Pipeline:
         self._idle: IdleClock  # from the first weights on
         self._evaluating = 0  # of the requests in flight
         self._boundary: OrchestratorState | None = None
+        self._build_on = build_on
 
     # ---- the driver's verbs
 
@@ -173,7 +176,8 @@ class Pipeline:
         self._evict(evicted)
         self._meter.trained += scored_P
         last = (done + count) % per_substep == 0
-        return build_minibatch(step, scored_P, self._options, self._config.normalization, last)
+        normalization = self._config.normalization
+        return await self._build_on(partial(build_minibatch, step, scored_P, self._options, normalization, last))
 
     def release(self, step: int) -> StepSummary:
         """Takes note that `step` has been trained on: its slots are free once its version is acknowledged.

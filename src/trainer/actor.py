@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
+from trainer.batching import SummarizedOutput
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
+from trireme.core.batch import StoredPart
 from trireme.core.sampler import Heartbeat
 from trireme.core.transport import load_transport
 from trireme.core.weights import PublishedWeights
@@ -35,7 +38,7 @@ OWN_CODE = ("trainer/shard.py", "trainer/state.py")
 """Files whose threads `stack` shows."""
 
 SPANS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
-    "forward_backward": lambda batch, *_: trace.span("forward_backward", tokens=len(batch.tokens)),
+    "forward_backward": lambda part, *_: trace.span("forward_backward", tokens=int(part.lengths.sum())),
     "optim_step": lambda *_: trace.span("optim"),
     "publish_weights": lambda version, *_: trace.span("publish", version=version),
     "begin_save": lambda _: trace.span("begin_save"),
@@ -88,9 +91,17 @@ class ShardActor:
         return TCPStore(host, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening)
 
     def call(self, verb: str, *args: Any) -> Any:
-        """Calls a method of `Shard`, one after the other."""
-        with SPANS[verb](*args) if verb in SPANS else nullcontext():
-            return getattr(self._shard, verb)(*args)
+        """Calls a method of `Shard`, one after the other. It gets the part of a batch in place of what says where that
+        is; log-probabilities that are to stay here go to the object store."""
+        given = [arg.opened(self._fetch) if isinstance(arg, StoredPart) else arg for arg in args]
+        with SPANS[verb](*given) if verb in SPANS else nullcontext():
+            result = getattr(self._shard, verb)(*given)
+        return replace(result, column=ray.put(result.column)) if isinstance(result, SummarizedOutput) else result
+
+    def _fetch(self, reference: Any, owner: str) -> Any:
+        who = f"{owner} (a part of a batch)"
+        with trace.span("fetch_part"):
+            return waits.get(reference, who=who, timeout_s=self._config.timeouts.step_s)
 
     @ray.method(concurrency_group="save")
     def finish_save(self, path: Path, _begun: None) -> list[FileRecord]:

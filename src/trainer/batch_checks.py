@@ -1,6 +1,7 @@
 """Checks of a batch: before it is trained on, and after its loss or gradient was not finite.
 
-Every rank refuses the same batch before the first collective, so the shards stay usable after a refusal.
+A rank sees its own part of a batch. What one of them refuses all refuse, before the first pass (`Mesh.agree`), so the
+shards stay usable after a refusal.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import numpy.typing as npt
 from trainer.batching import ShardOutput
 from trainer.losses import LossFn, backward
 from trireme.config.losses import find_loss
+from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput, ProvenanceError
-from trireme.core.types import Provenance, TokenBatch, WeightIdentity
+from trireme.core.types import Provenance, WeightIdentity
 
 
 class PublishedVersions:
@@ -53,45 +55,47 @@ class PublishedVersions:
             )
 
 
-def check_batch(batch: TokenBatch, vocab_size: int, loss_fn: str | None = None) -> None:
-    """Raises BadInput unless all tokens are in the vocabulary and the columns are those that the loss needs (without a
-    loss: the targets); and when a token has an advantage but mask 0."""
+def find_refusal(part: BatchPart, vocab_size: int, loss_fn: str | None = None) -> BadInput | None:
+    """Returns None if all tokens are in the vocabulary, the columns are those that the loss needs (without a loss: the
+    targets), and no token has an advantage but mask 0; else the error."""
+    batch = part.batch
     needed = find_loss(loss_fn).columns if loss_fn else ("target_tokens",)
     missing = [name for name in needed if name not in batch.columns]
     if missing:
         who = f"loss {loss_fn}" if loss_fn else "a forward pass"
-        raise BadInput(f"{who} needs the columns {', '.join(needed)}; missing: {', '.join(missing)}")
+        return BadInput(f"{who} needs the columns {', '.join(needed)}; missing: {', '.join(missing)}")
     for name, tokens in (("model_input", batch.tokens), ("target_tokens", batch.columns["target_tokens"])):
-        place = _first_place(batch, (tokens < 0) | (tokens >= vocab_size))
+        place = _first_place(part, (tokens < 0) | (tokens >= vocab_size))
         if place:
-            d, t, at, _ = place
-            raise BadInput(
+            d, t, at = place
+            return BadInput(
                 f"datum {d} has token {tokens[at]} in its {name}, at place {t}; "
                 f"expected tokens from 0 to {vocab_size - 1}, the model's vocabulary"
             )
     if "advantages" in needed:
         advantages = batch.columns["advantages"]
-        place = _first_place(batch, (batch.columns["mask"] == 0) & (advantages != 0))
+        place = _first_place(part, (batch.columns["mask"] == 0) & (advantages != 0))
         if place:
-            d, t, at, count = place
-            raise BadInput(
-                f"datum {d} has an advantage of {advantages[at]:g} on its token {t}, whose mask is 0 ({count} such "
-                "tokens in the batch); set both, or none"
+            d, t, at = place
+            return BadInput(
+                f"datum {d} has an advantage of {advantages[at]:g} on its token {t}, whose mask is 0; set both, or none"
             )
+    return None
 
 
-def _first_place(batch: TokenBatch, wrong: npt.NDArray[np.bool_]) -> tuple[int, int, int, int] | None:
-    """Returns datum, place in the datum and place in the batch of the first token that is `wrong`, and the number of
-    such tokens; None if there is none."""
+def _first_place(part: BatchPart, wrong: npt.NDArray[np.bool_]) -> tuple[int, int, int] | None:
+    """Returns the datum's number, the place in the datum and the place in the part of the first token that is `wrong`;
+    None if there is none."""
     found = np.flatnonzero(wrong)
     if not len(found):
         return None
-    d = int(np.searchsorted(batch.offsets, found[0], side="right")) - 1
-    return d, int(found[0] - batch.offsets[d]), int(found[0]), len(found)
+    offsets = part.batch.offsets
+    d = int(np.searchsorted(offsets, found[0], side="right")) - 1
+    return int(part.datums[d]), int(found[0] - offsets[d]), int(found[0])
 
 
 def nonfinite_datums(
-    batch: TokenBatch, output: ShardOutput, loss: LossFn, loss_config: Mapping[str, float]
+    part: BatchPart, output: ShardOutput, loss: LossFn, loss_config: Mapping[str, float]
 ) -> tuple[int, ...]:
     """Returns the datums of `output` whose own loss, or its gradient by their log-probabilities, is not finite.
 
@@ -100,9 +104,12 @@ def nonfinite_datums(
     import torch
 
     found = []
-    for d, place, logprobs in output.parts(batch):
+    offsets = part.batch.offsets
+    for (d, logprobs), n in zip(output.parts(part.lengths), part.places(output.datums), strict=True):
         p = torch.tensor(logprobs, requires_grad=True)
-        columns = {name: torch.tensor(column[place]) for name, column in batch.columns.items()}
+        columns = {
+            name: torch.tensor(column[offsets[n] : offsets[n + 1]]) for name, column in part.batch.columns.items()
+        }
         if not backward(loss, p, columns, loss_config)[-1]:
             found.append(d)
     return tuple(found)

@@ -3,8 +3,8 @@
 A micro-batch is a rectangle of rows (one datum each, padded on the right to the longest), or packed: one row of datums
 that do not see each other. It has at most `micro_batch_tokens` tokens, with padding. This bounds memory and changes
 nothing else, because losses are sums over tokens. Every rank computes the same plan from the same lengths and takes its
-own part. All ranks run the same number of micro-batches, so that all take part in each collective; a rank with fewer
-runs fillers of weight 0.
+own part; other rooms are given the first half of the plan, which says what datums each rank computes. All ranks run the
+same number of micro-batches, so that all take part in each collective; a rank with fewer runs fillers of weight 0.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.types import TokenBatch
+from trireme.core.batch import Batch, BatchPart, Numbers
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MICRO_BATCH_COST = 32
 """Cost of a micro-batch beside its tokens (each layer is gathered, its gradient summed), in tokens computed."""
@@ -81,6 +84,21 @@ def compute_cost(lengths: npt.NDArray[np.int64], attention_length: int) -> npt.N
     """Returns the cost of computing each sequence, int64 [D]: n tokens cost n (attention_length + n), in arbitrary
     units. At `attention_length` tokens attention, which grows with n^2, costs as much as everything else."""
     return lengths * (attention_length + lengths)
+
+
+@dataclass(frozen=True)
+class RankAssignment:
+    """Says which datums each data-parallel rank computes, from their lengths alone: `trireme.core.batch.Assign`. Any
+    process that has it can cut a batch as the shards expect it."""
+
+    num_ranks: int
+    attention_length: int
+    """As in `compute_cost`."""
+
+    def __call__(self, lengths: Numbers) -> list[Numbers]:
+        """Returns the numbers of each rank's datums, ascending. `lengths` int64 [D]."""
+        datums_R = balance(compute_cost(lengths, self.attention_length), self.num_ranks)
+        return [np.sort(np.asarray(datums, np.int64)) for datums in datums_R]
 
 
 def _cut(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_tokens: int) -> list[MicroBatch]:
@@ -155,7 +173,7 @@ class Rows:
     `index` int64 [rows, longest], into the batch's tokens; `there` bool [rows, longest], False at the padding.
     """
 
-    def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int]) -> None:
+    def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int] | Numbers) -> None:
         chosen = np.asarray(datums, np.int64)
         starts, lengths = offsets[chosen], offsets[chosen + 1] - offsets[chosen]
         place = np.arange(lengths.max())
@@ -175,7 +193,7 @@ class Packed:
     these datums as rows, in the packed tokens.
     """
 
-    def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int]) -> None:
+    def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int] | Numbers) -> None:
         chosen = np.asarray(datums, np.int64)
         lengths = offsets[chosen + 1] - offsets[chosen]
         starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -200,19 +218,58 @@ class ShardOutput:
     peak_s: float = 0.0
     """Its share of `ForwardBackwardOutput.peak_s`."""
 
-    def parts(self, batch: TokenBatch) -> Iterator[tuple[int, slice, npt.NDArray[np.float32]]]:
-        """Yields each datum's number, its place among the batch's tokens, and its logprobs."""
+    def parts(self, lengths: Numbers) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """Yields each datum's number and its logprobs. `lengths` int64 [D], of all datums of the batch."""
         done = 0
         for d in self.datums:
-            start, end = int(batch.offsets[d]), int(batch.offsets[d + 1])
-            yield d, slice(start, end), self.logprobs[done : done + end - start]
-            done += end - start
+            yield d, self.logprobs[done : done + lengths[d]]
+            done += int(lengths[d])
+
+    def as_column(self, part: BatchPart) -> npt.NDArray[np.float32]:
+        """Returns the logprobs in the order of the tokens of `part`, float32 [T]; 0 for datums of other ranks."""
+        offsets, column = part.batch.offsets, np.zeros(len(part.batch.tokens), np.float32)
+        for (_, values), n in zip(self.parts(part.lengths), part.places(self.datums), strict=True):
+            column[offsets[n] : offsets[n + 1]] = values
+        return column
 
 
-def scatter_outputs(batch: TokenBatch, outputs_R: Sequence[ShardOutput]) -> npt.NDArray[np.float32]:
+def collect(
+    lengths: Numbers, computed: Sequence[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]
+) -> ShardOutput:
+    """Takes the logprobs of all datums out of the micro-batches, without padding and fillers. `lengths` are those of
+    all datums of the batch."""
+    datums = tuple(d for micro, _ in computed if not micro.filler for d in micro.datums)
+    rows = [row for micro, p in computed if not micro.filler for row in p.cpu().numpy()]
+    parts = [row[: lengths[d]] for d, row in zip(datums, rows, strict=True)]
+    return ShardOutput(datums, np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32), metrics)
+
+
+@dataclass(frozen=True)
+class SummarizedOutput:
+    """Results of one shard whose log-probabilities stay in the object store."""
+
+    datums: Numbers
+    """[N], the numbers in the batch of the datums that it computed."""
+    column: Any
+    """float32, the log-probabilities in the order of the tokens of its part, 0 for datums that it did not compute; a
+    reference to them once they have left the shard's process."""
+    sums: npt.NDArray[np.float64]
+    """[K, N], K numbers about each of these datums."""
+
+
+def scatter_outputs(batch: Batch, outputs_R: Sequence[ShardOutput]) -> npt.NDArray[np.float32]:
     """Returns the logprobs of all shards in the order of the batch's tokens: float32 [T]."""
-    logprobs = np.full(len(batch.tokens), np.nan, dtype=np.float32)
+    lengths, offsets = batch.lengths, batch.offsets
+    logprobs = np.full(int(offsets[-1]), np.nan, dtype=np.float32)
     for output in outputs_R:
-        for _, place, values in output.parts(batch):
-            logprobs[place] = values
+        for d, values in output.parts(lengths):
+            logprobs[offsets[d] : offsets[d + 1]] = values
     return logprobs
+
+
+def scatter_sums(num_datums: int, outputs_R: Sequence[SummarizedOutput]) -> npt.NDArray[np.float64]:
+    """Returns the numbers of all shards in the order of the datums: float64 [K, D]."""
+    sums = np.full((len(outputs_R[0].sums), num_datums), np.nan)
+    for output in outputs_R:
+        sums[:, output.datums] = output.sums
+    return sums

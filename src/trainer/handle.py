@@ -9,26 +9,39 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
+import numpy.typing as npt
 import ray
 from ray.exceptions import RayActorError
 
 from trainer.actor import ShardActor
-from trainer.batching import scatter_outputs
-from trainer.losses import CustomLoss, resolve_loss, surrogate, with_sequence_ratios
+from trainer.batching import scatter_outputs, scatter_sums
+from trainer.losses import (
+    POLICY,
+    CustomLoss,
+    mean_log_ratios,
+    resolve_loss,
+    sum_log_ratios,
+    surrogate,
+    with_sequence_ratios,
+)
 from trireme.config import CommonConfig
 from trireme.config.losses import find_loss
+from trireme.core.batch import Assign, Batch, Data, StoredBatch, Summary, TokenBatch
+from trireme.core.datum import Datum
 from trireme.core.errors import NonFiniteGradient, RoomFailed
 from trireme.core.transport import Offer, Session, load_transport
 from trireme.core.types import (
     AdamParams,
-    Data,
     ForwardBackwardOutput,
     OptimStepResponse,
+    PassOutput,
     Provenance,
-    TokenBatch,
+    StoredOutput,
     WeightIdentity,
     Which,
 )
@@ -77,6 +90,7 @@ class TrainerHandle:
         self._terms_R: list[Any] = []  # of offers, by each shard
         self._offering: Callable[[Offer], Session] | None = None
         self._offered_s = 0.0
+        self._assign: Assign | None = None
         self._suspects: list[tuple[int, ...]] = []  # of each forward_backward since the last update
 
     @classmethod
@@ -107,30 +121,54 @@ class TrainerHandle:
         text, why_rows = self._call("shown")[0]
         return text, why_rows
 
+    @overload
+    def forward_backward(
+        self,
+        data: TokenBatch | Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float] | None = None,
+        provenance: Provenance | None = None,
+    ) -> ForwardBackwardOutput: ...
+
+    @overload
     def forward_backward(
         self,
         data: Data,
         loss_fn: str,
         loss_fn_config: Mapping[str, float] | None = None,
         provenance: Provenance | None = None,
-    ) -> ForwardBackwardOutput:
+    ) -> PassOutput: ...
+
+    def forward_backward(
+        self,
+        data: Data,
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float] | None = None,
+        provenance: Provenance | None = None,
+    ) -> PassOutput:
         """Accumulates the gradient of the raw masked sum of the loss over the data.
 
-        Costs one more forward pass for gspo where a sequence has several datums, of which no shard sees all."""
-        batch = TokenBatch.of(data)
-        if find_loss(loss_fn).per_sequence and len(set(batch.sequences.tolist())) < len(batch):
+        Costs one more forward pass for gspo where a sequence has several datums, of which no shard sees all. The
+        log-probabilities of a `StoredBatch` are not returned."""
+        batch, is_stored = self._stored(data), isinstance(data, StoredBatch)
+        if find_loss(loss_fn).per_sequence and len(np.unique(batch.sequences)) < len(batch):
             _, parameters = resolve_loss(loss_fn, loss_fn_config or {})
-            batch = with_sequence_ratios(batch, self.forward(batch).logprobs, parameters)
-        reference = ray.put(batch)
-        outputs_R = self._call("forward_backward", reference, loss_fn, dict(loss_fn_config or {}), provenance)
-        logprobs, metrics = scatter_outputs(batch, outputs_R), reduce_metrics([output.metrics for output in outputs_R])
+            batch, sums = self._summarized(batch, "policy", POLICY, partial(sum_log_ratios, config=parameters))
+            batch = batch.mapped(partial(with_sequence_ratios, mean_N=mean_log_ratios(batch.sequences, sums)))
+        arguments = loss_fn, dict(loss_fn_config or {}), provenance, not is_stored
+        outputs_R = self._call_with(batch, "forward_backward", *arguments)
+        metrics = reduce_metrics([output.metrics for output in outputs_R])
         suspects = tuple(sorted(d for output in outputs_R for d in output.suspects))
         self._suspects.append(suspects)
-        return ForwardBackwardOutput(logprobs, batch.offsets, metrics, suspects, sum(out.peak_s for out in outputs_R))
+        peak_s = sum(out.peak_s for out in outputs_R)
+        if is_stored:
+            return StoredOutput(metrics, suspects, peak_s)
+        return ForwardBackwardOutput(scatter_outputs(batch, outputs_R), batch.offsets, metrics, suspects, peak_s)
 
     def forward_backward_custom(self, data: Data, loss: CustomLoss) -> ForwardBackwardOutput:
-        """Accumulates the gradient of a loss that is a function of all log-probabilities: see `trainer.losses`."""
-        batch = TokenBatch.of(data)
+        """Accumulates the gradient of a loss that is a function of all log-probabilities: see `trainer.losses`. It sees
+        all datums together, so those of a `StoredBatch` are fetched here."""
+        batch = data.whole(self._fetch) if isinstance(data, StoredBatch) else TokenBatch.of(data)
         weighted, metrics = surrogate(batch, self.forward(batch).logprobs, loss)
         output = self.forward_backward(weighted, "cross_entropy")
         return replace(output, metrics={**output.metrics, **metrics})
@@ -138,9 +176,34 @@ class TrainerHandle:
     def forward(self, data: Data, which: Which = "policy") -> ForwardBackwardOutput:
         """Returns the log-probabilities of the data's `target_tokens` under the policy or the reference, without a
         gradient."""
-        batch = TokenBatch.of(data)
-        logprobs = scatter_outputs(batch, self._call("forward", ray.put(batch), which))
+        batch = self._stored(data)
+        logprobs = scatter_outputs(batch, self._call_with(batch, "forward", which))
         return ForwardBackwardOutput(logprobs, batch.offsets, {})
+
+    def forward_summarized(
+        self, data: Batch, which: Which, name: str, summarize: Summary
+    ) -> tuple[StoredBatch, npt.NDArray[np.float64]]:
+        """Computes the same log-probabilities, which stay where the datums are. Returns a batch with them as its column
+        `name`, and what `summarize` says of each datum then, float64 [K, D]."""
+        return self._summarized(self._stored(data), which, name, summarize)
+
+    def _summarized(
+        self, batch: StoredBatch, which: Which, name: str, summarize: Summary
+    ) -> tuple[StoredBatch, npt.NDArray[np.float64]]:
+        outputs_R = self._call_with(batch, "forward_summarized", which, name, summarize)
+        stored = batch.with_column(name, [output.column for output in outputs_R])
+        return stored, scatter_sums(len(batch), outputs_R)
+
+    def _stored(self, data: Data) -> StoredBatch:
+        """Returns the data as parts. Data that is here travels with the calls, to each shard its own part."""
+        if isinstance(data, StoredBatch):
+            return data
+        self._assign = self._assign or self._call("rank_assignment")[0]
+        batch = TokenBatch.of(data)
+        return StoredBatch.store(batch.lengths, batch.sequences, batch.take, self._assign)
+
+    def _fetch(self, reference: Any, owner: str) -> Any:
+        return waits.get(reference, who=f"{owner} (a part of a batch)", timeout_s=self._timeouts.step_s)
 
     def update_reference(self) -> None:
         """Copies the policy to the reference; see `trainer.kl.reference.update_every`."""
@@ -236,7 +299,14 @@ class TrainerHandle:
             ray.kill(actor, no_restart=True)
 
     def _call(self, verb: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        refs_R = [actor.call.remote(verb, *args) for actor in self._actors_R]
+        return self._wait(verb, [actor.call.remote(verb, *args) for actor in self._actors_R], timeout_s)
+
+    def _call_with(self, batch: StoredBatch, verb: str, *args: Any) -> list[Any]:
+        """Calls a verb whose first argument is the shard's part of a batch."""
+        parts_R = zip(self._actors_R, batch.parts_R, strict=True)
+        return self._wait(verb, [actor.call.remote(verb, part, *args) for actor, part in parts_R])
+
+    def _wait(self, verb: str, refs_R: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
         said = waits.LongWait(verb.replace("_", " "), PROGRESS_S)
         try:
             return waits.get_all(refs_R, who=self._names_R, timeout_s=timeout_s or self._timeouts.step_s, on_tick=said)

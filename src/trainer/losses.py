@@ -46,12 +46,15 @@ import numpy as np
 import numpy.typing as npt
 
 from trireme.config.losses import find_loss, loss_refusals
+from trireme.core.batch import Numbers, TokenBatch
+from trireme.core.datum import Datum
 from trireme.core.refusals import refuse
-from trireme.core.types import Datum, TokenBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+POLICY = "policy_logprobs"
+"""Name of a column with the log-probabilities that the policy gave before the pass."""
 Columns = Mapping[str, "Tensor"]
 Metrics = dict[str, float]
 LossFn = Callable[["Tensor", Columns, Mapping[str, float]], tuple["Tensor", Metrics]]
@@ -139,18 +142,30 @@ def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tens
     return _clipped(r, _only(mean + r.log - r.log.detach(), r.mask), columns, config)
 
 
-def with_sequence_ratios(
-    batch: TokenBatch, logprobs: npt.NDArray[np.float32], config: Mapping[str, float]
-) -> TokenBatch:
-    """Adds the column `sequence_log_ratio`, which says for each token the mean of p - q over the tokens of its sequence
-    that count, wherever they are. `logprobs`: p, float32 [T]. Needed by gspo where a sequence has several datums."""
+def sum_log_ratios(batch: TokenBatch, config: Mapping[str, float]) -> npt.NDArray[np.float64]:
+    """Returns for each datum the sum of p - q over its tokens that count, and their number, float64 [2, D]. The column
+    POLICY of the batch has p."""
     import torch
 
-    r = _Ratios(torch.from_numpy(logprobs), {k: torch.from_numpy(v) for k, v in batch.columns.items()}, config)
-    sequence_T = np.repeat(batch.sequences, batch.lengths)
-    count = np.bincount(sequence_T, (r.mask != 0).numpy())
-    mean = np.bincount(sequence_T, r.log.numpy()) / np.maximum(count, 1)
-    return replace(batch, columns={**batch.columns, "sequence_log_ratio": mean[sequence_T].astype(np.float32)})
+    columns = {name: torch.tensor(batch.columns[name]) for name in (POLICY, "logprobs", "mask", "advantages")}
+    r = _Ratios(columns[POLICY], columns, config)
+    sums = [np.add.reduceat(values.double().numpy(), batch.offsets[:-1]) for values in (r.log, r.mask != 0)]
+    return np.stack(sums)
+
+
+def mean_log_ratios(sequences: Numbers, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Returns for each sequence the mean of p - q over its tokens that count, float64 [N]. `sequences` int64 [D] says
+    which sequence each datum is of, `sums` is what `sum_log_ratios` gave for them."""
+    total_N, count_N = (np.bincount(sequences, row) for row in sums)
+    return total_N / np.maximum(count_N, 1)
+
+
+def with_sequence_ratios(batch: TokenBatch, mean_N: npt.NDArray[np.float64]) -> TokenBatch:
+    """Adds the column `sequence_log_ratio`, which says for each token the mean of p - q over the tokens of its sequence
+    that count, wherever they are; drops the column POLICY. Needed by gspo where a sequence has several datums."""
+    ratios = np.repeat(mean_N[batch.sequences].astype(np.float32), batch.lengths)
+    columns = {name: column for name, column in batch.columns.items() if name != POLICY}
+    return replace(batch, columns={**columns, "sequence_log_ratio": ratios})
 
 
 def cispo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trireme.config import CommonConfig
+from trireme.core.errors import BadInput
 from trireme.plan.memory import gpu_room, host_room
 from trireme.process.machine import this_machine
 
@@ -63,6 +64,20 @@ class Mesh:
         values = [value]
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
+
+    def agree(self, refusal: BadInput | None) -> None:
+        """Raises on all ranks the refusal of the first that has one; without one, does nothing. Collective."""
+        if self.size == 1:
+            if refusal:
+                raise refusal
+            return
+        first = torch.tensor(self.rank if refusal else self.size, device=self.device)
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+        if int(first) == self.size:
+            return
+        texts = [str(refusal)]
+        dist.broadcast_object_list(texts, src=int(first), device=self.device)
+        raise BadInput(texts[0])
 
     def sum_over_ranks(self, table: Tensor) -> None:
         """Adds up the tables of all ranks, in place; int64 wraps around. Collective."""

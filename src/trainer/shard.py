@@ -1,8 +1,9 @@
 """One shard of the trainer: the verbs, on torch alone. `trainer.actor` puts it into a Ray actor.
 
-All shards are called with the same arguments in the same order. Each computes the same plan and takes its own
-micro-batches. A verb refuses bad input (provenance, a wrong loss configuration) on every rank before the first
-collective, so the shards stay usable.
+All shards are called with the same arguments in the same order, but each with its own part of a batch. All compute the
+same plan, from the lengths of all datums, and each takes its own micro-batches. A verb refuses bad input (provenance, a
+wrong loss configuration, what one rank finds in its part) on every rank before the first pass, so the shards stay
+usable.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
-from trainer.batch_checks import PublishedVersions, check_batch, nonfinite_datums
-from trainer.batching import MicroBatch, Packed, Rows, ShardOutput, plan
+from trainer.batch_checks import PublishedVersions, find_refusal, nonfinite_datums
+from trainer.batching import MicroBatch, Packed, RankAssignment, Rows, ShardOutput, SummarizedOutput, collect, plan
 from trainer.export import companion_files, write_weights
 from trainer.logprobs import token_logprobs
 from trainer.lora import adapter_files, adapter_mode, adapter_sums, adapter_units, published_adapters
@@ -39,9 +40,10 @@ from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.core.base_digest import base_digest
+from trireme.core.batch import BatchPart, Numbers, Summary, TokenBatch
 from trireme.core.errors import BadInput, NonFiniteGradient, TriremeError
 from trireme.core.transport import Sender, Session
-from trireme.core.types import AdamParams, OptimStepResponse, Provenance, TokenBatch, WeightIdentity, Which
+from trireme.core.types import AdamParams, OptimStepResponse, Provenance, WeightIdentity, Which
 from trireme.core.weights import Adapter, Layout, PublishedWeights, TensorEntry, WeightsManifest, weights_digest
 from trireme.process.device import find_device
 from trireme.process.faults import fault_point
@@ -143,24 +145,30 @@ class Shard:
         return "; ".join(filter(None, said)), self.proof.why_rows
 
     def forward_backward(
-        self, batch: TokenBatch, loss_fn: str, loss_fn_config: Mapping[str, float], provenance: Provenance | None
+        self,
+        data: BatchPart | TokenBatch,
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float],
+        provenance: Provenance | None,
+        wants_logprobs: bool = True,
     ) -> ShardOutput:
         """Adds the gradient of the raw masked sum over the batch. Metrics: `loss:sum` and those of `trainer.losses`.
 
-        Raises ProvenanceError; BadInput for an unknown loss, a missing column, tokens that are not the model's.
+        `data`: this rank's part, or the whole batch. Raises ProvenanceError; BadInput for an unknown loss, a missing
+        column, tokens that are not the model's.
         """
         fault_point("trainer.forward_backward")
         if provenance is not None:
             self._published.check(provenance)
         function, loss_config = resolve_loss(loss_fn, loss_fn_config)
-        check_batch(batch, self._facts.vocab_size, loss_fn)
+        part = self._checked(data, loss_fn)
         logprobs, metrics, all_finite = [], [], True
-        micro_batches = self._micro_batches(batch)
+        micro_batches = self._micro_batches(part.lengths)
         with self._sharding.accumulating(self._model) as next_pass, adapter_mode(self._model, dropout=True):
             for number, micro in enumerate(micro_batches, start=1):
                 next_pass(number == len(micro_batches))
-                rows = self._rows(batch, micro)
-                p = self._logprobs(self._model, batch, micro, rows)
+                rows = self._rows(part, micro)
+                p = self._logprobs(self._model, part, micro, rows)
                 p.retain_grad()
                 loss, loss_metrics, finite = backward(function, p, rows, loss_config)
                 all_finite = all_finite and finite
@@ -168,19 +176,35 @@ class Shard:
                 if not micro.filler:
                     watched: Metrics = monitors(p, rows) if "logprobs" in rows else {}
                     metrics.append({"loss:sum": loss, **watched, **loss_metrics})
-        output = _collected(batch, logprobs, reduce_metrics(metrics))
-        flops = train_flops(self._facts, batch.lengths[list(output.datums)], frozen=self._config.trainer.lora.on)
-        suspects = () if all_finite else nonfinite_datums(batch, output, function, loss_config)
-        return replace(output, suspects=suspects, peak_s=flops / self._peak_flops / self._mesh.size)
+        output = collect(part.lengths, logprobs, reduce_metrics(metrics))
+        flops = train_flops(self._facts, part.lengths[list(output.datums)], frozen=self._config.trainer.lora.on)
+        suspects = () if all_finite else nonfinite_datums(part, output, function, loss_config)
+        output = replace(output, suspects=suspects, peak_s=flops / self._peak_flops / self._mesh.size)
+        return output if wants_logprobs else replace(output, logprobs=output.logprobs[:0])
 
     @torch.no_grad()
-    def forward(self, batch: TokenBatch, which: Which = "policy") -> ShardOutput:
+    def forward(self, data: BatchPart | TokenBatch, which: Which = "policy") -> ShardOutput:
         """Computes the log-probabilities of the batch's `target_tokens` under the policy or the reference, without a
         gradient. Raises BadInput when there is no reference, and for tokens that are not the model's."""
-        check_batch(batch, self._facts.vocab_size)
+        part = self._checked(data)
         with self._policy_or_reference(which) as model:
-            computed = [(m, self._logprobs(model, batch, m, self._rows(batch, m))) for m in self._micro_batches(batch)]
-        return _collected(batch, computed, {})
+            micro_batches = self._micro_batches(part.lengths)
+            computed = [(m, self._logprobs(model, part, m, self._rows(part, m))) for m in micro_batches]
+        return collect(part.lengths, computed, {})
+
+    def forward_summarized(self, part: BatchPart, which: Which, name: str, summarize: Summary) -> SummarizedOutput:
+        """Does what `forward` does, and has `summarize` look at the part with the log-probabilities as the column
+        `name`."""
+        output, batch = self.forward(part, which), part.batch
+        logprobs = output.as_column(part)
+        sums = summarize(replace(batch, columns={**batch.columns, name: logprobs}))
+        return SummarizedOutput(np.asarray(output.datums, np.int64), logprobs, sums[:, part.places(output.datums)])
+
+    def _checked(self, data: BatchPart | TokenBatch, loss_fn: str | None = None) -> BatchPart:
+        """Returns the part to compute with, once no rank refuses its own. Collective."""
+        part = BatchPart.of(data)
+        self._mesh.agree(find_refusal(part, self._facts.vocab_size, loss_fn))
+        return part
 
     @contextmanager
     def _policy_or_reference(self, which: Which) -> Iterator[PreTrainedModel]:
@@ -333,16 +357,21 @@ class Shard:
         adapter = adapter_files(config.trainer.lora, self._adapter, config.model.name)
         return {**companion_files(config.tokenizer_name), **adapter}
 
-    def _micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
-        """Returns this rank's part of the plan."""
+    def rank_assignment(self) -> RankAssignment:
+        """Returns the function that says which datums each rank computes."""
+        return RankAssignment(self._mesh.dp_size, self._facts.attention_length)
+
+    def _micro_batches(self, lengths: Numbers) -> list[MicroBatch]:
+        """Returns this rank's part of the plan. `lengths` are those of all datums of the batch."""
         budget, by_attention = self._config.micro_batch_limit(self._max_seq_len), self._facts.attention_length
         size = self._config.trainer.micro_batch_size
-        ranks = plan(batch.lengths, self._mesh.dp_size, budget, by_attention, self._sharding.packed, size)
+        ranks = plan(lengths, self._mesh.dp_size, budget, by_attention, self._sharding.packed, size)
         return ranks[self._mesh.dp_rank]
 
-    def _rows(self, batch: TokenBatch, micro: MicroBatch) -> dict[str, Tensor]:
+    def _rows(self, part: BatchPart, micro: MicroBatch) -> dict[str, Tensor]:
         """Returns inputs (`tokens`) and columns as [B, L] on the device; a filler's mask is 0 everywhere."""
-        layout, columns = Rows(batch.offsets, micro.datums), {**batch.columns, "tokens": batch.tokens}
+        batch = part.batch
+        layout, columns = Rows(batch.offsets, part.places(micro.datums)), {**batch.columns, "tokens": batch.tokens}
         rows = {name: self._to_device(layout.pad(column)) for name, column in columns.items()}
         for name in ("mask", "weights"):
             if micro.filler and name in rows:
@@ -350,30 +379,21 @@ class Shard:
         return rows
 
     def _logprobs(
-        self, model: PreTrainedModel, batch: TokenBatch, micro: MicroBatch, rows: Mapping[str, Tensor]
+        self, model: PreTrainedModel, part: BatchPart, micro: MicroBatch, rows: Mapping[str, Tensor]
     ) -> Tensor:
         """Computes the log-probabilities of the rows' targets, [B, L]; those at the padding have no meaning."""
-        temperatures = batch.temperatures[list(micro.datums)]
+        batch, places = part.batch, part.places(micro.datums)
+        temperatures = batch.temperatures[places]
         if not self._sharding.packed:
             tokens, targets = rows["tokens"].long(), rows["target_tokens"].long()
             return token_logprobs(model, tokens, targets, self._to_device(temperatures)[:, None].expand(tokens.shape))
-        packed = Packed(batch.offsets, micro.datums)
+        packed = Packed(batch.offsets, places)
         columns = batch.tokens, batch.columns["target_tokens"]
         tokens, targets = (self._to_device(column[packed.index])[None].long() for column in columns)
         temperature, positions = self._to_device(temperatures[packed.datum]), self._to_device(packed.positions)
-        places = {"cu_seq_lens_q": self._to_device(packed.starts), "max_length_q": packed.longest}
-        p = token_logprobs(model, tokens, targets, temperature[None], position_ids=positions[None], **places)
+        bounds = {"cu_seq_lens_q": self._to_device(packed.starts), "max_length_q": packed.longest}
+        p = token_logprobs(model, tokens, targets, temperature[None], position_ids=positions[None], **bounds)
         return p[0][self._to_device(packed.rows.index)]
 
     def _to_device(self, values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
-
-
-def _collected(
-    batch: TokenBatch, computed: list[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]
-) -> ShardOutput:
-    """Takes the logprobs of all datums out of the micro-batches, without padding and fillers."""
-    datums = tuple(d for micro, _ in computed if not micro.filler for d in micro.datums)
-    rows = [row for micro, p in computed if not micro.filler for row in p.cpu().numpy()]
-    parts = [row[: batch.lengths[d]] for d, row in zip(datums, rows, strict=True)]
-    return ShardOutput(datums, np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32), metrics)

@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from trireme.core.types import TokenBatch
+from trireme.core.batch import Numbers, TokenBatch
 
 LossNormalization = Literal[
     "token_mean",
@@ -44,18 +45,35 @@ class Normalization:
 
     def apply(self, batch: TokenBatch, column: str) -> tuple[TokenBatch, float]:
         """Returns a minibatch with its weights m_t, the float32 `column`, as the kind wants them, and what it adds to
-        the divisor of its substep; 0 where nothing is divided. Must see all datums of a sequence."""
-        sequence_T = np.repeat(batch.sequences, batch.lengths)
-        total_N = np.bincount(sequence_T, batch.columns[column])  # float64
+        the divisor of its substep."""
+        return self.weigh(batch, column), self.divisor(_totals(batch, column))
+
+    def weigh(self, batch: TokenBatch, column: str) -> TokenBatch:
+        """Returns datums with their weights as the kind wants them. Must see all datums of a sequence."""
+        if self.kind != "sequence_mean_token_mean":
+            return batch
+        total_N = _totals(batch, column)
+        share = batch.columns[column] / np.where(total_N == 0, 1.0, total_N)[_sequence_of_tokens(batch)]
+        return replace(batch, columns={**batch.columns, column: share.astype(np.float32)})
+
+    def divisor(self, total_N: npt.NDArray[np.float64]) -> float:
+        """Returns what sequences add to the divisor of their substep; 0 where nothing is divided. `total_N`: the sums
+        of their weights."""
         number = float(np.count_nonzero(total_N))
         if self.kind == "token_mean":
-            return batch, float(total_N.sum())
+            return float(total_N.sum())
         if self.kind == "sum":
-            return batch, 0.0
+            return 0.0
         if self.kind == "sequence_mean_token_sum_norm":
             assert self.longest is not None, "checked with the configuration"
-            return batch, number * self.longest
-        if self.kind == "sequence_mean_token_mean":
-            share = batch.columns[column] / np.where(total_N == 0, 1.0, total_N)[sequence_T]
-            batch = replace(batch, columns={**batch.columns, column: share.astype(np.float32)})
-        return batch, number
+            return number * self.longest
+        return number
+
+
+def _sequence_of_tokens(batch: TokenBatch) -> Numbers:
+    return np.repeat(batch.sequences, batch.lengths)
+
+
+def _totals(batch: TokenBatch, column: str) -> npt.NDArray[np.float64]:
+    """Returns the sum of the weights of each sequence."""
+    return np.bincount(_sequence_of_tokens(batch), batch.columns[column]).astype(np.float64, copy=False)

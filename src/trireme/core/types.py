@@ -1,6 +1,7 @@
 """The types that cross rooms, and those of the verbs. Field names and defaults are Tinker's where it has the type.
 
-`Datum`, `ModelInput` and `TensorData`, which users make themselves, are in `trireme.core.datum`.
+`Datum`, `ModelInput` and `TensorData`, which users make themselves, are in `trireme.core.datum`, batches of them in
+`trireme.core.batch`.
 
 Shape suffixes used throughout the project: `_P` problems (groups) in a batch, `_G` rollouts in a group, `_T` tokens,
 `_D` datums, `_M` micro-batches, `_R` data-parallel ranks, `_V` vocabulary, `_H` hidden.
@@ -17,9 +18,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.batch_codec import pack, unpack
-from trireme.core.datum import Datum, ModelInput, TensorData
+from trireme.core.batch import Batch
+from trireme.core.batch import Data as Data
+from trireme.core.batch import StoredBatch as StoredBatch
+from trireme.core.batch import TokenBatch as TokenBatch
+from trireme.core.datum import Datum as Datum
 from trireme.core.datum import EncodedTextChunk as EncodedTextChunk
+from trireme.core.datum import ModelInput as ModelInput
+from trireme.core.datum import TensorData
 
 StopReason = Literal["length", "stop"]
 Which = Literal["policy", "reference"]
@@ -154,75 +160,6 @@ class SampleResponse:
 
 
 @dataclass(frozen=True)
-class TokenBatch:
-    """D datums as numpy columns, in which form they cross to the trainer's shards through the object store."""
-
-    tokens: npt.NDArray[np.int32]  # [T], all inputs concatenated; datum d is at `offsets[d]:offsets[d + 1]`
-    offsets: npt.NDArray[np.int64]  # [D + 1]
-    columns: Mapping[str, npt.NDArray[Any]]  # [T] each, in the order of the tokens
-    temperatures: npt.NDArray[np.float32]  # [D]
-    sequences: npt.NDArray[np.int64] = field(default=None)  # type: ignore[arg-type]
-    """[D], equal for datums whose tokens are of the same rollout; by default each datum is a sequence of its own."""
-
-    def __post_init__(self) -> None:
-        if self.sequences is None:
-            object.__setattr__(self, "sequences", np.arange(len(self)))
-
-    @classmethod
-    def from_datums(cls, data_D: Sequence[Datum]) -> TokenBatch:
-        """Concatenates datums. Raises ValueError for one without tokens or with other columns than the first."""
-        if not data_D:
-            raise ValueError("a batch needs at least one datum, got none")
-        names = set(data_D[0].loss_fn_inputs)
-        lengths_D = [d.model_input.length for d in data_D]
-        for d, datum in enumerate(data_D):
-            if set(datum.loss_fn_inputs) != names or not lengths_D[d]:
-                raise ValueError(
-                    f"datum {d} has {lengths_D[d]} tokens and the columns {', '.join(sorted(datum.loss_fn_inputs))}; "
-                    f"expected at least one token, and the columns of datum 0: {', '.join(sorted(names))}"
-                )
-        return cls(
-            tokens=np.concatenate([d.model_input.tokens for d in data_D]),
-            offsets=np.concatenate([[0], np.cumsum(lengths_D)]).astype(np.int64),
-            columns={name: np.concatenate([d.loss_fn_inputs[name].data for d in data_D]) for name in sorted(names)},
-            temperatures=np.asarray([d.temperature for d in data_D], dtype=np.float32),
-        )
-
-    @classmethod
-    def of(cls, data: Data) -> TokenBatch:
-        """Returns `data` itself if it is a batch already, else a batch of it."""
-        return data if isinstance(data, TokenBatch) else cls.from_datums(data)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickles in the compact form of `trireme.core.batch_codec`."""
-        return {**vars(self), "columns": pack(self.tokens, self.offsets, self.columns)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        columns = unpack(state["tokens"], state["offsets"], state["columns"])
-        vars(self).update(state, columns=columns)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Number of tokens of each datum, int64 [D]."""
-        return np.diff(self.offsets)
-
-    def datum(self, d: int) -> Datum:
-        part = slice(int(self.offsets[d]), int(self.offsets[d + 1]))
-        return Datum(
-            ModelInput(self.tokens[part]),
-            {name: column[part] for name, column in self.columns.items()},
-            float(self.temperatures[d]),
-        )
-
-
-Data = TokenBatch | Sequence[Datum]
-"""Data that the trainer's verbs accept."""
-
-
-@dataclass(frozen=True)
 class Provenance:
     """The versions that sampled a minibatch, which the trainer checks before it trains."""
 
@@ -236,7 +173,7 @@ class Provenance:
 class Minibatch:
     """The data of one call to the trainer: a whole substep, or a part of it when streaming."""
 
-    batch: TokenBatch
+    batch: Batch  # from an orchestrator in its own process one whose tokens stay in the object store
     provenance: Provenance
     problems_D: tuple[str, ...]  # the problem of each datum
     last: bool  # it ends its substep
@@ -271,6 +208,18 @@ class ForwardBackwardOutput:
         """The `logprobs` of each datum."""
         bounds = itertools.pairwise(self.offsets.tolist())
         return [{"logprobs": TensorData(self.logprobs[start:end])} for start, end in bounds]
+
+
+@dataclass(frozen=True)
+class StoredOutput:
+    """The result of a pass over a `StoredBatch`, whose log-probabilities stay where its parts are."""
+
+    metrics: Mapping[str, float]  # as in `ForwardBackwardOutput`
+    suspects: tuple[int, ...] = ()
+    peak_s: float = 0.0
+
+
+PassOutput = ForwardBackwardOutput | StoredOutput
 
 
 @dataclass(frozen=True)

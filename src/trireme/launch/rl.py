@@ -10,6 +10,7 @@ from typing import Any
 from inference.engine import engine_args
 from inference.handle import InferenceHandle
 from orchestrator.handle import OrchestratorHandle
+from trainer.batching import RankAssignment
 from trainer.handle import TrainerHandle
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
@@ -61,6 +62,7 @@ class RlRun(TrainingRun):
             self.places["orchestrator"][0],
             run.logs,
             inference.router_factory(()) if config.eval.replicas else None,
+            RankAssignment(config.trainer.processes, self.facts.attention_length),
         )
         ending.callback(orchestrator.stop)
         trainer.offer_by(orchestrator.offer, config.timeouts.update_s)

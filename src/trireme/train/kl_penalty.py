@@ -6,20 +6,27 @@ d_t). That is centred: the penalty moves probability from tokens that are furthe
 that are nearer, and changes no average. With a discount g > 0 the added term is that of the token and, discounted, of
 all that follow in its datum: sum_k g^k (dbar - d_{t+k}) m_{t+k}, masked again. (After Tinker's KL penalty; the
 published code leaks the discounted sum onto observed tokens.)
+
+All of it is computed by the trainer's shards, where the tokens are. This process sees two numbers about each datum, and
+adds them up in the order of the datums, whatever shard computed them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.types import Minibatch, TokenBatch
+from trireme.core.batch import TokenBatch
+from trireme.core.types import Minibatch
 from trireme.train.steps import Trainer
 
 Floats = npt.NDArray[np.float64]
+REFERENCE = "reference_logprobs"
+"""Name of a column with the reference's log-probabilities."""
 
 
 class KlPenalty:
@@ -38,27 +45,16 @@ class KlPenalty:
         if not self._coef:
             yield from minibatches
             return
-        all_ = [(minibatch, self._divergence(minibatch.batch)) for minibatch in minibatches]
-        tokens = sum(np.count_nonzero(minibatch.batch.columns["mask"]) for minibatch, _ in all_)
-        mean = sum(float(divergence.sum()) for _, divergence in all_) / max(tokens, 1)
+        all_, total, tokens = [], 0.0, 0.0
+        for minibatch in minibatches:
+            batch, sums = self._trainer.forward_summarized(minibatch.batch, "reference", REFERENCE, sum_distances)
+            all_.append(replace(minibatch, batch=batch))
+            total, tokens = total + float(sums[0].sum()), tokens + float(sums[1].sum())
+        mean = total / max(tokens, 1)
         self._means.append(mean)
-        for minibatch, divergence in all_:
-            yield replace(minibatch, batch=self._penalized(minibatch.batch, mean - divergence))
-
-    def _divergence(self, batch: TokenBatch) -> Floats:
-        """d_t, float64 [T]."""
-        reference = self._trainer.forward(batch, "reference").logprobs
-        sampled = batch.columns["logprobs"].astype(np.float64)
-        return np.where(batch.columns["mask"] != 0, sampled - reference, 0.0)
-
-    def _penalized(self, batch: TokenBatch, centred: Floats) -> TokenBatch:
-        """Adds to the advantages of a batch. `centred`: dbar - d_t, float64 [T]."""
-        mask = batch.columns["mask"] != 0
-        added = self._coef * mask * centred
-        if self._discount:
-            added = mask * discounted_future_sum(added, batch.offsets, self._discount)
-        advantages = (batch.columns["advantages"] + added).astype(np.float32)
-        return replace(batch, columns={**batch.columns, "advantages": advantages})
+        penalized = partial(with_penalty, mean=mean, coef=self._coef, discount=self._discount)
+        for minibatch in all_:
+            yield replace(minibatch, batch=minibatch.batch.mapped(penalized))
 
     def end_step(self, version: int) -> None:
         """Says that the policy has become `version`. At a multiple of `update_every` it becomes the reference, also of
@@ -70,6 +66,32 @@ class KlPenalty:
         """Returns `kl_policy_base` of the step that is done: the mean of its substeps' dbar."""
         means, self._means = self._means, []
         return {"kl_policy_base": float(np.mean(means))} if means else {}
+
+
+def sum_distances(batch: TokenBatch) -> Floats:
+    """Returns for each datum the sum of d_t, and its number of action tokens, float64 [2, D]. The column REFERENCE of
+    the batch has the reference's log-probabilities."""
+    starts = batch.offsets[:-1]
+    return np.stack([np.add.reduceat(_distances(batch), starts), np.add.reduceat(1.0 * _acts(batch), starts)])
+
+
+def with_penalty(batch: TokenBatch, mean: float, coef: float, discount: float) -> TokenBatch:
+    """Adds the penalty to the advantages, and drops the column REFERENCE. `mean`: dbar."""
+    added = coef * _acts(batch) * (mean - _distances(batch))
+    if discount:
+        added = _acts(batch) * discounted_future_sum(added, batch.offsets, discount)
+    columns = {name: column for name, column in batch.columns.items() if name != REFERENCE}
+    return replace(batch, columns={**columns, "advantages": (columns["advantages"] + added).astype(np.float32)})
+
+
+def _acts(batch: TokenBatch) -> npt.NDArray[np.bool_]:
+    return batch.columns["mask"] != 0
+
+
+def _distances(batch: TokenBatch) -> Floats:
+    """Returns d_t, float64 [T]."""
+    sampled = batch.columns["logprobs"].astype(np.float64)
+    return np.where(_acts(batch), sampled - batch.columns[REFERENCE], 0.0)
 
 
 def discounted_future_sum(values: Floats, offsets: npt.NDArray[np.int64], discount: float) -> Floats:

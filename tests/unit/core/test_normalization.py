@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.losses import resolve_loss, with_sequence_ratios
+from trainer.losses import POLICY, mean_log_ratios, resolve_loss, sum_log_ratios, with_sequence_ratios
 from trireme.core.normalization import LossNormalization, Normalization
 from trireme.core.types import Datum, ModelInput, TokenBatch
 
@@ -58,7 +58,8 @@ def computed(kind: LossNormalization, loss: str, minibatches: list[list[tuple[in
         divisor += own
         logprobs = np.concatenate([columns["p"] for _, columns in parts]).astype(np.float32)
         if loss == "gspo":
-            batch = with_sequence_ratios(batch, logprobs, config)
+            known = replace(batch, columns={**batch.columns, POLICY: logprobs})
+            batch = with_sequence_ratios(known, mean_log_ratios(batch.sequences, sum_log_ratios(known, config)))
         for d in range(len(batch)):
             row = slice(int(batch.offsets[d]), int(batch.offsets[d + 1]))
             p = torch.tensor(logprobs[None, row], requires_grad=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trireme.core.types import Datum, ForwardBackwardOutput, Minibatch, ModelInput, Provenance, TokenBatch
+from trireme.core.types import Datum, Minibatch, ModelInput, Provenance, TokenBatch
 from trireme.train.kl_penalty import KlPenalty, discounted_future_sum
 
 VECTORS = json.loads((Path(__file__).parents[2] / "oracles" / "vectors.json").read_text())
@@ -36,10 +36,11 @@ class Trainer:
         self.log = [] if log is None else log
         self.logprobs = logprobs
 
-    def forward(self, data, which="policy"):
+    def forward_summarized(self, batch, which, name, summarize):
         self.log.append(which)
-        logprobs = np.full(len(data.tokens), -1.0, np.float32) if self.logprobs is None else self.logprobs
-        return ForwardBackwardOutput(logprobs, data.offsets, {})
+        logprobs = np.full(len(batch.tokens), -1.0, np.float32) if self.logprobs is None else self.logprobs
+        computed = replace(batch, columns={**batch.columns, name: logprobs})
+        return computed, summarize(computed)
 
     def update_reference(self):
         self.log.append("becomes the policy")

@@ -12,6 +12,7 @@ from trainer.batching import ShardOutput
 from trainer.shard import Shard
 from trireme.config import Config
 from trireme.config.losses import LOSSES
+from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput, NonFiniteGradient
 from trireme.core.types import AdamParams, Datum, ModelInput, TokenBatch
 from trireme.transports.packing import Packer
@@ -110,7 +111,7 @@ def test_a_gradient_that_is_not_finite_has_culprits_though_its_loss_is():
     batch = make_batch((2, 3, 2))
     p = np.array([0, 0, 3, -1, 3, 0, 0], np.float32)
     output = ShardOutput((2, 1, 0), np.concatenate([p[5:], p[2:5], p[:2]]), {})
-    assert nonfinite_datums(batch, output, root, {}) == (1,)
+    assert nonfinite_datums(BatchPart.of(batch), output, root, {}) == (1,)
 
 
 def test_supervised_losses_have_culprits_too(shard):

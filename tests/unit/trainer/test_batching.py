@@ -1,12 +1,23 @@
 """The plan holds for any lengths: each datum once, the budget kept, the same number of micro-batches on all ranks."""
 
 import itertools
+import pickle
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batching import GOOD_ENOUGH, MICRO_BATCH_COST, MicroBatch, Packed, Rows, balance, compute_cost, plan
+from trainer.batching import (
+    GOOD_ENOUGH,
+    MICRO_BATCH_COST,
+    MicroBatch,
+    Packed,
+    RankAssignment,
+    Rows,
+    balance,
+    compute_cost,
+    plan,
+)
 
 ATTENTION = 10
 
@@ -161,3 +172,11 @@ def test_by_number_of_sequences_every_datum_is_computed_once_and_no_part_has_mor
     real = [micro.datums for micro_M in micro_R for micro in micro_M if not micro.filler]
     assert sorted(d for datums in real for d in datums) == list(range(len(lengths)))
     assert max(len(datums) for datums in real) <= size
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(1, 5), st.booleans())
+def test_who_knows_the_lengths_knows_which_rank_computes_a_datum(lengths, num_ranks, packed):
+    assignment = pickle.loads(pickle.dumps(RankAssignment(num_ranks, 100)))
+    planned = plan(np.array(lengths), num_ranks, 64, 100, packed)
+    own_R = [sorted(d for micro in micro_M if not micro.filler for d in micro.datums) for micro_M in planned]
+    assert [own.tolist() for own in assignment(np.array(lengths))] == own_R

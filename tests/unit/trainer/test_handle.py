@@ -1,16 +1,20 @@
 """The trainer's handle, as far as it needs no cluster; `tests/e2e/test_trainer.py` has its verbs."""
 
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from trainer_support import make_batch, make_config
 
 from trainer import handle
-from trainer.batching import ShardOutput
+from trainer.batching import RankAssignment, ShardOutput, SummarizedOutput
 from trainer.handle import TrainerHandle
+from trireme.core.batch import StoredBatch
+from trireme.core.types import StoredOutput
 
 
 def test_blame_names_batches_and_datums():
@@ -47,38 +51,90 @@ def test_half_a_gpu_is_shared_with_a_replica(monkeypatch, gpus, share):
     assert made[0][-1] == share
 
 
+ASSIGN = RankAssignment(2, 100)
+
+
+class StandIn:
+    """A shard that computes a log-probability of -1 for each token of its `own` datums, and keeps what it trains."""
+
+    def __init__(self, part, own):
+        self.part, self.own, self.trained = part, own, {}
+
+    def forward_backward(self, loss_fn, loss_fn_config, provenance, wants_logprobs):
+        places = self.part.places(self.own)
+        self.trained = {d: self.part.batch.datum(n) for d, n in zip(self.own, places, strict=True)}
+        output = self.output()
+        return replace(output, logprobs=output.logprobs[: None if wants_logprobs else 0])
+
+    def output(self):
+        return ShardOutput(tuple(self.own), np.full(self.part.lengths[self.own].sum(), -1, np.float32), {})
+
+    def forward_summarized(self, which, name, summarize):
+        column, batch = self.output().as_column(self.part), self.part.batch
+        sums = summarize(replace(batch, columns={**batch.columns, name: column}))
+        return SummarizedOutput(np.array(self.own, np.int64), column, sums[:, self.part.places(self.own)])
+
+
 class Shards(TrainerHandle):
-    """A handle of one shard that notes what it is asked, and computes a log-probability of -1 for each token."""
+    """A handle of two such shards that notes what they are asked."""
 
     def __init__(self):
-        super().__init__(make_config("m"), [None], [None], None)
-        self.asked = []
+        super().__init__(make_config("m"), [None] * 2, [None] * 2, None)
+        self.asked, self.trained = [], {}
 
-    def _call(self, verb, batch, *args, timeout_s=None):
-        self.asked.append((verb, batch))
-        tokens = range(len(batch))
-        return [ShardOutput(tuple(tokens), np.full(len(batch.tokens), -1, np.float32), {})]
+    def _call(self, verb, *args, timeout_s=None):
+        assert verb == "rank_assignment"
+        return [ASSIGN] * 2
+
+    def _call_with(self, batch, verb, *args):
+        self.asked.append(verb)
+        parts_R = [part.opened(lambda column, owner: column) for part in batch.parts_R]
+        owns_R = [own.tolist() for own in ASSIGN(batch.lengths)]
+        assert sorted(itertools.chain(*owns_R)) == list(range(len(batch))), "each datum is one shard's own"
+        shards_R = list(map(StandIn, parts_R, owns_R))
+        outputs_R = [getattr(shard, verb)(*args) for shard in shards_R]
+        self.trained = {d: datum for shard in shards_R for d, datum in shard.trained.items()}
+        return outputs_R
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
 @pytest.mark.parametrize(
     ("loss", "sequences", "passes"), [("gspo", [0, 0, 1], 2), ("gspo", None, 1), ("ppo", [0] * 3, 1)]
 )
 def test_the_ratio_of_a_sequence_in_several_datums_is_known_before_the_backward_pass(
-    monkeypatch, loss, sequences, passes
+    loss, sequences, passes, is_stored
 ):
-    monkeypatch.setattr("trainer.handle.ray.put", lambda batch: batch)
     batch, shards = make_batch((3, 2, 2)), Shards()
     if sequences:
         batch = replace(batch, sequences=np.array(sequences))
-    shards.forward_backward(batch, loss)
-    assert [verb for verb, _ in shards.asked] == ["forward", "forward_backward"][-passes:]
-    trained = shards.asked[-1][1].columns
+    given = StoredBatch.store(batch.lengths, batch.sequences, batch.take, ASSIGN)
+    output = shards.forward_backward(given if is_stored else batch, loss)
+    assert shards.asked == ["forward_summarized", "forward_backward"][-passes:]
+    if is_stored:
+        assert output == StoredOutput({}), "the log-probabilities stay with the shards"
+    else:
+        assert output.logprobs.tolist() == [-1] * 7
+    trained = [shards.trained[d].loss_fn_inputs for d in range(3)]
     if passes == 1:
-        assert "sequence_log_ratio" not in trained
+        assert all("sequence_log_ratio" not in columns for columns in trained)
         return
     log = np.where(batch.columns["mask"] != 0, -1 - batch.columns["logprobs"], 0)
     first, second = log[:5].sum() / (3 + 2 - 2), log[5:].sum() / (2 - 1)
-    assert trained["sequence_log_ratio"] == pytest.approx([first] * 5 + [second] * 2)
+    ratios = np.concatenate([columns["sequence_log_ratio"].data for columns in trained])
+    assert ratios == pytest.approx([first] * 5 + [second] * 2)
+
+
+def test_a_loss_of_all_datums_fetches_a_stored_batch(monkeypatch):
+    batch, shards, seen = make_batch((3, 2, 2)), Shards(), []
+    stored = StoredBatch.store(batch.lengths, batch.sequences, batch.take, ASSIGN)
+    monkeypatch.setattr(shards, "forward", lambda batch: SimpleNamespace(logprobs=np.zeros(7, np.float32)))
+
+    def loss(data_D, p_D):
+        seen.extend(datum.model_input.to_ints() for datum in data_D)
+        return sum(p.sum() for p in p_D), {}
+
+    shards.forward_backward_custom(stored, loss)
+    assert seen == [batch.datum(d).model_input.to_ints() for d in range(3)]
 
 
 def test_importing_it_imports_neither_torch_nor_transformers():

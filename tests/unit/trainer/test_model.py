@@ -167,7 +167,7 @@ def gathers(rank, world_size, store, model, reshard):
         calls.clear()
         output = one.forward_backward(make_batch(LENGTHS), "ppo", {}, None)
     gradient = {name: p.grad.full_tensor().clone() for name, p in one._model.named_parameters()}
-    units, passes = len(fsdp_units(one._model)), len(one._micro_batches(make_batch(LENGTHS)))
+    units, passes = len(fsdp_units(one._model)), len(one._micro_batches(np.array(LENGTHS)))
     gathered = [not parameter.is_meta and type(parameter).__name__ == "DTensor" for parameter in one._parameters]
     dist.destroy_process_group()
     return output.logprobs, gradient, len(calls), units, passes, all(gathered)

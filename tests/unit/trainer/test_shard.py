@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from trainer_support import make_batch, make_model
 from transformers import AutoModelForCausalLM
 
 from trainer.batch_checks import PublishedVersions
-from trainer.batching import MicroBatch, ShardOutput, scatter_outputs
-from trainer.losses import resolve_loss, with_sequence_ratios
+from trainer.batching import MicroBatch, ShardOutput, scatter_outputs, scatter_sums
+from trainer.losses import POLICY, mean_log_ratios, resolve_loss, sum_log_ratios, with_sequence_ratios
 from trainer.publish import canary_tokens
+from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.normalization import Normalization
 from trireme.core.transport import join_parts
@@ -61,7 +63,7 @@ def test_gradient_is_that_of_the_whole_sum_whatever_the_micro_batches(shard, mod
     one = shard(**{f"trainer__micro_batch_{bound}": at})
     output = one.forward_backward(batch, "importance_sampling", {}, None)
     if bound == "size":
-        assert [len(micro.datums) for micro in one._micro_batches(batch)] == [2, 2, 1]
+        assert [len(micro.datums) for micro in one._micro_batches(batch.lengths)] == [2, 2, 1]
     p, unsharded = reference(model, batch)
     loss, _ = importance_sampling(p, {name: torch.from_numpy(c) for name, c in batch.columns.items()})
     loss.backward()
@@ -224,8 +226,9 @@ def test_gspo_of_rollouts_in_several_datums_is_that_of_the_whole_model(shard, mo
     )
     one = shard(**{f"trainer__{name}": value for name, value in options.items()})
     _, config = resolve_loss("gspo", wide)
-    logprobs = scatter_outputs(batch, [one.forward(batch)])
-    one.forward_backward(with_sequence_ratios(batch, logprobs, config), "gspo", wide, None)
+    output = one.forward_summarized(BatchPart.of(batch), "policy", POLICY, partial(sum_log_ratios, config=config))
+    means = mean_log_ratios(batch.sequences, scatter_sums(len(batch), [output]))
+    one.forward_backward(with_sequence_ratios(batch, means), "gspo", wide, None)
 
     p, unsharded = reference(model, batch)
     q, a, m = (torch.from_numpy(whole.columns[name]) for name in ("logprobs", "advantages", "mask"))
@@ -252,7 +255,7 @@ def test_a_custom_loss_is_not_asked_where_no_token_counts(shard, monkeypatch):
     own, batch = f"{__name__}:mean_over_the_micro_batch", make_batch(LENGTHS)
     assert not batch.columns["mask"][batch.offsets[2] : batch.offsets[3]].any(), "datum 2 has no token that counts"
     one = shard(trainer__micro_batch_size=1)
-    plan = [*one._micro_batches(batch), MicroBatch((0,), filler=True)]
+    plan = [*one._micro_batches(batch.lengths), MicroBatch((0,), filler=True)]
     monkeypatch.setattr(one, "_micro_batches", lambda _: plan)
     output = one.forward_backward(batch, own, {}, None)
     logprobs, mask = scatter_outputs(batch, [output]), batch.columns["mask"]

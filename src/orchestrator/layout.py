@@ -1,0 +1,46 @@
+"""Lays out minibatches in a thread of its own, so that the event loop serves rollouts meanwhile.
+
+    event loop   takes finished groups                                    answers the driver with lengths and references
+    thread             | lays out and packs a piece, then the next; stores a part | and the next part
+
+The thread holds Python's lock no longer than a numpy call about a piece takes (`trireme.core.batch.PIECE_TOKENS`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from orchestrator.advantages import Keep, keep_whole
+from trireme.core.types import Minibatch
+from trireme.process import trace
+
+Build = Callable[[Keep], Minibatch]
+"""Builds a minibatch, whose tokens are where it is told to keep them."""
+BuildOn = Callable[[Build], Awaitable[Minibatch]]
+"""Says where and when a minibatch is built."""
+
+
+async def build_here(build: Build) -> Minibatch:
+    """Builds a minibatch on the event loop, whole."""
+    return build(keep_whole)
+
+
+class LayoutThread:
+    """Builds one minibatch after the other in a thread."""
+
+    def __init__(self, keep: Keep) -> None:
+        self._keep = keep
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="layout")
+
+    async def __call__(self, build: Build) -> Minibatch:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._build, build)
+
+    def _build(self, build: Build) -> Minibatch:
+        with trace.span("lay_out", "layout"):
+            return build(self._keep)
+
+    def close(self) -> None:
+        """Ends the thread. Does not wait for what it is doing."""
+        self._thread.shutdown(wait=False)

@@ -1,0 +1,290 @@
+"""Batches of datums: whole, as parts in the object store, and the part of one rank.
+
+    TokenBatch    all columns of all datums, in the process that has it
+    StoredBatch   lengths and references; each process of the trainer fetches its own part
+    BatchPart     what one process of the trainer computes with
+
+Which datum belongs to which part follows from the lengths alone, by a function that the trainer gives (`Assign`). So
+another process can lay out the parts, and no process needs to hold or send the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trireme.core.batch_codec import PackedColumn, pack, unpack
+from trireme.core.datum import Datum, ModelInput
+
+Numbers = npt.NDArray[np.int64]
+Assign = Callable[[Numbers], Sequence[Numbers]]
+"""Takes the lengths of all datums, [D]. Returns, for each process of the trainer, the numbers of its own, ascending."""
+PIECE_TOKENS = 1 << 20
+"""Tokens that are laid out and packed together. Few, so that no call of numpy holds Python's lock for long; enough, so
+that the calls cost less than the numbers."""
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """D datums as numpy columns."""
+
+    tokens: npt.NDArray[np.int32]  # [T], all inputs concatenated; datum d is at `offsets[d]:offsets[d + 1]`
+    offsets: Numbers  # [D + 1]
+    columns: Mapping[str, npt.NDArray[Any]]  # [T] each, in the order of the tokens
+    temperatures: npt.NDArray[np.float32]  # [D]
+    sequences: Numbers = field(default=None)  # type: ignore[arg-type]
+    """[D], equal for datums whose tokens are of the same rollout; by default each datum is a sequence of its own."""
+
+    def __post_init__(self) -> None:
+        if self.sequences is None:
+            object.__setattr__(self, "sequences", np.arange(len(self)))
+
+    @classmethod
+    def from_datums(cls, data_D: Sequence[Datum]) -> TokenBatch:
+        """Concatenates datums. Raises ValueError for one without tokens or with other columns than the first."""
+        if not data_D:
+            raise ValueError("a batch needs at least one datum, got none")
+        names = set(data_D[0].loss_fn_inputs)
+        lengths_D = [d.model_input.length for d in data_D]
+        for d, datum in enumerate(data_D):
+            if set(datum.loss_fn_inputs) != names or not lengths_D[d]:
+                raise ValueError(
+                    f"datum {d} has {lengths_D[d]} tokens and the columns {', '.join(sorted(datum.loss_fn_inputs))}; "
+                    f"expected at least one token, and the columns of datum 0: {', '.join(sorted(names))}"
+                )
+        return cls(
+            tokens=np.concatenate([d.model_input.tokens for d in data_D]),
+            offsets=np.concatenate([[0], np.cumsum(lengths_D)]).astype(np.int64),
+            columns={name: np.concatenate([d.loss_fn_inputs[name].data for d in data_D]) for name in sorted(names)},
+            temperatures=np.asarray([d.temperature for d in data_D], dtype=np.float32),
+        )
+
+    @classmethod
+    def of(cls, data: TokenBatch | Sequence[Datum]) -> TokenBatch:
+        """Returns `data` itself if it is a batch already, else a batch of it."""
+        return data if isinstance(data, TokenBatch) else cls.from_datums(data)
+
+    @classmethod
+    def join(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
+        """Concatenates batches with the same columns."""
+        if len(batches) == 1:
+            return batches[0]
+        lengths = np.concatenate([batch.lengths for batch in batches])
+        return cls(
+            tokens=np.concatenate([batch.tokens for batch in batches]),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]),
+            columns={name: np.concatenate([batch.columns[name] for batch in batches]) for name in batches[0].columns},
+            temperatures=np.concatenate([batch.temperatures for batch in batches]),
+            sequences=np.concatenate([batch.sequences for batch in batches]),
+        )
+
+    def take(self, datums: Numbers) -> TokenBatch:
+        """Returns some datums, in the order given."""
+        if len(datums) == len(self) and np.array_equal(datums, np.arange(len(self))):
+            return self
+        starts, ends = self.offsets[datums].tolist(), self.offsets[datums + 1].tolist()
+        parts = [slice(start, end) for start, end in zip(starts, ends, strict=True)]
+        return TokenBatch(
+            tokens=np.concatenate([self.tokens[part] for part in parts]),
+            offsets=np.concatenate([[0], np.cumsum(self.lengths[datums])]),
+            columns={name: np.concatenate([column[part] for part in parts]) for name, column in self.columns.items()},
+            temperatures=self.temperatures[datums],
+            sequences=self.sequences[datums],
+        )
+
+    def mapped(self, function: BatchMap) -> TokenBatch:
+        """Returns what `function` makes of the batch: the same datums with other columns."""
+        return function(self)
+
+    def packed(self) -> PackedBatch:
+        """Returns the compact form of `trireme.core.batch_codec`, in which a batch crosses to another process."""
+        columns = pack(self.tokens, self.offsets, self.columns)
+        return PackedBatch(self.tokens, self.offsets, columns, self.temperatures, self.sequences)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedBatch.unpacked, (self.packed(),)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Numbers:
+        """Number of tokens of each datum, int64 [D]."""
+        return np.diff(self.offsets)
+
+    def datum(self, d: int) -> Datum:
+        part = slice(int(self.offsets[d]), int(self.offsets[d + 1]))
+        return Datum(
+            ModelInput(self.tokens[part]),
+            {name: column[part] for name, column in self.columns.items()},
+            float(self.temperatures[d]),
+        )
+
+
+BatchMap = Callable[[TokenBatch], TokenBatch]
+"""Gives datums other columns, each datum on its own: it is called with those of a part. Must be picklable."""
+LayOut = Callable[[Numbers], TokenBatch]
+"""Takes the numbers of some datums of a batch, ascending. Returns these datums."""
+Summary = Callable[[TokenBatch], npt.NDArray[np.float64]]
+"""Returns K numbers about each datum, [K, D], each from that datum alone. Must be picklable."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A `TokenBatch` in compact form."""
+
+    tokens: npt.NDArray[np.int32]  # [T]
+    offsets: Numbers  # [D + 1]
+    columns: Mapping[str, PackedColumn]
+    temperatures: npt.NDArray[np.float32]  # [D]
+    sequences: Numbers  # [D]
+
+    def unpacked(self) -> TokenBatch:
+        """Returns the batch that was packed."""
+        columns = unpack(self.tokens, self.offsets, self.columns)
+        return TokenBatch(self.tokens, self.offsets, columns, self.temperatures, self.sequences)
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """The datums of a batch that one process of the trainer needs: its own, and the batch's shortest, because those who
+    have nothing left to compute repeat that with weight 0."""
+
+    lengths: Numbers
+    """[D], of all datums of the batch, from which all processes make the same plan."""
+    datums: Numbers
+    """[N], ascending: the numbers in the batch of the datums that are here."""
+    batch: TokenBatch
+    """These N datums."""
+
+    @classmethod
+    def of(cls, data: BatchPart | TokenBatch) -> BatchPart:
+        """Returns `data` itself if it is a part already, else the part that has all datums."""
+        return data if isinstance(data, BatchPart) else cls(data.lengths, np.arange(len(data)), data)
+
+    def places(self, datums: Sequence[int]) -> Numbers:
+        """Returns the places in `batch` of datums that are given by their numbers. Raises ValueError for one that is
+        not here."""
+        wanted = np.asarray(datums, np.int64)
+        places = np.searchsorted(self.datums, wanted)
+        absent = wanted[self.datums[np.minimum(places, len(self.datums) - 1)] != wanted]
+        if len(absent):
+            raise ValueError(
+                f"datum {absent[0]} belongs to another part of the batch; expected the parts to be cut by the plan of "
+                "this trainer (trainer.batching.RankAssignment)"
+            )
+        return places
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """A `BatchPart` in the object store."""
+
+    lengths: Numbers
+    datums: Numbers
+    pieces: tuple[PackedBatch, ...]
+    """The datums, cut into pieces of about PIECE_TOKENS."""
+
+    def unpacked(self) -> BatchPart:
+        return BatchPart(self.lengths, self.datums, TokenBatch.join([piece.unpacked() for piece in self.pieces]))
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Tells a process of the trainer where its part of a `StoredBatch` is."""
+
+    part: Any
+    """A reference to its PackedPart, or the PackedPart itself."""
+    owner: str
+    """Names the process that keeps it."""
+    columns: tuple[tuple[str, Any], ...] = ()
+    """Names of further columns of this part, and references to their values."""
+    maps: tuple[BatchMap, ...] = ()
+    """What is done to the part once it is there, in this order."""
+
+    def opened(self, fetch: Callable[[Any, str], Any]) -> BatchPart:
+        """Fetches the part. `fetch` takes a reference and the name of its owner, and returns the value."""
+        stored = self.part if isinstance(self.part, PackedPart) else fetch(self.part, self.owner)
+        part: BatchPart = stored.unpacked()
+        more = {name: fetch(column, self.owner) for name, column in self.columns}
+        batch = replace(part.batch, columns={**part.batch.columns, **more}) if more else part.batch
+        for function in self.maps:
+            batch = batch.mapped(function)
+        return replace(part, batch=batch)
+
+
+@dataclass(frozen=True)
+class StoredBatch:
+    """D datums whose tokens and columns are elsewhere, a part for each process of the trainer."""
+
+    lengths: Numbers  # [D]
+    sequences: Numbers  # [D], as in `TokenBatch`
+    parts_R: tuple[StoredPart, ...]
+
+    @classmethod
+    def store(
+        cls,
+        lengths: Numbers,
+        sequences: Numbers,
+        lay_out: LayOut,
+        assign: Assign,
+        put: Callable[[PackedPart], Any] = lambda part: part,
+        owner: str = "driver",
+    ) -> StoredBatch:
+        """Lays out the parts of a batch, one after the other, and gives each to `put`, which returns a reference to it.
+
+        `lengths` and `sequences` are those of all datums. At any time there are the packed pieces of one part and one
+        piece that is not packed yet.
+        """
+        shortest, parts_R = int(np.argmin(lengths)), []
+        for own in assign(lengths):
+            datums = np.union1d(own, [shortest])
+            pieces = tuple(lay_out(piece).packed() for piece in cut_pieces(datums, lengths))
+            parts_R.append(StoredPart(put(PackedPart(lengths, datums, pieces)), owner))
+        return cls(lengths, sequences, tuple(parts_R))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def offsets(self) -> Numbers:
+        """Returns where each datum would begin if all were one after the other, and where the last ends, [D + 1]."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    def mapped(self, function: BatchMap) -> StoredBatch:
+        """Returns a batch whose parts are changed by `function`, where they are fetched."""
+        return replace(self, parts_R=tuple(replace(part, maps=(*part.maps, function)) for part in self.parts_R))
+
+    def with_column(self, name: str, column_R: Sequence[Any]) -> StoredBatch:
+        """Returns a batch with a further column, of which `column_R` has a reference for each part."""
+        parts_R = zip(self.parts_R, column_R, strict=True)
+        return replace(
+            self, parts_R=tuple(replace(part, columns=(*part.columns, (name, ref))) for part, ref in parts_R)
+        )
+
+    def whole(self, fetch: Callable[[Any, str], Any]) -> TokenBatch:
+        """Fetches all parts, and returns all datums in their order. `fetch` is that of `StoredPart.opened`."""
+        parts = [part.opened(fetch) for part in self.parts_R]
+        numbers, first = np.unique(np.concatenate([part.datums for part in parts]), return_index=True)
+        assert len(numbers) == len(self), "every datum is in a part"
+        return TokenBatch.join([part.batch for part in parts]).take(first)
+
+
+Batch = TokenBatch | StoredBatch
+Data = Batch | Sequence[Datum]
+"""Data that the trainer's verbs accept."""
+
+
+def cut_pieces(datums: Numbers, lengths: Numbers) -> Iterator[Numbers]:
+    """Cuts `datums` into runs of at most PIECE_TOKENS tokens, or of one longer datum. `lengths` are those of all."""
+    ends = np.cumsum(lengths[datums])
+    first = 0
+    while first < len(datums):
+        before = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + PIECE_TOKENS, side="right")))
+        yield datums[first:last]
+        first = last

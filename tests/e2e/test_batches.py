@@ -1,0 +1,159 @@
+"""Batches on their way from the orchestrator's actor to the trainer's shards, over Ray: the driver holds none of their
+tokens, and each shard fetches its own part."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from orchestrator_support import SeededSampler
+from trainer_support import VOCAB, make_batch, make_config, make_model
+
+from orchestrator.handle import OrchestratorHandle
+from trainer.batching import RankAssignment
+from trainer.handle import TrainerHandle
+from trireme.config.model_facts import ModelFacts
+from trireme.core.batch import StoredBatch, TokenBatch
+from trireme.core.errors import BadInput, RoomFailed
+from trireme.core.types import AdamParams, Minibatch, StoredOutput, WeightIdentity
+from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest
+from trireme.process import waits
+from trireme.train.kl_penalty import REFERENCE, sum_distances, with_penalty
+
+SHARDS = 2
+STAY = AdamParams(learning_rate=0.0)
+
+
+def fetch(reference: Any, owner: str) -> Any:
+    return waits.get(reference, who=owner, timeout_s=30)
+
+
+@pytest.fixture(scope="module")
+def rooms(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Iterator[tuple[TrainerHandle, Any]]:
+    """Two shards, and an orchestrator that has answered with version 0 of the weights."""
+    model = make_model(tmp_path_factory.mktemp("model"), "qwen3", True)
+    config = make_config(
+        model,
+        trainer__shards=SHARDS,
+        trainer__micro_batch_tokens=8,
+        orchestrator__batch_size=6,
+        orchestrator__group_size=4,
+        env={"id": "orchestrator_support:Guesses", "name": "guesses"},
+    )
+    facts = ModelFacts.of(config, required=True)
+    assert facts is not None
+    assign = RankAssignment(SHARDS, facts.attention_length)
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    importable = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
+    trainer = TrainerHandle.start(config, [{"num_cpus": 1}] * SHARDS, None)
+    orchestrator = OrchestratorHandle.start(
+        config, SeededSampler, {"num_cpus": 0, "runtime_env": importable}, None, assign=assign
+    )
+    started = [room.ready_refs() for room in (trainer, orchestrator)]
+    refs, names = ([item for room in started for item in room[part]] for part in (0, 1))
+    waits.get_all(refs, who=names, timeout_s=240)
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
+    orchestrator.update_weights(PublishedWeights(WeightsManifest(WeightIdentity(0, 0, "d0"), (), canary), ()))
+    yield trainer, orchestrator
+    trainer.stop()
+    orchestrator.stop()
+
+
+@pytest.fixture(scope="module")
+def minibatch(rooms: tuple[TrainerHandle, OrchestratorHandle]) -> Minibatch:
+    (minibatch,) = rooms[1].minibatches(0, 0)
+    return minibatch
+
+
+def stored_of(minibatch: Minibatch) -> StoredBatch:
+    assert isinstance(minibatch.batch, StoredBatch)
+    return minibatch.batch
+
+
+def test_the_driver_gets_lengths_and_references(minibatch: Minibatch) -> None:
+    batch = stored_of(minibatch)
+    assert len(batch) == 24
+    assert [type(part.part) for part in batch.parts_R] == [ray.ObjectRef] * SHARDS
+    assert not hasattr(batch, "tokens")
+    assert not hasattr(batch, "columns")
+    assert len(minibatch.problems_D) == len(minibatch.provenance.floors) == len(batch)
+
+
+def test_each_shard_fetches_its_own_part_and_computes_what_it_does_with_the_whole(
+    rooms: tuple[TrainerHandle, OrchestratorHandle], minibatch: Minibatch, tmp_path: Path
+) -> None:
+    trainer, batch = rooms[0], stored_of(minibatch)
+
+    def note(part: TokenBatch) -> TokenBatch:  # runs where the part is, after it was fetched
+        (tmp_path / str(os.getpid())).write_text(json.dumps(part.sequences.tolist()))
+        return part
+
+    output = trainer.forward_backward(batch.mapped(note), "ppo", {})
+    assert isinstance(output, StoredOutput), "the log-probabilities stay with the shards"
+    own_R = RankAssignment(SHARDS, trainer._call("rank_assignment")[0].attention_length)(batch.lengths)
+    shortest = int(np.argmin(batch.lengths))
+    expected = sorted(sorted({*own.tolist(), shortest}) for own in own_R)
+    assert sorted(json.loads(file.read_text()) for file in tmp_path.iterdir()) == expected
+    assert all(len(part) < len(batch) for part in expected)
+    norm = trainer.optim_step(STAY, 1.0).metrics["grad_norm"]
+    whole = batch.whole(fetch)
+    again = trainer.forward_backward(whole, "ppo", {})
+    assert again.metrics == output.metrics
+    assert trainer.optim_step(STAY, 1.0).metrics["grad_norm"] == norm > 0, "bit for bit"
+    assert whole.columns["mask"].sum() == output.metrics["loss_tokens:sum"]
+
+
+def test_a_penalty_is_computed_where_the_parts_are(
+    rooms: tuple[TrainerHandle, OrchestratorHandle], minibatch: Minibatch
+) -> None:
+    trainer, batch = rooms[0], stored_of(minibatch)
+    whole = batch.whole(fetch)
+    computed = replace(whole, columns={**whole.columns, REFERENCE: trainer.forward(whole).logprobs})
+    with_column, sums = trainer.forward_summarized(batch, "policy", REFERENCE, sum_distances)
+    assert sums.tolist() == sum_distances(computed).tolist()
+    penalized = with_column.mapped(penalty).whole(fetch)
+    expected = penalty(computed)
+    assert set(penalized.columns) == set(expected.columns) == set(whole.columns)
+    assert penalized.columns["advantages"].tolist() == expected.columns["advantages"].tolist()
+
+
+def penalty(batch: TokenBatch) -> TokenBatch:
+    return with_penalty(batch, mean=0.25, coef=0.1, discount=0.5)
+
+
+def test_what_one_shard_refuses_all_refuse_and_the_group_goes_on(
+    rooms: tuple[TrainerHandle, OrchestratorHandle],
+) -> None:
+    trainer, batch = rooms[0], make_batch((7, 5, 3, 3))
+    for d in (0, 1, 2, 3):
+        wrong = pickle.loads(pickle.dumps(batch))
+        wrong.tokens.flags.writeable = True
+        wrong.tokens[wrong.offsets[d] + 1] = VOCAB
+        for verb in (lambda: trainer.forward(wrong), lambda: trainer.forward_backward(wrong, "ppo", {})):  # noqa: B023
+            with pytest.raises(BadInput, match=rf"datum {d} has token {VOCAB} in its model_input, at place 1"):
+                verb()
+    assert np.isfinite(trainer.forward(batch).logprobs).all()
+
+
+def test_a_part_whose_owner_died_is_the_failure_of_the_orchestrator(
+    rooms: tuple[TrainerHandle, OrchestratorHandle], minibatch: Minibatch
+) -> None:
+    trainer, orchestrator = rooms
+    ray.kill(orchestrator._actor, no_restart=True)
+
+    def train_until_it_fails(within_s: float) -> None:  # Ray takes a moment to drop what the dead process owned
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            trainer.forward_backward(minibatch.batch, "ppo", {})
+
+    with pytest.raises(RoomFailed, match=r"orchestrator \(a part of a batch\): \w*(Owner|Lost)"):
+        train_until_it_fails(60)
