@@ -1,0 +1,59 @@
+"""Minibatches are laid out in a thread of their own, while the event loop goes on."""
+
+import asyncio
+import threading
+from functools import partial
+
+import pytest
+
+from orchestrator.advantages import keep_whole
+from orchestrator.layout import LayoutThread, build_here
+from trireme.core.types import Minibatch
+
+
+def test_the_loop_turns_while_a_minibatch_is_built():
+    """The thread waits for what only the loop can give it: laid out on the loop, it would wait for ever."""
+    turned, threads = threading.Event(), []
+
+    def build(keep) -> Minibatch:
+        threads.append(threading.current_thread())
+        assert turned.wait(30), "the loop stood still"
+        return keep
+
+    async def main():
+        layout = LayoutThread("where tokens are kept")
+        building = asyncio.create_task(layout(build))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        turned.set()
+        built = await building
+        second = await layout(build)
+        layout.close()
+        return built, second
+
+    assert asyncio.run(main()) == ("where tokens are kept",) * 2
+    assert threads[0] is threads[1] is not threading.main_thread()
+
+
+def test_an_error_of_the_thread_reaches_who_asked():
+    def build(keep):
+        raise ValueError("a turn has an empty observation")
+
+    async def main():
+        layout = LayoutThread(keep_whole)
+        with pytest.raises(ValueError, match="empty observation"):
+            await layout(build)
+        layout.close()
+
+    asyncio.run(main())
+
+
+def test_without_an_actor_a_minibatch_is_built_here():
+    threads = []
+
+    def build(keep):
+        threads.append(threading.current_thread())
+        return keep
+
+    assert asyncio.run(build_here(partial(build))) is keep_whole
+    assert threads == [threading.main_thread()]
