@@ -148,6 +148,7 @@ class Scenario:
                 "inference": {
                     "replicas": self.replicas,
                     "max_num_seqs": self.slots,
+                    "answer_s": NO_DEADLINE_S,
                     "sampling": {"max_tokens": LONGEST * self.median},
                 },
                 "timeouts": {"batch_s": self.stats_tick_s * 10_000, "update_s": self.update_deadline_s},

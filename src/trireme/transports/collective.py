@@ -23,6 +23,9 @@ from trireme.process.interfaces import gloo_interface
 ROOT = 0
 POLL_S = 0.001
 PIECE_BYTES = 2**20
+CONNECTING = 5
+"""gloo waits so many times its timeout for a member that is to connect (`Pair::waitUntil` in gloo/transport/tcp/pair.cc),
+for example one that died after it had said its address."""
 
 
 class Collective(Protocol):
@@ -56,7 +59,7 @@ class GlooCollective:
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, interface: str) -> None:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub names another class
         options._devices = [ProcessGroupGloo.create_device(interface=interface)]
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timedelta(seconds=timeout_s / CONNECTING)
         options._threads = 1
         self._before, self._behind = rank - 1, rank + 1 if rank + 1 < size else None
         self._next_tag = 0
