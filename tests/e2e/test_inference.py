@@ -221,6 +221,31 @@ def test_no_mode_serves_prefixes_of_older_weights(pair: dict[str, Room], mode: s
         assert room.difference(prompt, answer) < TOLERANCE
 
 
+def test_with_kept_kv_a_conversation_keeps_its_prefix_over_an_update_and_a_new_one_shares_none_of_it(
+    pair: dict[str, Room],
+) -> None:
+    """Both begin with the same system prompt. The second turn reads keys and values of the weights that made the first,
+    so its log-probabilities are not those of the new weights alone; those of the new conversation are."""
+    room, system = pair["keep_kv"], prompt_of(400, seed=8)
+
+    async def run() -> tuple[list[int], Any, Any]:
+        await room.update()
+        first = await room.router.sample(replace(request("first", system, 8, seed=1), trajectory="conversation"))
+        await room.update()
+        prompt = [*system, *first.tokens.tolist(), *prompt_of(20, seed=9)]
+        turn = replace(request("second", prompt, 8, seed=2), trajectory="conversation", extends=len(system) + 8)
+        second = await room.router.sample(replace(turn, began=first.spans[0].identity))
+        return prompt, second, await room.router.sample(request("another", prompt, 8, seed=3))
+
+    prompt, second, another = asyncio.run(run())
+    assert second.spans[0].identity == another.spans[0].identity
+    assert [second.spans[0].mixed, another.spans[0].mixed] == [True, False]
+    newest = room.models[second.spans[0].identity.version]
+    pure = reference_logprobs(newest, prompt + second.tokens.tolist())[len(prompt) - 1 :]
+    assert np.abs(pure - second.logprobs).max() > 100 * TOLERANCE
+    assert room.difference(prompt, another) < TOLERANCE
+
+
 def test_a_drained_sequence_never_has_two_versions(pair: dict[str, Room]) -> None:
     room = pair["drain"]
     prompts = [prompt_of(20 + i, seed=i) for i in range(6)]
