@@ -4,7 +4,7 @@
 
 The orchestrator is that of a run, an actor that a driver calls; its replicas have their answers ready (`turns.py`,
 `_ready_replicas.py`), so that all its time is its own. The shards are actors without a model, which fetch what a shard
-computes and return as many log-probabilities. A second orchestrator resumes from the commit of the first, and lays out
+computes. A second orchestrator resumes from the commit of the first, and lays out
 the same batch again, token for token.
 
 The last lines of the output are the results, a JSON object each:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from trainer.batching import ShardOutput
     from trainer.handle import TrainerHandle
     from trireme.config import Config
-    from trireme.core.types import TokenBatch
+    from trireme.core.batch import Assign, StoredBatch, StoredPart, TokenBatch
 
 BYTES_PER_TOKEN = 14
 TARGET_MEMORY = 1.5
@@ -57,18 +57,17 @@ TARGET_WHOLE_S = 600.0
 class StubShard:
     """A shard without a model: fetches its part of a batch, and returns a log-probability for each token."""
 
-    def __init__(self, config: Config, rank: int, ranks: int) -> None:
-        self._config, self._rank, self._ranks = config, rank, ranks
+    def __init__(self, rank: int, assign: Assign) -> None:
+        self._rank, self._assign = rank, assign
 
-    def call(self, verb: str, *args: Any) -> Any:
-        return getattr(self, verb)(*args)
+    def call(self, verb: str, part: StoredPart, *_: Any) -> ShardOutput:
+        """Fetches the part as a shard's actor does; the log-probabilities stay here, as with a shard."""
+        from trainer.batching import ShardOutput
 
-    def forward_backward(self, batch: TokenBatch, *_: Any) -> ShardOutput:
-        from trainer.batching import ShardOutput, balance, compute_cost
-
-        datums = tuple(balance(compute_cost(batch.lengths, 1), self._ranks)[self._rank])
-        logprobs = np.concatenate([batch.columns["logprobs"][batch.offsets[d] : batch.offsets[d + 1]] for d in datums])
-        return ShardOutput(datums, logprobs, {"loss:sum": 0.0})
+        opened = part.opened(lambda reference, owner: wait_for([reference], owner)[0])
+        datums = self._assign(opened.lengths)[self._rank]
+        assert len(opened.batch.tokens) >= opened.lengths[datums].sum(), "its part has all that it computes"
+        return ShardOutput(tuple(datums.tolist()), np.zeros(0, np.float32), {"loss:sum": 0.0})
 
     def ready(self) -> int:
         """Returns its process id."""
@@ -76,7 +75,12 @@ class StubShard:
 
     def peak(self) -> int:
         """Returns the most bytes that it had in memory."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return peak_bytes()
+
+
+def peak_bytes() -> int:
+    """Returns the most bytes that this process had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass
@@ -106,33 +110,38 @@ def _cpu_s() -> float:
     return sum(sum(seconds) for seconds in cpu_by_room(psutil.Process()).values())
 
 
-def start_orchestrator(config: Config, notes: Path) -> OrchestratorHandle:
+def start_orchestrator(config: Config, notes: Path, assign: Assign) -> OrchestratorHandle:
     from orchestrator.handle import OrchestratorHandle
 
-    handle = OrchestratorHandle.start(config, partial(ReadySampler, notes), {"num_cpus": 0}, None)
+    handle = OrchestratorHandle.start(config, partial(ReadySampler, notes), {"num_cpus": 0}, None, assign=assign)
     wait_for(handle.ready_refs()[0], "the orchestrator")
     return handle
 
 
-def start_trainer(config: Config, shards: int) -> tuple[TrainerHandle, list[Any]]:
+def start_trainer(config: Config, shards: int, assign: Assign) -> tuple[TrainerHandle, list[Any]]:
     import ray
 
     from trainer.handle import TrainerHandle
 
-    actors = [ray.remote(StubShard).options(num_cpus=0).remote(config, rank, shards) for rank in range(shards)]
+    actors = [ray.remote(StubShard).options(num_cpus=0).remote(rank, assign) for rank in range(shards)]
     ready = [actor.ready.remote() for actor in actors]
     wait_for(ready, "a stub shard")
     return TrainerHandle(config, actors, ready, None), actors
 
 
-def take(orchestrator: OrchestratorHandle, trainer: TrainerHandle, parts: Parts, name: str) -> TokenBatch:
-    """Brings weights, and takes and trains the first step. Returns its batch."""
+def take(orchestrator: OrchestratorHandle, trainer: TrainerHandle, parts: Parts, name: str) -> StoredBatch:
+    """Brings weights, and takes and trains the first step. Returns its batch, which is in the object store."""
     orchestrator.update_weights(published(0))
     with parts(f"{name}: sampled and laid out"):
         (minibatch,) = orchestrator.minibatches(0, 0)
     with parts(f"{name}: fetched by the shards"):
         trainer.forward_backward(minibatch.batch, "ppo", None, minibatch.provenance)
-    return minibatch.batch
+    return minibatch.batch  # type: ignore[return-value]
+
+
+def whole(batch: StoredBatch) -> TokenBatch:
+    """Fetches all parts of a batch."""
+    return batch.whole(lambda reference, owner: wait_for([reference], owner)[0])
 
 
 def notes_of(file: Path) -> list[dict[str, Any]]:
@@ -148,30 +157,34 @@ def equal(one: TokenBatch, other: TokenBatch) -> bool:
 
 
 def run(directory: Path, rollouts: int, shards: int) -> None:
+    from trainer.batching import RankAssignment
     from trireme.config import Config
 
     groups = rollouts // GROUP_SIZE
     shape = config_of(make_model(directory / "model"), LONG, groups, 2, max_steps_off_policy=0)
     config, parts = Config.model_validate(shape), Parts()
-    trainer, actors = start_trainer(config, shards)
+    assign = RankAssignment(shards, 1)
+    trainer, actors = start_trainer(config, shards, assign)
     notes = directory / "notes.jsonl"
-    orchestrator = start_orchestrator(config, notes)
+    orchestrator = start_orchestrator(config, notes, assign)
     batch = take(orchestrator, trainer, parts, "new")
     with parts("committed"):
         files = orchestrator.save_state(directory / "commit").wait(config.timeouts.checkpoint_s)
+    driver_peak = peak_bytes()
+    there = whole(batch)
     orchestrator.stop()
     noted = notes_of(notes)
-    orchestrator = start_orchestrator(config, directory / "resumed.jsonl")
+    orchestrator = start_orchestrator(config, directory / "resumed.jsonl", assign)
     with parts("resumed: read"):
         orchestrator.load_state(directory / "commit")
     again = take(orchestrator, trainer, parts, "resumed")
-    if not equal(batch, again):
+    if not equal(there, whole(again)):
         raise RuntimeError("the batch of the resumed orchestrator differs from that of the first")
     orchestrator.stop()
     print_memory(noted, sum(file.stat().st_size for file in (directory / "commit").iterdir()), rollouts)
-    print_stall(noted, notes_of(directory / "resumed.jsonl"), len(batch.tokens))
+    print_stall(noted, notes_of(directory / "resumed.jsonl"), len(there.tokens))
     peaks = wait_for([actor.peak.remote() for actor in actors], "a stub shard")
-    print_whole(parts, len(batch.tokens), peaks, files)
+    print_whole(parts, len(there.tokens), driver_peak, peaks, files)
 
 
 def print_memory(noted: Sequence[dict[str, Any]], commit_bytes: int, rollouts: int) -> None:
@@ -222,7 +235,7 @@ def print_stall(first: Sequence[dict[str, Any]], resumed: Sequence[dict[str, Any
     ).print()
 
 
-def print_whole(parts: Parts, tokens: int, peaks: Sequence[int], files: Sequence[Any]) -> None:
+def print_whole(parts: Parts, tokens: int, driver_peak: int, peaks: Sequence[int], files: Sequence[Any]) -> None:
     whole = sum(parts.seconds.values())
     Result(
         name="long_rollouts, whole",
@@ -235,7 +248,7 @@ def print_whole(parts: Parts, tokens: int, peaks: Sequence[int], files: Sequence
         detail={
             "seconds": parts.seconds,
             "cpu_s": parts.cpu_s,
-            "driver_peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 3),
+            "driver_peak_gb": round(driver_peak / 1e9, 3),
             "shard_peak_gb": [round(peak / 1e9, 3) for peak in peaks],
             "files": len(files),
             "load": os.getloadavg()[0],
