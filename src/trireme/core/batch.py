@@ -186,11 +186,14 @@ class PackedPart:
 
     lengths: Numbers
     datums: Numbers
-    pieces: tuple[PackedBatch, ...]
-    """The datums, cut into pieces of about PIECE_TOKENS."""
+    pieces: tuple[Any, ...]
+    """The datums, cut into pieces of about PIECE_TOKENS: references to a PackedBatch each, or these themselves. Each is
+    stored by itself, as storing holds Python's lock for as long as it copies."""
 
-    def unpacked(self) -> BatchPart:
-        return BatchPart(self.lengths, self.datums, TokenBatch.join([piece.unpacked() for piece in self.pieces]))
+    def opened(self, fetch: Callable[[Any], Any]) -> BatchPart:
+        """Returns the part. `fetch` takes a reference to a piece and returns the piece."""
+        pieces = [piece if isinstance(piece, PackedBatch) else fetch(piece) for piece in self.pieces]
+        return BatchPart(self.lengths, self.datums, TokenBatch.join([piece.unpacked() for piece in pieces]))
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,7 @@ class StoredPart:
     def opened(self, fetch: Callable[[Any, str], Any]) -> BatchPart:
         """Fetches the part. `fetch` takes a reference and the name of its owner, and returns the value."""
         stored = self.part if isinstance(self.part, PackedPart) else fetch(self.part, self.owner)
-        part: BatchPart = stored.unpacked()
+        part: BatchPart = stored.opened(lambda piece: fetch(piece, self.owner))
         more = {name: fetch(column, self.owner) for name, column in self.columns}
         batch = replace(part.batch, columns={**part.batch.columns, **more}) if more else part.batch
         for function in self.maps:
@@ -232,18 +235,18 @@ class StoredBatch:
         sequences: Numbers,
         lay_out: LayOut,
         assign: Assign,
-        put: Callable[[PackedPart], Any] = lambda part: part,
+        put: Callable[[Any], Any] = lambda value: value,
         owner: str = "driver",
     ) -> StoredBatch:
-        """Lays out the parts of a batch, one after the other, and gives each to `put`, which returns a reference to it.
+        """Lays out the parts of a batch, one after the other, and gives each piece and each part to `put`, which
+        returns a reference to it.
 
-        `lengths` and `sequences` are those of all datums. At any time there are the packed pieces of one part and one
-        piece that is not packed yet.
+        `lengths` and `sequences` are those of all datums. At any time one piece is in this process.
         """
         shortest, parts_R = int(np.argmin(lengths)), []
         for own in assign(lengths):
             datums = np.union1d(own, [shortest])
-            pieces = tuple(lay_out(piece).packed() for piece in cut_pieces(datums, lengths))
+            pieces = tuple(put(lay_out(piece).packed()) for piece in cut_pieces(datums, lengths))
             parts_R.append(StoredPart(put(PackedPart(lengths, datums, pieces)), owner))
         return cls(lengths, sequences, tuple(parts_R))
 
