@@ -50,7 +50,7 @@ class ReadySampler:
         return [UpdateReport(0, weights.identity, Drift(0.0, 0.0), 0, 0.0)]
 
     async def offer(self, offer: Offer) -> Session:
-        return Session(offer.attempt, 1, ())
+        return Session(offer.attempt, 1, {})
 
     def acknowledged(self) -> dict[int, int]:
         return {} if self._version is None else {0: self._version}

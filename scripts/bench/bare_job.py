@@ -48,7 +48,7 @@ def generating(model: str, longest: int, rollouts: int, seeds: bool) -> Callable
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
-    from vllm.inputs import tokens_input
+    from vllm.inputs import TokensPrompt
 
     llm = LLM(
         model,
@@ -62,7 +62,7 @@ def generating(model: str, longest: int, rollouts: int, seeds: bool) -> Callable
     )
 
     def generate(repeat: int) -> float:
-        prompts = [tokens_input(prompt_of(repeat, index // 8)) for index in range(rollouts)]
+        prompts = [TokensPrompt(prompt_token_ids=prompt_of(repeat, i // 8)) for i in range(rollouts)]
         params = [
             SamplingParams(
                 max_tokens=longest,

@@ -184,7 +184,7 @@ class Bench:
         """One sequence after the other; the first are of different lengths, so that they do not end together."""
         length = 1 + (ANSWER * (place + 1)) // self.requests
         while True:
-            prompt = tuple(int(t) for t in np.random.default_rng(place).integers(0, 1000, PROMPT))
+            prompt = np.random.default_rng(place).integers(0, 1000, PROMPT, dtype=np.int32)
             name = f"{place}/{next(self.numbers)}"
             async for _ in self.replica.sample([SampleRequest(name, prompt, SamplingParams(length), name)]):
                 pass

@@ -39,6 +39,7 @@ from _rooms import let_actors_import_benchmarks
 from pipeline import START_S, published
 from turns import GROUP_SIZE, LONG, config_of, make_model
 
+from trireme.core.batch import TokenBatch
 from trireme.process.environ import prepare_ray_environment
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from trainer.batching import ShardOutput
     from trainer.handle import TrainerHandle
     from trireme.config import Config
-    from trireme.core.batch import Assign, StoredBatch, StoredPart, TokenBatch
+    from trireme.core.batch import Assign, StoredBatch, StoredPart
 
 BYTES_PER_TOKEN = 14
 TARGET_MEMORY = 1.5
@@ -113,7 +114,8 @@ def _cpu_s() -> float:
 def start_orchestrator(config: Config, notes: Path, assign: Assign) -> OrchestratorHandle:
     from orchestrator.handle import OrchestratorHandle
 
-    handle = OrchestratorHandle.start(config, partial(ReadySampler, notes), {"num_cpus": 0}, None, assign=assign)
+    sampler: Any = partial(ReadySampler, notes)  # it has no replicas that join or fail
+    handle = OrchestratorHandle.start(config, sampler, {"num_cpus": 0}, None, assign=assign)
     wait_for(handle.ready_refs()[0], "the orchestrator")
     return handle
 
@@ -136,7 +138,9 @@ def take(orchestrator: OrchestratorHandle, trainer: TrainerHandle, parts: Parts,
         (minibatch,) = orchestrator.minibatches(0, 0)
     with parts(f"{name}: fetched by the shards"):
         trainer.forward_backward(minibatch.batch, "ppo", None, minibatch.provenance)
-    return minibatch.batch  # type: ignore[return-value]
+    batch = minibatch.batch
+    assert not isinstance(batch, TokenBatch), "the orchestrator stores what it lays out"
+    return batch
 
 
 def whole(batch: StoredBatch) -> TokenBatch:

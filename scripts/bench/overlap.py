@@ -80,7 +80,9 @@ class Generation:
             sampling = self._config.inference.sampling
             params = sampling.params(i, tuple(stop), sampling.max_tokens)
             group = i // self._config.orchestrator.group_size
-            sampled = await self._sampler.sample(SampleRequest(f"alone-{i}", tuple(prompt), params, f"alone-{group}"))
+            sampled = await self._sampler.sample(
+                SampleRequest(f"alone-{i}", np.asarray(prompt, np.int32), params, f"alone-{group}")
+            )
             self.played += 1
             self.tokens += len(sampled.tokens)
 

@@ -112,7 +112,7 @@ class Bench:
     async def _sample(self, place: int) -> None:
         """Samples one sequence after the other, the first of other lengths, so that they do not end together."""
         length = 1 + (ANSWER * (place + 1)) // self._requests
-        prompt = tuple(int(t) for t in np.random.default_rng(place).integers(0, 1000, PROMPT))
+        prompt = np.random.default_rng(place).integers(0, 1000, PROMPT, dtype=np.int32)
         while True:
             name = f"{place}/{next(self._numbers)}"
             await self._router.sample(SampleRequest(name, prompt, SamplingParams(length), name))

@@ -15,6 +15,7 @@ from _common import Result
 
 from orchestrator.tools import Tool, Toolbox
 from trireme.renderers import ToolSpec
+from trireme.renderers.types import ToolCall
 
 SLEEP_S = 10.0
 TICK_S = 0.01
@@ -38,7 +39,9 @@ def block(seconds: float) -> str:
 async def measure(name: str, calls: int) -> tuple[float, float, float]:
     """Returns the CPU milliseconds of a call, the longest delay of the loop and the seconds that all took."""
     box, draw = Toolbox(Tool(spec("wait"), wait), Tool(spec("block"), block)), random.Random(0)
-    given = [[{"name": name, "arguments": {"seconds": draw.uniform(1, SLEEP_S)}}] for _ in range(calls)]
+    given: list[list[ToolCall]] = [
+        [{"name": name, "arguments": {"seconds": draw.uniform(1, SLEEP_S)}}] for _ in range(calls)
+    ]
     lag_s = 0.0
 
     async def watch() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +126,8 @@ class TurnsBuilder(EnvGroupBuilder):
 
     async def make_env(self, sample: int) -> Env:
         rng = np.random.default_rng(self.seed)
-        draw = partial(rng.integers, 0, VOCAB, dtype=np.int32)
-        return TurnsEnv(draw(self.first), draw(OBSERVED), self.turns, float(sample % 2))
+        tokens = rng.integers(0, VOCAB, self.first + OBSERVED, dtype=np.int32)
+        return TurnsEnv(tokens[: self.first], tokens[self.first :], self.turns, float(sample % 2))
 
 
 class TurnsDataset(RLDataset):

@@ -24,8 +24,8 @@ ROOT = 0
 POLL_S = 0.001
 PIECE_BYTES = 2**20
 CONNECTING = 5
-"""gloo waits so many times its timeout for a member that is to connect (`Pair::waitUntil` in gloo/transport/tcp/pair.cc),
-for example one that died after it had said its address."""
+"""gloo waits so many times its timeout for a member that is to connect (`Pair::waitUntil` in its tcp/pair.cc), for
+example one that died after it had said its address."""
 
 
 class Collective(Protocol):
