@@ -211,8 +211,9 @@ class Pipeline:
         return self._boundary or self._state()
 
     def load(self, state: OrchestratorState, known: Collection[WeightIdentity] = ()) -> KeptShare:
-        """Continues from a state, before the first `update_weights`, or, after `hold`, the one of a commit which knows
-        these weights. Returns what was kept of unfinished rollouts. Raises BadInput when the dataset is another."""
+        """Continues from a state, before the first `update_weights`. Groups that run here live on if all their tokens
+        are of weights that are `known`. Returns what was kept of unfinished rollouts. Raises BadInput when the dataset
+        is another."""
         if self._config.deterministic:  # all of a turn is sampled together
             state = replace(state, running=())
         self._mix.load_state_dict(state.cursor)
