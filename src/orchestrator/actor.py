@@ -134,8 +134,10 @@ class OrchestratorActor:
 
         return await asyncio.to_thread(write)
 
-    async def load_state(self, path: Path) -> None:
-        self._pipeline.load(await asyncio.to_thread(OrchestratorState.read, path))
+    async def load_state(self, path: Path) -> str:
+        """Continues from a state. Returns what was kept of unfinished rollouts; "" if there were none."""
+        kept = self._pipeline.load(await asyncio.to_thread(OrchestratorState.read, path))
+        return str(kept) if kept.rollouts else ""
 
     async def stop(self) -> None:
         """Cancels all rollouts and closes their environments. May be called again: after SIGTERM, by the driver."""

@@ -138,10 +138,12 @@ class OrchestratorHandle:
             [self._actor.write_snapshot.remote(path)], ["orchestrator (its part of a commit)"], self._log
         )
 
-    def load_state(self, path: Path) -> None:
-        """Continues from a state that `save_state` wrote; once ready, before the first `update_weights`. Raises
-        BadInput when the dataset lacks the problems that are to be sampled."""
-        self._wait(self._actor.load_state.remote(path), f"its state from {path}", self._config.timeouts.checkpoint_s)
+    def load_state(self, path: Path) -> str:
+        """Continues from a state that `save_state` wrote; once ready, before the first `update_weights`. Returns what
+        was kept of unfinished rollouts ("" if there were none). Raises BadInput when the dataset lacks the problems
+        that are to be sampled."""
+        loaded = self._actor.load_state.remote(path)
+        return str(self._wait(loaded, f"its state from {path}", self._config.timeouts.checkpoint_s))
 
     def views(self, file: Path) -> Mapping[str, Any]:
         """Returns, by the name of the process, a reference to what it sees of `file` (`process.environ.view_of`)."""

@@ -43,7 +43,8 @@ class Core:
 
     trainer: TrainerHandle
     others: Mapping[str, Any]
-    """The others with a part in each commit, by its name: each has `save_state` and `load_state`."""
+    """The others with a part in each commit, by its name: each has `save_state`, and `load_state`, which returns what
+    is to be said of it, if anything."""
     rooms: Sequence[Any]
     """The handles of the rooms that were started."""
     serving: ReplicaUser | None = None
@@ -211,7 +212,8 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
             if said := core.trainer.load_state(start.commit / "trainer", start.manifest.identities):
                 supervisor.roster.note("trainer_0", said)
             for name, other in core.others.items():
-                other.load_state(start.commit / name)
+                if said := other.load_state(start.commit / name):
+                    console.print(f"{name}: {said}", markup=False)
         run.checkout()
         console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
         supervisor.goes_on()
