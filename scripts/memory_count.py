@@ -340,6 +340,7 @@ def _without_memory(*, gpu: bool) -> Iterator[None]:
         replace(trainer.model.AutoModelForCausalLM, "from_config", as_it_is(AutoModelForCausalLM.from_config))
         replace(trainer.snapshot, "DeviceMesh", lambda device, ranks, **options: meshes[0])
         replace(Mesh, "broadcast_object", lambda mesh, value: value)
+        replace(Mesh, "agree", lambda mesh, refusal: None)  # there are no other ranks
         replace(Layout, "with_hashes", lambda layout, hashes: layout.entries)
         no_sums = partial(torch.zeros, dtype=torch.int64)  # there are no bytes
         replace(trainer.shard_sums, "tensor_sums", lambda *_: no_sums(2))

@@ -53,8 +53,9 @@ from mypy.types import (
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("trireme", "trainer", "orchestrator", "inference")
 
-ELSEWHERE = {"node", "info", "original_def", "expanded", "analyzed"}
-"""Fields of a node that lead to other trees, or to the same one again."""
+ELSEWHERE = {"node", "info", "original_def", "expanded", "analyzed", "setter"}
+"""Fields of a node that lead to other trees, or to the same one again. (mypy raises an AssertionError for the setter of
+overloads that are no property.)"""
 
 
 @dataclass(frozen=True)
