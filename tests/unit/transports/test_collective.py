@@ -3,18 +3,20 @@ are tested with real ones in test_broadcast.py, and NCCL itself by scripts/gpu_c
 
 import ctypes
 import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from trireme.core.errors import RoomFailed
 from trireme.transports import collective
-from trireme.transports.collective import Nccl, NcclCollective
+from trireme.transports.collective import GlooCollective, Nccl, NcclCollective
 
 
 class Library:
@@ -122,3 +124,48 @@ def test_what_is_written_out_here_is_what_the_installed_header_says() -> None:
     assert "remote process" in Nccl().describe(numbers["ncclRemoteError"])
     names = ("ncclGetUniqueId", "ncclCommInitRankConfig", "ncclBroadcast", "ncclCommGetAsyncError", "ncclCommAbort")
     assert all(hasattr(Nccl()._library, name) for name in names)
+
+
+class Addresses(Store):
+    """A store in this process whose values can be read, and set before a group meets at it."""
+
+    def __init__(self, known: dict[str, bytes]) -> None:
+        super().__init__()
+        self.known = known
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self.known.setdefault(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.known[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.known for key in keys)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:  # type: ignore[override]
+        while not self.check(keys):
+            time.sleep(0.01)
+
+
+def address_of_a_lost_member() -> bytes:
+    """Returns what rank 1 of a group says of itself, with the highest port: rank 0 then waits for it to connect."""
+    store = Addresses({})
+    with ThreadPoolExecutor(2) as threads:  # which keep both groups until both are there
+        list(threads.map(lambda rank: GlooCollective(store, rank, 2, 60.0, "lo"), range(2)))
+    said = store.known["0/1"]
+    host = said.index(bytes([127, 0, 0, 1]))
+    return said[: host - 2] + (65535).to_bytes(2, "big") + said[host:]
+
+
+def test_gloo_waits_longer_than_its_timeout_for_a_member_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When this fails, `collective.CONNECTING` is no longer needed."""
+    lost = address_of_a_lost_member()
+    waited_s = {}
+    for times in (1, collective.CONNECTING):
+        monkeypatch.setattr(collective, "CONNECTING", times)
+        began = time.monotonic()
+        with pytest.raises(RoomFailed, match="did not all connect"):
+            GlooCollective(Addresses({"0/1": lost}), 0, 2, 0.2, "lo")
+        waited_s[times] = time.monotonic() - began
+    assert waited_s[1] >= 5 * 0.2
+    assert waited_s[5] >= 0.2
