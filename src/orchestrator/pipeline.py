@@ -37,12 +37,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from orchestrator.admission import Backpressure, Permit
 from orchestrator.advantages import ScoredGroup, build_minibatch, is_constant
 from orchestrator.cursor import Mix
+from orchestrator.cut_wait import CutWait
+from orchestrator.effort import Efforts, GroupEffort
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
 from orchestrator.group_runner import GroupOutcome, GroupRunner
@@ -103,6 +106,8 @@ class Pipeline:
         self._newest = -1
         self._pace = Lockstep(self._ledger.can_dispatch) if config.deterministic else OwnPace()
         self._pressure = Backpressure(config)
+        self._efforts = Efforts(lambda: asyncio.get_running_loop().time(), repeatable=config.deterministic)
+        self._cut_wait = CutWait(self._ledger, self._efforts, config.batch_deadline_s / 2)
         self._runners = {
             env.label: GroupRunner(
                 config, env, limits, self._sample, self._pace, partial(self._note_error, env=env.label)
@@ -173,6 +178,8 @@ class Pipeline:
         except TimeoutError:
             raise RoomFailed(self._overdue(step, count)) from None
         scored_P = [self._finished.pop(group.index) for group in groups]
+        if self._ledger.batch > step:
+            self._cut_wait.note_cut()
         self._evict(evicted)
         self._meter.trained += scored_P
         last = (done + count) % per_substep == 0
@@ -188,10 +195,11 @@ class Pipeline:
         fault_point("orchestrator.release")
         self._background.raise_error(but_limits=True)
         groups = self._ledger.release(step)
+        self._cut_wait.note_release()
         self._slots_changed.set()
         records = self._recorder.lines(step, self._meter.trained)
         row = self._meter.take(step, self._ledger.counts(), self._idle.take())
-        row |= self.evaluator.take(step) | self._pressure.take()
+        row |= self.evaluator.take(step) | self._pressure.take() | self._efforts.take() | self._cut_wait.take()
         self._boundary = self._state() if self._config.deterministic else None
         return StepSummary(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
 
@@ -262,18 +270,23 @@ class Pipeline:
     # ---- taking
 
     async def _take(self, step: int, count: int) -> tuple[list[Group], list[Group]]:
+        waited = False
         while True:
             self._background.raise_error()
             enough = len(self._finished) >= count  # cheaper than to ask the ledger, which looks at all groups
-            if enough and (taken := self._ledger.take(step, count)):
+            until = self._cut_wait.until(count, waited) if enough else None
+            if enough and until is None and (taken := self._ledger.take(step, count)):
                 return taken
+            waited = True
             self._groups_changed.clear()
-            await self._groups_changed.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await self._groups_changed.wait()
 
     def _evict(self, evicted: Sequence[Group]) -> None:
         """Stops the rollouts of groups that the ledger has given up, and drops the finished ones."""
         for group in evicted:
-            self._finished.pop(group.index, None)
+            self._efforts.evict(group.index, self._finished.pop(group.index, None))
             self._running.stop(group.index)
         self._slots_changed.set()
 
@@ -332,10 +345,12 @@ class Pipeline:
         self._pace.enter(group.index, runner.size)
         builder = self._mix.builder(group.problem)
         progress = self._running.begin(group, builder.scores_in_any_process)
-        work = self._run_group(group, builder, runner, permit, progress)
+        effort = self._efforts.begin(group.index, runner.env.label, progress.sampled_G(runner.size))
+        work = self._run_group(group, builder, runner, permit, effort, progress)
         task = self._background.spawn(work, f"group of problem {group.problem}")
         self._running.add_task(group, task)
         task.add_done_callback(permit.close)
+        task.add_done_callback(effort.close)
 
     async def _stats_loop(self) -> None:
         while True:
@@ -352,11 +367,17 @@ class Pipeline:
     # ---- one group
 
     async def _run_group(
-        self, group: Group, builder: EnvGroupBuilder, runner: GroupRunner, permit: Permit, progress: GroupProgress
+        self,
+        group: Group,
+        builder: EnvGroupBuilder,
+        runner: GroupRunner,
+        permit: Permit,
+        effort: GroupEffort,
+        progress: GroupProgress,
     ) -> None:
         over = partial(self._running.ends, group)  # an eviction must not interrupt the cleanup
         with trace.life("group", group.index, problem=group.problem, floor=group.floor) as ending:
-            outcome = await runner.run(group, builder, permit, over, progress)
+            outcome = await runner.run(group, builder, permit, effort, over, progress)
             await self._pace.before_end(group.index)
             self._settle(group, outcome)
             ending["versions"] = outcome.scored.versions if outcome.scored else None
@@ -385,6 +406,7 @@ class Pipeline:
         if self._ledger.active.get(group.index) is not group:  # given up while its environments were cleaned up
             return
         scored = outcome.scored
+        self._efforts.settle(group.index, scored)
         if scored is None:
             self._ledger.fail(group)
         elif self._options.remove_constant_reward_groups and is_constant(scored.rewards_G):
