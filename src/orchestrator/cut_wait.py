@@ -89,7 +89,9 @@ def seconds_to_wait(late: Sequence[GroupEffort], tokens_per_s: float, lost_share
 def ended_within(group: GroupEffort, waits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Returns the probability that all rollouts of a group end within each of `waits`; 0 where one has lasted longer
     than all that are known."""
-    return np.prod([1 - still_there(group, age, waits) for age in group.ages], axis=0, initial=1.0) * np.ones_like(waits)
+    return np.prod([1 - still_there(group, age, waits) for age in group.ages], axis=0, initial=1.0) * np.ones_like(
+        waits
+    )
 
 
 def still_there(group: GroupEffort, age: float, waits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

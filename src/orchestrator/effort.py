@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from orchestrator.advantages import ScoredGroup
-from orchestrator.trajectory import Trajectory
 from orchestrator.survival import Survival
-
+from orchestrator.trajectory import Trajectory
 
 WASTE = ("expired_running", "expired_finished", "failed")
 """Why tokens are not trained on; `metrics.py` adds those of filtered groups."""
@@ -112,7 +111,9 @@ class Speed:
     sequences are in it, so that seconds per token = a + b * rollouts, by least squares over tokens."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(5)  # of tokens; and weighted by them: rollouts, their squares, seconds per token, products
+        self._sums = np.zeros(
+            5
+        )  # of tokens; and weighted by them: rollouts, their squares, seconds per token, products
 
     def note(self, tokens: int, seconds: float, rollouts: int) -> None:
         """Takes note of an answer that came while so many rollouts ran."""

@@ -15,7 +15,8 @@ filtered since the row before. Evicted and failed groups are counted, but their 
                           so since the last row
   waste/<cause>           tokens that were sampled in vain since the last row: of groups that were given up while they
                           ran (`expired_running`; of answers that were stopped as estimated from their seconds) or had
-                          finished (`expired_finished`), of groups that were `filtered`, and of `failed` groups and tries
+                          finished (`expired_finished`), of groups that were `filtered`, and of `failed` groups and
+                          tries
   length/trained, sampled  mean tokens of the rollouts trained on; and of the last rollouts that were sampled, estimated
                           with those that were stopped (`survival.py`; not in deterministic mode). Equal if no
                           length is preferred

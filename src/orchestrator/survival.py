@@ -30,8 +30,7 @@ class Survival:
 
     @property
     def curve(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """The values seen, ascending, and the estimated share of rollouts that have more than each: float64 [n] both.
-        """
+        """The values seen, ascending, and the estimated share of rollouts that have more than each: float64 [n]."""
         if self._curve is None:
             # Of equal values those that ended come first: one that was stopped there has more.
             seen = np.array(sorted(self._seen, key=lambda one: (one[0], not one[1])), np.float64).reshape(-1, 2)

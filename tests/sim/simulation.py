@@ -5,8 +5,9 @@
                               +--minibatches--> a trainer that sleeps, as `trireme.train.rl_loop` calls the real one
 
 A replica decodes `slots` sequences at once, all of them by a token in each of its steps, and starts the others in the
-order in which they came. A step takes `token_s`, and `each_s` more for each sequence in it. An update pauses it: what is in flight is prefilled again and goes on under the new weights.
-The token that it samples says which version sampled it, so that what the spans promise can be compared.
+order in which they came. A step takes `token_s`, and `each_s` more for each sequence in it. An update pauses it:
+what is in flight is prefilled again and goes on under the new weights. The token that it samples says which version
+sampled it, so that what the spans promise can be compared.
 
 Replicas die, hang (they say nothing more, until somebody watches), leave and join. A successor joins `restart_s` after
 the loss was found.

@@ -100,7 +100,7 @@ def complete_batch(clock: Clock) -> tuple[Ledger, CutWait]:
     """A complete batch 1 of two groups that are young, and one late group of eight with one rollout left."""
     ledger = Ledger(2, 1, "requeue", 2, 100)
     ledger.acknowledge({0: 0})
-    names = iter("abcdef")
+    names = iter("abcdefg")
     late, *others = [ledger.dispatch(lambda: next(names)) for _ in range(4)]
     for group in others[:2]:
         ledger.finish(group)

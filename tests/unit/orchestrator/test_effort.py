@@ -9,8 +9,8 @@ import pytest
 
 from orchestrator.advantages import ScoredGroup
 from orchestrator.effort import Efforts, Speed
-from orchestrator.trajectory import Trajectory
 from orchestrator.ledger import Group
+from orchestrator.trajectory import Trajectory
 
 TOKEN_S = 0.5
 

@@ -50,7 +50,8 @@ def test_shares_fall_and_stopping_makes_them_larger(seen: list[tuple[int, bool]]
 def test_the_mean_is_that_of_all_though_the_long_ones_are_stopped() -> None:
     draws = np.random.default_rng(0)
     lengths, stops = draws.geometric(1 / 100, KEPT), draws.geometric(1 / 150, KEPT)
-    survival = of(*((float(min(length, stop)), bool(length <= stop)) for length, stop in zip(lengths, stops)))
+    pairs = zip(lengths, stops, strict=True)
+    survival = of(*((float(min(length, stop)), bool(length <= stop)) for length, stop in pairs))
     assert np.mean(lengths[lengths <= stops]) < 70, "those that ended are short"
     assert survival.mean() == pytest.approx(np.mean(lengths), rel=0.1)
 
