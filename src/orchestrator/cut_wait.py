@@ -43,7 +43,8 @@ class CutWait:
     def until(self, count: int, trainer_waits: bool) -> float | None:
         """Returns the time until which the last `count` groups of the batch, which have finished, are not to be taken
         yet; None: take them now. `trainer_waits`: it had to wait before they had finished."""
-        now, late = self._efforts.now(), [self._efforts.groups[g.index] for g in self._ledger.late(count)]
+        now, groups = self._efforts.now(), self._efforts.groups
+        late = [groups[g.index] for g in self._ledger.late(count) if g.index in groups]  # not restored, and to start
         if late and self._batch != self._ledger.batch:
             self._batch, self._began = self._ledger.batch, now
             self._until = now + self._seconds(late, trainer_waits)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +31,16 @@ SAME = 1e-6
 class RolloutEffort:
     """What one rollout has taken, over all its tries."""
 
-    __slots__ = ("_answered", "_asked", "_began", "_ended", "_env", "_of")
+    __slots__ = ("_answered", "_asked", "_began", "_ended", "_env", "_of", "_restored")
 
-    def __init__(self, of: Efforts, env: str) -> None:
+    def __init__(self, of: Efforts, env: str, earlier: int = 0) -> None:
+        """`earlier`: tokens that it had when it was restored from a commit."""
         self._of, self._env = of, env
         self._began = of.now()
         self._ended: float | None = None
         self._asked: float | None = None  # when it asked for the answer that it waits for
-        self._answered = 0
+        self._answered = earlier
+        self._restored = earlier > 0
 
     @property
     def running(self) -> bool:
@@ -75,7 +77,7 @@ class RolloutEffort:
     def _end(self, whole: bool) -> None:
         if self.running:
             self._answered, self._asked, self._ended = self.tokens, None, self._of.now()
-            self._of.note_end(self._env, self, whole)
+            self._of.note_end(self._env, self, whole, timed=not self._restored)
 
 
 @dataclass(frozen=True)
@@ -156,18 +158,20 @@ class Efforts:
         self.speed = Speed()
         self._wasted: Counter[str] = Counter()
 
-    def begin(self, index: int, env: str, rollouts: int) -> GroupEffort:
-        """Opens the account of a group that starts."""
-        effort = GroupEffort([RolloutEffort(self, env) for _ in range(rollouts)], self.lasting[env])
+    def begin(self, index: int, env: str, earlier_G: Sequence[int]) -> GroupEffort:
+        """Opens the account of a group that starts. `earlier_G`: tokens that each of its rollouts has from a commit."""
+        effort = GroupEffort([RolloutEffort(self, env, earlier) for earlier in earlier_G], self.lasting[env])
         self.groups[index] = effort
-        self.running += rollouts
+        self.running += len(earlier_G)
         self.most_running = max(self.most_running, self.running)
         return effort
 
-    def note_end(self, env: str, rollout: RolloutEffort, whole: bool) -> None:
-        """Takes note of a rollout that is over; `whole`: it was not stopped, and did not fail."""
+    def note_end(self, env: str, rollout: RolloutEffort, whole: bool, timed: bool) -> None:
+        """Takes note of a rollout that is over; `whole`: it was not stopped, and did not fail; `timed`: all its seconds
+        are known, those before a resume are not."""
         self.running -= 1
-        self.lasting[env].note(rollout.seconds, ended=whole)
+        if timed:
+            self.lasting[env].note(rollout.seconds, ended=whole)
         self.lengths.note(rollout.tokens, ended=whole)
 
     def settle(self, index: int, scored: ScoredGroup | None) -> None:
@@ -178,10 +182,14 @@ class Efforts:
         """Takes note of a group that is given up; None: while it ran."""
         if scored:
             self._wasted["expired_finished"] += scored.tokens
-        else:
-            group = self.groups.pop(index)
+        elif group := self.groups.pop(index, None):  # one that was restored may not have been started yet
             group.close()
             self._wasted["expired_running"] += group.tokens
+
+    def keep(self, indices: Container[int]) -> None:
+        """Closes the accounts of all other groups, which a rollback has stopped."""
+        for index in [index for index in self.groups if index not in indices]:
+            self.groups.pop(index).close()
 
     def take(self) -> dict[str, float]:
         """Returns metrics of what was sampled since the last call."""

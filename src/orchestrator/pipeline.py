@@ -55,6 +55,7 @@ from orchestrator.lifetimes import TaskOwner
 from orchestrator.limits import BackgroundTasks, RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import IdleClock, StepMeter
+from orchestrator.overdue import missing
 from orchestrator.recorder import Decode, Recorder
 from orchestrator.replicas import Replicas
 from orchestrator.rollout import PromptTooLong, RolloutLimits
@@ -176,7 +177,12 @@ class Pipeline:
                 with trace.span("wait", "minibatches", step=step, groups=count):
                     groups, evicted = await self._take(step, count)
         except TimeoutError:
-            raise RoomFailed(self._overdue(step, count)) from None
+            requests = self._idle.in_flight - self._evaluating
+            raise RoomFailed(
+                f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {count} finished groups of batch "
+                f"{step}; {missing(self._ledger, requests, self._sampler)}; "
+                f"first failed rollout: {self._run_limits.first_failure}"
+            ) from None
         scored_P = [self._finished.pop(group.index) for group in groups]
         if self._ledger.batch > step:
             self._cut_wait.note_cut()
@@ -227,6 +233,7 @@ class Pipeline:
         self._mix.load_state_dict(state.cursor)
         here = (*self._finished.values(), *self._meter.trained)
         self._finished, share = self._running.load(self._ledger, state, here, known)
+        self._efforts.keep(self._running)
         self._run_limits = RunLimits(self._config)
         self._run_limits.load_state_dict(state.limits)
         self.evaluator.load_state_dict(state.evaluation)
@@ -289,27 +296,6 @@ class Pipeline:
             self._efforts.evict(group.index, self._finished.pop(group.index, None))
             self._running.stop(group.index)
         self._slots_changed.set()
-
-    def _overdue(self, step: int, count: int) -> str:
-        running = [
-            f"{g.problem} (dispatched at version {g.floor})" for g in self._ledger.active.values() if not g.finished
-        ]
-        in_flight = self._idle.in_flight - self._evaluating
-        if in_flight and not self._sampler.acknowledged():
-            holds = f"no inference replica serves, and {in_flight} requests wait for one"
-        elif in_flight:
-            holds = f"the inference replicas hold it, with {in_flight} requests"
-        elif running:
-            holds = "the environments hold it: no request is with a replica"
-        else:
-            holds = "no group is running: its slots wait for a version that the replicas acknowledge"
-        return (
-            f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {count} finished groups of batch "
-            f"{step}; {holds}. Groups: {self._ledger.counts()}; "
-            f"oldest problem still sampling: {running[0] if running else 'none'}; "
-            f"versions acknowledged by replicas: {self._ledger.replicas}; "
-            f"first failed rollout: {self._run_limits.first_failure}"
-        )
 
     # ---- loops
 

@@ -29,7 +29,7 @@ class Clock:
         """A group that began `age` seconds ago; the first rollouts were stopped after the seconds `over`."""
         now = self.now
         self.now = now - age
-        group = self.efforts.begin(index, "env", rollouts)
+        group = self.efforts.begin(index, "env", [0] * rollouts)
         for rollout in group.rollouts_G:
             rollout.ask()
         for rollout, seconds in zip(group.rollouts_G, over, strict=False):

@@ -41,7 +41,7 @@ def scored(tokens: int) -> ScoredGroup:
 
 def test_tokens_of_an_answer_in_flight_are_estimated_from_its_seconds() -> None:
     sampling = Sampling()
-    group = sampling.efforts.begin(0, "env", 2)
+    group = sampling.efforts.begin(0, "env", [0, 0])
     first, second = group.rollouts_G
     first.ask()
     second.ask()
@@ -85,7 +85,7 @@ async def gives(result: object) -> object:
 )
 def test_only_whole_rollouts_say_how_long_they_last(result: object, whole: bool) -> None:
     sampling = Sampling()
-    (rollout,) = sampling.efforts.begin(0, "env", 1).rollouts_G
+    (rollout,) = sampling.efforts.begin(0, "env", [0]).rollouts_G
     sampling.now = 3.0
     rollout.end(ended(gives(result)))
     sampling.now = 9.0
@@ -98,7 +98,7 @@ def test_only_whole_rollouts_say_how_long_they_last(result: object, whole: bool)
 def test_waste_is_counted_by_cause_until_it_is_taken() -> None:
     sampling = Sampling()
     for index in range(3):
-        (rollout,) = sampling.efforts.begin(index, "env", 1).rollouts_G
+        (rollout,) = sampling.efforts.begin(index, "env", [0]).rollouts_G
         rollout.ask()
         rollout.answer(sampling.wait(10 * (index + 1)))
     assert sampling.efforts.most_running == 3
@@ -111,6 +111,29 @@ def test_waste_is_counted_by_cause_until_it_is_taken() -> None:
     assert wasted == {"failed": 2 + 20, "expired_running": 30, "expired_finished": 8}
     assert set(sampling.efforts.take().values()) <= {0.0, sampling.efforts.lengths.mean()}
     assert not sampling.efforts.groups
+
+
+def test_tokens_from_a_commit_count_and_its_seconds_do_not() -> None:
+    sampling = Sampling()
+    for index in range(2):
+        finished, continued = sampling.efforts.begin(index, "env", [6, 4]).rollouts_G
+        finished.end(ended(gives(object.__new__(Trajectory))))
+        continued.ask()
+        continued.answer(sampling.wait(5))
+        continued.end(ended(gives(object.__new__(Trajectory))))
+    assert sampling.efforts.lasting["env"].beyond(100.0) == 1, "how long they lasted is not known"
+    sampling.efforts.settle(0, scored(15))
+    sampling.efforts.settle(1, None)
+    sampling.efforts.evict(2, None)  # it was not started
+    row = sampling.efforts.take()
+    assert (row["waste/failed"], row["waste/expired_running"]) == (15, 0)
+
+
+def test_a_rollback_closes_the_accounts_of_what_it_stops() -> None:
+    sampling = Sampling()
+    stopped, _ = (sampling.efforts.begin(index, "env", [0, 0]) for index in range(2))
+    sampling.efforts.keep([1])
+    assert (list(sampling.efforts.groups), sampling.efforts.running, stopped.ages) == ([1], 2, [])
 
 
 def test_a_repeatable_row_has_nothing_that_an_earlier_process_knew() -> None:
