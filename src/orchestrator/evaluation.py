@@ -268,7 +268,9 @@ class Evaluator:
         )
         permit = await self._gate.enter("eval", runner.size)
         try:
-            effort = Efforts(asyncio.get_running_loop().time).begin(group.index, evaluation.env.label, [0] * runner.size)
+            effort = Efforts(asyncio.get_running_loop().time).begin(
+                group.index, evaluation.env.label, [0] * runner.size
+            )
             evaluation.outcomes[group.index] = await runner.run(group, builder, permit, effort, over=lambda: None)
         finally:
             permit.close()
