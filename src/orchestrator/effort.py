@@ -54,7 +54,7 @@ class RolloutEffort:
     def tokens(self) -> int:
         """Tokens of all its answers so far; of one that it waits for as estimated."""
         seconds = 0.0 if self._asked is None else self._of.now() - self._asked
-        return self._answered + int(seconds * self._of.speed.tokens_per_s)
+        return self._answered + self._of.tokens_within(seconds)
 
     def ask(self) -> None:
         """Takes note that it asks for an answer. What it asked for before, without an answer, was stopped now."""
@@ -63,7 +63,8 @@ class RolloutEffort:
     def answer(self, tokens: int) -> None:
         """Takes note of the answer that it asked for."""
         assert self._asked is not None
-        self._of.speed.note(tokens, self._of.now() - self._asked, self._of.running)
+        if tokens:  # else the rollout refuses it
+            self._of.speed.note(tokens, self._of.now() - self._asked, self._of.running)
         self._answered, self._asked = self._answered + tokens, None
 
     def end(self, task: asyncio.Task[Any]) -> None:
@@ -102,7 +103,7 @@ class GroupEffort:
     def tokens(self) -> int:
         return sum(rollout.tokens for rollout in self.rollouts_G)
 
-    def close(self, *_task: object) -> None:
+    def close(self) -> None:
         """Stops the rollouts that still run."""
         for rollout in self.rollouts_G:
             rollout.stop()
@@ -165,6 +166,10 @@ class Efforts:
         self.running += len(earlier_G)
         self.most_running = max(self.most_running, self.running)
         return effort
+
+    def tokens_within(self, seconds: float) -> int:
+        """Returns about how many tokens a sequence gets in so many seconds; 0 where metrics have to be repeatable."""
+        return 0 if self._repeatable else int(seconds * self.speed.tokens_per_s)
 
     def note_end(self, env: str, rollout: RolloutEffort, whole: bool, timed: bool) -> None:
         """Takes note of a rollout that is over; `whole`: it was not stopped, and did not fail; `timed`: all its seconds

@@ -37,7 +37,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -45,7 +45,7 @@ from orchestrator.admission import Backpressure, Permit
 from orchestrator.advantages import ScoredGroup, build_minibatch, is_constant
 from orchestrator.cursor import Mix
 from orchestrator.cut_wait import CutWait
-from orchestrator.effort import Efforts, GroupEffort
+from orchestrator.effort import Efforts
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
 from orchestrator.group_runner import GroupOutcome, GroupRunner
@@ -177,11 +177,10 @@ class Pipeline:
                 with trace.span("wait", "minibatches", step=step, groups=count):
                     groups, evicted = await self._take(step, count)
         except TimeoutError:
-            requests = self._idle.in_flight - self._evaluating
+            lacks = missing(self._ledger, self._idle.in_flight - self._evaluating, self._sampler)
             raise RoomFailed(
                 f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {count} finished groups of batch "
-                f"{step}; {missing(self._ledger, requests, self._sampler)}; "
-                f"first failed rollout: {self._run_limits.first_failure}"
+                f"{step}; {lacks}; first failed rollout: {self._run_limits.first_failure}"
             ) from None
         scored_P = [self._finished.pop(group.index) for group in groups]
         if self._ledger.batch > step:
@@ -331,12 +330,10 @@ class Pipeline:
         self._pace.enter(group.index, runner.size)
         builder = self._mix.builder(group.problem)
         progress = self._running.begin(group, builder.scores_in_any_process)
-        effort = self._efforts.begin(group.index, runner.env.label, progress.sampled_G(runner.size))
-        work = self._run_group(group, builder, runner, permit, effort, progress)
+        work = self._run_group(group, builder, runner, permit, progress)
         task = self._background.spawn(work, f"group of problem {group.problem}")
         self._running.add_task(group, task)
         task.add_done_callback(permit.close)
-        task.add_done_callback(effort.close)
 
     async def _stats_loop(self) -> None:
         while True:
@@ -353,16 +350,12 @@ class Pipeline:
     # ---- one group
 
     async def _run_group(
-        self,
-        group: Group,
-        builder: EnvGroupBuilder,
-        runner: GroupRunner,
-        permit: Permit,
-        effort: GroupEffort,
-        progress: GroupProgress,
+        self, group: Group, builder: EnvGroupBuilder, runner: GroupRunner, permit: Permit, progress: GroupProgress
     ) -> None:
         over = partial(self._running.ends, group)  # an eviction must not interrupt the cleanup
-        with trace.life("group", group.index, problem=group.problem, floor=group.floor) as ending:
+        effort = self._efforts.begin(group.index, runner.env.label, progress.sampled_G(runner.size))
+        life = trace.life("group", group.index, problem=group.problem, floor=group.floor)
+        with closing(effort), life as ending:
             outcome = await runner.run(group, builder, permit, effort, over, progress)
             await self._pace.before_end(group.index)
             self._settle(group, outcome)
