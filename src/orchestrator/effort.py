@@ -29,7 +29,7 @@ SAME = 1e-6
 
 
 class RolloutEffort:
-    """What one rollout has taken, over all its tries."""
+    """Keeps account of what one rollout has taken, over all its tries."""
 
     __slots__ = ("_answered", "_asked", "_began", "_ended", "_env", "_of", "_restored")
 
@@ -83,7 +83,7 @@ class RolloutEffort:
 
 @dataclass(frozen=True)
 class GroupEffort:
-    """What a group has taken so far."""
+    """Adds up what a group has taken so far."""
 
     rollouts_G: Sequence[RolloutEffort]
     lasting: Survival
