@@ -2,7 +2,7 @@
 
 It needs the package aiohttp and nothing of Trireme, so it runs where sandboxes run. `Addition` is the environment;
 put yours in its place. `Sessions` is the protocol (docs/environments.md): it answers a request that comes again with
-the answer of before, and ends sessions that nobody asks for any more.
+the answer of before, and ends sessions that no client asks for any more.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Sessions:
             raise web.HTTPConflict(text=f"session {name} is at turn {session.turn}, not {turn}")
         session.used = time.monotonic()
         try:
-            return web.json_response(await asyncio.shield(session.answer))  # goes on if this request is given up
+            return web.json_response(await asyncio.shield(session.answer))  # it continues if this request is given up
         except Exception as error:
             raise web.HTTPInternalServerError(text=f"{type(error).__name__}: {error}") from error
 

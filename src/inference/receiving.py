@@ -1,8 +1,8 @@
 """Receives broadcasts in rank 0 of a replica's engine. A thread does this, so the engine continues to sample.
 
-The bytes of a version come into one file without a name, which all ranks of the engine map. How it ends is written to
-a pipe of the replica's actor, a line of JSON for each message, so that nobody has to ask the engine, which answers
-between two steps only. Waiting for bytes holds no lock of Python's.
+The bytes of a version come into one file without a name, which all ranks of the engine map. The thread
+writes what happens to a pipe of the replica's actor, a line of JSON for each message, because the engine itself answers
+only between two steps. Waiting for bytes does not hold Python's lock.
 """
 
 from __future__ import annotations

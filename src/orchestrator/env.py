@@ -107,6 +107,7 @@ class Env(ABC):
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues an episode, in place of `initial_observation`, from what `state_dict` of another environment of
         this rollout returned, perhaps in another process. Tuples have become lists."""
+        # reason: no stub: only environments that override state_dict get here, and they must override this too
         raise NotImplementedError(f"{type(self).__name__} has a state_dict, but no load_state_dict")
 
     async def close(self) -> None:

@@ -71,6 +71,7 @@ class MessageEnv(ABC):
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues an episode, in place of `initial_messages`, as `Env.load_state_dict`."""
+        # reason: no stub: only environments that override state_dict get here, and they must override this too
         raise NotImplementedError(f"{type(self).__name__} has a state_dict, but no load_state_dict")
 
     async def close(self) -> None:

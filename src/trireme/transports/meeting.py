@@ -1,11 +1,11 @@
-"""How the root of a broadcast and its members meet, at a store that the root hosts, for each version anew:
+"""Lets the root of a broadcast and its members meet for each version, at a store that the root hosts:
 
     root: `call`, which says who is asked --> members: `answer`, with the group and the GPU that they have
     root: `go`, the group to send by and who is in it --> all of them: join that group, if they have not yet
 
 A member that does not answer in time is left out before anything is sent. A group lives on while its members and the
-epoch stay and all of them still have it: whoever gave it up says so here, so nobody waits in a group that is broken
-elsewhere. Keys and groups are named by attempt, epoch and version.
+epoch stay and all of them still have it. A member that gave it up says so here, so that no other waits in a broken
+group. Keys and groups are named by attempt, epoch and version.
 """
 
 from __future__ import annotations
@@ -61,11 +61,10 @@ def open_store(host: str, port: int, listening: int | None = None, timeout_s: fl
 
 @contextmanager
 def answering(host: str, port: int, within_s: float) -> Iterator[None]:
-    """Limits how long this process waits in the block for the store at an address. Raises RoomFailed.
+    """Gives calls to the store at an address at most `within_s` seconds inside the block. Raises RoomFailed.
 
-    A process that is stopped keeps its connections and says nothing, and TCPStore waits for an answer without a
-    deadline. So the connections are ended from here, whoever in this process has them, and those with which it tries
-    again.
+    TCPStore waits for an answer without a deadline, and a stopped process keeps its connections open. So after the time
+    limit a thread closes all connections of this process to that address, again and again until the block ends.
     """
     left = threading.Event()
 

@@ -1,8 +1,8 @@
-"""The sender of broadcasts in a trainer rank.
+"""Sends broadcasts from a trainer rank.
 
-The rank never waits for a replica beyond the deadline of the session. Sending is the work of a thread, which is given
-up then, with its group and with the buffers that it may still read; gathering goes on, since other ranks take part in
-it. The members take what they lack on demand.
+The rank never waits for a replica beyond the deadline of the session. A thread sends. At the deadline it is given up,
+with its group and with the buffers that it may still read, and the rank continues to gather, because other ranks take
+part in that. The members fetch what they lack.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Minibatches are laid out in a thread of their own, while the event loop goes on."""
+"""Minibatches are laid out in a thread of their own, while the event loop continues."""
 
 import asyncio
 import threading

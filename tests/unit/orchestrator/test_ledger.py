@@ -262,8 +262,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.is_boundary())
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
-        """A new process goes on from the last boundary: nothing that was finished is lost, and no token that it has of
-        running groups."""
+        """A new process continues from the last boundary: nothing that was finished is lost, and no token of running
+        groups that it has."""
         kept = self.draw_kept(data)
         given_back, usable = self.load(self.fresh(), saved(self.ledger), kept)
         assert given_back == [], "with unchanged options everything fits"
@@ -345,7 +345,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.state_dict()
 
     def load(self, fresh: Ledger, state: Any, kept: set[int]) -> tuple[list[Group], set[int]]:
-        """Replaces the ledger by `fresh`, which goes on from a state. Returns the groups that were given back, and
+        """Replaces the ledger by `fresh`, which continues from a state. Returns the groups that were given back, and
         those that may use the tokens that they have."""
         before = sorted([*self.in_training, *self.finished.values(), *self.running.values()], key=lambda g: g.index)
         boundary, requeued = self.released, state["tally"]["requeued"]

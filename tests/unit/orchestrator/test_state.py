@@ -158,7 +158,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def resumed(run: Run, directory: Path, config: Config | None = None, dataset: Problems | None = None) -> Run:
-    """A run in a new process, as it were, that goes on from the last boundary of `run`."""
+    """A run in a new process, as it were, that continues from the last boundary of `run`."""
     snapshot = run.pipeline.snapshot()
     snapshot.write(directory)
     fresh = Run(config or run.config, dataset, start=snapshot.ledger["released"])
