@@ -107,10 +107,10 @@ class RunningGroups:
         scored_P: Iterable[ScoredGroup],
         known: Collection[WeightIdentity],
     ) -> tuple[dict[int, ScoredGroup], KeptShare]:
-        """Loads a commit into the ledger. A group that was running then continues in this process if all its tokens were
-        sampled by weights that are `known`, else from what the commit has of it. `scored_P` are groups that have
-        finished in this process. All other groups are stopped. Returns the finished groups by index, and what
-        was kept."""
+        """Loads a commit into the ledger. A group that was running then continues in this process if all its tokens
+        were sampled by weights that are `known`, else from what the commit has of it. `scored_P` are groups that have
+        finished in this process. All other groups are stopped. Returns the finished groups by index, and what was
+        kept."""
         running = {values["index"]: values for values in state.ledger["groups"] if not values["finished"]}
 
         def lives_on(group: Group, identities: set[WeightIdentity]) -> bool:
