@@ -88,7 +88,7 @@ class Router:
         self._bring_newest: Callable[[Member], Awaitable[Any]] | None = None
         self._newest: int | None = None  # the version that it brings
         self._deadline = LearnedDeadline(update_s)
-        self._drift: Drift | None = None  # at the first update, the largest of all replicas
+        self._drifts: tuple[Drift, Drift] | None = None  # the worst of all replicas: at the first update, and so far
 
     def acknowledged(self) -> dict[int, int]:
         live = [member for member in self._members.live if not member.behind]
@@ -234,7 +234,8 @@ class Router:
         self._offers.sent()
         async with self._changing:
             turns = asyncio.Semaphore(self._max_updating or sys.maxsize)
-            self._bring_newest = partial(self._update_one, weights.bounded_by(self._drift) if self._drift else weights)
+            bounded = weights.bounded_by(*self._drifts) if self._drifts else weights
+            self._bring_newest = partial(self._update_one, bounded)
             self._newest = weights.identity.version
             members = [m for m in self._members.live if not m.behind or m.stranded or m.rounds >= ROUNDS]
             await asyncio.gather(*(self._update_in_turn(member, turns) for member in members))
@@ -244,9 +245,10 @@ class Router:
             raise failures[0]
         reports = [member.report for member in members if member.report and not (member.gone or member.behind)]
         reports = reports or [member.report for member in await self._members.wait_for_serving() if member.report]
-        if self._drift is None and reports:
-            drifts = [report.drift for report in reports]
-            self._drift = Drift(max(each.mean for each in drifts), max(each.largest for each in drifts))
+        if reports:
+            now = Drift.worst(report.drift for report in reports)
+            first, largest = self._drifts or (now, now)
+            self._drifts = first, Drift.worst([largest, now])
         return reports
 
     async def _update_in_turn(self, member: Member, turns: asyncio.Semaphore) -> None:

@@ -558,13 +558,15 @@ class Rounding(FakeReplica):
         return UpdateReport(int(self.name[-1]), published.identity, self.drift, 0, 0.0)
 
 
+def rounded(number: int) -> PublishedWeights:
+    """Returns a version of a model in 16 bits."""
+    of_three = version(number)
+    canary = replace(of_three.manifest.canary, bound=ROUNDED)
+    return replace(of_three, manifest=replace(of_three.manifest, canary=canary))
+
+
 @in_loop
 async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joiners() -> None:
-    def rounded(number: int) -> PublishedWeights:
-        of_three = version(number)
-        canary = replace(of_three.manifest.canary, bound=ROUNDED)
-        return replace(of_three, manifest=replace(of_three.manifest, canary=canary))
-
     first, second, joiner = (Rounding(f"replica {i}", Drift(0.02 + i / 100, 0.08 - i / 100)) for i in range(3))
     router = Router({0: first, 1: second})
     for number in (3, 4, 5):
@@ -572,6 +574,16 @@ async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joine
     await router.join(2, joiner)
     later = Drift(0.15, 3.0)
     assert [fake.bounds for fake in (first, second, joiner)] == [[ROUNDED, later, later]] * 2 + [[later]]
+
+
+@in_loop
+async def test_a_drift_that_grows_slowly_raises_the_bound_of_the_next_update() -> None:
+    replica = Rounding("replica 0", Drift(0.012, 0.1))
+    router = Router({0: replica})
+    for number, mean in enumerate((0.012, 0.03, 0.02, 0.08, 0.08)):
+        replica.drift = Drift(mean, 0.1)
+        await router.update_weights(rounded(number))
+    assert [round(bound.mean, 3) for bound in replica.bounds] == [ROUNDED.mean, 0.06, 0.15, 0.15, ROUNDED.mean]
 
 
 @in_loop
