@@ -22,11 +22,17 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess, SpawnContext, SpawnProcess
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 from trireme.process.environ import write_stacks_on_signal
 
 PR_SET_PDEATHSIG = 1
+QUEUES = "/dev/shm/psm_"
+"""Path of what `multiprocessing.shared_memory` makes, up to a random part of the name."""
 KEPT_KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256"
 """oneDNN keeps a kernel for each size of batch that a matrix was ever multiplied with, 1,024 of them unless told. They
 take some 0.1 MiB each, so an engine grew by 100 MiB in its first 300 updates, ever slower. Those of the usual sizes
@@ -46,15 +52,38 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def forget_shared_memory(maps: str) -> None:
+    """Takes away the names in /dev/shm of the queues of vLLM's ranks that `maps`, the text of a process's maps, has.
+    Python's resource tracker would do that once all processes of the engine have ended, but Ray may kill it first."""
+    for path in {Path(line.split()[-1]) for line in maps.splitlines() if QUEUES in line}:
+        with suppress(FileNotFoundError):  # another rank was faster
+            path.unlink()
+            resource_tracker.unregister(f"/{path.name}", "shared_memory")
+
+
+def tolerate_forgotten_names() -> None:
+    """Has `SharedMemory.unlink` accept in this process that the name is gone: ranks take the names of vLLM's queues
+    away (`forget_shared_memory`), and vLLM's own end of a queue does it once more."""
+    plain = SharedMemory.unlink
+
+    def unlink(self: SharedMemory) -> None:
+        with suppress(FileNotFoundError):
+            plain(self)
+
+    SharedMemory.unlink = unlink  # type: ignore[method-assign]
+
+
 class _Forked(ForkProcess):
     def run(self) -> None:
         die_with_parent()
+        tolerate_forgotten_names()
         super().run()  # SIGUSR1 writes stacks: what handles it was forked too
 
 
 class _Spawned(SpawnProcess):
     def run(self) -> None:
         die_with_parent()
+        tolerate_forgotten_names()
         write_stacks_on_signal()
         _start_ranks_by(None)
         super().run()

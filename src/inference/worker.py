@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 from inference.adapter import stacks, take_adapter
+from inference.engine_startup import forget_shared_memory
 from inference.following import AFTER, TensorFollower
 from inference.loaded import LoadedSums
 from inference.mapping import make_own, mappings_of, populate
@@ -130,10 +131,11 @@ class WorkerExtension:
     follower: TensorFollower | None = None
 
     def settle(self) -> int:
-        """Takes away the names of the shared memory by which ranks on CPUs communicate. They have found each other, and
-        killed ones would leave it in /dev/shm. (Of vLLM's other names there Python keeps track.) Compiles what checks
-        weights, so that no update waits for it. Returns this rank's process id."""
+        """Takes away the names of the shared memory by which ranks communicate. They have found each other, and killed
+        ones would leave it in /dev/shm. Compiles what checks weights, so that no update waits for it. Returns this
+        rank's process id."""
         digest.warm_up()
+        forget_shared_memory(Path("/proc/self/maps").read_text())
         if current_platform.is_cpu():
             for path in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
                 path.unlink(missing_ok=True)  # another rank may be faster

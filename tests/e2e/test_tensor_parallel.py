@@ -39,6 +39,7 @@ def replica(family: str, directory: Path) -> Iterator[Room]:
     references, who = group.ready_refs()
     (info,) = get_all(references, who=who, timeout_s=START_S, log=directory / "logs")
     try:
+        assert not {name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith("psm_")}
         yield Room(family, False, group, group.router_factory(())(), info.engine_pid)
     finally:
         group.stop()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 import psutil
+import pytest
 
-from inference.engine_startup import _CONTEXTS
+from inference.engine_startup import _CONTEXTS, forget_shared_memory
 
 
 def hold(seconds: float) -> None:
@@ -30,3 +33,22 @@ def test_a_process_and_those_that_it_starts_end_with_the_one_above() -> None:
     os.kill(top.pid, signal.SIGKILL)
     assert psutil.wait_procs(below, timeout=30)[1] == []
     top.join()
+
+
+def have_a_queue(seconds: float) -> None:
+    """Makes shared memory, takes its name away, ends it as vLLM does, and waits."""
+    queue = SharedMemory(create=True, size=4096)
+    maps = Path("/proc/self/maps").read_text()
+    for _rank in range(2):
+        forget_shared_memory(maps)
+    assert f"{queue.name} (deleted)" in Path("/proc/self/maps").read_text()
+    queue.close()
+    queue.unlink()
+    hold(seconds)
+
+
+def test_a_name_that_ranks_have_taken_away_is_no_error_where_the_queue_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    process = _CONTEXTS["fork"].Process(target=have_a_queue, args=(0.0,))  # type: ignore[attr-defined]
+    process.start()
+    process.join(60)
+    assert (process.exitcode, capfd.readouterr().err) == (0, "")
