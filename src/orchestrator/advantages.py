@@ -179,6 +179,11 @@ class ScoredGroup:
         return set().union(*(trajectory.identities for trajectory in self.trajectories_G))
 
     @property
+    def tokens(self) -> int:
+        """Returns the number of tokens that were sampled for it."""
+        return sum(turn.sampled for turn in self.turns)
+
+    @property
     def versions(self) -> tuple[int, int]:
         """Returns the oldest and the newest version that sampled one of its tokens."""
         versions = set().union(*(trajectory.versions for trajectory in self.trajectories_G))

@@ -55,6 +55,7 @@ import numpy as np
 from orchestrator.admission import Gate
 from orchestrator.advantages import ScoredGroup
 from orchestrator.cursor import ProblemCursor
+from orchestrator.effort import Efforts
 from orchestrator.env import EnvGroupBuilder, RLDataset
 from orchestrator.group_runner import GroupOutcome, GroupRunner
 from orchestrator.ledger import Group
@@ -267,7 +268,10 @@ class Evaluator:
         )
         permit = await self._gate.enter("eval", runner.size)
         try:
-            evaluation.outcomes[group.index] = await runner.run(group, builder, permit, over=lambda: None)
+            effort = Efforts(asyncio.get_running_loop().time).begin(
+                group.index, evaluation.env.label, [0] * runner.size
+            )
+            evaluation.outcomes[group.index] = await runner.run(group, builder, permit, effort, over=lambda: None)
         finally:
             permit.close()
         pace.leave(group.index)

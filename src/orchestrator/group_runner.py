@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from orchestrator.admission import Permit
 from orchestrator.advantages import ScoredGroup
+from orchestrator.effort import GroupEffort, RolloutEffort
 from orchestrator.env import EnvGroupBuilder, Trajectory
 from orchestrator.ledger import Group
 from orchestrator.lifetimes import GroupEnvs, LeakedTasks, TaskOwner, start_contained, uninterrupted
@@ -84,19 +85,20 @@ class GroupRunner:
         group: Group,
         builder: EnvGroupBuilder,
         permit: Permit,
+        effort: GroupEffort,
         over: Callable[[], object],
         progress: GroupProgress | None = None,
     ) -> GroupOutcome:
         """Runs all rollouts, from where `progress` says that they were, scores them and cleans up. Each rollout that
-        ends gives its place of `permit` back; `over` is called before cleaning up, however the group ended. Cleaning up
-        is not interrupted by a cancellation."""
+        ends gives its place of `permit` back, and what it took is in `effort`; `over` is called before cleaning up,
+        however the group ended. Cleaning up is not interrupted by a cancellation."""
         progress = progress or GroupProgress(keeps_finished=False)
         started: set[asyncio.Task[Any]] = set()
         place = f"environment {self.env.label}, problem {group.problem}"
         envs = GroupEnvs(builder, self.size, place, self.env.close_s, self.note)
         try:
             with TaskOwner(started):
-                outcomes_G = await self._rollouts(group, envs, permit, progress)
+                outcomes_G = await self._rollouts(group, envs, permit, effort, progress)
                 scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
         finally:
             over()
@@ -119,14 +121,16 @@ class GroupRunner:
             )
 
     async def _rollouts(
-        self, group: Group, envs: GroupEnvs, permit: Permit, progress: GroupProgress
+        self, group: Group, envs: GroupEnvs, permit: Permit, effort: GroupEffort, progress: GroupProgress
     ) -> list[Trajectory | Exception]:
         """Runs all rollouts. When it ends early, they are cancelled, and awaited for at most `env.close_s`."""
         rollouts = [
-            start_contained(self._rollout(group, envs, sample, permit, progress)) for sample in range(self.size)
+            start_contained(self._rollout(group, envs, sample, permit, own, progress))
+            for sample, own in enumerate(effort.rollouts_G)
         ]
-        for rollout in rollouts:
+        for rollout, own in zip(rollouts, effort.rollouts_G, strict=True):
             rollout.add_done_callback(permit.leave_one)
+            rollout.add_done_callback(own.end)
         try:
             done, _ = await asyncio.wait(rollouts, return_when=asyncio.FIRST_EXCEPTION)
             for rollout in done:
@@ -140,7 +144,13 @@ class GroupRunner:
         return [rollout.result() for rollout in rollouts]
 
     async def _rollout(
-        self, group: Group, envs: GroupEnvs, sample: int, permit: Permit, progress: GroupProgress
+        self,
+        group: Group,
+        envs: GroupEnvs,
+        sample: int,
+        permit: Permit,
+        effort: RolloutEffort,
+        progress: GroupProgress,
     ) -> Trajectory | Exception:
         """Runs one rollout with its retries, each with an environment of its own. A prompt that was refused is not
         tried again."""
@@ -156,7 +166,7 @@ class GroupRunner:
             key = RolloutKey(self.env.label, group.problem, sample, attempt, f"{group.problem}/{group.requeues}")
             deadline, place = self._deadline(), permit.place()
             try:
-                play = self._play(group, envs, key, deadline, place, progress.begin(sample, retry))
+                play = self._play(group, envs, key, deadline, place, effort, progress.begin(sample, retry))
                 outcome = await self._attempt(play, deadline)
             finally:
                 place.close()
@@ -174,6 +184,7 @@ class GroupRunner:
         key: RolloutKey,
         deadline: asyncio.Timeout,
         place: Place,
+        effort: RolloutEffort,
         progress: RolloutProgress,
     ) -> Trajectory:
         with trace.overlapping("make_env", "environment", problem=group.problem):
@@ -183,8 +194,10 @@ class GroupRunner:
             envs.check()
             await self.pace.before_sample(group.index, key.sample, deadline)
             place.sample()
+            effort.ask()
             with TaskOwner(None):
                 sampled = await self._answer(request, key)
+            effort.answer(len(sampled.tokens))
             place.wait(len(request.prompt) + len(sampled.tokens))
             return sampled
 

@@ -40,6 +40,9 @@ The bound: a group taken into batch s has age at most K.
   active, since those dispatched later do not overtake. So it is at most the (K + 1) B-th group counted from the start
   of batch F; it lands in batch F + K or earlier, and its age there is at most F + K - floor <= K.
 
+  When batch s is cut, once enough groups have finished, is nowhere used: the caller may wait with `take` for groups
+  that the cut would evict (`late`, `cut_wait.py`). What finishes meanwhile is taken in its order.
+
   `take` checks it nevertheless: an older group is a ProvenanceError.
 
 No deadlock: when all batches before s are released and acknowledged, all (K + 1) B >= B slots belong to batch s and
@@ -221,6 +224,19 @@ class Ledger:
             if len(groups) == count or (not group.finished and self.protected(group)):
                 break
         return groups
+
+    def late(self, count: int) -> list[Group]:
+        """Returns the running groups for which the cut may wait: it would evict them if the next `count` groups were
+        taken now, and would take them if they finished before, in place of groups that the next batch can take. Empty
+        if `take` would not cut the batch."""
+        groups = self._takeable(count)
+        if len(groups) < count or count < self.batch_size - self.assembled:
+            return []
+        oldest = self.batch + 1 - self.max_steps_off_policy
+        late = [g for g in self.active.values() if not g.finished and g.floor < oldest and not self.protected(g)]
+        in_order = sorted([*groups, *late], key=lambda group: group.index)
+        young = sum(group.floor >= oldest for group in groups)
+        return [group for group in in_order[:count] if not group.finished][:young]
 
     def protected(self, group: Group) -> bool:
         """True if no group may overtake this one, and it may not be evicted."""

@@ -13,6 +13,13 @@ filtered since the row before. Evicted and failed groups are counted, but their 
   off_policy/mixed_frac   share of their sampled tokens that came from newer weights on KV of older ones (`keep_kv`)
   off_policy/*            in_flight, in_queue: groups sampling now, and waiting to be taken; others: groups that ended
                           so since the last row
+  waste/<cause>           tokens that were sampled in vain since the last row: of groups that were given up while they
+                          ran (`expired_running`; of answers that were stopped as estimated from their seconds) or had
+                          finished (`expired_finished`), of groups that were `filtered`, and of `failed` groups and
+                          tries
+  length/trained, sampled  mean tokens of the rollouts trained on; and of the last rollouts that were sampled, estimated
+                          with those that were stopped (`survival.py`; not in deterministic mode). Equal if no
+                          length is preferred
   ledger/*                the terms of the conservation equation, since the start of the run
   rollout_errors/<type>   failed tries since the last row
   weights/canary_max_diff, canary_mean_diff, reprefill_tokens, time/update  of the update to the version that the step
@@ -23,6 +30,7 @@ filtered since the row before. Evicted and failed groups are counted, but their 
   perf/inference_idle_s   seconds since then in which no request was in flight
   perf/max_concurrent     the limit of rollouts in flight now; not in deterministic mode
   perf/kv_used, preemptions  since then: largest share of a KV cache in use, sequences whose KV was given up
+  perf/cut_wait_s         seconds since then in which complete batches waited for groups (`cut_wait.py`)
   perf/event_loop_lag     largest delay of a timer since then, in seconds
 """
 
@@ -98,13 +106,17 @@ class StepMeter:
     def take(self, step: int, counts: dict[str, int], idle_s: float) -> dict[str, float]:
         """Returns the row of `step` and begins the next; `counts` are the ledger's now."""
         rewarded = sorted(self.trained + self.filtered, key=lambda scored: scored.group.index)
+        rollouts = sum(len(scored.trajectories_G) for scored in self.trained)
+        tokens = sum(scored.tokens for scored in self.trained)
         row = {
             **env_metrics(rewarded),
             **self._off_policy(step, counts),
             **{f"ledger/{name}": float(value) for name, value in counts.items()},
             **{f"rollout_errors/{name}": float(count) for name, count in sorted(self.errors.items())},
-            "perf/rollouts": float(sum(len(scored.trajectories_G) for scored in self.trained)),
-            "perf/tokens": float(sum(turn.sampled for scored in self.trained for turn in scored.turns)),
+            "waste/filtered": float(sum(scored.tokens for scored in self.filtered)),
+            "length/trained": tokens / rollouts,
+            "perf/rollouts": float(rollouts),
+            "perf/tokens": float(tokens),
             "perf/inference_idle_s": idle_s,
             "perf/event_loop_lag": self.lag_s,
             **self.updates.pop(step),

@@ -37,12 +37,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 
 from orchestrator.admission import Backpressure, Permit
 from orchestrator.advantages import ScoredGroup, build_minibatch, is_constant
 from orchestrator.cursor import Mix
+from orchestrator.cut_wait import CutWait
+from orchestrator.effort import Efforts
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
 from orchestrator.group_runner import GroupOutcome, GroupRunner
@@ -52,6 +55,7 @@ from orchestrator.lifetimes import TaskOwner
 from orchestrator.limits import BackgroundTasks, RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import IdleClock, StepMeter
+from orchestrator.overdue import missing
 from orchestrator.recorder import Decode, Recorder
 from orchestrator.replicas import Replicas
 from orchestrator.rollout import PromptTooLong, RolloutLimits
@@ -103,6 +107,8 @@ class Pipeline:
         self._newest = -1
         self._pace = Lockstep(self._ledger.can_dispatch) if config.deterministic else OwnPace()
         self._pressure = Backpressure(config)
+        self._efforts = Efforts(lambda: asyncio.get_running_loop().time(), repeatable=config.deterministic)
+        self._cut_wait = CutWait(self._ledger, self._efforts, config.batch_deadline_s / 2)
         self._runners = {
             env.label: GroupRunner(
                 config, env, limits, self._sample, self._pace, partial(self._note_error, env=env.label)
@@ -171,8 +177,14 @@ class Pipeline:
                 with trace.span("wait", "minibatches", step=step, groups=count):
                     groups, evicted = await self._take(step, count)
         except TimeoutError:
-            raise RoomFailed(self._overdue(step, count)) from None
+            lacks = missing(self._ledger, self._idle.in_flight - self._evaluating, self._sampler)
+            raise RoomFailed(
+                f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {count} finished groups of batch "
+                f"{step}; {lacks}; first failed rollout: {self._run_limits.first_failure}"
+            ) from None
         scored_P = [self._finished.pop(group.index) for group in groups]
+        if self._ledger.batch > step:
+            self._cut_wait.note_cut()
         self._evict(evicted)
         self._meter.trained += scored_P
         last = (done + count) % per_substep == 0
@@ -188,10 +200,11 @@ class Pipeline:
         fault_point("orchestrator.release")
         self._background.raise_error(but_limits=True)
         groups = self._ledger.release(step)
+        self._cut_wait.note_release()
         self._slots_changed.set()
         records = self._recorder.lines(step, self._meter.trained)
         row = self._meter.take(step, self._ledger.counts(), self._idle.take())
-        row |= self.evaluator.take(step) | self._pressure.take()
+        row |= self.evaluator.take(step) | self._pressure.take() | self._efforts.take() | self._cut_wait.take()
         self._boundary = self._state() if self._config.deterministic else None
         return StepSummary(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
 
@@ -219,6 +232,7 @@ class Pipeline:
         self._mix.load_state_dict(state.cursor)
         here = (*self._finished.values(), *self._meter.trained)
         self._finished, share = self._running.load(self._ledger, state, here, known)
+        self._efforts.keep(self._running)
         self._run_limits = RunLimits(self._config)
         self._run_limits.load_state_dict(state.limits)
         self.evaluator.load_state_dict(state.evaluation)
@@ -262,41 +276,25 @@ class Pipeline:
     # ---- taking
 
     async def _take(self, step: int, count: int) -> tuple[list[Group], list[Group]]:
+        waited = False
         while True:
             self._background.raise_error()
             enough = len(self._finished) >= count  # cheaper than to ask the ledger, which looks at all groups
-            if enough and (taken := self._ledger.take(step, count)):
+            until = self._cut_wait.until(count, waited) if enough else None
+            if enough and until is None and (taken := self._ledger.take(step, count)):
                 return taken
+            waited = True
             self._groups_changed.clear()
-            await self._groups_changed.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await self._groups_changed.wait()
 
     def _evict(self, evicted: Sequence[Group]) -> None:
         """Stops the rollouts of groups that the ledger has given up, and drops the finished ones."""
         for group in evicted:
-            self._finished.pop(group.index, None)
+            self._efforts.evict(group.index, self._finished.pop(group.index, None))
             self._running.stop(group.index)
         self._slots_changed.set()
-
-    def _overdue(self, step: int, count: int) -> str:
-        running = [
-            f"{g.problem} (dispatched at version {g.floor})" for g in self._ledger.active.values() if not g.finished
-        ]
-        in_flight = self._idle.in_flight - self._evaluating
-        if in_flight and not self._sampler.acknowledged():
-            holds = f"no inference replica serves, and {in_flight} requests wait for one"
-        elif in_flight:
-            holds = f"the inference replicas hold it, with {in_flight} requests"
-        elif running:
-            holds = "the environments hold it: no request is with a replica"
-        else:
-            holds = "no group is running: its slots wait for a version that the replicas acknowledge"
-        return (
-            f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {count} finished groups of batch "
-            f"{step}; {holds}. Groups: {self._ledger.counts()}; "
-            f"oldest problem still sampling: {running[0] if running else 'none'}; "
-            f"versions acknowledged by replicas: {self._ledger.replicas}; "
-            f"first failed rollout: {self._run_limits.first_failure}"
-        )
 
     # ---- loops
 
@@ -355,8 +353,10 @@ class Pipeline:
         self, group: Group, builder: EnvGroupBuilder, runner: GroupRunner, permit: Permit, progress: GroupProgress
     ) -> None:
         over = partial(self._running.ends, group)  # an eviction must not interrupt the cleanup
-        with trace.life("group", group.index, problem=group.problem, floor=group.floor) as ending:
-            outcome = await runner.run(group, builder, permit, over, progress)
+        effort = self._efforts.begin(group.index, runner.env.label, progress.sampled_G(runner.size))
+        life = trace.life("group", group.index, problem=group.problem, floor=group.floor)
+        with closing(effort), life as ending:
+            outcome = await runner.run(group, builder, permit, effort, over, progress)
             await self._pace.before_end(group.index)
             self._settle(group, outcome)
             ending["versions"] = outcome.scored.versions if outcome.scored else None
@@ -385,6 +385,7 @@ class Pipeline:
         if self._ledger.active.get(group.index) is not group:  # given up while its environments were cleaned up
             return
         scored = outcome.scored
+        self._efforts.settle(group.index, scored)
         if scored is None:
             self._ledger.fail(group)
         elif self._options.remove_constant_reward_groups and is_constant(scored.rewards_G):

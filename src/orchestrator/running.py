@@ -52,7 +52,7 @@ class RunningGroups:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def __contains__(self, index: int) -> bool:
+    def __contains__(self, index: object) -> bool:
         """True if group `index` was started and is not settled."""
         return index in self._begun
 

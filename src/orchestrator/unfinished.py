@@ -162,6 +162,11 @@ class GroupProgress:
             waiting={number: rollout for number, rollout in rollouts.items() if isinstance(rollout, UnfinishedRollout)},
         )
 
+    def sampled_G(self, size: int) -> list[int]:
+        """Returns how many tokens each rollout has before the group is started."""
+        kept = {number: rollout.trajectory for number, rollout in self.waiting.items()} | self.finished
+        return [sum(turn.sampled for turn in kept[n].turns) if n in kept else 0 for n in range(size)]
+
     def begin(self, sample: int, retry: int) -> RolloutProgress:
         """Begins a try of rollout `sample`: the first one continues what there is of it."""
         progress = self.running[sample] = RolloutProgress(retry, self.waiting.pop(sample, None))

@@ -1,12 +1,13 @@
 """The real pipeline, ledger and router with replicas and a trainer that exist in virtual time only.
 
-    Scenario --simulate--> Pipeline <--Router--> SimReplica (one timer per sequence)
+    Scenario --simulate--> Pipeline <--Router--> SimReplica (one timer each)
                               |
                               +--minibatches--> a trainer that sleeps, as `trireme.train.rl_loop` calls the real one
 
-A replica decodes `slots` sequences at once, each at its own speed whatever the others do, and starts the others in the
-order in which they came. An update pauses it: what is in flight is prefilled again and goes on under the new weights.
-The token that it samples says which version sampled it, so that what the spans promise can be compared.
+A replica decodes `slots` sequences at once, all of them by a token in each of its steps, and starts the others in the
+order in which they came. A step takes `token_s`, and `each_s` more for each sequence in it. An update pauses it:
+what is in flight is prefilled again and goes on under the new weights. The token that it samples says which version
+sampled it, so that what the spans promise can be compared.
 
 Replicas die, hang (they say nothing more, until somebody watches), leave and join. A successor joins `restart_s` after
 the loss was found.
@@ -58,6 +59,8 @@ from trireme.core.types import (
 from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
 
 LONGEST = 50
+ROUNDING = 1e-6
+"""Steps of a replica: sums of times are not exact."""
 NO_DEADLINE_S = 1e9
 """Deadlines are so far away that the virtual clock sees a deadlock first."""
 PROBLEMS_PER_FILE = 64
@@ -68,6 +71,7 @@ STANDARD_NORMAL = NormalDist()
 @dataclass(frozen=True)
 class Scenario:
     """The scenario to simulate. Maps are by replica, except `evaluation`, the section `eval` of the configuration.
+    With `ends` an answer ends at each token with this probability, in place of lognormal lengths.
     Problems whose number is divisible by `failing` raise, by `constant` have equal rewards (0: none do)."""
 
     policy: str = "requeue"
@@ -82,8 +86,10 @@ class Scenario:
     slots: int = 16
     median: int = 20
     spread: float = 1.6
+    ends: float = 0.0
     turns: int = 1
     token_s: float = 0.05
+    each_s: float = 0.0
     prefill_token_s: float = 0.0001
     update_s: float = 0.5
     update_deadline_s: float = NO_DEADLINE_S
@@ -226,9 +232,9 @@ class InFlight:
     length: int
     outbox: asyncio.Queue[Any]
     made: int = 0
-    since: float = 0.0
+    since: float | None = None
+    """The step of its replica since which its tokens are not counted yet; None while it stands still."""
     spans: list[VersionSpan] = field(default_factory=list)
-    timer: asyncio.TimerHandle | None = None
 
 
 class SimReplica:
@@ -246,7 +252,9 @@ class SimReplica:
         self.lengths: list[int] = []
         """Of all requests that were ever asked for, as long as they would become."""
         self._scenario, self._trainer = scenario, trainer
-        self._token_s = scenario.token_s * scenario.slower.get(index, 1.0)
+        self._slower = scenario.slower.get(index, 1.0)
+        self._steps = self._at = 0.0  # steps that it had made at that time
+        self._timer: asyncio.TimerHandle | None = None  # of the next sequence that ends
         self._identity: WeightIdentity | None = None
         self._paused = self._taking = False
         self._running: dict[str, InFlight] = {}
@@ -274,6 +282,7 @@ class SimReplica:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._check_alive()
+        self._advance()
         for request_id in request_ids:
             if sequence := self._running.pop(request_id, None) or self._waiting.pop(request_id, None):
                 self._stand_still(sequence)
@@ -361,55 +370,87 @@ class SimReplica:
         )
 
     def _uncounted(self, sequence: InFlight) -> list[VersionSpan]:
-        if sequence.timer is None or self._identity is None:
+        if sequence.since is None or self._identity is None:
             return []
-        seconds = asyncio.get_running_loop().time() - sequence.since
-        tokens = min(int(seconds / self._token_s), sequence.length - 1 - sequence.made)
+        self._advance()
+        tokens = min(int(self._steps - sequence.since), sequence.length - 1 - sequence.made)
         return [VersionSpan(self._identity, sequence.made, sequence.made + tokens)] if tokens > 0 else []
 
     def _fill(self) -> None:
         """Starts what waits, as far as there are places."""
         while self._waiting and len(self._running) < self._scenario.slots and not self._paused:
             sequence = self._waiting.pop(next(iter(self._waiting)))
-            self._running[sequence.request.request_id] = sequence
             self._go_on(sequence)
+            self._running[sequence.request.request_id] = sequence
+        self._set_timer()
+
+    @property
+    def _decoding(self) -> list[InFlight]:
+        return [sequence for sequence in self._running.values() if sequence.since is not None]
+
+    def _advance(self) -> None:
+        """Makes the steps that fit in the time since the last call; call it before the set of sequences changes."""
+        now, decoding = asyncio.get_running_loop().time(), len(self._decoding)
+        step_s = (self._scenario.token_s + self._scenario.each_s * decoding) * self._slower
+        self.busy_s += decoding * (now - self._at)
+        self._steps += (now - self._at) / step_s if decoding else 0.0
+        self._at = now
+
+    def _set_timer(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self._advance()
+        decoding = self._decoding
+        if not decoding or self._hangs or self._dead:
+            return
+        left = min(self._end_of(sequence) for sequence in decoding) - self._steps
+        step_s = (self._scenario.token_s + self._scenario.each_s * len(decoding)) * self._slower
+        self._timer = asyncio.get_running_loop().call_later(max(left, 0) * step_s, self._look_for_ends)
+
+    @staticmethod
+    def _end_of(sequence: InFlight) -> float:
+        """The step with which a sequence that is decoded ends."""
+        assert sequence.since is not None
+        return sequence.since + sequence.length - sequence.made
+
+    def _look_for_ends(self) -> None:
+        self._advance()
+        for sequence in self._decoding:
+            if self._end_of(sequence) <= self._steps + ROUNDING:
+                self._count(sequence, sequence.length - sequence.made)
+                del self._running[sequence.request.request_id]
+                sequence.outbox.put_nowait((sequence.index, sampled(sequence)))
+        self._fill()
 
     def _go_on(self, sequence: InFlight) -> None:
-        loop = asyncio.get_running_loop()
-        sequence.since = loop.time()
-        seconds = (sequence.length - sequence.made) * self._token_s
-        sequence.timer = loop.call_later(seconds, self._done, sequence)
+        self._advance()
+        sequence.since = self._steps
 
     def _stand_still(self, sequence: InFlight) -> None:
         """Counts what a sequence has got so far, if it is running; at least its last token is still to come."""
-        if sequence.timer:
-            sequence.timer.cancel()
-            sequence.timer = None
-            seconds = asyncio.get_running_loop().time() - sequence.since
-            self._count(sequence, seconds, min(int(seconds / self._token_s), sequence.length - 1 - sequence.made))
+        if sequence.since is not None:
+            self._advance()
+            self._count(sequence, min(int(self._steps - sequence.since), sequence.length - 1 - sequence.made))
+            sequence.since = None
 
-    def _count(self, sequence: InFlight, seconds: float, tokens: int) -> None:
+    def _count(self, sequence: InFlight, tokens: int) -> None:
         assert self._identity is not None, "a replica samples only once it has weights"
-        self.busy_s += seconds
         self.tokens += tokens
         if tokens:
             sequence.spans.append(VersionSpan(self._identity, sequence.made, sequence.made + tokens))
         sequence.made += tokens
 
-    def _done(self, sequence: InFlight) -> None:
-        seconds = asyncio.get_running_loop().time() - sequence.since
-        self._count(sequence, seconds, sequence.length - sequence.made)
-        del self._running[sequence.request.request_id]
-        sequence.outbox.put_nowait((sequence.index, sampled(sequence)))
-        self._fill()
-
 
 def draw_length(request: SampleRequest, scenario: Scenario) -> int:
     """Tokens of the answer to a request, the same whenever it is asked; of one that goes on, what is still to come."""
     longest, name = LONGEST * scenario.median, request.request_id.partition("@")[0]
-    deviation = scenario.spread * math.sqrt(0.5)
-    exponent = deviation * (normal(f"problem {request.prompt[0]}") + normal(f"rollout {name}"))
-    length = max(1, min(round(scenario.median * math.exp(exponent)), longest))
+    if scenario.ends:
+        tokens = math.log(STANDARD_NORMAL.cdf(normal(f"rollout {name}"))) / math.log1p(-scenario.ends)
+    else:
+        deviation = scenario.spread * math.sqrt(0.5)
+        exponent = deviation * (normal(f"problem {request.prompt[0]}") + normal(f"rollout {name}"))
+        tokens = scenario.median * math.exp(exponent)
+    length = max(1, min(round(tokens), longest))
     assert request.params.max_tokens is not None
     return length - (longest - request.params.max_tokens)
 

@@ -17,6 +17,7 @@ from simulation import LONGEST, Outcome, Scenario, simulate
 from virtual_time import Deadlock
 
 from inference.router import Router
+from orchestrator.cut_wait import CutWait
 from orchestrator.ledger import Ledger
 from trireme.core.errors import ProvenanceError, RoomFailed
 from trireme.core.types import SampledSequence, SampleRequest
@@ -244,3 +245,59 @@ def test_asynchrony_pays() -> None:
 def test_more_replicas_are_not_slower() -> None:
     scenario = Scenario(policy="wait", max_steps_off_policy=0, slots=4)
     assert simulate(replace(scenario, replicas=8)).seconds < simulate(replace(scenario, replicas=1)).seconds
+
+
+LONG_TAILED = Scenario(
+    batch_size=32,
+    group_size=8,
+    replicas=1,
+    slots=256,
+    median=8,  # at most 400 tokens
+    ends=1 / 128,
+    token_s=0.005,
+    each_s=0.00015,
+    train_s=2.0,
+    publish_s=0.2,
+    update_s=0.2,
+    max_concurrent="auto",
+)
+"""One replica, whose step takes nine times as long with all places taken as with one; training is much faster."""
+
+
+@pytest.mark.parametrize("max_steps_off_policy", [1, 2])
+def test_a_short_wait_before_the_cut_saves_what_would_be_sampled_again(
+    monkeypatch: pytest.MonkeyPatch, max_steps_off_policy: int
+) -> None:
+    scenario = replace(LONG_TAILED, max_steps_off_policy=max_steps_off_policy, steps=20)
+    waits = check(simulate(scenario))
+    with monkeypatch.context() as patch:
+        patch.setattr(CutWait, "until", lambda *_: None)
+        cuts = check(simulate(scenario))
+    assert 0 < waits.waste < 0.6 * cuts.waste, "little of it is left"
+    assert waits.trained_tokens / waits.seconds > cuts.trained_tokens / cuts.seconds
+    waited_s = sum(row["perf/cut_wait_s"] for row in waits.rows)
+    assert 0 < waited_s < 0.05 * waits.seconds
+    assert cuts.length_bias < waits.length_bias <= 1
+
+
+def test_waste_is_counted_by_cause_to_the_token() -> None:
+    """Of what runs when it is given up the tokens are estimated; here each takes the same time."""
+    outcome = check(simulate(Scenario(policy="drop", failing=5, constant=3, turns=2, median=10)))
+    wasted = {
+        name: sum(row[f"waste/{name}"] for row in outcome.rows)
+        for name in ("expired_running", "expired_finished", "filtered", "failed")
+    }
+    assert min(wasted["expired_running"], wasted["filtered"], wasted["failed"]) > 0
+    counted = sum(wasted.values()) + outcome.trained_tokens
+    left = sum(replica.tokens for replica in outcome.replicas) - counted  # what is under way at the end
+    assert abs(left) < 0.1 * outcome.sampled_tokens
+
+
+def test_length_bias_is_seen_in_the_rows() -> None:
+    outcome = simulate(Scenario(policy="drop", steps=30))
+    trained = sum(row["perf/tokens"] for row in outcome.rows) / sum(row["perf/rollouts"] for row in outcome.rows)
+    assert outcome.length_bias < 0.9
+    assert trained / outcome.rows[-1]["length/sampled"] < 0.9
+    fair = simulate(Scenario(policy="wait", steps=30))
+    trained = sum(row["perf/tokens"] for row in fair.rows) / sum(row["perf/rollouts"] for row in fair.rows)
+    assert trained / fair.rows[-1]["length/sampled"] == pytest.approx(1, abs=0.1)

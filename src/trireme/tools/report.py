@@ -30,6 +30,14 @@ MOST_CURVES = 8
 MOST_INCIDENTS = 100
 
 
+WASTE = {
+    "expired_running": "of groups given up while they ran",
+    "expired_finished": "of finished groups given up",
+    "filtered": "of filtered groups",
+    "failed": "of what failed",
+}
+"""Why tokens are not trained on: the metrics `waste/*`."""
+
 PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
     ("Reward", "", {"reward/total": "mean reward"}),
     ("Loss", "nats per token", {"train_mean_nll": "training", "test/nll": "held out"}),
@@ -51,6 +59,21 @@ PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
             "off_policy/mean": "mean of groups",
             "off_policy/token_mean": "mean of tokens",
         },
+    ),
+    (
+        "Sampled in vain",
+        "tokens",
+        {
+            "waste/expired_running": "given up while running",
+            "waste/expired_finished": "given up when finished",
+            "waste/filtered": "filtered",
+            "waste/failed": "failed",
+        },
+    ),
+    (
+        "Length of rollouts, trained on and sampled",
+        "mean tokens",
+        {"length/trained": "trained on", "length/sampled": "all that were sampled"},
     ),
     ("Replicas that serve, and incidents so far", "", {"perf/replicas": "replicas", "perf/incidents": "incidents"}),
     ("Idle", "share of the step", {"perf/trainer_idle_frac": "trainer", "perf/inference_idle_frac": "inference"}),
@@ -84,6 +107,7 @@ def page(root: Path, timeline: Timeline | None, now: datetime) -> str:
             ("where it stands", _standing(config, rows, now)),
             *_described(config),
             ("attempts", _attempts(root, rows)),
+            *_sampled(rows),
             ("commits", f"of step {', '.join(commits)}" if commits else "none"),  # `trireme inspect` verifies them
             ("directory", str(root)),
         ],
@@ -140,6 +164,23 @@ def _described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("shards, replicas", f"{trainer['shards']}, {config['inference']['replicas']}"),
         ("seed", str(config["seed"])),
     ]
+
+
+def _sampled(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Returns which share of the sampled tokens was wasted, by cause, and whether training prefers some lengths."""
+    counted = [row for row in rows if "waste/failed" in row]
+    trained, rollouts = (sum(row[f"perf/{name}"] for row in counted) for name in ("tokens", "rollouts"))
+    wasted = {name: sum(row[f"waste/{name}"] for row in counted) for name in WASTE}
+    if not trained:
+        return []
+    tokens = trained + sum(wasted.values())
+    causes = ", ".join(f"{number / tokens:.1%} {WASTE[name]}" for name, number in wasted.items() if number)
+    said = [("sampled in vain", f"{1 - trained / tokens:.1%} of {tokens:,.0f} tokens" + (causes and f": {causes}"))]
+    if sampled := counted[-1].get("length/sampled"):
+        mean = trained / rollouts
+        lengths = f"{mean:.0f} tokens trained on, {sampled:.0f} of all that were sampled, stopped ones as estimated"
+        said.append(("length bias", f"{mean / sampled:.2f}: mean lengths of rollouts are {lengths}"))
+    return said
 
 
 def _attempts(root: Path, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -169,6 +169,7 @@ class LedgerMachine(RuleBasedStateMachine):
             (i for i, g in self.running.items() if self.protected(g)), default=self.ledger.tally.dispatched
         )
         due = [index for index in sorted(self.finished) if index < waited_for][: self.count]
+        self.check_late()
         taken = self.ledger.take(step, self.count)
         if taken is None:
             assert len(due) < self.count, "there was enough to take"
@@ -181,6 +182,22 @@ class LedgerMachine(RuleBasedStateMachine):
         self.taken.append((step, groups))
         self.evict(evicted)
         return True
+
+    def check_late(self) -> None:
+        """Checks on copies that a cut without waiting gives the late groups up, and one after their end takes them."""
+        now, then = copy.deepcopy(self.ledger), copy.deepcopy(self.ledger)
+        late = {group.index for group in self.ledger.late(self.count)}
+        taken = now.take(now.batch, self.count)
+        if taken is None or now.batch == self.ledger.batch:
+            assert not late, "the batch is not cut"
+            return
+        assert late <= {group.index for group in taken[1] if not group.finished}
+        for index in late:
+            then.finish(then.active[index])
+        later = then.take(then.batch, self.count)
+        assert later is not None
+        assert late <= {group.index for group in later[0]}
+        assert len(later[1]) <= len(taken[1]), "what they displace is not given up in their place"
 
     def evict(self, groups: list[Group]) -> None:
         for group in groups:
@@ -470,6 +487,44 @@ def test_requeue_evicts_what_would_be_too_old_and_samples_it_first() -> None:
     assert [(g.problem, g.requeues, g.floor) for g in again] == [(a.problem, 1, 2), (d.problem, 1, 2)]
     assert ledger.counts()["expired_running"] == 2
     assert all(ledger.protected(g) for g in again), "requeued once, at most once: now the batch waits for them"
+
+
+def test_late_groups_are_those_that_a_cut_gives_up_and_an_end_before_it_saves() -> None:
+    ledger = make("requeue", batch_size=2, max_steps_off_policy=1)
+    first, second, third, fourth = fill(ledger)
+    ledger.finish(second)
+    assert ledger.late(2) == [], "the batch is not complete"
+    ledger.finish(third)
+    assert ledger.late(2) == [], "the next batch can take them all"
+    assert took(ledger.take(0, 2)) == ([1, 2], [])
+    ledger.release(0)
+    ledger.acknowledge({0: 1})
+    fifth, sixth = fill(ledger)
+    ledger.finish(fifth)
+    assert ledger.late(1) == [], "one more is missing, so that it is not cut"
+    ledger.finish(sixth)
+    assert ledger.late(2) == [first, fourth]
+    ledger.finish(fourth)
+    assert ledger.late(2) == [first]
+    ledger.finish(first)
+    assert took(ledger.take(1, 2)) == ([0, 3], [])
+
+
+def test_no_group_waits_for_one_that_would_displace_another_of_its_age() -> None:
+    ledger = make("drop", batch_size=2, max_steps_off_policy=1)
+    old = fill(ledger)
+    ledger.acknowledge({0: 0})
+    ledger.finish(old[1])
+    ledger.finish(old[2])
+    ledger.take(0, 2)
+    ledger.release(0)
+    ledger.acknowledge({0: 1})
+    young = fill(ledger)
+    ledger.finish(old[3])
+    ledger.finish(young[0])
+    assert ledger.late(2) == [old[0]], "it takes the place of the young one"
+    ledger.finish(old[0])
+    assert ledger.late(2) == []
 
 
 def test_drop_gives_up_and_wait_never_evicts() -> None:
