@@ -37,7 +37,7 @@ filtered since the row before. Evicted and failed groups are counted, but their 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,34 +49,6 @@ GOOD_REWARD = 0.5
 """A group of equal rewards counts as all good from here on, below as all bad."""
 STOP_REASONS = ("stop", "length", "max_seq_len")
 ENDINGS = ("requeued", "dropped", "filtered", "failed", "expired_running", "expired_finished")
-
-
-class IdleClock:
-    """Adds up the seconds in which no request was in flight: `with clock:` around each request."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self.in_flight = 0
-        self._since = now()
-        self._idle = 0.0
-
-    def __enter__(self) -> None:
-        if not self.in_flight:
-            self._idle += self._now() - self._since
-        self.in_flight += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.in_flight -= 1
-        if not self.in_flight:
-            self._since = self._now()
-
-    def take(self) -> float:
-        """Returns the idle seconds since the last call."""
-        if not self.in_flight:
-            now = self._now()
-            self._idle, self._since = self._idle + now - self._since, now
-        idle, self._idle = self._idle, 0.0
-        return idle
 
 
 @dataclass
@@ -92,6 +64,10 @@ class StepMeter:
     lag_s: float = 0.0
     updates: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics of updates, by version. The next update may be in progress when a row is made."""
+
+    def note_lag(self, seconds: float) -> None:
+        """Takes note that the event loop was so late."""
+        self.lag_s = max(self.lag_s, seconds)
 
     def note_update(self, version: int, reports: Sequence[UpdateReport], seconds: float) -> None:
         """Keeps the metrics of an update of all replicas."""

@@ -15,7 +15,7 @@
   next_minibatch  finished groups       `_groups_changed`    a settled group, an error               a minibatch
   update          published weights     the replicas         all of them having it, or a failure     free slots
   evaluation      held-out problems     a permit             a rollout's end                         eval/* metrics
-  stats           nothing               the replicas         time                                    the gate's limit
+  load            nothing               the replicas         time                                    the gate's limit
   lag             nothing               its own clock        time                                    event_loop_lag
 
 Back-pressure is the ledger's slots: when the trainer does not take or release, slots stay taken, dispatch stops, and
@@ -54,24 +54,24 @@ from orchestrator.ledger import Group, Ledger
 from orchestrator.lifetimes import TaskOwner
 from orchestrator.limits import BackgroundTasks, RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
-from orchestrator.metrics import IdleClock, StepMeter
+from orchestrator.metrics import StepMeter
 from orchestrator.overdue import missing
 from orchestrator.recorder import Decode, Recorder
 from orchestrator.replicas import Replicas
+from orchestrator.requests import Requests
 from orchestrator.rollout import PromptTooLong, RolloutLimits
 from orchestrator.running import KeptShare, RunningGroups
 from orchestrator.state import OrchestratorState
 from orchestrator.unfinished import GroupProgress
+from orchestrator.watch import watch_lag, watch_load
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Sampler
-from trireme.core.types import Minibatch, SampledSequence, SampleRequest, StepSummary, WeightIdentity
+from trireme.core.types import Minibatch, StepSummary, WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import trace
 from trireme.process.faults import fault_point
 
-LAG_TICK_S = 0.25
-STATS_TICK_S = 1.0
 WITNESSED = ("problem", "index", "requeues", "floor")
 
 
@@ -107,20 +107,20 @@ class Pipeline:
         self._newest = -1
         self._pace = Lockstep(self._ledger.can_dispatch) if config.deterministic else OwnPace()
         self._pressure = Backpressure(config)
+        self._requests = requests = Requests(sampler)
         self._efforts = Efforts(lambda: asyncio.get_running_loop().time(), repeatable=config.deterministic)
         self._cut_wait = CutWait(self._ledger, self._efforts, config.batch_deadline_s / 2)
         self._runners = {
             env.label: GroupRunner(
-                config, env, limits, self._sample, self._pace, partial(self._note_error, env=env.label)
+                config, env, limits, requests.sample, self._pace, partial(self._note_error, env=env.label)
             )
             for env in config.env
         }
-        self.evaluator = Evaluator(config, held_out, self._sample_to_evaluate, limits, self._pressure.gate, reserved)
+        gate = self._pressure.gate
+        self.evaluator = Evaluator(config, held_out, requests.sample_to_evaluate, limits, gate, reserved)
         self._run_limits = RunLimits(config)
         self._recorder = Recorder(config, decode)
         self._meter = StepMeter(self._ledger.counts())
-        self._idle: IdleClock  # from the first weights on
-        self._evaluating = 0  # of the requests in flight
         self._boundary: OrchestratorState | None = None
         self._build_on = build_on
 
@@ -137,7 +137,7 @@ class Pipeline:
         first, self._newest = self._newest < 0, weights.identity.version
         last = self._newest == self._config.max_steps
         if first:
-            self._idle = IdleClock(asyncio.get_running_loop().time)
+            self._requests.start()
         self.replicas.update = self._background.spawn(self._update(weights), f"update to version {self._newest}")
         if first or last or not self._options.max_steps_off_policy:
             await self.replicas.update_ended()
@@ -147,16 +147,15 @@ class Pipeline:
             TaskOwner.watch(asyncio.get_running_loop())
             self._boundary = self._state() if self._config.deterministic else None
             self._background.spawn(self._dispatch_loop(), "dispatch loop")
-            self._background.spawn(self._stats_loop(), "stats loop")
-            self._background.spawn(self._lag_loop(), "lag loop")
+            self._background.spawn(watch_load(self._sampler, self._pressure), "load loop")
+            self._background.spawn(watch_lag(lambda late_s: self._meter.note_lag(late_s)), "lag loop")
 
     async def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
         """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
         metrics."""
         await self._sampler.adopt(identity)
-        loop = asyncio.get_running_loop()
-        self._idle = IdleClock(loop.time)
-        TaskOwner.watch(loop)
+        self._requests.start()
+        TaskOwner.watch(asyncio.get_running_loop())
         return await self._background.spawn(self.evaluator.evaluate(identity.version), "evaluation")
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
@@ -177,7 +176,7 @@ class Pipeline:
                 with trace.span("wait", "minibatches", step=step, groups=count):
                     groups, evicted = await self._take(step, count)
         except TimeoutError:
-            lacks = missing(self._ledger, self._idle.in_flight - self._evaluating, self._sampler)
+            lacks = missing(self._ledger, self._requests.in_training, self._sampler)
             raise RoomFailed(
                 f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {count} finished groups of batch "
                 f"{step}; {lacks}; first failed rollout: {self._run_limits.first_failure}"
@@ -203,7 +202,7 @@ class Pipeline:
         self._cut_wait.note_release()
         self._slots_changed.set()
         records = self._recorder.lines(step, self._meter.trained)
-        row = self._meter.take(step, self._ledger.counts(), self._idle.take())
+        row = self._meter.take(step, self._ledger.counts(), self._requests.take_idle())
         row |= self.evaluator.take(step) | self._pressure.take() | self._efforts.take() | self._cut_wait.take()
         self._boundary = self._state() if self._config.deterministic else None
         return StepSummary(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
@@ -335,18 +334,6 @@ class Pipeline:
         self._running.add_task(group, task)
         task.add_done_callback(permit.close)
 
-    async def _stats_loop(self) -> None:
-        while True:
-            self._pressure.look(await self._sampler.stats())
-            await asyncio.sleep(STATS_TICK_S)
-
-    async def _lag_loop(self) -> None:
-        now = asyncio.get_running_loop().time
-        while True:
-            started = now()
-            await asyncio.sleep(LAG_TICK_S)
-            self._meter.lag_s = max(self._meter.lag_s, now() - started - LAG_TICK_S)
-
     # ---- one group
 
     async def _run_group(
@@ -360,17 +347,6 @@ class Pipeline:
             await self._pace.before_end(group.index)
             self._settle(group, outcome)
             ending["versions"] = outcome.scored.versions if outcome.scored else None
-
-    async def _sample(self, request: SampleRequest) -> SampledSequence:
-        with self._idle:
-            return await self._sampler.sample(request)
-
-    async def _sample_to_evaluate(self, request: SampleRequest) -> SampledSequence:
-        self._evaluating += 1
-        try:
-            return await self._sample(request)
-        finally:
-            self._evaluating -= 1
 
     def _note_error(self, error: Exception, env: str) -> None:
         self._meter.errors[type(error).__name__] += 1

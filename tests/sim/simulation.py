@@ -121,12 +121,12 @@ class Scenario:
 
     @property
     def progress_tick_s(self) -> float:
-        """How often replicas are asked what they have made; as `stats_tick_s`."""
+        """How often replicas are asked what they have made; as `load_tick_s`."""
         lost = self.dies_at_s or self.hangs_at_s or self.drains_at_s
         return 1.0 if lost else NO_DEADLINE_S
 
     @property
-    def stats_tick_s(self) -> float:
+    def load_tick_s(self) -> float:
         """How often the replicas' load is asked for: only where it is used, since a clock that ticks hides a deadlock.
         There the deadline of a step has to show it."""
         return 1.0 if self.max_concurrent == "auto" else NO_DEADLINE_S
@@ -157,7 +157,7 @@ class Scenario:
                     "answer_s": NO_DEADLINE_S,
                     "sampling": {"max_tokens": LONGEST * self.median},
                 },
-                "timeouts": {"batch_s": self.stats_tick_s * 10_000, "update_s": self.update_deadline_s},
+                "timeouts": {"batch_s": self.load_tick_s * 10_000, "update_s": self.update_deadline_s},
             }
         )
 
@@ -566,9 +566,9 @@ def simulate(scenario: Scenario, router: type[Router] = Router) -> Outcome:
     trainer = SimTrainer()
     replicas = [SimReplica(i, scenario, trainer) for i in range(scenario.replicas)]
     outcome = Outcome(scenario, Problems(scenario), trainer, replicas)
-    ticks = {"LAG_TICK_S": NO_DEADLINE_S, "STATS_TICK_S": scenario.stats_tick_s}
+    ticks = {"LAG_TICK_S": NO_DEADLINE_S, "LOAD_TICK_S": scenario.load_tick_s}
     progress = mock.patch("inference.router.PROGRESS_S", scenario.progress_tick_s)
-    with progress, mock.patch.multiple("orchestrator.pipeline", **ticks):
+    with progress, mock.patch.multiple("orchestrator.watch", **ticks):
         virtual_time.run(_simulate(outcome, router))
     return outcome
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from orchestrator.cursor import ProblemCursor
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, load_dataset
-from orchestrator.metrics import IdleClock
+from orchestrator.requests import IdleClock
 from orchestrator.rollout import RolloutLimits
 from trireme.config import Config
 from trireme.config.schema import EnvConfig

@@ -21,8 +21,8 @@ from renderer_support import QWEN3, bpe
 
 from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Trajectory
 from orchestrator.message_env import MessageEnv, MessageStep, RenderedEnv
-from orchestrator.pipeline import LAG_TICK_S
 from orchestrator.rollout import RolloutLimits
+from orchestrator.watch import LAG_TICK_S
 from trireme.core.errors import LimitReached, RoomFailed
 from trireme.renderers import Message, make_renderer
 

@@ -1,0 +1,70 @@
+"""Passes requests to the replicas, and knows how many of them wait for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from trireme.core.sampler import Sampler
+from trireme.core.types import SampledSequence, SampleRequest
+
+
+class IdleClock:
+    """Adds up the seconds in which no request was in flight: `with clock:` around each request."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.in_flight = 0
+        self._since = now()
+        self._idle = 0.0
+
+    def __enter__(self) -> None:
+        if not self.in_flight:
+            self._idle += self._now() - self._since
+        self.in_flight += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.in_flight -= 1
+        if not self.in_flight:
+            self._since = self._now()
+
+    def take(self) -> float:
+        """Returns the idle seconds since the last call."""
+        if not self.in_flight:
+            now = self._now()
+            self._idle, self._since = self._idle + now - self._since, now
+        idle, self._idle = self._idle, 0.0
+        return idle
+
+
+class Requests:
+    """Passes the requests of training and of evaluations to `sampler`, once it is started."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._idle: IdleClock
+        self._evaluating = 0
+
+    def start(self) -> None:
+        """Begins to count idle seconds."""
+        self._idle = IdleClock(asyncio.get_running_loop().time)
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        with self._idle:
+            return await self._sampler.sample(request)
+
+    async def sample_to_evaluate(self, request: SampleRequest) -> SampledSequence:
+        self._evaluating += 1
+        try:
+            return await self.sample(request)
+        finally:
+            self._evaluating -= 1
+
+    @property
+    def in_training(self) -> int:
+        """Requests of training that wait for an answer."""
+        return self._idle.in_flight - self._evaluating
+
+    def take_idle(self) -> float:
+        """Returns the seconds since the last call in which no request was in flight."""
+        return self._idle.take()

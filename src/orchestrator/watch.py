@@ -1,0 +1,28 @@
+"""The loops that look at a run from time to time, to adapt its load and for its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from orchestrator.admission import Backpressure
+from trireme.core.sampler import Sampler
+
+LAG_TICK_S = 0.25
+LOAD_TICK_S = 1.0
+
+
+async def watch_load(sampler: Sampler, pressure: Backpressure) -> None:
+    """Adapts the limit of the gate to the replicas' load."""
+    while True:
+        pressure.look(await sampler.stats())
+        await asyncio.sleep(LOAD_TICK_S)
+
+
+async def watch_lag(note: Callable[[float], object]) -> None:
+    """Tells `note` how many seconds late the event loop is with what is due."""
+    now = asyncio.get_running_loop().time
+    while True:
+        started = now()
+        await asyncio.sleep(LAG_TICK_S)
+        note(now() - started - LAG_TICK_S)
