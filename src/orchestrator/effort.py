@@ -4,13 +4,16 @@
 
 A replica says how many tokens an answer has when it is whole. Of one that is stopped before, they are estimated from
 its seconds, at the rate of the last answers.
+
+Tokens, and why they were wasted, are part of commits. How fast replicas sample and how many seconds rollouts last are
+not: after a resume the machines may be others.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +32,7 @@ SAME = 1e-6
 
 
 class RolloutEffort:
-    """Keeps account of what one rollout has taken, over all its tries."""
+    """Keeps account of what one rollout has taken."""
 
     __slots__ = ("_answered", "_asked", "_began", "_ended", "_env", "_of", "_restored")
 
@@ -52,13 +55,13 @@ class RolloutEffort:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all its answers so far; of one that it waits for as estimated."""
+        """Tokens of the answers of this try so far; of one that it waits for as estimated."""
         seconds = 0.0 if self._asked is None else self._of.now() - self._asked
         return self._answered + self._of.tokens_within(seconds)
 
     def ask(self) -> None:
-        """Takes note that it asks for an answer. What it asked for before, without an answer, was stopped now."""
-        self._answered, self._asked = self.tokens, self._of.now()
+        """Takes note that it asks for an answer."""
+        self._asked = self._of.now()
 
     def answer(self, tokens: int) -> None:
         """Takes note of the answer that it asked for."""
@@ -66,6 +69,11 @@ class RolloutEffort:
         if tokens:  # else the rollout refuses it
             self._of.speed.note(tokens, self._of.now() - self._asked, self._of.running)
         self._answered, self._asked = self._answered + tokens, None
+
+    def fail(self) -> None:
+        """Takes note that a try has failed: what it sampled is lost, and an answer that it waited for is stopped."""
+        self._of.note_failure(self.tokens)
+        self._answered, self._asked = 0, None
 
     def end(self, task: asyncio.Task[Any]) -> None:
         """Takes note that its task is done."""
@@ -171,6 +179,11 @@ class Efforts:
         """Returns about how many tokens a sequence gets in so many seconds; 0 where metrics have to be repeatable."""
         return 0 if self._repeatable else int(seconds * self.speed.tokens_per_s)
 
+    def note_failure(self, tokens: int) -> None:
+        """Takes note of a try that has failed after so many tokens."""
+        self._wasted["failed"] += tokens
+        self.lengths.note(tokens, ended=False)
+
     def note_end(self, env: str, rollout: RolloutEffort, whole: bool, timed: bool) -> None:
         """Takes note of a rollout that is over; `whole`: it was not stopped, and did not fail; `timed`: all its seconds
         are known, those before a resume are not."""
@@ -180,8 +193,10 @@ class Efforts:
         self.lengths.note(rollout.tokens, ended=whole)
 
     def settle(self, index: int, scored: ScoredGroup | None) -> None:
-        """Takes note of a group whose rollouts have ended; None: it failed. Tries that failed are no part of it."""
-        self._wasted["failed"] += self.groups.pop(index).tokens - (scored.tokens if scored else 0)
+        """Takes note of a group whose rollouts have ended; None: it failed."""
+        group = self.groups.pop(index)
+        if scored is None:
+            self._wasted["failed"] += group.tokens
 
     def evict(self, index: int, scored: ScoredGroup | None) -> None:
         """Takes note of a group that is given up; None: while it ran."""
@@ -191,10 +206,18 @@ class Efforts:
             group.close()
             self._wasted["expired_running"] += group.tokens
 
-    def keep(self, indices: Container[int]) -> None:
-        """Closes the accounts of all other groups, which a rollback has stopped."""
-        for index in [index for index in self.groups if index not in indices]:
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the next rows have to know, as JSON values. What running groups have is not in it."""
+        return {"wasted": dict(self._wasted), "lengths": self.lengths.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], kept: Container[int]) -> None:
+        """Continues from a commit; `state` is empty if that is older than these accounts. Closes the accounts of groups
+        that are not `kept`: a rollback has stopped them."""
+        for index in [index for index in self.groups if index not in kept]:
             self.groups.pop(index).close()
+        self._wasted, self.lengths = Counter(state.get("wasted", {})), Survival()
+        if state:
+            self.lengths.load_state_dict(state["lengths"])
 
     def take(self) -> dict[str, float]:
         """Returns metrics of what was sampled since the last call."""

@@ -172,7 +172,10 @@ class GroupRunner:
                 place.close()
                 closing = envs.close(sample)
             progress.end(sample, outcome)
-            if isinstance(outcome, Trajectory | PromptTooLong):
+            if isinstance(outcome, Trajectory):
+                break
+            effort.fail()
+            if isinstance(outcome, PromptTooLong):
                 break
         self.pace.rollout_over(group.index)
         return outcome

@@ -231,7 +231,8 @@ class Pipeline:
         self._mix.load_state_dict(state.cursor)
         here = (*self._finished.values(), *self._meter.trained)
         self._finished, share = self._running.load(self._ledger, state, here, known)
-        self._efforts.keep(self._running)
+        self._efforts.load_state_dict(state.efforts, kept=self._running)
+        self._cut_wait = CutWait(self._ledger, self._efforts, self._config.batch_deadline_s / 2)
         self._run_limits = RunLimits(self._config)
         self._run_limits.load_state_dict(state.limits)
         self.evaluator.load_state_dict(state.evaluation)
@@ -256,6 +257,7 @@ class Pipeline:
             counts=self._meter.counts,
             evaluation=self.evaluator.state_dict(),
             running=self._running.take(running),
+            efforts=self._efforts.state_dict(),
         )
 
     # ---- updates and replicas

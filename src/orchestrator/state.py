@@ -1,6 +1,6 @@
 """The orchestrator's part of a commit: its state at a boundary, as files.
 
-    state.json          cursor, ledger, limits, metrics, evaluation
+    state.json          cursor, ledger, limits, metrics, evaluation, what was sampled in vain
     groups.jsonl        how many groups follow, then a line of JSON for each, finished groups first and running ones
                         last: all of it that is no array, turn by turn: where its tokens are in its trajectory, and the
                         weights that sampled them
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import nan
 from pathlib import Path
@@ -69,6 +69,8 @@ class OrchestratorState:
     """`state_dict` of the evaluator."""
     running: tuple[UnfinishedGroup, ...] = ()
     """Running groups that have something to keep."""
+    efforts: Mapping[str, Any] = field(default_factory=dict)
+    """`state_dict` of the accounts of what was sampled; empty in commits of before there were any."""
 
     def write(self, directory: Path) -> list[FileRecord]:
         """Writes the files; they are on the disk when it returns. Raises StorageFailed."""

@@ -8,6 +8,8 @@ stopped rollout counts among those that may end until it is stopped.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +44,15 @@ class Survival:
         """Returns the share of rollouts that have more than each of `values`."""
         seen, share = self.curve
         return np.concatenate([[1.0], share])[np.searchsorted(seen, np.asarray(values, np.float64), side="right")]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the rollouts that it remembers as JSON values."""
+        return {"values": [value for value, _ in self._seen], "ended": [ended for _, ended in self._seen]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remembers these rollouts in place of others."""
+        self._seen = deque(zip(state["values"], state["ended"], strict=True), maxlen=KEPT)
+        self._curve = None
 
     def mean(self) -> float:
         """Returns the estimated mean, up to the largest value seen; 0 before the first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable
 
 import pytest
@@ -55,13 +56,15 @@ def test_tokens_of_an_answer_in_flight_are_estimated_from_its_seconds() -> None:
     assert (first.tokens, second.tokens, group.tokens) == (14, 14, 28)
     assert group.seconds == 2 * 14 * TOKEN_S
     assert group.ages == [7.0, 7.0]
+    second.fail()
     second.ask()
     sampling.wait(1)
     second.answer(1)
-    assert second.tokens == 15, "the answer that never came counts too"
+    assert second.tokens == 1
     group.close()
     sampling.wait(100)
-    assert (group.tokens, group.ages, sampling.efforts.running) == (30, [], 0)
+    assert (group.tokens, group.ages, sampling.efforts.running) == (16, [], 0)
+    assert sampling.efforts.take()["waste/failed"] == 14, "the answer that never came counts too"
 
 
 def ended(work: Awaitable[object]) -> asyncio.Task[object]:
@@ -99,16 +102,18 @@ def test_waste_is_counted_by_cause_until_it_is_taken() -> None:
     sampling = Sampling()
     for index in range(3):
         (rollout,) = sampling.efforts.begin(index, "env", [0]).rollouts_G
-        rollout.ask()
-        rollout.answer(sampling.wait(10 * (index + 1)))
+        for tokens in (2, 10 * (index + 1)) if index == 0 else (10 * (index + 1),):
+            rollout.fail()
+            rollout.ask()
+            rollout.answer(sampling.wait(tokens))
     assert sampling.efforts.most_running == 3
-    sampling.efforts.settle(0, scored(8))  # a try of two tokens failed
+    sampling.efforts.settle(0, scored(10))
     sampling.efforts.settle(1, None)
     sampling.efforts.evict(2, None)
-    sampling.efforts.evict(0, scored(8))
+    sampling.efforts.evict(0, scored(10))
     row = sampling.efforts.take()
     wasted = {name.removeprefix("waste/"): tokens for name, tokens in row.items() if name.startswith("waste/")}
-    assert wasted == {"failed": 2 + 20, "expired_running": 30, "expired_finished": 8}
+    assert wasted == {"failed": 2 + 20, "expired_running": 30, "expired_finished": 10}
     assert set(sampling.efforts.take().values()) <= {0.0, sampling.efforts.lengths.mean()}
     assert not sampling.efforts.groups
 
@@ -132,8 +137,28 @@ def test_tokens_from_a_commit_count_and_its_seconds_do_not() -> None:
 def test_a_rollback_closes_the_accounts_of_what_it_stops() -> None:
     sampling = Sampling()
     stopped, _ = (sampling.efforts.begin(index, "env", [0, 0]) for index in range(2))
-    sampling.efforts.keep([1])
+    sampling.efforts.load_state_dict({}, kept=[1])
     assert (list(sampling.efforts.groups), sampling.efforts.running, stopped.ages) == ([1], 2, [])
+    assert sampling.efforts.lengths.state_dict()["values"] == [], "that is over, what the commit knew counts"
+
+
+def test_the_next_row_is_the_same_from_a_commit() -> None:
+    """Also as to a try that has failed in a group that still runs."""
+    sampling, after = Sampling(), Sampling()
+    for index, tokens in enumerate((10, 40, 20)):
+        (rollout,) = sampling.efforts.begin(index, "env", [0]).rollouts_G
+        rollout.ask()
+        rollout.answer(sampling.wait(tokens))
+        if index < 2:
+            rollout.end(ended(gives(object.__new__(Trajectory))))
+        else:
+            rollout.fail()
+    sampling.efforts.settle(0, None)
+    sampling.efforts.settle(1, scored(40))
+    after.efforts.load_state_dict(json.loads(json.dumps(sampling.efforts.state_dict())), kept=())
+    row = sampling.efforts.take()
+    assert after.efforts.take() == row
+    assert (row["waste/failed"], row["length/sampled"]) == (30, pytest.approx(10 + 30 * 2 / 3))
 
 
 def test_a_repeatable_row_has_nothing_that_an_earlier_process_knew() -> None:

@@ -77,7 +77,13 @@ def scored(seed: int, turns_G: list[int], finished: bool = True, logs: Mapping[s
 def snapshot_of(finished: tuple[ScoredGroup, ...], filtered: tuple[ScoredGroup, ...]) -> OrchestratorState:
     states: tuple[Any, ...] = ({"epoch": 1}, {"released": 3}, {"failures": [True]})
     return OrchestratorState(
-        *states, finished, filtered, {"KeyError": 2}, {"a": 1}, {"done": 4, "rows": [[4, {"n": 0.5}]]}
+        *states,
+        finished,
+        filtered,
+        {"KeyError": 2},
+        {"a": 1},
+        {"done": 4, "rows": [[4, {"n": 0.5}]]},
+        efforts={"wasted": {"failed": 3}},
     )
 
 
@@ -309,6 +315,7 @@ def test_the_row_of_the_next_step_misses_nothing(tmp_path: Path) -> None:
     assert exact(row) == exact(asyncio.run(scenario(interrupted=False)))
     assert row["off_policy/filtered"] == 1
     assert row["rollout_errors/KeyError"] == 2
+    assert row["waste/failed"] == 2
     assert row["env/even/by_group/frac_all_good"] > 0
 
 
