@@ -44,13 +44,16 @@ ENDINGS = ("requeued", "dropped", "filtered", "failed", "expired_running", "expi
 
 
 class IdleClock:
-    """Adds up the seconds in which no request was in flight: `with clock:` around each request."""
+    """Adds up the seconds in which no request was in flight, from `begin` on: `with clock:` around each request."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self.in_flight = 0
-        self._since = now()
-        self._idle = 0.0
+        self._since = self._idle = 0.0
+
+    def begin(self) -> None:
+        """Begins to count."""
+        self._since, self._idle = self._now(), 0.0
 
     def __enter__(self) -> None:
         if not self.in_flight:

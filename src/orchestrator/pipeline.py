@@ -30,6 +30,11 @@ ended: the first and the last version of a run, and every one when max_steps_off
 State. The state to save is that of the last boundary: groups taken for a step that is not released count as finished,
 in their place. What was sampled since then is kept, except in deterministic mode: fewer groups would be sampled afresh,
 so engines would work on other requests together. There the state is the one that was noted when the step was released.
+
+Rollback. When the trainer is lost, `hold` ends the loops, the update and the evaluation, and takes all requests back.
+Environments continue with what they do; nothing is dispatched and nothing is sampled. Then the commit is loaded
+(`running.py`): what lives on waits until replicas have joined again and have its weights. In deterministic mode the
+orchestrator is built again instead.
 """
 
 from __future__ import annotations
@@ -52,6 +57,7 @@ from orchestrator.lifetimes import TaskOwner
 from orchestrator.limits import BackgroundTasks, RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import IdleClock, StepMeter
+from orchestrator.overdue import missing
 from orchestrator.recorder import Decode, Recorder
 from orchestrator.replicas import Replicas
 from orchestrator.rollout import PromptTooLong, RolloutLimits
@@ -113,7 +119,8 @@ class Pipeline:
         self._run_limits = RunLimits(config)
         self._recorder = Recorder(config, decode)
         self._meter = StepMeter(self._ledger.counts())
-        self._idle: IdleClock  # from the first weights on
+        self._idle = IdleClock(lambda: asyncio.get_running_loop().time())
+        self._loops: list[asyncio.Task[None]] = []
         self._evaluating = 0  # of the requests in flight
         self._boundary: OrchestratorState | None = None
         self._build_on = build_on
@@ -131,7 +138,7 @@ class Pipeline:
         first, self._newest = self._newest < 0, weights.identity.version
         last = self._newest == self._config.max_steps
         if first:
-            self._idle = IdleClock(asyncio.get_running_loop().time)
+            self._idle.begin()
         self.replicas.update = self._background.spawn(self._update(weights), f"update to version {self._newest}")
         if first or last or not self._options.max_steps_off_policy:
             await self.replicas.update_ended()
@@ -140,17 +147,16 @@ class Pipeline:
         if first:
             TaskOwner.watch(asyncio.get_running_loop())
             self._boundary = self._state() if self._config.deterministic else None
-            self._background.spawn(self._dispatch_loop(), "dispatch loop")
-            self._background.spawn(self._stats_loop(), "stats loop")
-            self._background.spawn(self._lag_loop(), "lag loop")
+            self._pace.resume()
+            loops = {"dispatch": self._dispatch_loop(), "stats": self._stats_loop(), "lag": self._lag_loop()}
+            self._loops = [self._background.spawn(loop, f"{name} loop") for name, loop in loops.items()]
 
     async def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
         """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
         metrics."""
         await self._sampler.adopt(identity)
-        loop = asyncio.get_running_loop()
-        self._idle = IdleClock(loop.time)
-        TaskOwner.watch(loop)
+        self._idle.begin()
+        TaskOwner.watch(asyncio.get_running_loop())
         return await self._background.spawn(self.evaluator.evaluate(identity.version), "evaluation")
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
@@ -171,7 +177,11 @@ class Pipeline:
                 with trace.span("wait", "minibatches", step=step, groups=count):
                     groups, evicted = await self._take(step, count)
         except TimeoutError:
-            raise RoomFailed(self._overdue(step, count)) from None
+            lacks = missing(self._ledger, self._idle.in_flight - self._evaluating, self._sampler)
+            raise RoomFailed(
+                f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {count} finished groups of batch "
+                f"{step}; {lacks}; first failed rollout: {self._run_limits.first_failure}"
+            ) from None
         scored_P = [self._finished.pop(group.index) for group in groups]
         self._evict(evicted)
         self._meter.trained += scored_P
@@ -200,6 +210,16 @@ class Pipeline:
         groups = f"{len(self._finished)} groups are finished, and {len(self._running)} are being sampled"
         return self.evaluator.progress or groups
 
+    async def hold(self) -> None:
+        """Stands still, while the trainer is built again, until `load` and the next `update_weights`. See Rollback,
+        above. Raises the error of any loop: then this pipeline cannot continue."""
+        self._background.raise_error()
+        self._pace.hold()
+        await self._background.stop(self._loops)
+        await self.evaluator.hold()
+        await self.replicas.hold()
+        self._newest = -1
+
     async def stop(self) -> None:
         """Cancels everything and waits for it; all environments are closed."""
         await asyncio.gather(self._background.stop(), self.replicas.stop())
@@ -211,12 +231,13 @@ class Pipeline:
         return self._boundary or self._state()
 
     def load(self, state: OrchestratorState, known: Collection[WeightIdentity] = ()) -> KeptShare:
-        """Continues from a state, before the first `update_weights`. Groups that run here live on if all their tokens
-        are of weights that are `known`. Returns what was kept of unfinished rollouts. Raises BadInput when the dataset
-        is another."""
+        """Continues from a state, before the first `update_weights` or after `hold`. Groups that run here live on if
+        all their tokens are of weights that are `known`. Returns what was kept of unfinished rollouts. Raises BadInput
+        when the dataset is another."""
         if self._config.deterministic:  # all of a turn is sampled together
             state = replace(state, running=())
         self._mix.load_state_dict(state.cursor)
+        self.replicas.roll_back(known)
         here = (*self._finished.values(), *self._meter.trained)
         self._finished, share = self._running.load(self._ledger, state, here, known)
         self._run_limits = RunLimits(self._config)
@@ -276,27 +297,6 @@ class Pipeline:
             self._finished.pop(group.index, None)
             self._running.stop(group.index)
         self._slots_changed.set()
-
-    def _overdue(self, step: int, count: int) -> str:
-        running = [
-            f"{g.problem} (dispatched at version {g.floor})" for g in self._ledger.active.values() if not g.finished
-        ]
-        in_flight = self._idle.in_flight - self._evaluating
-        if in_flight and not self._sampler.acknowledged():
-            holds = f"no inference replica serves, and {in_flight} requests wait for one"
-        elif in_flight:
-            holds = f"the inference replicas hold it, with {in_flight} requests"
-        elif running:
-            holds = "the environments hold it: no request is with a replica"
-        else:
-            holds = "no group is running: its slots wait for a version that the replicas acknowledge"
-        return (
-            f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {count} finished groups of batch "
-            f"{step}; {holds}. Groups: {self._ledger.counts()}; "
-            f"oldest problem still sampling: {running[0] if running else 'none'}; "
-            f"versions acknowledged by replicas: {self._ledger.replicas}; "
-            f"first failed rollout: {self._run_limits.first_failure}"
-        )
 
     # ---- loops
 

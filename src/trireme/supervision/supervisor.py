@@ -137,10 +137,10 @@ class Supervisor:
             progress([f"a place in the cluster for {name}" for name in placeless] or missing, now - min(began, placed))
             time.sleep(TICK_S)
 
-    def goes_on(self) -> None:
-        """Records that the attempt has loaded the commit that it starts from."""
+    def goes_on(self, *kept: str) -> None:
+        """Records that the attempt has loaded the commit that it starts from, and what of the one before was kept."""
         if self._attempts > 1:
-            self.roster.note_return(self._core, time.monotonic() - self._ended)
+            self.roster.note_return(self._core, time.monotonic() - self._ended, *kept)
 
     def detach(self, failure: BaseException | None) -> None:
         """Ends the attempt, with `failure` or None, before its rooms are stopped. If a room hangs, all actors write the
