@@ -2,7 +2,8 @@
 
 Three runs are made always: in deterministic mode one that lost a shard, an engine and the orchestrator one after the
 other is compared, bit for bit, with one that lost nothing; one that loses a replica is whole; and in one that loses a
-shard rollouts live on. The rest is `long`; every victim at every moment is a command of its own: `scripts/chaos.py matrix`.
+shard rollouts live on. The rest is `long`; every victim at every moment is a command of its own:
+`scripts/chaos.py matrix`.
 """
 
 from __future__ import annotations
