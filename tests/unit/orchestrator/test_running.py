@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from orchestrator_fakes import Run, published, quiesce, small_config
-from test_unfinished import Slow, Talks
+from talks import Slow, Talks
 
 from orchestrator.ledger import Group, Ledger
 from orchestrator.running import RunningGroups
