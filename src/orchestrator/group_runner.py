@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -210,7 +210,7 @@ class GroupRunner:
         limit_s = self.config.inference.answer_s
         try:
             async with asyncio.timeout(limit_s) as waiting:
-                return await self.sample(request)
+                return await self._limited(waiting, self.sample(request))
         except TimeoutError:
             if not waiting.expired():
                 raise
@@ -218,6 +218,14 @@ class GroupRunner:
                 f"{key}: an answer took longer than {limit_s:g} s (inference.answer_s); shorten answers "
                 "(inference.sampling.max_tokens), or raise the limit"
             ) from None
+
+    async def _limited(self, limit: asyncio.Timeout, work: Awaitable[T]) -> T:
+        """Returns the result of work within a time limit, which does not run while the pace holds."""
+        self.pace.begin_limit(limit)
+        try:
+            return await work
+        finally:
+            self.pace.end_limit(limit)
 
     def _deadline(self) -> asyncio.Timeout:
         return asyncio.timeout(self.config.orchestrator.generation_timeout_s)
@@ -228,7 +236,7 @@ class GroupRunner:
         that a cancellation of this one is never the environment's doing."""
         try:
             async with deadline:
-                return await start_contained(work)
+                return await self._limited(deadline, start_contained(work))
         except TriremeError:
             raise
         except asyncio.CancelledError as cancelled:

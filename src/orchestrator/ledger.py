@@ -349,12 +349,13 @@ class Ledger:
         return usable
 
     def live_on(self, group: Group) -> None:
-        """Puts a group that lives on over a rollback in the place of the one that was loaded with its index. Raises
-        ProvenanceError unless they are the same."""
+        """Puts a group that lives on over a rollback in the place of the one that was loaded with its index, whose floor
+        it takes: it may have started again since, after a resume, with a later one. Raises ProvenanceError unless they
+        are the same otherwise."""
         loaded = self.active.get(group.index)
-        group.finished = False
-        if loaded != group:
+        if loaded is None or (loaded.problem, loaded.requeues) != (group.problem, group.requeues):
             raise ProvenanceError(f"{group} would live on in place of {loaded}")
+        group.finished, group.floor = False, loaded.floor
         self.active[group.index] = group
 
     def _fits(self, group: Group) -> bool:

@@ -1,5 +1,7 @@
 """The pace of rollouts: each at its own, or all in lockstep, so that a run can be repeated bit for bit.
 
+Hold. While the trainer is built again nothing is sampled, and the time limits of rollouts and answers do not run.
+
 Lockstep. Which requests an engine works on together decides the last bits of its answers, and which problem replaces a
 filtered one depends on which group ended first. So nothing may depend on speed: each party waits until all wait, and
 then they continue in order.
@@ -25,6 +27,40 @@ END = -1
 class OwnPace:
     """No rollout waits for another."""
 
+    def __init__(self) -> None:
+        self._limits: dict[asyncio.Timeout, float | None] = {}  # the seconds that are left, of those that do not run
+        self._holds = False
+
+    def begin_limit(self, limit: asyncio.Timeout) -> None:
+        """Takes note of a time limit that was entered."""
+        self._limits[limit] = None
+        if self._holds:
+            self._stop(limit)
+
+    def end_limit(self, limit: asyncio.Timeout) -> None:
+        """Takes note that what the limit was for has ended."""
+        del self._limits[limit]
+
+    def hold(self) -> None:
+        """Stops all time limits, and those that begin, until `resume`."""
+        self._holds = True
+        for limit in self._limits:
+            self._stop(limit)
+
+    def resume(self) -> None:
+        """Lets the time limits run on from where they were."""
+        self._holds = False
+        for limit, left in self._limits.items():
+            if left is not None:
+                limit.reschedule(asyncio.get_running_loop().time() + left)
+                self._limits[limit] = None
+
+    def _stop(self, limit: asyncio.Timeout) -> None:
+        due = limit.when()
+        if due is not None and not limit.expired():
+            self._limits[limit] = max(due - asyncio.get_running_loop().time(), 0.0)
+            limit.reschedule(None)
+
     def enter(self, index: int, rollouts: int) -> None:
         """Takes note that group `index` has been dispatched."""
 
@@ -45,6 +81,7 @@ class Lockstep(OwnPace):
     """See the module's docstring. `more_to_come()`: true while the ledger has slots that are about to be filled."""
 
     def __init__(self, more_to_come: Callable[[], bool]) -> None:
+        super().__init__()
         self._more_to_come = more_to_come
         self._rollouts: dict[int, int] = {}
         self._waiting: dict[tuple[int, int], asyncio.Future[None]] = {}

@@ -30,6 +30,11 @@ ended: the first and the last version of a run, and every one when max_steps_off
 State. The state to save is that of the last boundary: groups taken for a step that is not released count as finished,
 in their place. What was sampled since then is kept, except in deterministic mode: fewer groups would be sampled afresh,
 so engines would work on other requests together. There the state is the one that was noted when the step was released.
+
+Rollback. When the trainer is lost, `hold` ends the loops, the update and the evaluation, and takes all requests back.
+Environments continue with what they do; nothing is dispatched and nothing is sampled. Then the commit is loaded
+(`running.py`): what lives on waits until replicas have joined again and have its weights. In deterministic mode the
+orchestrator is built again instead.
 """
 
 from __future__ import annotations
@@ -121,6 +126,7 @@ class Pipeline:
         self._run_limits = RunLimits(config)
         self._recorder = Recorder(config, decode)
         self._meter = StepMeter(self._ledger.counts())
+        self._loops: list[asyncio.Task[None]] = []
         self._boundary: OrchestratorState | None = None
         self._build_on = build_on
 
@@ -146,9 +152,10 @@ class Pipeline:
         if first:
             TaskOwner.watch(asyncio.get_running_loop())
             self._boundary = self._state() if self._config.deterministic else None
-            self._background.spawn(self._dispatch_loop(), "dispatch loop")
-            self._background.spawn(watch_load(self._sampler, self._pressure), "load loop")
-            self._background.spawn(watch_lag(lambda late_s: self._meter.note_lag(late_s)), "lag loop")
+            self._pace.resume()
+            lag = watch_lag(lambda late_s: self._meter.note_lag(late_s))
+            loops = {"dispatch": self._dispatch_loop(), "load": watch_load(self._sampler, self._pressure), "lag": lag}
+            self._loops = [self._background.spawn(loop, f"{name} loop") for name, loop in loops.items()]
 
     async def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
         """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
@@ -212,6 +219,16 @@ class Pipeline:
         groups = f"{len(self._finished)} groups are finished, and {len(self._running)} are being sampled"
         return self.evaluator.progress or groups
 
+    async def hold(self) -> None:
+        """Stands still, while the trainer is built again, until `load` and the next `update_weights`. See Rollback,
+        above. Raises the error of any loop: then this pipeline cannot continue."""
+        self._background.raise_error()
+        self._pace.hold()
+        await self._background.stop(self._loops)
+        await self.evaluator.hold()
+        await self.replicas.hold()
+        self._newest = -1
+
     async def stop(self) -> None:
         """Cancels everything and waits for it; all environments are closed."""
         await asyncio.gather(self._background.stop(), self.replicas.stop())
@@ -223,12 +240,13 @@ class Pipeline:
         return self._boundary or self._state()
 
     def load(self, state: OrchestratorState, known: Collection[WeightIdentity] = ()) -> KeptShare:
-        """Continues from a state, before the first `update_weights`. Groups that run here live on if all their tokens
-        are of weights that are `known`. Returns what was kept of unfinished rollouts. Raises BadInput when the dataset
-        is another."""
+        """Continues from a state, before the first `update_weights` or after `hold`. Groups that run here live on if
+        all their tokens are of weights that are `known`. Returns what was kept of unfinished rollouts. Raises BadInput
+        when the dataset is another."""
         if self._config.deterministic:  # all of a turn is sampled together
             state = replace(state, running=())
         self._mix.load_state_dict(state.cursor)
+        self.replicas.roll_back(known)
         here = (*self._finished.values(), *self._meter.trained)
         self._finished, share = self._running.load(self._ledger, state, here, known)
         self._efforts.load_state_dict(state.efforts, kept=self._running)

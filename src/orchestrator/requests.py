@@ -10,13 +10,16 @@ from trireme.core.types import SampledSequence, SampleRequest
 
 
 class IdleClock:
-    """Adds up the seconds in which no request was in flight: `with clock:` around each request."""
+    """Adds up the seconds in which no request was in flight, from `begin` on: `with clock:` around each request."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self.in_flight = 0
-        self._since = now()
-        self._idle = 0.0
+        self._since = self._idle = 0.0
+
+    def begin(self) -> None:
+        """Begins to count."""
+        self._since, self._idle = self._now(), 0.0
 
     def __enter__(self) -> None:
         if not self.in_flight:
@@ -42,12 +45,12 @@ class Requests:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._idle: IdleClock
+        self._idle = IdleClock(lambda: asyncio.get_running_loop().time())
         self._evaluating = 0
 
     def start(self) -> None:
-        """Begins to count idle seconds."""
-        self._idle = IdleClock(asyncio.get_running_loop().time)
+        """Begins to count idle seconds, also after the trainer was lost."""
+        self._idle.begin()
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
         with self._idle:

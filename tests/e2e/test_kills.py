@@ -1,13 +1,15 @@
 """Parts of a run are killed, or stopped, while it goes on, and it comes to its end by itself: real Ray, gloo and vLLM.
 
-Two runs are made always: in deterministic mode one that lost a shard, an engine and the orchestrator one after the
-other is compared, bit for bit, with one that lost nothing; and one that loses a replica is whole. The rest is `long`;
-every victim at every moment is a command of its own: `scripts/chaos.py matrix`.
+Three runs are made always: in deterministic mode one that lost a shard, an engine and the orchestrator one after the
+other is compared, bit for bit, with one that lost nothing; one that loses a replica is whole; and in one that loses a
+shard rollouts live on. The rest is `long`; every victim at every moment is a command of its own:
+`scripts/chaos.py matrix`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from contextlib import suppress
@@ -74,6 +76,20 @@ def test_a_run_that_lost_all_its_parts_equals_one_that_lost_nothing(tmp_path: Pa
     assert_same_run(ended.root, deterministic.root)
     assert [row["attempt"] for row in ended.rows] == [2, 2, 3, 3, 4, 4]
     ended.assert_nothing_left()
+
+
+def test_rollouts_live_on_when_a_shard_is_killed(tmp_path: Path) -> None:
+    """In the step after a commit. The same process has them before and after, so that there is no second log of it."""
+    flags = [*CHAOS, "--checkpoint.every", "1", "--checkpoint.async-save", "false"]
+    ended = run_with(tmp_path, ["trainer.forward_backward[1]@4=kill"], *flags)
+    assert_whole(ended)
+    assert [row["attempt"] for row in ended.rows] == [1] * 3 + [2] * (STEPS - 3)
+    back = rows_of(ended.root / "incidents.jsonl")[-1]["what"]
+    share = re.search(r"(\d+) of (\d+) unfinished rollouts were kept \((\d+) of them live on\)", back)
+    assert share, back
+    assert 0 < int(share[3]) <= int(share[1]) <= int(share[2])
+    assert share[0] in ended.out
+    assert [log.parent.name for log in ended.root.glob("logs/*/orchestrator_0.log")] == ["attempt_1"]
 
 
 @pytest.mark.long

@@ -12,6 +12,9 @@ sampled it, so that what the spans promise can be compared.
 Replicas die, hang (they say nothing more, until somebody watches), leave and join. A successor joins `restart_s` after
 the loss was found.
 
+The trainer is lost, too: it is built again after `rebuild_s` from the newest commit, one of which is taken every
+`commit_every` steps. The pipeline stands still meanwhile, and continues with what lives on.
+
 With `sessions` the trainer offers each version before it sends it. Those that are ready have its bytes when they are to
 take it, unless one of them dies or hangs meanwhile; others fetch it, while the trainer keeps it: until the next but one
 is published.
@@ -42,6 +45,8 @@ from inference.router import Router
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
+from orchestrator.running import KeptShare
+from orchestrator.state import OrchestratorState
 from trainer.batch_checks import PublishedVersions
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, WeightsGone
@@ -114,6 +119,11 @@ class Scenario:
     constant: int = 0
     max_concurrent: int | str = 1_000_000
     evaluation: Mapping[str, Any] = field(default_factory=dict)
+    trainer_dies_at_s: Sequence[float] = ()
+    commit_every: int = 1
+    rebuild_s: float = 30.0
+    tool_s: float = 0.0
+    says_state: bool = False
 
     def is_reserved(self, index: int) -> bool:
         """Returns True if replica `index` only evaluates: the last of those at the start do."""
@@ -177,6 +187,8 @@ class Answer(Env):
 
     async def step(self, action: Sequence[int]) -> StepResult:
         scenario = self._dataset.scenario
+        if scenario.tool_s:
+            await asyncio.sleep(scenario.tool_s * math.exp(normal(f"tool {self._number} {self._sample} {self._turns}")))
         if scenario.failing and self._number % scenario.failing == 0:
             raise ArithmeticError(f"problem {self._number} fails")
         self._turns += 1
@@ -184,6 +196,12 @@ class Answer(Env):
         constant = scenario.constant and self._number % scenario.constant == 0
         reward = 1.0 if constant else float(self._sample)
         return StepResult(reward, self._turns == scenario.turns, self._tokens)
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        return {"turns": self._turns, "tokens": list(self._tokens)} if self._dataset.scenario.says_state else None
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._turns, self._tokens = state["turns"], list(state["tokens"])
 
 
 class Problem(EnvGroupBuilder):
@@ -476,8 +494,8 @@ def tokens_of(spans: Sequence[VersionSpan]) -> npt.NDArray[np.int32]:
 # ---- trainer
 
 
-def published(version: int) -> PublishedWeights:
-    identity = WeightIdentity(1, version, f"d{version}")
+def published(version: int, attempt: int) -> PublishedWeights:
+    identity = WeightIdentity(attempt, version, f"d{version}")
     canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
     return PublishedWeights(WeightsManifest(identity, (), canary), ())
 
@@ -508,7 +526,7 @@ class SimTrainer:
             for member in members:
                 member.received = version
         self.newest = version
-        return published(version)
+        return published(version, outcome.attempt)
 
 
 @dataclass
@@ -526,6 +544,17 @@ class Outcome:
     ended_s: list[float] = field(default_factory=list)
     """When each step was released."""
     seconds: float = 0.0
+    attempt: int = 1
+    kept: list[KeptShare] = field(default_factory=list)
+    """What each rollback kept."""
+
+    def begins_again(self, step: int) -> None:
+        """Begins the next attempt after `step` steps: those after them are forgotten."""
+        self.attempt += 1
+        self.trainer.newest = step
+        for done in (self.minibatches, self.released, self.ended_s):
+            del done[step:]
+        self.trained_lengths = [n for minibatches in self.minibatches for m in minibatches for n in lengths_of(m)]
 
     @property
     def rows(self) -> list[dict[str, float]]:
@@ -645,15 +674,51 @@ class Supervision:
             await self._join(index, self.outcome.scenario.restart_s)
 
 
+@dataclass(frozen=True)
+class Commit:
+    """What a simulated run goes back to."""
+
+    step: int
+    state: OrchestratorState
+    identities: tuple[WeightIdentity, ...]
+    """Of the versions that its tokens may name."""
+
+
 async def drive(pipeline: Pipeline, outcome: Outcome) -> None:
-    """The loop of `trireme.train.rl_loop.train`."""
+    """Trains, and goes back to the newest commit whenever the trainer dies, as `trireme.launch.run` does."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
-    weights = await outcome.trainer.publish(0, pipeline, outcome)
+    commits: list[Commit] = []
+    for at_s in sorted(scenario.trainer_dies_at_s):
+        training = asyncio.create_task(train(pipeline, outcome, commits))
+        await asyncio.wait([training], timeout=max(at_s - loop.time(), 0.0))
+        if training.done() or not commits:
+            await training
+            return
+        training.cancel()
+        await asyncio.wait([training])
+        await pipeline.hold()
+        await asyncio.sleep(scenario.rebuild_s)
+        newest = {replica.index: replica for replica in outcome.replicas if replica.answers}
+        for index, replica in newest.items():
+            await pipeline.replicas.join(index, replica, reserved=scenario.is_reserved(index))
+        outcome.kept.append(pipeline.load(commits[-1].state, commits[-1].identities))
+        outcome.begins_again(commits[-1].step)
+    await train(pipeline, outcome, commits)
+
+
+async def train(pipeline: Pipeline, outcome: Outcome, commits: list[Commit]) -> None:
+    """The loop of `trireme.train.rl_loop.train`, from the newest commit on."""
+    scenario, loop = outcome.scenario, asyncio.get_running_loop()
+    start = commits[-1].step if commits else 0
+    weights = await outcome.trainer.publish(start, pipeline, outcome)
+    identities = (*(commits[-1].identities if commits else ()), weights.identity)
     await pipeline.update_weights(weights)
-    started = loop.time()
-    versions = PublishedVersions(scenario.max_steps_off_policy, [weights.identity])
+    if not commits:
+        outcome.seconds = -loop.time()
+        commits.append(Commit(0, pipeline.snapshot(), identities))
+    versions = PublishedVersions(scenario.max_steps_off_policy, identities)
     part_s = scenario.train_s / (scenario.substeps * scenario.minibatches)
-    for step in range(scenario.steps):
+    for step in range(start, scenario.steps):
         outcome.minibatches.append([])
         for substep in range(scenario.substeps):
             last = False
@@ -668,10 +733,19 @@ async def drive(pipeline: Pipeline, outcome: Outcome) -> None:
         await pipeline.update_weights(weights)
         outcome.released.append(pipeline.release(step))
         outcome.ended_s.append(loop.time())
-    outcome.seconds = loop.time() - started
+        oldest = step + 1 - scenario.max_steps_off_policy
+        identities = (*(each for each in identities if each.version >= oldest), weights.identity)
+        if (step + 1) % scenario.commit_every == 0:
+            commits.append(Commit(step + 1, pipeline.snapshot(), identities))
+    outcome.seconds += loop.time()
 
 
 def note(outcome: Outcome, minibatch: Minibatch) -> None:
     outcome.minibatches[-1].append(minibatch)
+    outcome.trained_lengths += lengths_of(minibatch)
+
+
+def lengths_of(minibatch: Minibatch) -> list[int]:
+    """Returns how many tokens of each rollout were sampled."""
     masks = np.add.reduceat(minibatch.batch.columns["mask"], minibatch.batch.offsets[:-1])
-    outcome.trained_lengths += masks.astype(int).tolist()
+    return list(masks.astype(int).tolist())

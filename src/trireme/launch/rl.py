@@ -1,4 +1,5 @@
-"""The rooms of `rl`: trainer and orchestrator are built anew for each attempt, replicas outlive them."""
+"""The rooms of `rl`: the trainer is built anew for each attempt, replicas outlive it, and so does an orchestrator that
+did not fail itself; in deterministic mode that is built anew too."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from trainer.handle import TrainerHandle
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
+from trireme.core.errors import RoomFailed
 from trireme.launch.run import Core, TrainingRun, await_ready
 from trireme.plan.base import Plan
 from trireme.process.ray_cluster import PlacePool, Progress, reserve
@@ -40,6 +42,7 @@ class RlRun(TrainingRun):
         """Raises BadInput for options that vLLM refuses."""
         super().__init__(config, facts, plan, fixed_parts(config, facts))
         engine_args(config, on_cpu=not plan.on_gpus)
+        self._orchestrator: OrchestratorHandle | None = None
 
     def enter(self, run: RunDir) -> None:
         """Keeps the reference's weights from being pruned, before the start of Ray takes its time. Raises BadInput."""
@@ -50,13 +53,26 @@ class RlRun(TrainingRun):
         config, places = self.plan.resolved(self.config), PlacePool(self.plan.added_replica_options, ending)
         self.inference = InferenceHandle.start(config, self.places["inference"], run.logs)
         ending.callback(self.inference.stop)
+        ending.callback(self._stop_orchestrator)
         return ElasticReplicas(config, self.inference, ScaleRequests(run.root), places)
 
     def start(self, run: RunDir, ending: ExitStack) -> Core:
-        config, inference = self.plan.resolved(self.config), self.inference
+        config = self.plan.resolved(self.config)
         trainer = TrainerHandle.start(config, self.places["trainer"], run.logs, run.start.attempt)
         ending.callback(trainer.stop)
-        orchestrator = OrchestratorHandle.start(
+        if self._orchestrator and run.start.manifest:
+            self._orchestrator.live_on(run.start.manifest.identities)
+        else:  # there is no commit to go back to
+            self._stop_orchestrator()
+        living = [self._orchestrator] if self._orchestrator else []
+        orchestrator = self._orchestrator = self._orchestrator or self._start_orchestrator(config, run)
+        ending.push(self._end_attempt)
+        trainer.offer_by(orchestrator.offer, config.timeouts.update_s)
+        return Core(trainer, {"orchestrator": orchestrator}, (trainer, orchestrator), orchestrator, living)
+
+    def _start_orchestrator(self, config: Config, run: RunDir) -> OrchestratorHandle:
+        inference = self.inference
+        return OrchestratorHandle.start(
             config,
             inference.router_factory(()),  # replicas join as they are ready
             self.places["orchestrator"][0],
@@ -64,9 +80,17 @@ class RlRun(TrainingRun):
             inference.router_factory(()) if config.eval.replicas else None,
             RankAssignment(config.trainer.processes, self.facts.attention_length),
         )
-        ending.callback(orchestrator.stop)
-        trainer.offer_by(orchestrator.offer, config.timeouts.update_s)
-        return Core(trainer, {"orchestrator": orchestrator}, (trainer, orchestrator), orchestrator)
+
+    def _end_attempt(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """Stops the orchestrator, unless the run may continue with it."""
+        lost_trainer = isinstance(error, RoomFailed) and not self.config.deterministic
+        if not (lost_trainer and self._orchestrator and self._orchestrator.hold()):
+            self._stop_orchestrator()
+
+    def _stop_orchestrator(self) -> None:
+        if self._orchestrator:
+            self._orchestrator.stop()
+        self._orchestrator = None
 
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
         train(self.config, Rooms(core.trainer, core.others["orchestrator"]), attempt, journal)

@@ -39,16 +39,18 @@ from trireme.train.steps import Attempt
 
 @dataclass(frozen=True)
 class Core:
-    """The rooms and the state that are made anew for each attempt."""
+    """The rooms of an attempt, and the state that is loaded from its commit."""
 
     trainer: TrainerHandle
     others: Mapping[str, Any]
     """The others with a part in each commit, by its name: each has `save_state`, and `load_state`, which returns what
     is to be said of it, if anything."""
     rooms: Sequence[Any]
-    """The handles of the rooms that were started."""
+    """Their handles."""
     serving: ReplicaUser | None = None
     """The room that is told of each replica that is ready."""
+    living: Sequence[Any] = ()
+    """Those of `rooms` that live on from the attempt before."""
 
 
 class TrainingRun(ABC):
@@ -199,7 +201,7 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
     with ExitStack() as ending:
         core = training.start(run, ending)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
-        supervisor.expect(*core.rooms)
+        supervisor.expect(*(room for room in core.rooms if room not in core.living))
         await_ready(core.rooms, training.plan, log_dir, tick)
         check_shared(core.rooms, run.nonce, training.plan.start_s)
         supervisor.attach(*core.rooms, serving=core.serving)
@@ -208,15 +210,17 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         if why_rows:
             supervisor.roster.note("trainer_0", f"rows are padded, not packed: {why_rows}")
         supervisor.await_replicas(log_dir, progress)
+        kept: list[str] = []
         if start.commit and start.manifest:
             if said := core.trainer.load_state(start.commit / "trainer", start.manifest.identities):
                 supervisor.roster.note("trainer_0", said)
             for name, other in core.others.items():
                 if said := other.load_state(start.commit / name):
                     console.print(f"{name}: {said}", markup=False)
+                    kept.append(said)
         run.checkout()
         console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
-        supervisor.goes_on()
+        supervisor.goes_on(*kept)
         yield core
 
 

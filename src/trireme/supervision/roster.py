@@ -161,9 +161,10 @@ class Roster:
             self.incidents_total += 1
         self._tell(incident)
 
-    def note_return(self, part: str, took_s: float) -> None:
-        """Records that `part` was built again, and that an attempt begins."""
-        self.note(part, f"built again in {took_s:.1f} s: attempt {self.attempt} continues from step {self.step}")
+    def note_return(self, part: str, took_s: float, *kept: str) -> None:
+        """Records that `part` is ready again, that an attempt begins, and what of the one before was kept."""
+        begins = f"ready again after {took_s:.1f} s: attempt {self.attempt} continues from step {self.step}"
+        self.note(part, "; ".join([begins, *kept]))
 
     def at_step(self, step: int) -> None:
         """Records that the run has completed `step` steps."""

@@ -6,8 +6,9 @@ replicas    Requests of a lost replica continue on others. A successor takes its
             serves, while the run continues (`replica_manager.py`).
 the core    Trainer and orchestrator (for `sft` the trainer alone). If one is lost, `check` raises the reason in the
             driver's own thread. That ends the attempt, and both are built again from the newest commit
-            (`trireme.launch.run.attempts`); replicas stay. The same happens when a replica is lost in deterministic
-            mode, where the whole step must be sampled again.
+            (`trireme.launch.run.attempts`); replicas stay, and so does an orchestrator that can continue
+            (`trireme.launch.rl`). The same happens when a replica is lost in deterministic mode, where the whole step
+            must be sampled again.
 budget      Limits how often a part is started again (`restarts.py`); then `check` raises the error that ends the run.
 scale       `trireme scale` asks for more or fewer replicas (`status.py`).
 """
@@ -137,10 +138,10 @@ class Supervisor:
             progress([f"a place in the cluster for {name}" for name in placeless] or missing, now - min(began, placed))
             time.sleep(TICK_S)
 
-    def goes_on(self) -> None:
-        """Records that the attempt has loaded the commit that it starts from."""
+    def goes_on(self, *kept: str) -> None:
+        """Records that the attempt has loaded the commit that it starts from, and what of the one before was kept."""
         if self._attempts > 1:
-            self.roster.note_return(self._core, time.monotonic() - self._ended)
+            self.roster.note_return(self._core, time.monotonic() - self._ended, *kept)
 
     def detach(self, failure: BaseException | None) -> None:
         """Ends the attempt, with `failure` or None, before its rooms are stopped. If a room hangs, all actors write the

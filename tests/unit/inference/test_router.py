@@ -909,3 +909,74 @@ async def test_what_a_drained_replica_does_not_finish_in_time_is_handed_over() -
     await drain
     assert text(await task) == "a0"
     assert second.groups == [["a0"]]
+
+
+# ---- rollback
+
+
+class Halting(FakeReplica):
+    """Gives up what is aborted at once, with the progress in `made`; takes every version."""
+
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
+        self.groups.append([named(r.request_id) for r in requests])
+        self.asked += requests
+        while not self.go.is_set() and not self.aborted:  # noqa: ASYNC110  a few turns, no time
+            await asyncio.sleep(0)
+        for index, each in enumerate(requests):
+            gives_up = named(each.request_id) in self.aborted
+            done = replace(answer(each), spans=self.spans)
+            yield index, self.made.get(named(each.request_id), NOTHING) if gives_up else done
+
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        return UpdateReport(int(self.name[-1]), published.identity, Drift(0.0, 0.0), 0, 0.0)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@in_loop
+async def test_requests_that_are_taken_back_wait_for_the_next_weights_and_keep_what_is_known(known: bool) -> None:
+    old, back = version(3), version(2)
+    first = Halting("replica 0")
+    router = Router({0: first})
+    await router.update_weights(old)
+    first.made = {"abc": made("x", old.identity)}
+    running = asyncio.create_task(router.sample(request("abc")))
+    await turns()
+    await router.take_back()
+    assert first.aborted == ["abc"]
+    assert router.acknowledged() == {}, "nothing may be dispatched"
+    again = Halting("replica 0")
+    again.spans = (VersionSpan(back.identity, 0, 3),)
+    again.go.set()
+    await router.join(0, again)
+    router.roll_back([old.identity] if known else [])
+    new = asyncio.create_task(router.sample(request("new")))
+    await turns(20)
+    assert again.groups == [], "it does not have the weights of the commit yet"
+    assert not running.done()
+    await router.update_weights(back)
+    assert router.acknowledged() == {0: 2}
+    assert text(await new) == "new"
+    whole = await running
+    assert text(whole) == ("xabc" if known else "abc")
+    assert [span.identity for span in whole.spans] == ([old.identity, back.identity] if known else [back.identity])
+
+
+@in_loop
+async def test_what_is_taken_back_twice_waits_for_the_second_time() -> None:
+    """The next attempt failed before it had weights."""
+    first = Halting("replica 0")
+    router = Router({0: first})
+    await router.update_weights(version(3))
+    running = asyncio.create_task(router.sample(request("abc")))
+    await turns()
+    await router.take_back()
+    await router.join(0, Halting("replica 0"))
+    await router.take_back()
+    assert router.acknowledged() == {}
+    assert not running.done()
+    again = Halting("replica 0")
+    again.go.set()
+    again.spans = (VersionSpan(version(1).identity, 0, 3),)
+    await router.join(0, again)
+    await router.update_weights(version(1))
+    assert text(await running) == "abc"

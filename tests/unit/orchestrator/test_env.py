@@ -151,6 +151,7 @@ def test_a_problem_that_makes_no_environments_is_refused_when_it_is_first_looked
 def test_idle_time_is_what_no_request_covers() -> None:
     now = [0.0]
     clock = IdleClock(lambda: now[0])
+    clock.begin()
     now[0] = 2
     with clock:
         now[0] = 3

@@ -318,17 +318,24 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.commit is not None)
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
-        """The trainer is lost. Some groups of the commit live on: those that still run, and some that are over."""
+        """The trainer is lost, and this ledger goes back. Some groups of the commit live on, as the objects that they
+        are: those that still run, and some that are over, even if they were taken since."""
         assert self.commit is not None
-        now, over = set(self.running), set(self.finished)
+        trained = [group for _, groups in self.taken for group in groups]
+        now = {group.index: group for group in (*self.running.values(), *self.finished.values(), *trained)}
         state, books = self.commit
         vars(self).update(copy.deepcopy(books))
-        candidates = sorted(set(self.running) & (now | over))
-        kept = data.draw(st.sets(st.sampled_from(candidates))) if candidates else set()
-        given_back, usable = self.load(self.fresh(), copy.deepcopy(state), kept)
+        same = [i for i, group in sorted(self.running.items()) if i in now and now[i].problem == group.problem]
+        kept = data.draw(st.sets(st.sampled_from(same))) if same else set()
+        over = {index for index in kept if now[index].finished}
+        given_back, usable = self.load(self.ledger, copy.deepcopy(state), kept)
         assert given_back == []
         assert usable == kept
-        for index in sorted(kept & over):
+        for index in sorted(kept):
+            self.ledger.live_on(now[index])
+            self.running[index] = now[index]
+            assert self.ledger.active[index] is now[index]
+        for index in sorted(over):
             self.settle_one(index, "finish")
 
     @property
@@ -685,3 +692,25 @@ def test_a_state_that_does_not_add_up_is_refused() -> None:
     del state["groups"][0]
     with pytest.raises(ProvenanceError, match="lost"):
         Ledger(2, 2, "wait", 2, 100).load_state_dict(state)
+
+
+def test_only_the_group_of_the_commit_lives_on() -> None:
+    ledger = make(batch_size=1)
+    group = fill(ledger)[0]
+    state = saved(ledger)
+    for other in ({"problem": "other"}, {"requeues": 1}, {"index": 7}):
+        ledger.load_state_dict(state, [0])
+        with pytest.raises(ProvenanceError, match="would live on in place of"):
+            ledger.live_on(Group(**{**vars(group), **other}))
+    ledger.live_on(group)
+    assert ledger.active[0] is group
+
+
+def test_a_group_that_lives_on_takes_the_floor_that_the_commit_has() -> None:
+    ledger = make(batch_size=1)
+    group = fill(ledger)[0]
+    state = saved(ledger)
+    group.floor += 1  # a resume had to start it again
+    ledger.load_state_dict(state, [0])
+    ledger.live_on(group)
+    assert (ledger.active[0], group.floor) == (group, state["groups"][0]["floor"])

@@ -180,7 +180,11 @@ def test_reasons_are_lines_of_a_bearable_length(roster: Roster) -> None:
 def test_a_return_says_where_it_goes_on(roster: Roster) -> None:
     roster.attempt, roster.step = 3, 12
     roster.note_return("trainer", 4.56)
-    assert roster.incidents[0].what == "built again in 4.6 s: attempt 3 continues from step 12"
+    roster.note_return("trainer", 4.56, "3 of 4 were kept")
+    assert [incident.what for incident in roster.incidents] == [
+        "ready again after 4.6 s: attempt 3 continues from step 12",
+        "ready again after 4.6 s: attempt 3 continues from step 12; 3 of 4 were kept",
+    ]
 
 
 def test_several_threads_lose_nothing(roster: Roster) -> None:

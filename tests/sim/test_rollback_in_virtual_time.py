@@ -1,0 +1,105 @@
+"""The trainer dies, at any moment and again and again, and the orchestrator lives on: the bound, conservation and
+exactly once hold over every rollback, all tokens that are trained on are of weights that the trainer knows, and what
+can be kept is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from simulation import Outcome, Scenario, simulate
+from test_pipeline_in_virtual_time import ENDS, POLICIES, check_batch
+
+GAMES = Scenario(turns=4, median=8, tool_s=4.0, steps=8, spread=1.0)
+
+
+def check(outcome: Outcome) -> Outcome:
+    """What the ledger says must agree with what was trained on. How often a problem was begun is no longer known from
+    outside: what was dispatched after the commit is forgotten, and comes again."""
+    scenario, last = outcome.scenario, outcome.rows[-1]
+    assert len(outcome.released) == len(outcome.minibatches) == scenario.steps
+    for step in range(scenario.steps):
+        check_batch(outcome, step)
+    for row in outcome.rows:
+        assert row["ledger/dispatched"] == sum(row[f"ledger/{end}"] for end in ENDS)
+    trained = [outcome.problems.number(g["problem"]) for released in outcome.released for g in released.trained]
+    assert len(set(trained)) == len(trained) == last["ledger/trained"]
+    otherwise = sum(last[f"ledger/{end}"] for end in ("filtered", "failed", "dropped", "active", "to_requeue"))
+    begun = last["ledger/dispatched"] - last["ledger/requeued"] + last["ledger/to_requeue"]
+    assert len(trained) + otherwise == begun
+    assert set(trained) <= set(range(int(begun)))
+    problems = outcome.problems
+    assert all(problems.cleaned[n] >= times for n, times in problems.made.items()), "each group is cleaned up"
+    return outcome
+
+
+@pytest.mark.parametrize("max_steps_off_policy", [0, 1, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("commit_every", [1, 3])
+def test_no_rule_is_broken_when_the_trainer_dies(policy: str, max_steps_off_policy: int, commit_every: int) -> None:
+    deaths = (7.0, 45.0, 90.0, 150.0)
+    dying = replace(GAMES, policy=policy, max_steps_off_policy=max_steps_off_policy, trainer_dies_at_s=deaths)
+    outcome = check(simulate(replace(dying, commit_every=commit_every)))
+    assert len(outcome.kept) == len(deaths)
+
+
+@settings(deadline=None, max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(
+    deaths=st.lists(st.floats(0.0, 250.0), min_size=1, max_size=4),
+    dies=st.dictionaries(st.integers(0, 3), st.floats(0.0, 250.0), max_size=2),
+    options=st.fixed_dictionaries(
+        {
+            "policy": st.sampled_from(POLICIES),
+            "max_steps_off_policy": st.integers(0, 3),
+            "commit_every": st.integers(1, 3),
+            "turns": st.sampled_from([1, 3]),
+            "says_state": st.booleans(),
+            "tool_s": st.sampled_from([0.0, 4.0, 60.0]),
+            "update_s": st.sampled_from([0.5, 12.0]),
+            "minibatches": st.sampled_from([1, 2]),
+            "max_concurrent": st.sampled_from([10, 1_000_000]),
+            "constant": st.sampled_from([0, 3]),
+            "failing": st.sampled_from([0, 5]),
+        }
+    ),
+)
+def test_whenever_the_trainer_dies(deaths: list[float], dies: dict[int, float], options: dict[str, Any]) -> None:
+    lost = {"dies_at_s": dies, "restart_s": 5.0, "patience_s": 1000.0} if dies else {}
+    check(simulate(replace(GAMES, steps=6, trainer_dies_at_s=deaths, **lost, **options)))
+
+
+def test_right_after_a_commit_all_that_runs_lives_on() -> None:
+    """Of single answers that no commit has anything of: their tokens are sampled once."""
+    long = Scenario("wait", 1, steps=4, spread=0.5, median=100, train_s=0.5)
+    quiet = simulate(long)
+    dying = replace(long, trainer_dies_at_s=[quiet.ended_s[1] + 0.2])
+    outcome = check(simulate(dying))
+    (share,) = outcome.kept
+    assert share.living == share.rollouts > 0
+    assert share.restored == 0
+    assert outcome.sampled_tokens == quiet.sampled_tokens, "nothing is sampled again"
+
+
+def test_tokens_of_weights_that_are_gone_are_sampled_again() -> None:
+    """The trainer dies in the third step after the commit. That has finished rollouts, and the turns of environments
+    that say their state."""
+    shares = {}
+    for says_state in (False, True):
+        games = replace(GAMES, policy="wait", max_steps_off_policy=2, commit_every=3, says_state=says_state)
+        quiet = simulate(games)
+        outcome = check(simulate(replace(games, trainer_dies_at_s=[quiet.ended_s[4] + 3.0])))
+        (shares[says_state],) = outcome.kept
+    assert shares[False].restored < shares[True].restored
+    assert shares[False].living == shares[True].living < shares[True].rollouts
+    assert shares[True].restored + shares[True].living <= shares[True].rollouts
+
+
+def test_a_tool_works_on_while_the_trainer_is_built_again() -> None:
+    """It needs longer than a step, and less than the trainer: its rollouts have nothing newer than the commit."""
+    games = Scenario("wait", 1, turns=2, median=4, spread=0.1, tool_s=40.0, train_s=1.0, steps=4)
+    quiet = simulate(games)
+    outcome = check(simulate(replace(games, trainer_dies_at_s=[quiet.ended_s[1] + 5.0], rebuild_s=60.0)))
+    assert outcome.kept[0].living > 0
