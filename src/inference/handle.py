@@ -83,7 +83,8 @@ class RayReplica:
         return await self._get(self.handle.stats.remote(), "asked for its load")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._get(self.handle.abort.remote(list(request_ids)), "aborting")
+        if left := self._line.withdraw(request_ids) if self._line else list(request_ids):
+            await self._get(self.handle.abort.remote(left), "aborting")
 
     async def _get(self, awaitable: Awaitable[Value], doing: str, timeout_s: float | None = None) -> Value:
         limit = self.update_s if timeout_s is None else timeout_s

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from dataclasses import dataclass, replace
 from typing import Any
 
-from inference.handover import Outcome
+from inference.handover import NOTHING, Outcome
 from inference.messages import Reply
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.types import SampleRequest
@@ -83,6 +83,14 @@ class Line:
         finally:
             for request in requests:
                 self._waiting.pop(request.request_id, None)
+
+    def withdraw(self, names: Sequence[str]) -> list[str]:
+        """Ends those of these requests that have not left yet, with no tokens; returns the names of the others."""
+        queued = {each.request_id for each in self._queued}
+        for name in queued.intersection(names):
+            if ended := self._waiting.pop(name, None):
+                ended.stream.put_nowait([(ended.place, NOTHING)])
+        return [name for name in names if name not in queued]
 
     def _send(self, requests: Sequence[SampleRequest]) -> None:
         self._queued += requests

@@ -256,6 +256,21 @@ async def test_callers_are_apart_and_those_that_are_gone_are_forgotten() -> None
     await long
 
 
+@in_virtual_time
+async def test_requests_that_have_not_left_yet_can_be_withdrawn() -> None:
+    replica = Replica()
+    line = replica.line()
+    sent = asyncio.create_task(sampled(line, *(request(str(n)) for n in range(FEW))))
+    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(sampled(line, request("a"), request("b")))
+    await asyncio.sleep(GATHER_S / 2)
+    assert line.withdraw(["0", "a"]) == ["0"]
+    (a, b), _ = await asyncio.gather(waiting, sent)
+    assert a is NOTHING
+    assert b.tokens.tolist() == [3]
+    assert "a" not in replica.travelled
+
+
 CONVERSATIONS = st.lists(
     st.tuples(
         st.floats(0, 2),  # when it begins
