@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from trireme.core.types import SampleRequest, SamplingParams
 PARAMS = SamplingParams(max_tokens=8)
 
 
-def tokens(*values: int) -> np.ndarray:
+def tokens(*values: int) -> npt.NDArray[np.int32]:
     return np.asarray(values, np.int32)
 
 
