@@ -30,7 +30,7 @@ Give = Callable[[str, Outcome], None]
 
 
 class Outbox:
-    """What one caller has not fetched yet."""
+    """Holds outcomes until their caller fetches them."""
 
     def __init__(self) -> None:
         self.unanswered = 0

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from trireme.core.types import SampleRequest
 
 HELD_BYTES = 2**28
-"""Of all conversations that a replica holds: 2,048 of 32k tokens."""
+"""A replica holds at most so many bytes of conversations: 2,048 of 32k tokens."""
 ENTRY_BYTES = 400
-"""Of one conversation beside its tokens."""
+"""A conversation takes so many bytes beside its tokens."""
 
 
 class HeldTrajectories:

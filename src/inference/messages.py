@@ -52,7 +52,7 @@ def unpack_requests(message: bytes) -> list[SampleRequest]:
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """What a replica has for a caller."""
+    """A replica's answer to a caller."""
 
     outcomes: Sequence[tuple[str, Outcome]] = ()
     """Names of requests, and how they ended."""
@@ -62,21 +62,20 @@ class Reply:
     """Why the replica must be used no more."""
 
     def pack(self) -> bytes:
+        answers = {name: outcome for name, outcome in self.outcomes if isinstance(outcome, SampledSequence)}
+        progress = {name: outcome for name, outcome in self.outcomes if isinstance(outcome, Progress)}
         errors = [(name, outcome) for name, outcome in self.outcomes if isinstance(outcome, TriremeError)]
-        made = [(name, outcome) for name, outcome in self.outcomes if not isinstance(outcome, TriremeError)]
-        answers = [(name, outcome) for name, outcome in made if isinstance(outcome, SampledSequence)]
-        progress = [(name, outcome) for name, outcome in made if isinstance(outcome, Progress)]
-        ordered: list[SampledSequence | Progress] = [outcome for _, outcome in (*answers, *progress)]
+        ordered: list[SampledSequence | Progress] = [*answers.values(), *progress.values()]
         identities: dict[WeightIdentity, int] = {}
         message = (
-            [name for name, _ in (*answers, *progress)],
+            [*answers, *progress],
             ([len(each.tokens) for each in ordered], [len(each.logprobs) for each in ordered]),
             _joined([each.tokens for each in ordered], np.int32),
             _joined([each.logprobs for each in ordered], np.float32),
             [[_span(span, identities) for span in each.spans] for each in ordered],
             [(each.attempt, each.version, each.digest) for each in identities],
-            _columns([answer for _, answer in answers], ANSWER_FIELDS),
-            [each.start for _, each in progress],
+            _columns(list(answers.values()), ANSWER_FIELDS),
+            [each.start for each in progress.values()],
             errors,
             list(self.missed),
             self.failure,
