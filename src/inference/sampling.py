@@ -154,9 +154,10 @@ class SamplingEngine:
             self._aborts.add(abort)
             abort.add_done_callback(self._aborts.discard)
             give(request_id, NOTHING)
+        elif error := task.exception():
+            give(request_id, as_failure("sampling", error))
         else:
-            error = task.exception()
-            give(request_id, as_failure("sampling", error) if error else task.result())
+            give(request_id, task.result())
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, Progress]:
         """Returns {request id: what it has made beyond the number of tokens that is known}, for requests in flight that

@@ -72,14 +72,14 @@ def shown(value: Any) -> Any:
     return value
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(st.lists(REQUESTS, max_size=4))
 def test_requests_arrive_as_they_were_sent_but_for_tokens_that_the_replica_holds(requests: list[SampleRequest]) -> None:
     expected = [replace(each, prompt=each.prompt[each.extends :]) if each.after else each for each in requests]
     assert list(map(shown, unpack_requests(pack_requests(requests)))) == list(map(shown, expected))
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(OUTCOMES, st.lists(st.text(max_size=5), max_size=2), st.none() | ERRORS)
 def test_outcomes_arrive_as_they_were_given(
     outcomes: dict[str, Outcome], missed: list[str], failure: TriremeError | None
