@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,9 @@ import uvloop
 from pipeline import ORCHESTRATOR_CORE, START_S, ReadyAnswers, drive, pin
 from turns import GROUP_SIZE, Shape, answers, config_of, make_model
 
-from trireme.core.types import SampledSequence, SampleRequest
+from inference.held import HeldTrajectories
+from inference.messages import Reply, unpack_requests
+from trireme.core.types import SampledSequence
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 from trireme.process.environ import prepare_ray_environment
 
@@ -38,17 +40,34 @@ class OverRay:
 
 
 class TurnsActor(ReadyAnswers):
-    """The replica: at most `per_message` answers travel together."""
+    """The replica, with the interface of `inference.actor.ReplicaActor`: at most `per_message` answers travel together.
+    It holds conversations, as a replica does."""
 
     def __init__(self, per_message: int) -> None:
         super().__init__()
         self._per_message, self._messages, self._given = per_message, 0, 0
+        self._held, self._ready = HeldTrajectories(), list[tuple[str, SampledSequence]]()
+        self._waiting: asyncio.Future[None] | None = None
 
-    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, SampledSequence]]]:  # type: ignore[override]
-        for first in range(0, len(requests), self._per_message):
-            part = range(first, min(first + self._per_message, len(requests)))
-            self._messages, self._given = self._messages + 1, self._given + len(part)
-            yield [(index, self._answers[index % len(self._answers)]) for index in part]
+    async def exchange(self, _caller: str, message: bytes) -> bytes:
+        missed: list[str] = []
+        for request in unpack_requests(message):
+            prompt = self._held.whole_prompt(request) if request.after else request.prompt
+            if prompt is None:
+                missed.append(request.request_id)
+                continue
+            answer = self._answers[len(self._ready) % len(self._answers)]
+            if request.extends:
+                self._held.keep(request.request_id, prompt, answer.tokens)
+            self._ready.append((request.request_id, answer))
+        if self._waiting and not self._waiting.done():
+            self._waiting.set_result(None)
+        if not self._ready and not missed:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        together, self._ready = self._ready[: self._per_message], self._ready[self._per_message :]
+        self._messages, self._given = self._messages + bool(together), self._given + len(together)
+        return Reply(together, missed).pack()
 
     async def load_weights(self, weights: PublishedWeights) -> UpdateReport:
         self._answers = answers(weights.identity)
@@ -73,7 +92,7 @@ def replica(per_message: int) -> Iterator[Any]:
         ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
         actor = ray.remote(TurnsActor).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(per_message)
         pin({ORCHESTRATOR_CORE})
-        yield RayReplica(actor, ReadyAnswers.name, None, START_S, START_S)
+        yield RayReplica(actor, ReadyAnswers.name, None, START_S, START_S, gathers=True)
         ray.shutdown()
 
 

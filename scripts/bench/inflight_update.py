@@ -37,6 +37,7 @@ import psutil
 from _common import Result, median
 from checkpoint import make_model
 
+from inference.messages import pack_requests
 from trainer.publish import CANARY_TOKENS
 from trireme.config import Config
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
@@ -186,8 +187,9 @@ class Bench:
         while True:
             prompt = np.random.default_rng(place).integers(0, 1000, PROMPT, dtype=np.int32)
             name = f"{place}/{next(self.numbers)}"
-            async for _ in self.replica.sample([SampleRequest(name, prompt, SamplingParams(length), name)]):
-                pass
+            await self.replica.exchange(
+                name, pack_requests([SampleRequest(name, prompt, SamplingParams(length), name)])
+            )
             length = ANSWER
 
     async def between(self, sampling: list[asyncio.Task[None]]) -> None:

@@ -39,6 +39,7 @@ import psutil
 import uvloop
 from _common import ROOT, Result, median, run_for_json
 
+from inference.desk import Desk, Give
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
@@ -111,10 +112,18 @@ class ReadyAnswers:
 
 
 class ReadyActor(ReadyAnswers):
-    """The replica as an actor, with the interface of `inference.actor.ReplicaActor`: answers travel together."""
+    """The replica as an actor, with the interface of `inference.actor.ReplicaActor`."""
 
-    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, SampledSequence]]]:  # type: ignore[override]
-        yield [each async for each in super().sample(requests)]
+    def __init__(self) -> None:
+        super().__init__()
+        self._desk = Desk(self._give, lambda: None)
+
+    async def exchange(self, caller: str, message: bytes) -> bytes:
+        return await self._desk.exchange(caller, message)
+
+    async def _give(self, requests: list[SampleRequest], give: Give) -> None:
+        async for index, answered in self.sample(requests):
+            give(requests[index].request_id, answered)
 
 
 def answer(rng: np.random.Generator, identity: WeightIdentity) -> SampledSequence:
@@ -216,7 +225,7 @@ def ray_replica() -> Iterator[Any]:
         actor = ray.remote(ReadyActor).options(max_concurrency=MAX_CALLS, num_cpus=0).remote()
         waits.get(actor.abort.remote([]), who="the replica", timeout_s=START_S)
         pin({ORCHESTRATOR_CORE})
-        yield RayReplica(actor, ReadyAnswers.name, None, START_S, START_S)
+        yield RayReplica(actor, ReadyAnswers.name, None, START_S, START_S, gathers=True)
         ray.shutdown()
 
 

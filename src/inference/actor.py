@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import ray
 
+from inference.desk import Desk
 from inference.engine import end_of_sequence_ids, import_engine, start_engine
 from inference.loaded import LoadedProof
 from inference.session import Broadcasts
@@ -78,6 +79,7 @@ class ReplicaActor(UpdatingEngine):
         self.base: str | None = None
         self.broadcasts = Broadcasts(load_transport(config.transport).make_receiver(), self._receive_broadcast)
         self.updating = asyncio.Lock()
+        self._desk = Desk(self.sample, self._failure)
         if index is None:
             redirect_output(log_dir, "inference_spare")
         else:
@@ -182,6 +184,11 @@ class ReplicaActor(UpdatingEngine):
         self._raise_if_broken()
         label = await self._guarded("its version", self.engine.get_weight_version(), self.config.timeouts.update_s)
         return WeightIdentity.parse(label) if self.identity else None
+
+    async def exchange(self, caller: str, message: bytes) -> bytes:
+        """Takes packed requests and returns a packed reply, with outcomes of any requests of this caller, as
+        `inference.desk.Desk` does."""
+        return await self._desk.exchange(caller, message)
 
     async def stats(self) -> ReplicaStats:
         """Returns the utilisation at the engine's last step. Raises RoomFailed or WeightsRefused when broken."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,8 @@ import ray
 
 from inference.actor import ReplicaActor, ReplicaInfo
 from inference.handover import Outcome, Progress
+from inference.line import Line
+from inference.messages import Reply, pack_requests
 from inference.router import Router
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
@@ -23,10 +26,10 @@ from trireme.core.transport import Offer
 from trireme.core.types import SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
 from trireme.process.ray_cluster import on_node
-from trireme.process.waits import get_all, get_async, ready
+from trireme.process.waits import get_all, get_async, ready, with_log
 
 MAX_CALLS = 100_000
-"""Concurrent calls to one replica. Each request may be a call of its own; calls beyond this wait, heartbeats too."""
+"""Concurrent calls to one replica. Calls beyond this wait, heartbeats too."""
 GRACE_S = 30.0
 SPARES = "a spare replica"
 STOP_S = 10.0
@@ -48,19 +51,20 @@ class RayReplica:
     log: Path | None
     answer_s: float
     update_s: float
+    gathers: bool
+    """Requests may wait some milliseconds for others."""
 
-    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        stream = self.handle.sample.remote(requests)
-        while True:
-            try:
-                reference = await self._get(anext(stream), "sampling", self.answer_s)
-            except StopAsyncIteration as end:
-                # Its traceback and the frames in it refer to each other (`wait_for`'s task has it as its exception).
-                # They would keep these requests until the garbage collector comes, once in thousands of streams.
-                end.__traceback__ = end.__context__ = None
-                return
-            for answer in await self._get(reference, "sampling", self.answer_s):
-                yield answer
+    _line: Line | None = field(default=None, init=False)
+
+    def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
+        if self._line is None or self._line.loop is not asyncio.get_running_loop():
+            self._line = Line(self._exchange, name=self.name, answer_s=self.answer_s, gathers=self.gathers)
+        return self._line.sample(requests)
+
+    async def _exchange(self, caller: str, requests: list[SampleRequest], timeout_s: float) -> Reply:
+        answer = self.handle.exchange.remote(caller, pack_requests(requests))
+        reply = Reply.unpack(await self._get(answer, "sampling", timeout_s))
+        return replace(reply, failure=with_log(reply.failure, self.log)) if reply.failure else reply
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
         return await self._get(self.handle.progress.remote(known), "asked for its progress")
@@ -79,7 +83,8 @@ class RayReplica:
         return await self._get(self.handle.stats.remote(), "asked for its load")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._get(self.handle.abort.remote(list(request_ids)), "aborting")
+        if left := self._line.withdraw(request_ids) if self._line else list(request_ids):
+            await self._get(self.handle.abort.remote(left), "aborting")
 
     async def _get(self, awaitable: Awaitable[Value], doing: str, timeout_s: float | None = None) -> Value:
         limit = self.update_s if timeout_s is None else timeout_s
@@ -143,7 +148,8 @@ class InferenceHandle:
         """Returns the router's client of replica `index`; picklable."""
         log_file = self.log_dir / f"inference_{index}.log" if self.log_dir else None
         answer_s, update_s = self.config.inference.answer_s + GRACE_S, self.config.timeouts.update_s
-        return RayReplica(self.replicas[index], self.name(index), log_file, answer_s, update_s)
+        gathers = not self.config.deterministic
+        return RayReplica(self.replicas[index], self.name(index), log_file, answer_s, update_s, gathers)
 
     def ready_ref(self, index: int) -> Any:
         """Returns a reference that resolves (to `ReplicaInfo`) when replica `index` can take weights."""

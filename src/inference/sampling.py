@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from inference.desk import Give
 from inference.engine import give_tokenizer, sampled_sequence, vllm_params
-from inference.handover import NOTHING, Outcome, Progress
+from inference.handover import NOTHING, Progress
 from inference.stalls import StallClock, cpu_seconds
 from trireme.config import Config
 from trireme.core.deadline import LearnedDeadline
@@ -90,6 +91,7 @@ class SamplingEngine:
         self._stalls = StallClock(self._cpu_s)
         self._step_deadline = LearnedDeadline(config.timeouts.update_s)  # of a step of the engine without progress
         self.call_deadline = LearnedDeadline(config.timeouts.update_s)  # of a call in an update without progress
+        self._aborts: set[asyncio.Future[None]] = set()
         self._era = 0  # counts how often all requests were given up
         self._keeps_kv = config.inference.on_update == "keep_kv"
         self._drains = config.inference.on_update == "drain"
@@ -126,49 +128,36 @@ class SamplingEngine:
     def _cpu_s(self) -> list[float]:
         return [cpu_seconds(pid) for pid in self.ranks or (self._engine_pid,)]
 
-    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[list[tuple[int, Outcome]]]:
-        """Samples all `requests` at the same time. Yields (index, sequence or that request's error) of those that have
-        finished, as soon as there is one. An aborted one ends as Progress: all that it has.
-
-        Ray's calls and items of a stream cost about a millisecond, so requests come in groups, and answers go in
-        groups. Raises at the end when this replica broke meanwhile; requests that it could not finish end as Progress.
-        """
+    async def sample(self, requests: list[SampleRequest], give: Give) -> None:
+        """Samples all `requests` at the same time. Returns when they have entered the engine; raises when none can.
+        Gives the outcome of each, its sequence or error, as soon as it is there. One that is aborted, or that this
+        replica cannot finish because it broke, ends as Progress: all that it has."""
         fault_point("inference.sample")
         era = self._era
-        finished: asyncio.Queue[tuple[int, InFlight]] = asyncio.Queue()
         async with self._entering():
             entered = [await self._enter(request) for request in requests]
-        refused: list[tuple[int, Outcome]] = []
-        for index, (request, entry) in enumerate(zip(requests, entered, strict=True)):
+        for request, entry in zip(requests, entered, strict=True):
             if isinstance(entry, TriremeError):
-                refused.append((index, NOTHING if entry is self.broken else entry))
+                give(request.request_id, NOTHING if entry is self.broken else entry)
                 continue
             task = asyncio.create_task(self._answer(request, entry))
             self.running[request.request_id] = InFlight(task, entry)
-            task.add_done_callback(partial(self._finished, finished, index, request.request_id))
+            task.add_done_callback(partial(self._finished, give, request.request_id))
         if self._era != era:  # all were given up while these entered
             await self.abort([request.request_id for request in requests])
-        if refused:
-            yield refused
-        left = len(requests) - len(refused)
-        while left:
-            together = [await finished.get()]
-            while not finished.empty():
-                together.append(finished.get_nowait())
-            left -= len(together)
-            yield [(index, await self._outcome(ended)) for index, ended in together]
-        self._raise_if_broken()
 
-    def _finished(self, finished: asyncio.Queue[Any], index: int, request_id: str, _: asyncio.Task[Any]) -> None:
-        finished.put_nowait((index, self.running.pop(request_id)))
-
-    async def _outcome(self, ended: InFlight) -> Outcome:
-        """Returns the result of a finished task, or its error as one that a person can read."""
-        if ended.task.cancelled():  # before it began, or twice
-            await self.engine.abort(ended.entry.collector.request_id, internal=True)
-            return NOTHING
-        error = ended.task.exception()
-        return as_failure("sampling", error) if error else ended.task.result()
+    def _finished(self, give: Give, request_id: str, task: asyncio.Task[SampledSequence | Progress]) -> None:
+        """Gives the result of a task that has ended, or its error as one that a person can read."""
+        ended = self.running.pop(request_id)
+        if task.cancelled():  # before it began, or twice
+            abort = asyncio.ensure_future(self.engine.abort(ended.entry.collector.request_id, internal=True))
+            self._aborts.add(abort)
+            abort.add_done_callback(self._aborts.discard)
+            give(request_id, NOTHING)
+        elif error := task.exception():
+            give(request_id, as_failure("sampling", error))
+        else:
+            give(request_id, task.result())
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, Progress]:
         """Returns {request id: what it has made beyond the number of tokens that is known}, for requests in flight that

@@ -188,7 +188,7 @@ def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
     group = InferenceHandle(configs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
     references, who = group.ready_refs()
     pids = [health.engine_pid for health in get_all(references, who=who, timeout_s=START_S)]
-    clients = {i: RayReplica(handle, f"replica {i}", None, 120, 60) for i, handle in replicas.items()}
+    clients = {i: RayReplica(handle, f"replica {i}", None, 120, 60, gathers=True) for i, handle in replicas.items()}
     members = {"keep_kv": [0], "drain": [1], "both": [0, 1]}
     routers = {name: Router({i: clients[i] for i in chosen}, max_updating=1) for name, chosen in members.items()}
     return group, {name: Room("qwen3", False, group, router, pids[0]) for name, router in routers.items()}
@@ -217,9 +217,9 @@ def asked_of(room: Room, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...
     asked: dict[tuple[int, ...], list[SampleRequest]] = {}
     plain = room.router._on_the_wire  # type: ignore[attr-defined]
 
-    def note(asked_for: SampleRequest) -> SampleRequest:
+    def note(asked_for: SampleRequest, member: Any) -> SampleRequest:
         asked.setdefault(tuple(asked_for.prompt[:20].tolist()), []).append(asked_for)
-        return plain(asked_for)
+        return plain(asked_for, member)
 
     monkeypatch.setattr(room.router, "_on_the_wire", note)
     return asked

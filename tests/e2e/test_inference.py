@@ -33,6 +33,7 @@ from inference_support import (
 from run_support import shm_left_since
 
 from inference.client import SamplingClient
+from inference.messages import pack_requests
 from trireme.config.inference import CPU_SEQUENCES
 from trireme.core.errors import RoomFailed, WeightsRefused
 from trireme.core.sampler import ReplicaStats
@@ -173,6 +174,33 @@ def test_cached_prefixes_never_outlive_their_weights(rooms: dict[str, Room]) -> 
 
     answers = asyncio.run(run())
     for answer in answers:
+        assert room.difference(prompt, answer) < TOLERANCE
+
+
+def test_a_conversation_goes_on_from_what_its_replica_holds(
+    rooms: dict[str, Room], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third turn on only what is new travels, and the answers are those to the whole prompts."""
+    room, travelled = rooms["untied"], list[int]()
+
+    def pack_and_note(requests: list[SampleRequest]) -> bytes:
+        travelled.extend(len(each.prompt) - (each.extends if each.after else 0) for each in requests)
+        return pack_requests(requests)
+
+    monkeypatch.setattr("inference.handle.pack_requests", pack_and_note)
+
+    async def run() -> list[tuple[list[int], Any]]:
+        prompt, known, turns = prompt_of(50, seed=1), 0, []
+        for number in range(4):
+            asked = replace(request(f"turn {number}", prompt, 8, seed=number), trajectory="held", extends=known)
+            turns.append((prompt, await room.router.sample(asked)))
+            known = len(prompt) + len(turns[-1][1].tokens)
+            prompt = [*prompt, *turns[-1][1].tokens.tolist(), *prompt_of(5, seed=number)]
+        return turns
+
+    turns = asyncio.run(run())
+    assert travelled == [50, len(turns[1][0]), 5, 5]
+    for prompt, answer in turns:
         assert room.difference(prompt, answer) < TOLERANCE
 
 

@@ -18,7 +18,10 @@ import virtual_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference.desk import Desk, Give
 from inference.handover import NOTHING, Outcome, Progress
+from inference.line import Line
+from inference.messages import Reply, pack_requests
 from inference.router import Router
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import ReplicaStats
@@ -44,7 +47,7 @@ def weights(version: int) -> PublishedWeights:
 
 class Slow:
     """A `ReplicaClient` that makes a token each TOKEN_S of every request. The first token of a prompt says how long
-    prompt and answer become together."""
+    prompt and answer become together. Requests and outcomes travel by messages, as to a replica of a run."""
 
     def __init__(self, index: int) -> None:
         self.name = f"replica {index}"
@@ -55,36 +58,44 @@ class Slow:
         self.hangs = self.engine_dead = False
         self.slow_s = 0.0
         self.given_up: set[str] = set()
+        self._line: Line | None = None
+        self._desk = Desk(self._begin, self._failure)
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        outbox: asyncio.Queue[tuple[int, Outcome]] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._one(index, request, outbox)) for index, request in enumerate(requests)]
-        try:
-            for _ in requests:
-                index, outcome = await outbox.get()
-                await self.alive()
-                yield index, outcome
-            if self.engine_dead:
-                raise RoomFailed(f"{self.name}: its engine died")
-        finally:
-            for task in tasks:
-                task.cancel()
+    def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
+        self._line = self._line or Line(self._exchange, name=self.name, answer_s=PATIENCE_S, gathers=True)
+        return self._line.sample(requests)
 
-    async def _one(self, index: int, request: SampleRequest, outbox: asyncio.Queue[tuple[int, Outcome]]) -> None:
+    async def _exchange(self, caller: str, requests: list[SampleRequest], timeout_s: float) -> Reply:
+        await self.alive()
+        reply = Reply.unpack(await self._desk.exchange(caller, pack_requests(requests)))
+        await self.alive()
+        return reply
+
+    def _failure(self) -> TriremeError | None:
+        return RoomFailed(f"{self.name}: its engine died") if self.engine_dead else None
+
+    async def _begin(self, requests: list[SampleRequest], give: Give) -> None:
+        for request in requests:
+            task = asyncio.create_task(self._one(request, give))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _one(self, request: SampleRequest, give: Give) -> None:
         name, prompt = request.request_id, request.prompt
         made = self.made[name] = []
         while len(prompt) + len(made) < prompt[0]:
             await asyncio.sleep(TOKEN_S)
             if self.dead or self.hangs:
-                outbox.put_nowait((index, NOTHING))
+                give(name, NOTHING)
                 return
             if self.engine_dead or name in self.given_up:
-                outbox.put_nowait((index, progress_of(made, 0)))
+                give(name, progress_of(made, 0))
                 return
             assert self.identity, "asked only once it has weights"
             made.append((len(prompt) + len(made), self.identity))
         whole = progress_of(self.made.pop(name), 0)
-        outbox.put_nowait((index, SampledSequence(whole.tokens, whole.logprobs, "stop", whole.spans)))
+        give(name, SampledSequence(whole.tokens, whole.logprobs, "stop", whole.spans))
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
         await self.alive()

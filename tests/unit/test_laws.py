@@ -62,6 +62,7 @@ OWN_PICKLES = {
     "inference/loaded.py": "what the ranks of this replica's engine have loaded",
     "orchestrator/envs/verifiers.py": "a task that this process pickled",
     "inference/worker.py": "a request of the replica to its own engine",
+    "inference/messages.py": "requests of a router to a replica of its run, and the replies",
 }
 """Files that unpickle what another process of the same run has just sent."""
 

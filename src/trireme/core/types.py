@@ -121,6 +121,9 @@ class SampleRequest:
     began: WeightIdentity | None = None
     """The weights that sampled the first token since the trajectory's prompts go on from each other; None: none has.
     With `inference.on_update = "keep_kv"` keys and values in the prefix cache may be as old as these."""
+    after: str = ""
+    """Set by the router: the id of the trajectory's last request, if it was this replica that answered it, "" if not.
+    Then the first `extends` tokens need not travel again."""
 
     def __post_init__(self) -> None:
         prompt = self.prompt

@@ -28,14 +28,19 @@ def failure(error: BaseException, who: str, log: Path | None) -> TriremeError:
     where = f"; its log: {log}" if log else ""
     if isinstance(error, RayTaskError):
         cause = error.cause
-        if type(cause) is RoomFailed and log and "its log:" not in str(cause):
-            return RoomFailed(f"{cause}{where}")
         if isinstance(cause, TriremeError):
-            return cause
+            return with_log(cause, log)
         return RoomFailed(f"{who} raised {type(cause).__name__}: {cause}{where}\n{COLOURS.sub('', str(error))}")
     if isinstance(error, RayActorError):
         return RoomFailed(f"{who} died: {_cause_of_death(error)}{where}")
     return RoomFailed(f"{who}: {type(error).__name__}: {error}{where}")
+
+
+def with_log(error: TriremeError, log: Path | None) -> TriremeError:
+    """Returns what another process said of its failure, with the path of its log."""
+    if type(error) is RoomFailed and log and "its log:" not in str(error):
+        return RoomFailed(f"{error}; its log: {log}")
+    return error
 
 
 def _cause_of_death(error: RayActorError) -> str:

@@ -12,6 +12,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +24,13 @@ from vllm.logprobs import FlatLogprobs
 from inference import actor as replica_module
 from inference.actor import ReplicaActor
 from inference.engine_stats import EngineStats
-from inference.handover import NOTHING
 from inference.loaded import Following, LoadedSums
+from inference.messages import Reply, pack_requests
 from inference.sampling import wrong_answer
 from inference.updating import FETCH
 from trireme.config import Config
 from trireme.core.deadline import LearnedDeadline
-from trireme.core.errors import RoomFailed, WeightsRefused
+from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import Heartbeat
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, weights_digest
@@ -139,15 +140,9 @@ def test_an_engine_that_stands_still_is_killed_and_its_actor_lives(monkeypatch: 
 def test_a_broken_replica_refuses_every_request_with_the_reason() -> None:
     broken = replica()
     broken.broken = WeightsRefused("tensor w arrived corrupted")
-    answers: list[Any] = []
-
-    async def sample() -> None:
-        async for together in broken.sample(requests_of("a", "b")):
-            answers.extend(outcome for _, outcome in together)
-
-    with pytest.raises(WeightsRefused, match="tensor w"):  # so the router uses it no more
-        asyncio.run(sample())
-    assert answers == [NOTHING, NOTHING], "another one may sample them"
+    answers, failure = asyncio.run(exchanged(broken, requests_of("a", "b")))
+    assert "tensor w" in str(failure), "so the router uses it no more"
+    assert [len(answer.tokens) for answer in answers] == [0, 0], "another one may sample them"
     for verb in (broken.health, broken.heartbeat, partial(broken.progress, {})):
         with pytest.raises(WeightsRefused, match="tensor w"):
             asyncio.run(verb())
@@ -293,9 +288,25 @@ def requests_of(*names: str) -> list[SampleRequest]:
     return [SampleRequest(name, (1,), SamplingParams(max_tokens=1), name) for name in names]
 
 
+CALLERS = count()
+
+
+async def exchanged(of: ReplicaActor, requests: list[SampleRequest]) -> tuple[list[Any], TriremeError | None]:
+    """Returns how the requests ended, in their order, and why the replica is broken."""
+    caller, message, found = f"caller {next(CALLERS)}", pack_requests(requests), dict[str, Any]()
+    while True:
+        reply = Reply.unpack(await of.exchange(caller, message))
+        found |= reply.outcomes
+        if reply.failure or len(found) == len(requests):
+            return [found[request.request_id] for request in requests if request.request_id in found], reply.failure
+        message = pack_requests([])
+
+
 async def outcomes(of: ReplicaActor, requests: list[SampleRequest]) -> list[Any]:
-    found = dict([answer async for together in of.sample(requests) for answer in together])
-    return [found[index] for index in sorted(found)]
+    found, failure = await exchanged(of, requests)
+    if failure:
+        raise failure
+    return found
 
 
 def test_deterministic_requests_enter_in_order_while_the_engine_stands_still() -> None:
@@ -499,21 +510,15 @@ def test_aborted_requests_end_with_what_they_have(verb: str) -> None:
 def test_a_dead_engine_ends_requests_with_what_they_have() -> None:
     async def run() -> None:
         made = SamplingReplica(deterministic=False)
-        answers: list[Any] = []
-
-        async def sample() -> None:
-            async for together in made.sample(requests_of("a", "b")):
-                answers.extend(outcome for _, outcome in together)
-
         made.engine.going.clear()
-        sampling = asyncio.create_task(sample())
+        sampling = asyncio.create_task(exchanged(made, requests_of("a", "b")))
         await turns()
         made.engine.output_processor.request_states.update(a=unfinished("a"), b=unfinished("b"))
         made.engine.errored = True
         made.engine.dies = True
         made.engine.going.set()
-        with pytest.raises(RoomFailed, match="its engine process died"):
-            await sampling
+        answers, failure = await sampling
+        assert "its engine process died" in str(failure)
         assert [answer.tokens.tolist() for answer in answers] == [[7], [7]]
 
     asyncio.run(run())
@@ -523,13 +528,10 @@ def test_answers_that_finish_together_go_together() -> None:
     async def run() -> None:
         made = SamplingReplica(deterministic=False)
         made.engine.going.clear()
-        answering = asyncio.create_task(together(made))
+        answering = asyncio.create_task(made.exchange("caller", pack_requests(requests_of("a", "b", "c"))))
         await asyncio.sleep(0.01)
         made.engine.going.set()
-        assert [[index for index, _ in group] for group in await answering] == [[0, 1, 2]]
-
-    async def together(made: ReplicaActor) -> list[Any]:
-        return [group async for group in made.sample(requests_of("a", "b", "c"))]
+        assert [name for name, _ in Reply.unpack(await answering).outcomes] == ["a", "b", "c"]
 
     asyncio.run(run())
 

@@ -1,0 +1,169 @@
+"""The replica's side of `inference.messages`: callers hand in requests, and fetch outcomes, several by one call.
+
+exchange(requests) ---> whole prompts ---> the engine samples them
+                                                 |
+its answer, or a later call's <--- Outbox <------+   gathered for some milliseconds while many are in flight
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from inference.handover import NOTHING, Outcome
+from inference.held import HeldTrajectories
+from inference.messages import Reply, unpack_requests
+from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.types import SampledSequence, SampleRequest
+
+GATHER_S = 0.005
+"""The longest that an outcome waits for others."""
+FEW = 8
+"""An outcome waits for others only while at least so many requests are without one."""
+CALLERS = 8
+"""Outboxes that are kept for callers with nothing in flight."""
+
+Give = Callable[[str, Outcome], None]
+"""Takes the name of a request, and how it ended."""
+
+
+class Outbox:
+    """Holds outcomes until their caller fetches them."""
+
+    def __init__(self) -> None:
+        self.unanswered = 0
+        """Number of requests without an outcome."""
+        self.failure: TriremeError | None = None
+        """Why requests could not enter the engine."""
+        self._outcomes: list[tuple[str, Outcome]] = []
+        self._missed: list[str] = []
+        self._due = False
+        self._timer: asyncio.Handle | None = None
+        self._due_at = 0.0
+        self._fetching: asyncio.Future[None] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """It has nothing in flight, and is not waited for."""
+        return not self.unanswered and self._fetching is None
+
+    def put(self, name: str, outcome: Outcome) -> None:
+        """Adds how a request ended."""
+        self.unanswered -= 1
+        self._outcomes.append((name, outcome))
+        self._is_due_after(GATHER_S if self.unanswered >= FEW else 0.0)
+
+    def miss(self, name: str) -> None:
+        """Asks for a request's whole prompt."""
+        self._missed.append(name)
+        self._is_due_after(0.0)
+
+    def fail(self, failure: TriremeError) -> None:
+        """Tells the caller that the replica must be used no more."""
+        self.failure = failure
+        self._is_due_after(0.0)
+
+    async def fetch(self) -> Reply:
+        """Waits until there is something, and takes it. A call that still waits ends with what there is: the caller
+        makes a later one only to bring requests, and needs one that waits."""
+        if self._fetching and not self._fetching.done():
+            self._fetching.set_result(None)
+        own = self._fetching = asyncio.get_running_loop().create_future()
+        if self._due:
+            own.set_result(None)
+        try:
+            await own
+        finally:
+            if self._fetching is own:
+                self._fetching = None
+        reply = Reply(self._outcomes, self._missed, self.failure)
+        self._outcomes, self._missed, self._due = [], [], False
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        return reply
+
+    def _is_due_after(self, seconds: float) -> None:
+        """Hands out what is there after `seconds`, or sooner if that was decided before. After 0 seconds it goes with
+        all that ends in this turn of the event loop."""
+        loop = asyncio.get_running_loop()
+        due_at = loop.time() + seconds
+        if self._timer and self._due_at <= due_at:
+            return
+        if self._timer:
+            self._timer.cancel()
+        self._timer, self._due_at = loop.call_later(seconds, self._hand_out), due_at
+
+    def _hand_out(self) -> None:
+        self._due, self._timer = True, None
+        if self._fetching and not self._fetching.done():
+            self._fetching.set_result(None)
+
+
+class Desk:
+    """Serves all callers of one replica.
+
+    `sample` samples requests at the same time: it returns, or raises, once they have entered the engine, and gives the
+    outcome of each as soon as it is there. `failure` tells why the replica is broken, None if it is not.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[list[SampleRequest], Give], Awaitable[None]],
+        failure: Callable[[], TriremeError | None],
+    ) -> None:
+        self._sample, self._failure = sample, failure
+        self._held = HeldTrajectories()
+        self._outboxes: OrderedDict[str, Outbox] = OrderedDict()
+        self._entering: set[asyncio.Task[None]] = set()
+
+    async def exchange(self, caller: str, message: bytes) -> bytes:
+        """Takes the requests of a message. Returns what there is for the caller, as soon as there is something or the
+        caller makes another call."""
+        outbox = self._outbox(caller)
+        if requests := self._whole(unpack_requests(message), outbox):
+            outbox.unanswered += len(requests)
+            entering = asyncio.create_task(self._enter(requests, outbox))  # it may wait for an update
+            self._entering.add(entering)
+            entering.add_done_callback(self._entering.discard)
+        reply = await outbox.fetch()
+        return replace(reply, failure=reply.failure or self._failure()).pack()
+
+    async def _enter(self, requests: list[SampleRequest], outbox: Outbox) -> None:
+        asked = {request.request_id: request for request in requests}
+
+        def give(name: str, outcome: Outcome) -> None:
+            request = asked.pop(name)
+            # Most conversations have one turn: only those that have been seen to go on are held.
+            if request.extends and isinstance(outcome, SampledSequence):
+                self._held.keep(name, request.prompt, outcome.tokens)
+            outbox.put(name, outcome)
+
+        try:
+            await self._sample(requests, give)
+        except Exception as error:
+            failure = error if isinstance(error, TriremeError) else RoomFailed(f"{type(error).__name__}: {error}")
+            outbox.fail(failure)
+            for name in list(asked):
+                give(name, NOTHING)
+
+    def _whole(self, requests: list[SampleRequest], outbox: Outbox) -> list[SampleRequest]:
+        """Returns the requests with their whole prompts; asks for those whose beginnings are not held."""
+        found = []
+        for request in requests:
+            if not request.after:
+                found.append(request)
+            elif (prompt := self._held.whole_prompt(request)) is not None:
+                found.append(replace(request, prompt=prompt))
+            else:
+                outbox.miss(request.request_id)
+        return found
+
+    def _outbox(self, caller: str) -> Outbox:
+        outbox = self._outboxes[caller] = self._outboxes.pop(caller, None) or Outbox()
+        if len(self._outboxes) > CALLERS:  # of orchestrators that have died
+            for name in [name for name, each in self._outboxes.items() if each.idle and each is not outbox]:
+                del self._outboxes[name]
+        return outbox

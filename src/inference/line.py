@@ -1,0 +1,151 @@
+"""The caller's side of `inference.messages`: one line to one replica, on which requests and outcomes travel together.
+
+    sample(requests) ---> queued ---(at once, or gathered for some milliseconds)---> exchange ---> the replica's desk
+           ^                                                                            |
+           +---------------------------- outcomes of any requests <--------------------+
+
+Whenever requests are on the replica, one call waits there for outcomes; a later call, which brings requests, ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from inference.handover import NOTHING, Outcome
+from inference.messages import Reply
+from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.types import SampleRequest
+
+GATHER_S = 0.002
+"""The longest that a request waits for others, while the replica has at least FEW; and the longest until the next call
+after an answer, which is as long as requests that follow from its outcomes can travel with that call."""
+FEW = 8
+
+Stream = asyncio.Queue[list[tuple[int, Outcome]] | None]
+"""Outcomes for one group of requests, by their places in it; None: no more come."""
+Exchange = Callable[[str, list[SampleRequest], float], Awaitable[Reply]]
+"""Gives a caller's name and requests to a desk, and waits for its reply, for at most so many seconds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A request without an outcome."""
+
+    request: SampleRequest
+    place: int
+    """Its place in its group."""
+    stream: Stream
+    asked_at: float
+    """When it was asked for, by the clock of the event loop."""
+
+
+class Line:
+    """Lives in the event loop in which it is made. `exchange` raises TriremeError when the replica fails; then each
+    further `sample` raises that too.
+
+    `answer_s`: how long to wait for the outcome of a request. `gathers`: requests may wait for others; else each group
+    travels by itself and at once, as deterministic runs need it.
+    """
+
+    def __init__(self, exchange: Exchange, *, name: str, answer_s: float, gathers: bool) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._exchange, self._name, self._answer_s, self._gathers = exchange, name, answer_s, gathers
+        self._caller = uuid.uuid4().hex
+        self._waiting: dict[str, Waiting] = {}
+        self._queued: list[SampleRequest] = []
+        self._calls = 0  # that have no answer yet
+        self._timer: asyncio.Handle | None = None  # of the next call
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: TriremeError | None = None
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
+        """Yields (index into `requests`, outcome), each once. Raises why the replica must be used no more, after the
+        outcomes that it still gave."""
+        if self._failure:
+            raise self._failure
+        stream, now = Stream(), self.loop.time()
+        try:
+            for place, request in enumerate(requests):
+                self._waiting[request.request_id] = Waiting(request, place, stream, now)
+            self._send(requests)
+            left = len(requests)
+            while left and (outcomes := await stream.get()):
+                left -= len(outcomes)
+                for outcome in outcomes:
+                    yield outcome
+            if self._failure:
+                raise self._failure
+        finally:
+            for request in requests:
+                self._waiting.pop(request.request_id, None)
+
+    def withdraw(self, names: Sequence[str]) -> list[str]:
+        """Ends those of these requests that have not left yet, with no tokens; returns the names of the others."""
+        queued = {each.request_id for each in self._queued}
+        for name in queued.intersection(names):
+            if ended := self._waiting.pop(name, None):
+                ended.stream.put_nowait([(ended.place, NOTHING)])
+        return [name for name in names if name not in queued]
+
+    def _send(self, requests: Sequence[SampleRequest]) -> None:
+        self._queued += requests
+        idle = not self._calls and self._timer is None
+        if idle or not self._gathers or len(self._waiting) < FEW:
+            self._call_now()
+        else:
+            self._call_soon()
+
+    def _call_soon(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(GATHER_S, self._call_now)
+
+    def _call_now(self) -> None:
+        """Brings what is queued, and makes sure that a call waits for outcomes."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        queued, self._queued = [each for each in self._queued if each.request_id in self._waiting], []
+        if self._waiting and (queued or not self._calls) and not self._failure:
+            self._calls += 1
+            self._spawn(self._call(queued))
+
+    async def _call(self, requests: list[SampleRequest]) -> None:
+        now = self.loop.time()
+        oldest = next((each.asked_at for each in self._waiting.values()), now)
+        left_s = oldest + self._answer_s - now
+        try:
+            if left_s <= 0:
+                raise RoomFailed(f"{self._name} has not answered a request within {self._answer_s:.0f} s")
+            reply = await self._exchange(self._caller, requests, left_s)
+        except TriremeError as failure:
+            reply = Reply(failure=failure)
+        finally:
+            self._calls -= 1
+        self._hand_out(reply)
+
+    def _hand_out(self, reply: Reply) -> None:
+        self._failure = self._failure or reply.failure
+        streams: defaultdict[Stream, list[tuple[int, Outcome]]] = defaultdict(list)
+        for name, outcome in reply.outcomes:
+            if ended := self._waiting.pop(name, None):  # else nothing waits for it any more
+                streams[ended.stream].append((ended.place, outcome))
+        for stream, outcomes in streams.items():
+            stream.put_nowait(outcomes)
+        if self._failure:
+            for stream in {each.stream for each in self._waiting.values()}:
+                stream.put_nowait(None)
+        elif missed := [self._waiting[name].request for name in reply.missed if name in self._waiting]:
+            self._queued += [replace(request, after="") for request in missed]
+            self._call_now()
+        elif self._waiting and not self._calls:
+            self._call_soon()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,321 @@
+"""The line from a router to a replica's desk: each request has one outcome, whatever travels together. Virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import virtual_time
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference import desk as desk_module
+from inference.desk import Desk, Give
+from inference.handover import NOTHING, Outcome
+from inference.held import ENTRY_BYTES, HeldTrajectories
+from inference.line import FEW, GATHER_S, Line
+from inference.messages import Reply, pack_requests
+from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
+
+IDENTITY = WeightIdentity(1, 0, "d")
+ANSWER_S = 100.0
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        virtual_time.run(test(*args, **fixtures))
+
+    return run
+
+
+def request(name: str, seconds: float = 1.0, prompt: Sequence[int] = (1, 2), **others: Any) -> SampleRequest:
+    """A request whose answer takes so many seconds."""
+    return SampleRequest(name, np.asarray(prompt), SamplingParams(temperature=seconds), "k", **others)
+
+
+def answer(prompt: Sequence[int]) -> SampledSequence:
+    """Returns one token, the sum of the prompt, so that a wrong prompt is seen."""
+    tokens = np.asarray([sum(prompt) % 1000], np.int32)
+    return SampledSequence(tokens, -tokens.astype(np.float32), "stop", (VersionSpan(IDENTITY, 0, 1),))
+
+
+class Replica:
+    """A desk in front of an engine that takes the seconds that requests say. `messages`: the names of the requests that
+    each call brought; `prompts`: how many tokens of each request travelled."""
+
+    def __init__(self, travel_s: Sequence[float] = (0.0,)) -> None:
+        self.desk = Desk(self.sample, lambda: self.broken)
+        self.broken: TriremeError | None = None
+        self.dead: TriremeError | None = None
+        self.refuses: TriremeError | None = None
+        self.entering = asyncio.Event()
+        self.entering.set()
+        self.messages: list[list[str]] = []
+        self.replies: list[list[str]] = []
+        self.travelled: dict[str, int] = {}
+        self.flying = 0
+        self._travel_s = travel_s
+
+    async def exchange(self, caller: str, requests: list[SampleRequest], timeout_s: float) -> Reply:
+        self.messages.append([each.request_id for each in requests])
+        for each in requests:
+            self.travelled[each.request_id] = len(each.prompt) - (each.extends if each.after else 0)
+        there, back = (self._travel_s[(2 * len(self.messages) + way) % len(self._travel_s)] for way in (0, 1))
+        await asyncio.sleep(there)
+        if self.dead:
+            raise self.dead
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = Reply.unpack(await self.desk.exchange(caller, pack_requests(requests)))
+        except TimeoutError:
+            raise RoomFailed("no answer") from None
+        await asyncio.sleep(back)
+        self.replies.append([name for name, _ in reply.outcomes])
+        return reply
+
+    async def sample(self, requests: list[SampleRequest], give: Give) -> None:
+        await self.entering.wait()
+        if self.refuses:
+            raise self.refuses
+        loop = asyncio.get_running_loop()
+        for each in requests:
+            outcome: Outcome = NOTHING if self.broken else answer(each.prompt.tolist())
+            loop.call_later(each.params.temperature, give, each.request_id, outcome)
+
+    def line(self, gathers: bool = True) -> Line:
+        return Line(self.exchange, name="replica", answer_s=ANSWER_S, gathers=gathers)
+
+
+async def sampled(line: Line, *requests: SampleRequest) -> list[Any]:
+    found = {place: outcome async for place, outcome in line.sample(requests)}
+    assert sorted(found) == list(range(len(requests)))
+    return [found[place] for place in sorted(found)]
+
+
+@in_virtual_time
+async def test_one_request_is_one_call() -> None:
+    replica = Replica()
+    line = replica.line()
+    for name in "ab":
+        (got,) = await sampled(line, request(name))
+        assert got.tokens.tolist() == [3]
+    assert replica.messages == [["a"], ["b"]]
+    assert asyncio.get_running_loop().time() == pytest.approx(2.0), "neither side waits for others"
+
+
+@in_virtual_time
+async def test_answers_that_end_close_together_travel_together_while_many_are_in_flight() -> None:
+    replica = Replica()
+    last = 40
+    await sampled(replica.line(), *(request(str(n), 1.0 + 0.001 * n) for n in range(last)))
+    assert len(replica.replies) < 2 + last / 4
+    assert max(map(len, replica.replies)) >= 4
+    assert asyncio.get_running_loop().time() < 1.0 + 0.001 * last + desk_module.GATHER_S
+
+
+@in_virtual_time
+async def test_requests_wait_for_others_only_while_the_replica_has_many() -> None:
+    replica = Replica()
+    line = replica.line()
+    groups = [asyncio.create_task(sampled(line, request(str(n)))) for n in range(FEW + 3)]
+    await asyncio.sleep(GATHER_S / 2)
+    assert replica.messages == [[str(n)] for n in range(FEW - 1)]
+    await asyncio.sleep(GATHER_S)
+    assert replica.messages[FEW - 1 :] == [[str(n) for n in range(FEW - 1, FEW + 3)]]
+    await asyncio.gather(*groups)
+
+
+@in_virtual_time
+async def test_where_runs_are_repeatable_each_group_travels_by_itself_and_at_once() -> None:
+    replica = Replica()
+    line = replica.line(gathers=False)
+    names = [[f"{group}.{n}" for n in range(5)] for group in range(6)]
+    groups = [asyncio.create_task(sampled(line, *map(request, group))) for group in names]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert replica.messages == names
+    await asyncio.gather(*groups)
+
+
+@in_virtual_time
+async def test_a_slow_entry_holds_up_no_answers() -> None:
+    """With `drain` new requests enter after an update, which waits for those before them."""
+    replica = Replica()
+    line = replica.line()
+    before = asyncio.create_task(sampled(line, request("before")))
+    await asyncio.sleep(0.5)
+    replica.entering.clear()
+    after = asyncio.create_task(sampled(line, request("after")))
+    await before
+    replica.entering.set()
+    await after
+
+
+@in_virtual_time
+async def test_a_further_turn_travels_without_the_tokens_that_the_replica_holds() -> None:
+    replica = Replica()
+    line = replica.line()
+    prompt = [1] * 50
+    for turn, after in enumerate(["", "", "t1", "t2"]):
+        known = len(prompt) - 5 if turn else 0
+        turn_of = request(f"t{turn}", prompt=prompt, trajectory="t", extends=known, after=after)
+        (got,) = await sampled(line, turn_of)
+        assert got.tokens.tolist() == [sum(prompt) % 1000]
+        prompt = [*prompt, *got.tokens.tolist(), *[2] * 5]
+    assert replica.travelled == {"t0": 50, "t1": 56, "t2": 5, "t3": 5}
+    assert len(replica.messages) == 4
+
+
+@in_virtual_time
+async def test_a_prompt_that_the_replica_has_forgotten_comes_whole() -> None:
+    replica = Replica()
+    line = replica.line()
+    (got,) = await sampled(line, request("t2", prompt=[1] * 50, trajectory="t", extends=45, after="t1"))
+    assert got.tokens.tolist() == [50]
+    assert replica.travelled == {"t2": 50}
+    assert replica.messages == [["t2"], ["t2"]]
+
+
+@in_virtual_time
+async def test_a_broken_replica_gives_what_it_has_and_then_says_why() -> None:
+    replica = Replica()
+    line = replica.line()
+    replica.broken = WeightsRefused("canary")
+    found: list[Outcome] = []
+
+    async def sample() -> None:
+        async for _, outcome in line.sample([request("a"), request("b")]):
+            found.append(outcome)
+
+    with pytest.raises(WeightsRefused, match="canary"):
+        await sample()
+    assert [type(outcome) for outcome in found] == [type(NOTHING)] * 2
+    with pytest.raises(WeightsRefused, match="canary"):
+        await sampled(line, request("later"))
+    assert len(replica.messages) == 1
+
+
+@pytest.mark.parametrize("how", ["dead", "refuses"])
+@in_virtual_time
+async def test_all_that_wait_learn_of_a_failure(how: str) -> None:
+    replica = Replica()
+    line = replica.line()
+    waiting = [asyncio.create_task(sampled(line, request(name))) for name in "ab"]
+    await asyncio.sleep(0.1)
+    setattr(replica, how, RoomFailed("it died"))
+    waiting.append(asyncio.create_task(sampled(line, request("c"))))
+    ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [str(error) for error in ended] == ["it died"] * 3
+
+
+@in_virtual_time
+async def test_a_request_that_is_never_answered_is_noticed_also_while_others_are() -> None:
+    replica = Replica()
+    line = replica.line()
+    lost = asyncio.create_task(sampled(line, request("lost", 1e4)))
+
+    async def others() -> None:
+        for n in range(1000):
+            await sampled(line, request(str(n)))
+
+    going = asyncio.create_task(others())
+    with pytest.raises(RoomFailed):
+        await lost
+    assert ANSWER_S <= asyncio.get_running_loop().time() < ANSWER_S + 2
+    with pytest.raises(RoomFailed):
+        await going
+
+
+@in_virtual_time
+async def test_nothing_is_asked_for_requests_that_nothing_waits_for() -> None:
+    replica = Replica()
+    line = replica.line()
+    waiting = [asyncio.create_task(sampled(line, request(str(n), 1.0 + n))) for n in range(3)]
+    await asyncio.sleep(0.5)
+    for task in waiting:
+        task.cancel()
+    await asyncio.sleep(50)
+    assert len(replica.messages) == 3
+
+
+@in_virtual_time
+async def test_callers_are_apart_and_those_that_are_gone_are_forgotten() -> None:
+    replica = Replica()
+    one, other = replica.line(), replica.line()
+    long = asyncio.create_task(sampled(one, request("a", 50.0)))
+    await sampled(other, request("b"))
+    for n in range(2 * desk_module.CALLERS):
+        await sampled(replica.line(), request(str(n)))
+    assert len(replica.desk._outboxes) <= desk_module.CALLERS + 1
+    await long
+
+
+@in_virtual_time
+async def test_requests_that_have_not_left_yet_can_be_withdrawn() -> None:
+    replica = Replica()
+    line = replica.line()
+    sent = asyncio.create_task(sampled(line, *(request(str(n)) for n in range(FEW))))
+    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(sampled(line, request("a"), request("b")))
+    await asyncio.sleep(GATHER_S / 2)
+    assert line.withdraw(["0", "a"]) == ["0"]
+    (a, b), _ = await asyncio.gather(waiting, sent)
+    assert a is NOTHING
+    assert b.tokens.tolist() == [3]
+    assert "a" not in replica.travelled
+
+
+CONVERSATIONS = st.lists(
+    st.tuples(
+        st.floats(0, 2),  # when it begins
+        st.lists(st.tuples(st.sampled_from([0.0, 0.001, 0.004, 0.3]), st.booleans()), min_size=1, max_size=5),
+        st.booleans(),  # its caller leaves in the middle of its last turn
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(CONVERSATIONS, st.lists(st.sampled_from([0.0, 0.0005, 0.01, 0.2]), min_size=1, max_size=5), st.booleans())
+def test_each_request_has_one_outcome_with_its_own_prompt_however_messages_overtake_each_other(
+    conversations: list[tuple[float, list[tuple[float, bool]], bool]], travel_s: list[float], gathers: bool
+) -> None:
+    """Turns take some time or none, and go on from each other or not. The replica can hold only few of them."""
+
+    async def talk(line: Line, name: str, begin_s: float, turns: list[tuple[float, bool]], leaves: bool) -> None:
+        await asyncio.sleep(begin_s)
+        prompt, known, after = [7, len(name)], 0, ""
+        for number, (seconds, goes_on) in enumerate(turns):
+            asked = request(
+                f"{name}.{number}", seconds, prompt, trajectory=name, extends=known, after=after if known else ""
+            )
+            task = asyncio.create_task(sampled(line, asked))
+            if leaves and number == len(turns) - 1:
+                await asyncio.sleep(seconds / 2)
+                task.cancel()
+                return
+            (got,) = await task
+            assert got.tokens.tolist() == [sum(prompt) % 1000]
+            after = asked.request_id if known else ""
+            known = len(prompt) + 1 if goes_on else 0
+            prompt = [*prompt, *got.tokens.tolist(), number] if goes_on else [number, len(name)]
+
+    async def run() -> None:
+        replica = Replica(travel_s)
+        replica.desk._held = HeldTrajectories(max_bytes=3 * (ENTRY_BYTES + 40))
+        line = replica.line(gathers)
+        await asyncio.gather(
+            *(talk(line, f"c{number}", *each) for number, each in enumerate(conversations)),
+        )
+        assert not line._waiting
+        await asyncio.sleep(60.0)
+        assert line._calls == 0, "no call waits when nothing is left"
+
+    virtual_time.run(run())

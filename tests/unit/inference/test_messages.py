@@ -1,0 +1,100 @@
+"""What a router and a replica pack is what the other side unpacks."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.handover import Outcome, Progress
+from inference.messages import Reply, pack_requests, unpack_requests
+from trireme.core.errors import BadInput, RoomFailed, TriremeError, WeightsRefused
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=8).map(lambda tokens: np.asarray(tokens, np.int32))
+IDENTITIES = st.builds(WeightIdentity, st.integers(1, 2), st.integers(0, 2), st.sampled_from(["d", "e"]))
+STOPS = st.one_of(
+    st.none(), st.text(max_size=3), st.lists(st.one_of(st.integers(0, 9), st.text(max_size=3)), max_size=2)
+)
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.none() | st.integers(1, 99),
+    temperature=st.sampled_from([0.0, 1.0]),
+    top_p=st.sampled_from([0.5, 1.0]),
+    stop=STOPS,
+    seed=st.none() | st.integers(0, 2**63 - 1),
+)
+REQUESTS = st.builds(
+    SampleRequest,
+    request_id=st.text(max_size=5),
+    prompt=TOKENS.filter(len),
+    params=PARAMS,
+    route_key=st.text(max_size=5),
+    prompt_logprobs=st.booleans(),
+    topk_prompt_logprobs=st.integers(0, 2),
+    trajectory=st.sampled_from(["", "t"]),
+    extends=st.integers(0, 1),
+    began=st.none() | IDENTITIES,
+    after=st.sampled_from(["", "before"]),
+)
+
+
+@st.composite
+def made(draw: st.DrawFn, kind: type[SampledSequence] | type[Progress]) -> Any:
+    """An answer or a progress. A broken replica may give another number of log-probabilities than of tokens."""
+    tokens, logprobs = draw(TOKENS), draw(st.lists(st.floats(width=32), max_size=8))
+    spans = tuple(
+        draw(st.lists(st.builds(VersionSpan, IDENTITIES, *[st.integers(0, 9)] * 2, st.booleans()), max_size=3))
+    )
+    if kind is Progress:
+        return Progress(draw(st.integers(0, 9)), tokens, np.asarray(logprobs, np.float32), spans)
+    own = draw(st.none() | st.just([None, -0.5]))
+    likeliest = draw(st.none() | st.just([None, [(3, -0.5), (4, -1.5)]]))
+    reason = draw(st.sampled_from(["stop", "length"]))
+    return SampledSequence(tokens, np.asarray(logprobs, np.float32), reason, spans, own, likeliest)
+
+
+ERRORS = st.sampled_from([RoomFailed("too long"), BadInput("never"), WeightsRefused("canary")])
+OUTCOMES = st.dictionaries(st.text(max_size=5), st.one_of(made(SampledSequence), made(Progress), ERRORS), max_size=6)
+
+
+def shown(value: Any) -> Any:
+    """Returns what can be compared: types, values and the bits of arrays."""
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.tobytes()
+    if isinstance(value, TriremeError):
+        return type(value), str(value)
+    if isinstance(value, SampleRequest | SampledSequence | Progress):
+        return type(value), [(each.name, shown(getattr(value, each.name))) for each in fields(value)]
+    return value
+
+
+@settings(max_examples=20)
+@given(st.lists(REQUESTS, max_size=4))
+def test_requests_arrive_as_they_were_sent_but_for_tokens_that_the_replica_holds(requests: list[SampleRequest]) -> None:
+    expected = [replace(each, prompt=each.prompt[each.extends :]) if each.after else each for each in requests]
+    assert list(map(shown, unpack_requests(pack_requests(requests)))) == list(map(shown, expected))
+
+
+@settings(max_examples=20)
+@given(OUTCOMES, st.lists(st.text(max_size=5), max_size=2), st.none() | ERRORS)
+def test_outcomes_arrive_as_they_were_given(
+    outcomes: dict[str, Outcome], missed: list[str], failure: TriremeError | None
+) -> None:
+    reply = Reply.unpack(Reply(list(outcomes.items()), missed, failure).pack())
+    assert {name: shown(outcome) for name, outcome in reply.outcomes} == {n: shown(o) for n, o in outcomes.items()}
+    assert len(reply.outcomes) == len(outcomes)
+    assert (reply.missed, shown(reply.failure)) == (missed, shown(failure))
+
+
+def test_what_is_not_used_does_not_travel() -> None:
+    """A message of plain requests is hardly larger than their tokens."""
+    params = SamplingParams(max_tokens=8)
+    plain = [SampleRequest(f"r{i}", np.zeros(1000, np.int32), params, "k") for i in range(64)]
+    assert len(pack_requests(plain)) < 64 * (4 * 1000 + 100)
+    assert b"topk" not in pack_requests(plain)
+    further = [replace(each, trajectory="t", extends=990, after="before") for each in plain]
+    assert len(pack_requests(further)) < 64 * (4 * 10 + 100)
