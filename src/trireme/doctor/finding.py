@@ -1,0 +1,26 @@
+"""One thing that is wrong, in four parts: where, what was found, what was expected, what to type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CLUSTER = "cluster"
+"""Stands for the node where a finding is about all of them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with a node."""
+
+    node: str
+    """The name of the node; CLUSTER if it is about all of them."""
+    check: str
+    """A word for what was looked at."""
+    found: str
+    """What is there."""
+    expected: str
+    """What should be there, and why."""
+    do: str
+    """What to type, and where."""
+    fatal: bool = True
+    """True: a run would not work. False: it would, but something is lost or slow."""
