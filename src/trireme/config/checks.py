@@ -199,6 +199,18 @@ def _resume(config: CommonConfig) -> Iterator[Refusal]:
             "one of them: --clean empties the run directory, --resume continues from what it holds",
             "leave one out; with --resume nothing is overwritten, what is superseded moves to branches/",
         )
+    if config.resume.latest == "auto" and config.run.name is None:
+        yield Refusal(
+            "--resume auto without --run.name",
+            "the name of the run, by which the same command finds it again",
+            "add --run.name NAME, or take --resume, which takes the newest run of this environment and model",
+        )
+    if config.resume.latest == "auto" and config.resume.step is not None and config.resume.dir is None:
+        yield Refusal(
+            f"--resume auto with --resume.step {config.resume.step}",
+            "one of them: each repetition of the command would go back to that step, and never come further",
+            "leave --resume.step out, or name the run to fork from with --resume.dir too",
+        )
     if config.resume.force and not config.resume.wanted:
         yield Refusal(
             "--resume.force alone", "something to resume", "add --resume, --resume.step N or --resume.dir PATH"

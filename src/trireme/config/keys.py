@@ -17,6 +17,7 @@ from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 
 Path = tuple[str, ...]
+BOOLEANS = ("true", "false")
 USAGE = """usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key value ...] [--dry-run] [--verbose]
 
   @ FILE              read a TOML or JSON file; several overlay each other from left to right
@@ -54,6 +55,14 @@ class Key:
         """True: its values can make code run."""
         extra = self.field.json_schema_extra
         return isinstance(extra, dict) and bool(extra.get("names_code"))
+
+    @property
+    def switch_words(self) -> tuple[str, ...]:
+        """The words that may follow its flag, in lower case, if it is a switch, whose bare flag means true; empty for
+        any other key."""
+        choices = get_args(self.field.annotation) or (self.field.annotation,)
+        words = tuple(word for choice in choices for word in get_args(choice))
+        return (*BOOLEANS, *words) if bool in choices else ()
 
     @property
     def dotted(self) -> str:

@@ -21,7 +21,6 @@ from trireme.core.redaction import MASK
 from trireme.core.refusals import Refusal, refuse
 
 C = TypeVar("C", bound=CommonConfig)
-BOOLEANS = ("true", "false")
 WRITTEN_BY = "written_by"
 """The entry of a run's config.json that is no option: the version of trireme, and variables that the run was given."""
 
@@ -189,7 +188,7 @@ def _take_flag(line: CommandLine, word: str, words: list[str], known: Keys) -> N
 def _take_value(key: Key | None, words: list[str]) -> str | None:
     """Returns the value of a flag from the words behind it; true for a bare switch, None if there is no value."""
     follows = words[0] if words else "--"
-    if key and key.field.annotation is bool and follows.lower() not in BOOLEANS:
+    if key and key.switch_words and follows.lower() not in key.switch_words:
         return "true"
     return None if follows.startswith(("--", "@")) else words.pop(0)
 

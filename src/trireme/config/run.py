@@ -25,8 +25,9 @@ class RunConfig(Section):
 
 
 class ResumeConfig(Section):
-    latest: bool = Field(False, json_schema_extra={"flag": "resume"})
-    """Resume from the newest commit that verifies; spelled `--resume`."""
+    latest: bool | Literal["auto"] = Field(False, json_schema_extra={"flag": "resume"})
+    """Resume from the newest commit that verifies; spelled `--resume`. `--resume auto`: if the run has begun, else
+    start it, so that a scheduler can repeat one command; needs run.name."""
     step: Annotated[int, Field(ge=-1)] | None = None
     """Resume from the commit of this step; -1 = the newest. What came after it moves to `branches/`."""
     dir: str | None = None
@@ -37,7 +38,16 @@ class ResumeConfig(Section):
     @property
     def wanted(self) -> bool:
         """True: the run begins with a commit."""
-        return self.latest or self.step is not None or self.dir is not None
+        return bool(self.latest) or self.step is not None or self.dir is not None
+
+    def settled(self, *, begun: bool) -> ResumeConfig:
+        """Returns these options without `auto`, which means a resume once the run has `begun`, and before that a new
+        run, or the fork that `dir` asks for."""
+        if self.latest != "auto":
+            return self
+        if self.dir is not None and not begun:
+            return self.model_copy(update={"latest": False})
+        return ResumeConfig(latest=True, force=self.force)
 
 
 class CheckpointConfig(Section):

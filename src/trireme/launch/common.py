@@ -8,11 +8,14 @@ from pathlib import Path
 from rich.console import Console
 
 from trireme.config import CommonConfig
+from trireme.core.refusals import Refusal
 from trireme.plan.base import Plan
 from trireme.process import signals
 from trireme.process.environ import cluster_address, prepare_ray_environment
 from trireme.supervision.roster import PartHealth, Roster
 
+UNPACKED = "/runtime_resources/working_dir_files/"
+"""Part of the path at which Ray unpacks the files of a submitted job (`ray job submit --working-dir .`)."""
 PROGRESS_EVERY_S = 5.0
 LONGEST_LINE = 100
 """Characters of the log of a process that are shown."""
@@ -26,6 +29,13 @@ def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
     """Prepares the environment for Ray. Raises BadInput when this machine lacks what the run needs."""
     if (address := cluster_address(config)) is None:
         plan.check_resources()
+    elif UNPACKED in str(output := Path(config.run.output_dir).expanduser().absolute()):
+        raise Refusal(
+            f"run.output_dir = {config.run.output_dir}, which is {output}: where Ray has unpacked this job "
+            "on one node, and deletes them after it",
+            "a directory that all nodes share and that outlives the job",
+            "give an absolute --run.output-dir",
+        ).error()
     prepare_ray_environment(address, plan.threads, config.deterministic)
 
 

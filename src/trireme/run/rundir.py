@@ -96,7 +96,8 @@ class RunDir:
     @classmethod
     def open(cls, config: CommonConfig, fixed: Mapping[str, Any]) -> RunDir:
         """Locks the directory of a new run, a resumed run or a fork, as `config.resume` says; finds and verifies the
-        commit to start from; writes HEAD (which claims the attempt), config.json and code.diff.
+        commit to start from; writes HEAD (which claims the attempt), config.json and code.diff. With `--resume auto`
+        the directory decides: a run that has begun there, and so has a HEAD, is resumed.
 
         `fixed`: nested dict of JSON values that must equal those of the commit, unless forced. Files of earlier
         attempts stay as they are until `checkout`.
@@ -105,8 +106,9 @@ class RunDir:
         written, for nothing to resume, and for a commit that does not verify or fit; StorageFailed and
         CheckpointInvalid if the commit of a fork cannot be made.
         """
-        source = _source(config, fixed)
         root, found = _root(config)
+        config = config.model_copy(update={"resume": config.resume.settled(begun=(root / HEAD).exists())})
+        source = _source(config, fixed)
         with ExitStack() as ending, _writable(root):
             root.mkdir(parents=True, exist_ok=True)
             _refuse_foreign(root, config.clean)

@@ -290,6 +290,17 @@ class TestDeterministicAndResume:
         with pytest.raises(BadInput, match="something to resume"):
             check(config(resume={"force": True}), FACTS)
 
+    def test_auto_needs_a_name_that_the_next_start_has_too(self) -> None:
+        with pytest.raises(BadInput, match=r"--resume auto without --run\.name"):
+            check(config(resume={"latest": "auto"}), FACTS)
+        check(config(resume={"latest": "auto"}, run={"name": "r"}), FACTS)
+
+    def test_auto_and_a_step_exclude_each_other_except_in_a_fork(self) -> None:
+        named = {"name": "r"}
+        with pytest.raises(BadInput, match="never come further"):
+            check(config(resume={"latest": "auto", "step": 3}, run=named), FACTS)
+        check(config(resume={"latest": "auto", "step": 3, "dir": "outputs/other"}, run=named), FACTS)
+
 
 def test_micro_batches_are_bounded_in_one_way() -> None:
     text = refusal(config(trainer={"micro_batch_tokens": 64, "micro_batch_size": 2}))

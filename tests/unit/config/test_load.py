@@ -129,6 +129,20 @@ class TestForms:
         assert config(*words).clean is clean
 
     @pytest.mark.parametrize(
+        ("words", "latest"),
+        [
+            (["--resume"], True),
+            (["--resume", "auto"], "auto"),
+            (["--resume=auto"], "auto"),
+            (["--resume", "false"], False),
+            (["--resume", "--seed", "1"], True),
+        ],
+    )
+    def test_switch_with_another_word(self, words: list[str], latest: bool | str) -> None:
+        assert config(*words).resume.latest == latest
+        assert config(TRIREME__RESUME__LATEST=str(latest)).resume.latest == latest
+
+    @pytest.mark.parametrize(
         ("text", "value"),
         [
             ("5", 5),

@@ -5,9 +5,13 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
+from plan_support import plan
 from rich.console import Console
 
-from trireme.launch.common import PROGRESS_EVERY_S, StartProgress
+from trireme.config.run import RunConfig
+from trireme.core.errors import BadInput
+from trireme.launch.common import PROGRESS_EVERY_S, StartProgress, prepare_cluster
 from trireme.supervision.roster import PartHealth, Roster
 
 
@@ -46,3 +50,16 @@ def test_status_says_how_far_each_part_is_that_starts(tmp_path: Path) -> None:
     roster.set("trainer_1", PartHealth.HEALTHY)
     progress(["trainer shard 1"], 2.0)
     assert roster.parts[1].why == ""
+
+
+def test_a_run_directory_in_the_copy_of_a_submitted_job_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    unpacked.mkdir(parents=True)
+    monkeypatch.chdir(unpacked)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(BadInput, match=r"absolute --run\.output-dir"):
+        prepare_cluster(plan().config, plan())
+    elsewhere = plan().config.model_copy(update={"run": RunConfig(output_dir=str(tmp_path))})
+    prepare_cluster(elsewhere, plan())

@@ -351,6 +351,14 @@ class TestResume:
             assert (run.start.step, run.start.attempt) == (0, 1)
             assert "a new run" in run.start.notes[0]
 
+    def test_auto_is_one_command_for_the_start_and_for_all_resumes(self, tmp_path: Path) -> None:
+        auto = config(tmp_path, "r", "--resume", "auto")
+        for attempt, step in ((1, 0), (2, 2), (3, 4)):
+            with open_run(auto) as run:
+                assert (run.start.attempt, run.start.step) == (attempt, step)
+                run.checkout()
+                commit(run.store, step + 2)
+
     def test_a_step_of_no_such_directory_is_refused(self, tmp_path: Path) -> None:
         assert "which holds no commit" in refusal(config(tmp_path, "r", "--resume.step", "3"))
 
@@ -478,12 +486,22 @@ class TestFork:
         assert {name for name in before if before[name] != after[name]} <= {"driver.lock"}
         assert "in use" in refusal(config(outputs, "r", "--resume.dir", str(outputs / "r")))
 
-    def test_killed_anywhere(self, outputs: Path) -> None:
+    def test_auto_forks_once_and_then_resumes_the_fork(self, outputs: Path) -> None:
+        auto = self.fork(outputs, "--resume", "auto", "--resume.step", "2")
+        with open_run(auto) as run:
+            assert run.start.step == 2
+            run.checkout()
+            commit(run.store, 3)
+        with open_run(auto) as run:
+            assert (run.start.step, run.start.commit) == (3, run.root / "checkpoints" / "step_000003")
+
+    @pytest.mark.parametrize("auto", [(), ("--resume", "auto")])
+    def test_killed_anywhere(self, outputs: Path, auto: tuple[str, ...]) -> None:
         """The same command does it again; a plain resume never takes half a fork for a run from the beginning."""
         before = snapshot(outputs / "r")
         root = outputs / "fork"
         for change in range(1, 200):
-            if not crashes(change, lambda: open_run(self.fork(outputs)).lock.close()):
+            if not crashes(change, lambda: open_run(self.fork(outputs, *auto)).lock.close()):
                 break
             if (root / "metrics.jsonl").exists() and not (root / HEAD).exists():
                 assert "interrupted" in refusal(config(outputs, "fork", "--resume"))

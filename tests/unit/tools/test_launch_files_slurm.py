@@ -1,0 +1,122 @@
+"""The Slurm script itself, with stubs of srun, scontrol, getent and uv that write down how they were called: in which
+order it starts what, how it ends by each signal and exit code, when it asks for a new start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm.sbatch"
+DEADLINE_S = 60
+STUBS = {
+    "scontrol": 'echo "scontrol $*" >> calls; if [ "$1" = show ]; then printf "node-a\\nnode-b\\n"; fi',
+    "getent": 'echo "127.0.0.2 STREAM node-a"',
+    # Runs the command here, as srun does on the node that is named.
+    "srun": 'shift 3; node=${1#--nodelist=}; shift; echo "on $node: $*" >> calls; exec "$@"',
+    "uv": """
+shift
+case "$1" in
+    ray) echo $$ >> services; exec sleep 1000 ;;
+    python) echo "joining $*" >> calls; exit "${JOINING:-0}" ;;
+    rl) echo "driver $*" >> calls
+        trap 'echo "driver got TERM" >> calls; sleep 0.2; exit "$STOPPED"' TERM
+        touch started
+        if [ -n "${ENDS:-}" ]; then exit "$ENDS"; fi
+        while true; do sleep 0.05; done ;;
+esac
+""",
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job in a directory of its own."""
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    for name, text in STUBS.items():
+        (binaries / name).write_text(f"#!/bin/bash\n{text}\n")
+        (binaries / name).chmod(0o755)
+    (tmp_path / "calls").touch()
+    (tmp_path / "services").touch()
+    return {
+        "PATH": f"{binaries}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "1234",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_CPUS_PER_TASK": "4",
+        "STOPPED": "75",
+    }
+
+
+def run(job: dict[str, str], *signals: signal.Signals, **environ: str) -> tuple[int, list[str]]:
+    """Runs it to its end, with these signals to the batch shell alone once the driver has started."""
+    directory = Path(job["SLURM_SUBMIT_DIR"])
+    with (directory / "output").open("w") as output:
+        shell = subprocess.Popen(["bash", str(SCRIPT)], env={**job, **environ}, stdout=output, stderr=output)
+    try:
+        for number in signals:
+            deadline = time.monotonic() + DEADLINE_S
+            while not (directory / "started").exists():
+                assert time.monotonic() < deadline, (directory / "output").read_text()
+                time.sleep(0.02)
+            shell.send_signal(number)
+        code = shell.wait(DEADLINE_S)
+        for pid in (directory / "services").read_text().split():
+            assert not Path(f"/proc/{pid}").exists(), "it left Ray's services running"
+    finally:
+        shell.kill()
+    return code, (directory / "calls").read_text().splitlines()
+
+
+def test_it_starts_ray_on_each_node_waits_for_all_and_then_starts_the_driver(job: dict[str, str]) -> None:
+    code, calls = run(job, ENDS="0")
+    assert code == 0
+    head, worker = (
+        next(call for call in calls if call.startswith(f"on {node}: uv run ray")) for node in ("node-a", "node-b")
+    )
+    address = f"127.0.0.2:{20000 + 1234 % 120 * 100}"
+    assert "--head" in head
+    assert f"--address={address}" in worker
+    assert "--node-name=node-b" in worker
+    (joining,) = (call for call in calls if call.startswith("joining"))
+    assert joining.endswith(f"trireme.process.joining {address} 300 node-a node-b")
+    (driver,) = (call for call in calls if call.startswith("driver rl"))
+    assert driver.endswith(f"--resume auto --cluster.address {address}")
+    assert calls.index(joining) < calls.index(driver)
+    assert not any("requeue" in call for call in calls)
+
+
+@pytest.mark.parametrize("code", [1, 2, 3])
+def test_a_failed_run_ends_the_job_with_its_code_and_is_not_started_again(job: dict[str, str], code: int) -> None:
+    ended, calls = run(job, ENDS=str(code))
+    assert ended == code
+    assert not any("requeue" in call for call in calls)
+
+
+def test_before_the_time_limit_it_commits_and_is_queued_again(job: dict[str, str]) -> None:
+    code, calls = run(job, signal.SIGTERM)
+    assert code == 75
+    assert calls[-2:] == ["driver got TERM", "scontrol requeue 1234"]
+
+
+def test_a_user_who_stops_it_gets_a_commit_and_no_new_start(job: dict[str, str]) -> None:
+    code, calls = run(job, signal.SIGINT)
+    assert code == 75
+    assert calls[-1] == "driver got TERM"
+
+
+def test_without_a_commit_it_is_not_queued_again(job: dict[str, str]) -> None:
+    code, calls = run(job, signal.SIGTERM, STOPPED="1")
+    assert code == 1
+    assert calls[-1] == "driver got TERM"
+
+
+def test_a_missing_node_ends_it_before_the_driver_starts(job: dict[str, str]) -> None:
+    code, calls = run(job, JOINING="1")
+    assert code == 1
+    assert not any(call.startswith("driver") for call in calls)
