@@ -28,7 +28,7 @@ from trireme.core.transport import Offer, Session
 from trireme.core.types import Minibatch, StepSummary, WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import signals, trace
-from trireme.process.environ import redirect_output, view_of
+from trireme.process.environ import redirect_output
 from trireme.process.faults import fault_point, number_process
 
 T = TypeVar("T")
@@ -105,9 +105,6 @@ class OrchestratorActor:
         import ray  # here, because code that only builds a pipeline needs none
 
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
-
-    async def view(self, file: Path) -> tuple[str, str]:
-        return view_of(file)
 
     async def join(self, index: int, client: Any, reserved: bool) -> None:
         await self._call(self._pipeline.replicas.join(index, client, reserved=reserved))

@@ -166,10 +166,6 @@ class OrchestratorHandle:
         loaded = self._actor.load_state.remote(path, self._known)
         return str(self._wait(loaded, f"its state from {path}", self._config.timeouts.checkpoint_s))
 
-    def views(self, file: Path) -> Mapping[str, Any]:
-        """Returns, by the name of the process, a reference to what it sees of `file` (`process.environ.view_of`)."""
-        return {"orchestrator_0": self._actor.view.remote(file)}
-
     # ---- for the supervisor: references, which it waits for
 
     def heartbeats(self) -> Mapping[str, Callable[[], Any]]:

@@ -27,7 +27,7 @@ from trireme.core.sampler import Heartbeat
 from trireme.core.transport import load_transport
 from trireme.core.weights import PublishedWeights
 from trireme.process import trace, waits
-from trireme.process.environ import redirect_output, view_of, yield_to_others
+from trireme.process.environ import redirect_output, yield_to_others
 from trireme.process.faults import number_process
 from trireme.process.interfaces import choose_interface, listen
 from trireme.process.ray_cluster import see_own_gpus
@@ -150,10 +150,6 @@ class ShardActor:
     def heartbeat(self) -> Heartbeat:
         """Answers also while a verb runs."""
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
-
-    @ray.method(concurrency_group="watch")
-    def view(self, file: Path) -> tuple[str, str]:
-        return view_of(file)
 
     @ray.method(concurrency_group="watch")
     def stack(self) -> str:

@@ -264,7 +264,7 @@ class TrainerHandle:
 
     def save_state(self, path: Path) -> Pending:
         """Begins to save weights, AdamW's state and random generators, as the verbs called before leave them, into
-        directory `path`, which all shards must see. Does not wait; training may continue.
+        directory `path`: each shard its own files, at this path on its node. Does not wait; training may continue.
 
         The result gives the records of all files, or raises StorageFailed, which leaves the trainer usable.
         """
@@ -288,10 +288,6 @@ class TrainerHandle:
     def heartbeats(self) -> dict[str, Callable[[], Any]]:
         """Returns, by each shard's name in logs, a function that asks for its Heartbeat and returns a reference."""
         return {f"trainer_{rank}": actor.heartbeat.remote for rank, actor in enumerate(self._actors_R)}
-
-    def views(self, file: Path) -> dict[str, Any]:
-        """Returns, by each shard's name in logs, a reference to what it sees of `file` (`process.environ.view_of`)."""
-        return {f"trainer_{rank}": actor.view.remote(file) for rank, actor in enumerate(self._actors_R)}
 
     def stop(self) -> None:
         """Ends the shards' processes."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
+import pytest
 from run_support import KILLED_GONE_S, wait_until_gone
 
 NODES = "sum(node['Alive'] for node in ray.nodes())"
@@ -50,16 +53,17 @@ class Nodes:
     environ: Mapping[str, str]
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def add(self, *flags: str) -> None:
-        """Starts one node more, with `cpus` logical CPUs."""
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--num-cpus={self.cpus}", *flags]
+    def add(self, *flags: str, apart: Sequence[str] = ()) -> None:
+        """Starts one node more, with `cpus` logical CPUs; `apart`: words before its command (`blind_to`)."""
+        start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        command = [*apart, *start, f"--num-cpus={self.cpus}", *flags]
         process = subprocess.Popen(
             command, env={**os.environ, **self.environ}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         self.started.append(process)
 
-    def join(self) -> None:
-        self.add(f"--address={self.address}")
+    def join(self, apart: Sequence[str] = ()) -> None:
+        self.add(f"--address={self.address}", apart=apart)
 
     def raylet(self, node: int) -> int:
         """Process id of the raylet of a node, by its place in `started`."""
@@ -78,9 +82,27 @@ def assert_gone(mark: str) -> None:
     assert left == [], f"processes were left: {left}"
 
 
+def blind_to(directory: Path, own: Path) -> list[str]:
+    """Words before a command that make it see the directory `own` in place of `directory`, in a mount namespace of its
+    own. Skips the test where the system does not allow that."""
+    for words in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
+        if shutil.which(words[0]) and subprocess.run([*words, "true"], capture_output=True).returncode == 0:
+            return [*words, "sh", "-c", f'mount --bind {own} {directory} && exec "$@"', "sh"]
+    pytest.skip("this system allows no mount namespaces (unshare --mount)")
+
+
 @contextmanager
 def cluster_of_two(cpus: int, environ: Mapping[str, str] | None = None) -> Iterator[Nodes]:
     """A head and a second node. Their processes, and those of the actors on them, have `environ` besides this one's."""
+    with cluster_of_one(cpus, environ) as nodes:
+        nodes.join()
+        assert any(ask(nodes.address, NODES, 2) for _ in range(5))
+        yield nodes
+
+
+@contextmanager
+def cluster_of_one(cpus: int, environ: Mapping[str, str] | None = None) -> Iterator[Nodes]:
+    """A head, to which nodes can be added; `environ` as above."""
     port = free_port()
     with ExitStack() as ending:
         directory = ending.enter_context(tempfile.TemporaryDirectory(prefix="tr-", ignore_cleanup_errors=True))
@@ -90,6 +112,4 @@ def cluster_of_two(cpus: int, environ: Mapping[str, str] | None = None) -> Itera
         ending.callback(nodes.stop)
         nodes.add("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={directory}")
         assert any(ask(nodes.address, NODES, 1) for _ in range(5))  # it takes some seconds until the head answers
-        nodes.join()
-        assert any(ask(nodes.address, NODES, 2) for _ in range(5))
         yield nodes

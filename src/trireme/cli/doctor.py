@@ -123,9 +123,9 @@ def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examinat
     else:
         prepare_ray_environment(address, 1, False)
         from trireme.launch.doctor import examine, has_dashboard, join_address  # imports Ray, which reads the variables
-        from trireme.process.ray_cluster import joined
+        from trireme.process.ray_cluster import connected
 
-        with joined(address):
+        with connected(address):
             found = examine(output_dir, model, ports)
             head, stopped_by_ray = join_address(), has_dashboard()
     if config is None:

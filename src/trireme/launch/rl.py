@@ -35,6 +35,7 @@ class RlRun(TrainingRun):
 
     core = "trainer and orchestrator"
     lasting = frozenset({"inference"})
+    committing = ("trainer", "orchestrator")
     guard = Guard
     config: Config
 

@@ -6,7 +6,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +17,18 @@ from rich.console import Console
 
 from trainer.handle import TrainerHandle
 from trainer.schedule import learning_rate_schedule
+from trireme.checkpoint.manifest import Manifest
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput, LimitReached, LockLost, RoomFailed, TriremeError
-from trireme.core.refusals import Refusal
 from trireme.launch.common import StartProgress
+from trireme.launch.far_logs import GatheredLogs
+from trireme.launch.gathering import Asked, FarNodes
+from trireme.launch.restoring import bring_back
 from trireme.plan.base import Plan
 from trireme.process import signals, trace, waits
-from trireme.process.environ import view_of
-from trireme.process.ray_cluster import Progress, await_places, ray_cluster, reserve
+from trireme.process.environ import cluster_address
+from trireme.process.ray_cluster import Progress, await_places, nodes_of, ray_cluster, reserve
 from trireme.run.commits import Commits
 from trireme.run.metrics import Journal, Tracker, trackers
 from trireme.run.rundir import RunDir, resume_command
@@ -51,6 +54,8 @@ class Core:
     """The room that is told of each replica that is ready."""
     living: Sequence[Any] = ()
     """Those of `rooms` that live on from the attempt before."""
+    nodes: FarNodes | None = None
+    """The nodes that do not see the run directory; None where all do."""
 
 
 class TrainingRun(ABC):
@@ -62,11 +67,14 @@ class TrainingRun(ABC):
     """Ray's options of each actor in its place, by room: once they are reserved."""
     lasting: frozenset[str] = frozenset()
     """The rooms that outlive attempts."""
+    committing: tuple[str, ...] = ("trainer",)
+    """The rooms whose actors write parts of commits."""
     guard: type[RefusedSteps] = RefusedSteps
     """Makes the guard of an attempt."""
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, plan: Plan, fixed: Mapping[str, Any]) -> None:
         self.config, self.facts, self.plan, self.fixed = config, facts, plan, fixed
+        self.gathered = GatheredLogs()
 
     def enter(self, run: RunDir) -> None:  # noqa: B027  most commands need nothing here
         """Prepares the run before Ray starts, and takes over from `run` what the configuration depends on."""
@@ -92,6 +100,7 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
     """Trains to the last step, and returns the run's directory; None if there was nothing to do. Raises TriremeError,
     Stopped."""
     say = console.print
+    bring_back(training.config, say)
     with RunDir.open(training.config, training.fixed) as run, resume_hint(run):
         for note in run.start.notes:
             say(note)
@@ -199,11 +208,19 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
 
     await_own_places(training, supervisor, console)
     with ExitStack() as ending:
+        files = ending.enter_context(ExitStack())  # ends once the rooms have stopped and written their last lines
+        asked = ask_nodes(training, run)
         core = training.start(run, ending)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
         supervisor.expect(*(room for room in core.rooms if room not in core.living))
+        if asked:
+            nodes, said = asked.found(training.committing, training.plan.start_s, tick)
+            console.print(said, markup=False)
+            if nodes:
+                core = replace(core, nodes=files.enter_context(closing(nodes)))
+                note = partial(supervisor.roster.note, "logs")
+                files.enter_context(training.gathered.following(run.root, start.attempt, nodes.nodes, note))
         await_ready(core.rooms, training.plan, log_dir, tick)
-        check_shared(core.rooms, run.nonce, training.plan.start_s)
         supervisor.attach(*core.rooms, serving=core.serving)
         text, why_rows = core.trainer.shown()
         console.print(text)
@@ -212,12 +229,7 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         supervisor.await_replicas(log_dir, progress)
         kept: list[str] = []
         if start.commit and start.manifest:
-            if said := core.trainer.load_state(start.commit / "trainer", start.manifest.identities):
-                supervisor.roster.note("trainer_0", said)
-            for name, other in core.others.items():
-                if said := other.load_state(start.commit / name):
-                    console.print(f"{name}: {said}", markup=False)
-                    kept.append(said)
+            load(core, start.commit, start.manifest, training.config.timeouts.checkpoint_s, supervisor.roster, console)
         run.checkout()
         console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
         supervisor.goes_on(*kept)
@@ -246,20 +258,21 @@ def await_ready(rooms: Sequence[Any], plan: Plan, log_dir: Path, on_tick: Progre
     waits.get_all(refs, who=names, timeout_s=plan.start_s, log=log_dir, on_tick=on_tick, limit=plan.start_text)
 
 
-def check_shared(rooms: Sequence[Any], nonce: Path, timeout_s: float) -> None:
-    """Checks that the processes of `rooms`, which write the parts of a commit, see the driver's file `nonce`. Raises
-    BadInput, which names the nodes that do not: else the first commit would fail, after hours of training."""
-    refs = {name: ref for room in rooms for name, ref in room.views(nonce).items()}
-    views = waits.get_all(list(refs.values()), who=list(refs), timeout_s=timeout_s, log=nonce.parent)
-    here, contents = view_of(nonce)
-    blind = [f"{node} ({name})" for name, (node, seen) in zip(refs, views, strict=True) if seen != contents]
-    if blind:
-        raise Refusal(
-            f"run.output_dir = {nonce.parents[3]}, in which {', '.join(blind)} does not see {nonce}, which the driver "
-            f"on {here} wrote",
-            "a directory that all nodes with a part of the trainer or the orchestrator share, under one path",
-            "put --run.output-dir on a file system that they share, or mount it on the nodes that are named",
-        ).error()
+def ask_nodes(training: TrainingRun, run: RunDir) -> Asked | None:
+    """Asks each node of the run if it sees the run directory. A cluster that was started here has one, which does."""
+    if cluster_address(training.config) is None:
+        return None
+    return Asked.ask(run.nonce, run.root, nodes_of(training.places))
+
+
+def load(core: Core, commit: Path, manifest: Manifest, limit_s: float, roster: Roster, console: Console) -> None:
+    """Has all rooms load their parts of a commit, which nodes that do not see it get before."""
+    with core.nodes.brought(commit, manifest, limit_s) if core.nodes else nullcontext():
+        if said := core.trainer.load_state(commit / "trainer", manifest.identities):
+            roster.note("trainer_0", said)
+        for name, other in core.others.items():
+            if said := other.load_state(commit / name):
+                console.print(f"{name}: {said}", markup=False)
 
 
 def train_and_commit(
@@ -271,7 +284,7 @@ def train_and_commit(
         trace.start(run.logs, "driver_0", config.trace.max_mb)
         ending.callback(trace.stop)
         note = partial(supervisor.roster.note, "commits")
-        commits = Commits(config, run, training.fixed, core.trainer, core.others, note)
+        commits = Commits(config, run, training.fixed, core.trainer, core.others, note, core.nodes)
         journal = ending.enter_context(closing(Journal(run.root, training.step_line, sys.stdout, tracked, commits)))
         stop = ending.enter_context(signals.Stop(config.checkpoint.grace_s))
         ending.enter_context(commits)

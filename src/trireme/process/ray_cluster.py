@@ -62,13 +62,13 @@ def ray_cluster(config: CommonConfig, here: Resources) -> Iterator[Resources]:
         with _local_cluster(here.cpus):
             yield here
         return
-    with joined(address):
+    with connected(address):
         yield Resources(_nodes(config.timeouts.start_s), "the Ray cluster")
 
 
 @contextmanager
-def joined(address: str) -> Iterator[None]:
-    """Connects to the cluster at `address` inside the block. Raises BadInput if none answers."""
+def connected(address: str) -> Iterator[None]:
+    """Connects to a running cluster for the time of the block. Raises BadInput where none answers."""
     _without_obituaries()
     _refuse_unless_reachable(address)
     ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -232,6 +232,20 @@ class PlacePool:
             return True
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         return table["bundles_to_node_id"][strategy.placement_group_bundle_index] in alive
+
+
+def nodes_of(options: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[str]]:
+    """Returns the rooms that have actors on each node, {Ray's id: rooms}, from {room: Ray's options of its actors}.
+    Actors on lost nodes have none."""
+    found: dict[str, list[str]] = {}
+    for room, actors in options.items():
+        for each in filter(PlacePool.is_there, actors):
+            strategy = each["scheduling_strategy"]
+            places = placement_group_table(strategy.placement_group)["bundles_to_node_id"]
+            rooms = found.setdefault(places[strategy.placement_group_bundle_index], [])
+            if room not in rooms:
+                rooms.append(room)
+    return found
 
 
 def await_places(options: Mapping[str, Sequence[Mapping[str, Any]]], timeout_s: float, progress: Progress) -> None:

@@ -22,7 +22,7 @@ from trireme.checkpoint.files import replace_file
 from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.resume import check_fixed, choose, fork
 from trireme.checkpoint.rows import METRICS
-from trireme.checkpoint.store import HEAD, LOCK, CheckpointStore, Head, VerifiedCommit
+from trireme.checkpoint.store import HEAD, LOCK, STAGING, CheckpointStore, Head, VerifiedCommit
 from trireme.config.keys import keys_of
 from trireme.config.load import WRITTEN_BY
 from trireme.config.schema import CommonConfig, Config
@@ -112,7 +112,7 @@ class RunDir:
         with ExitStack() as ending, _writable(root):
             root.mkdir(parents=True, exist_ok=True)
             _refuse_foreign(root, config.clean)
-            lock = ending.enter_context(_locked(root))
+            lock = ending.enter_context(locked(root))
             start = _start(config, root, fixed, source)
             run = cls(root, lock, start)
             left_out = run._record_inputs()
@@ -187,6 +187,11 @@ def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> VerifiedCommit | 
             "give another directory; `trireme inspect` lists what a run holds",
         ).error()
     return replace(chosen, notes=(*chosen.notes, *check_fixed(chosen, fixed, config.resume.force)))
+
+
+def named_root(config: CommonConfig) -> Path | None:
+    """Returns the run directory that the configuration names; None if it has to be searched for or gets a new name."""
+    return Path(config.run.output_dir).expanduser().absolute() / config.run.name if config.run.name else None
 
 
 def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
@@ -264,6 +269,7 @@ def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> Head:
     while not _made(_logs(store.root, head.attempt)):
         head = replace(head, attempt=head.attempt + 1)
     store.write_head(head)
+    (store.root / STAGING).unlink(missing_ok=True)  # from now on this is a run directory
     return head
 
 
@@ -351,7 +357,7 @@ def _refuse_foreign(root: Path, clean: bool) -> None:
     ).error()
 
 
-def _locked(root: Path) -> IO[str]:
+def locked(root: Path) -> IO[str]:
     """Locks the directory and returns the open lock file. The lock ends with this process, however that ends."""
     lock = (root / LOCK).open("a+", encoding="utf-8")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,7 @@ import pytest
 from trireme.config.load import load
 from trireme.core.errors import BadInput, LimitReached, RoomFailed
 from trireme.launch import run as run_module
-from trireme.launch.run import attempts, check_shared
-from trireme.process import waits
-from trireme.process.environ import view_of
+from trireme.launch.run import attempts
 from trireme.run.rundir import RunDir
 from trireme.supervision.roster import Roster
 
@@ -72,42 +69,6 @@ def test_other_errors_end_the_run() -> None:
     with pytest.raises(BadInput):
         world.run(BadInput("wrong"))
     assert world.told == ["attempt 1"]
-
-
-class Blind:
-    """A room whose processes see `views` of any file."""
-
-    def __init__(self, **views: tuple[str, str]) -> None:
-        self._views = views
-
-    def views(self, _file: Path) -> dict[str, Any]:
-        return self._views
-
-
-class TestSharedDirectory:
-    @pytest.fixture
-    def nonce(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """A file of the driver; references of Ray are their own values."""
-        monkeypatch.setattr(waits, "get_all", lambda refs, **_: refs)
-        file = tmp_path / "out" / "run" / "logs" / "attempt_1" / "HEAD"
-        file.parent.mkdir(parents=True)
-        file.write_text("attempt 1")
-        return file
-
-    def test_whoever_sees_it_is_welcome(self, nonce: Path) -> None:
-        check_shared([Blind(trainer_0=view_of(nonce)), Blind(orchestrator_0=("far", "attempt 1"))], nonce, 1.0)
-
-    @pytest.mark.parametrize("seen", ["", "attempt 1 of another run"])
-    def test_a_node_with_another_directory_of_that_name_is_refused_by_its_name(self, nonce: Path, seen: str) -> None:
-        rooms = [Blind(trainer_0=view_of(nonce), trainer_1=("far", seen)), Blind(orchestrator_0=view_of(nonce))]
-        with pytest.raises(BadInput) as refused:
-            check_shared(rooms, nonce, 1.0)
-        text = str(refused.value)
-        assert f"given: run.output_dir = {nonce.parents[3]}, in which far (trainer_1) does not see {nonce}" in text
-        assert "to do: put --run.output-dir on a file system that they share" in text
-
-    def test_what_is_not_there_is_seen_as_nothing(self, tmp_path: Path) -> None:
-        assert view_of(tmp_path / "HEAD") == (os.uname().nodename, "")
 
 
 def test_the_file_of_an_attempt_is_its_own(tmp_path: Path) -> None:

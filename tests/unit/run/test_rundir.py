@@ -160,8 +160,8 @@ def test_a_living_driver_keeps_its_directory(tmp_path: Path, flags: list[str]) -
 
 def test_the_lock_of_a_dead_driver_is_taken_over(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from trireme.run.rundir import _locked\n"
-        "root = Path(sys.argv[1]); root.mkdir(); lock = _locked(root); os._exit(1)"
+        "import os, sys; from pathlib import Path; from trireme.run.rundir import locked\n"
+        "root = Path(sys.argv[1]); root.mkdir(); lock = locked(root); os._exit(1)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "r")], check=False)
     assert (tmp_path / "r" / "driver.lock").read_text().startswith("pid ")
@@ -324,8 +324,8 @@ class TestResume:
 
     def test_a_driver_that_was_killed(self, outputs: Path) -> None:
         code = (
-            "import os, sys; from pathlib import Path; from trireme.run.rundir import _locked\n"
-            "lock = _locked(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+            "import os, sys; from pathlib import Path; from trireme.run.rundir import locked\n"
+            "lock = locked(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
         )
         subprocess.run([sys.executable, "-c", code, str(outputs / "r")], check=False)
         with open_run(config(outputs, "r", "--resume")) as run:

@@ -1,0 +1,85 @@
+"""A run whose directory is lost comes back from the copy of its newest commit on another node."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from checkpoint_support import append_rows, commit, snapshot, steps
+from far_support import Disk, without_ray
+
+from trireme.checkpoint.copies import copies
+from trireme.checkpoint.manifest import Manifest
+from trireme.checkpoint.store import STAGING, CheckpointStore, Head
+from trireme.config.load import load
+from trireme.core.errors import StorageFailed
+from trireme.launch import restoring
+from trireme.process import faults
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """A node with a copy of the commit of step 4."""
+    without_ray(monkeypatch)
+    monkeypatch.setattr(faults, "_passed", faults.Counter())
+    disk = Disk(tmp_path / "out" / "run", tmp_path / "node")
+    disk.own.mkdir()
+    store = CheckpointStore(disk.own)
+    store.write_head(Head("cafecafe", "aaaaaaaa", 1, None))
+    commit(store, 4)
+    append_rows(disk.own / "metrics.jsonl", [{"step": step} for step in range(4)])
+    (disk.own / "config.json").write_text("{}")
+    (disk.own / STAGING).touch()
+    held = {"empty": [], "far": copies(disk.own)}
+    monkeypatch.setattr(restoring, "connected", lambda _: nullcontext())
+    monkeypatch.setattr(restoring, "ray", SimpleNamespace())
+    monkeypatch.setattr(restoring, "_ask", lambda *_: held)
+    monkeypatch.setattr(restoring, "_address", lambda node: f"address of {node}")
+    monkeypatch.setattr(restoring, "create_files", disk.start)
+    return disk
+
+
+def bring_back(disk: Disk, *flags: str) -> list[str]:
+    common = ["--model.name", "./m", "--env.id", "sort", "--orchestrator.batch-size", "2"]
+    place = ["--inference.sampling.max-tokens", "3", "--run.output-dir", str(disk.root.parent), "--run.name", "run"]
+    config: Any = load([*common, *place, "--cluster.address", "10.0.0.1:6379", *flags], {}).config
+    said: list[str] = []
+    restoring.bring_back(config, said.append)
+    return said
+
+
+def test_a_lost_directory_comes_back_whole(disk: Disk) -> None:
+    (text,) = bring_back(disk, "--resume")
+    assert "step_000004 was brought back from its copy on address of far" in text
+    store = CheckpointStore(disk.root)
+    assert Manifest.verified(store.commit(4)).step == 4
+    left_out = {STAGING, "driver.lock"}
+    here, there = snapshot(disk.root), snapshot(disk.own)
+    assert {n: f for n, f in here.items() if n not in left_out} == {n: f for n, f in there.items() if n not in left_out}
+    assert (disk.own / STAGING).exists(), "the copy stays"
+
+
+@pytest.mark.parametrize("flags", [(), ("--resume.dir", "/somewhere")])
+def test_only_a_resume_looks_for_copies(disk: Disk, flags: tuple[str, ...]) -> None:
+    assert bring_back(disk, *flags) == []
+    assert not disk.root.exists()
+
+
+def test_a_directory_with_a_commit_is_left_as_it_is(disk: Disk) -> None:
+    commit(CheckpointStore(disk.root), 2)
+    assert bring_back(disk, "--resume") == []
+    assert steps(CheckpointStore(disk.root)) == [2]
+
+
+def test_a_copy_that_does_not_arrive_whole_is_no_commit_and_the_next_call_begins_anew(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIREME_FAULTS", "pieces.read@2=corrupt")
+    with pytest.raises(StorageFailed, match="checksum"):
+        bring_back(disk, "--resume")
+    assert steps(CheckpointStore(disk.root)) == []
+    bring_back(disk, "--resume")
+    assert steps(CheckpointStore(disk.root)) == [4]
