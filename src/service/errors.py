@@ -44,7 +44,7 @@ def error_body(path: str, refused: RequestRefused) -> dict[str, Any]:
 
 
 def error_reply(path: str, refused: RequestRefused, *, close: bool = False) -> JsonReply:
-    """Returns the answer that refuses a request. `close`: the connection is of no further use, as its body is unread."""
+    """Returns the answer that refuses a request. `close`: its body is unread, so the connection ends."""
     headers = {"connection": "close"} if close else {}
     if refused.retry_after_s is not None:
         headers["retry-after"] = f"{max(1, round(refused.retry_after_s))}"

@@ -15,10 +15,18 @@ class ServiceMetrics:
 
     def __init__(self, places: Places) -> None:
         own = self._registry = CollectorRegistry()
-        self._requests = Counter("trireme_service_requests", "Requests, by route and status", ["route", "status"], registry=own)
-        self._tokens = Counter("trireme_service_tokens", "Tokens of answers and of their prompts", ["kind"], registry=own)
+        self._requests = Counter(
+            "trireme_service_requests", "Requests, by route and status", ["route", "status"], registry=own
+        )
+        self._tokens = Counter(
+            "trireme_service_tokens", "Tokens of answers and of their prompts", ["kind"], registry=own
+        )
         self._seconds = Histogram(
-            "trireme_service_request_seconds", "From a request to the end of its answer", ["route"], registry=own, buckets=BUCKETS_S
+            "trireme_service_request_seconds",
+            "From a request to the end of its answer",
+            ["route"],
+            registry=own,
+            buckets=BUCKETS_S,
         )
         self._version = Gauge("trireme_service_version", "The newest weights that sampled a token", registry=own)
         running = Gauge("trireme_service_running", "Answers that are being sampled", registry=own)

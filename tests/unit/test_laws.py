@@ -159,7 +159,7 @@ def test_every_option_has_a_reader() -> None:
             else:
                 yield name
 
-    sections = ("section", "run", "trainer", "orchestrator", "inference", "schema", "sft")
+    sections = ("section", "run", "trainer", "orchestrator", "inference", "service", "schema", "sft")
     schemas = [ROOT / f"src/trireme/config/{name}.py" for name in sections]
     assert all(path.exists() for path in schemas)
     read = "\n".join(path.read_text() for path in SOURCES if path not in schemas)

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
 from service.asked import Answer, Delta, RequestRefused
 from trireme.core.finite_json import to_json
@@ -32,6 +32,18 @@ class Body(BaseModel):
     """A part of a request. A field that is not listed is refused by name: nothing is ignored in silence."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*")
+    @classmethod
+    def encodable(cls, value: T) -> T:
+        """Refuses texts that JSON can write and UTF-8 cannot: half a pair of surrogates."""
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    raise ValueError("a text with half a pair of surrogates, which UTF-8 cannot hold") from None
+        return value
 
 
 def only(*values: Any) -> AfterValidator:
@@ -78,9 +90,7 @@ class FunctionTool(Body):
     def spec(self) -> ToolSpec:
         """Returns the tool as renderers take it."""
         nothing: Schema = {"type": "object", "properties": {}}
-        return ToolSpec(
-            name=self.name, description=self.description or "", parameters=self.parameters or nothing
-        )
+        return ToolSpec(name=self.name, description=self.description or "", parameters=self.parameters or nothing)
 
 
 class FunctionCall(Body):

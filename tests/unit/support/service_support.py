@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -65,7 +65,7 @@ class ScriptedSampler:
         whole = cut(sequence_of(tokens[:limit], reason), request.params.stop_strings, self.tokenizer.decode)
         for end in range(3, len(whole.tokens), 3):
             if told:
-                told(sequence_of(whole.tokens.tolist()[:end], "length"))
+                told(beginning(whole, end))
             await asyncio.sleep(0)
             if self.hold_within:
                 await self.hold_within.wait()
@@ -80,6 +80,12 @@ def sequence_of(tokens: Sequence[int], reason: Any) -> SampledSequence:
         spans.append(VersionSpan(WeightIdentity(1, VERSION + 1, "d1"), half, len(tokens)))
     logprobs = -np.arange(len(tokens), dtype=np.float32) / 8
     return SampledSequence(np.array(tokens, np.int32), logprobs, reason, tuple(spans))
+
+
+def beginning(whole: SampledSequence, end: int) -> SampledSequence:
+    """The first tokens of a sequence, as a replica has them before it is whole."""
+    spans = tuple(replace(span, end=min(span.end, end)) for span in whole.spans if span.start < end)
+    return SampledSequence(whole.tokens[:end], whole.logprobs[:end], "length", spans)
 
 
 @dataclass
@@ -111,7 +117,7 @@ async def served(
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_config=None, lifespan="off"))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     running = asyncio.create_task(server.serve())
-    while not server.started:
+    while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
         await asyncio.sleep(0.001)
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     headers = {"Authorization": f"Bearer {CLIENT}"}
