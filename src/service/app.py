@@ -13,11 +13,13 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.asked import Answer, Asked, RequestRefused
-from service.dialects import chat, completions
+from service.dialects import chat, completions, messages, responses
 from service.dialects.chat import ChatRequest
 from service.dialects.completions import CompletionRequest
-from service.dialects.wire import Used, event, now_s, refusal_of
-from service.errors import JsonReply, error_body, error_reply, is_anthropic
+from service.dialects.messages import MessagesRequest
+from service.dialects.responses import ResponseRequest
+from service.dialects.wire import Used, now_s, refusal_of
+from service.errors import JsonReply, error_reply, stream_error
 from service.front import Event, Front
 from service.guard import Guard, Limits
 from service.keys import Keys
@@ -69,6 +71,8 @@ class Service:
         app.get("/v1/models/{name:path}")(self.model)
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/completions")(self.completions)
+        app.post("/v1/responses")(self.responses)
+        app.post("/v1/messages")(self.messages)
         app.get("/metrics")(self.metrics)
 
     async def health(self) -> JsonReply:
@@ -104,6 +108,14 @@ class Service:
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Continues texts or token ids, in OpenAI's dialect."""
         return await self._answer(request, body, completions)
+
+    async def responses(self, request: Request, body: ResponseRequest) -> Response:
+        """Continues a conversation, in the dialect of OpenAI's responses."""
+        return await self._answer(request, body, responses)
+
+    async def messages(self, request: Request, body: MessagesRequest) -> Response:
+        """Continues a conversation, in Anthropic's dialect."""
+        return await self._answer(request, body, messages)
 
     async def _answer(self, request: Request, body: AskingBody, dialect: Dialect) -> Response:
         asked, tokenizer = body.asked(), self._front.tokenizer
@@ -186,4 +198,4 @@ async def _to_the_end(texts: AsyncIterator[str], path: str) -> AsyncIterator[str
         async for text in texts:
             yield text
     except RequestRefused as refused:
-        yield event(error_body(path, refused), "error" if is_anthropic(path) else None)
+        yield stream_error(path, refused)

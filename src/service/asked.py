@@ -92,6 +92,8 @@ class Delta:
     """Their log-probabilities."""
     version: int
     """The weights that sampled the last of them."""
+    prompt_tokens: int
+    """Number of tokens of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class Answer:
     """Its thinking."""
     tool_calls: Sequence[ToolCall] = ()
     """The tools that it calls."""
+    stopped_by: str | None = None
+    """The string of the request that ended it, if one did."""
     rest: Delta | None = field(default=None, repr=False)
     """The last piece, in a stream."""
 

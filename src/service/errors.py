@@ -43,6 +43,15 @@ def error_body(path: str, refused: RequestRefused) -> dict[str, Any]:
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}}
 
 
+def stream_error(path: str, refused: RequestRefused) -> str:
+    """Returns the server-sent event that ends a stream which cannot be continued, in the dialect of `path`."""
+    name, data = ("error" if is_anthropic(path) else None), error_body(path, refused)
+    if path.startswith("/v1/responses"):
+        name = "error"
+        data = {"type": name, "message": refused.message, "code": refused.code, "param": refused.param}
+    return (f"event: {name}\n" if name else "") + f"data: {to_json(data)}\n\n"
+
+
 def error_reply(path: str, refused: RequestRefused, *, close: bool = False) -> JsonReply:
     """Returns the answer that refuses a request. `close`: its body is unread, so the connection ends."""
     headers = {"connection": "close"} if close else {}

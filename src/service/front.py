@@ -118,7 +118,7 @@ class Front:
             ),
             route_key=f"{name}/{choice - sample}",
         )
-        stream = _Stream(reader, choice) if asked.stream else None
+        stream = _Stream(reader, choice, len(prompt)) if asked.stream else None
 
         def told(made: Made) -> None:
             try:
@@ -141,14 +141,21 @@ class Front:
         stream: _Stream | None,
     ) -> Answer:
         reading = reader.read(sequence.tokens.tolist(), True)
-        finish: Finish = "stop" if reading.stopped else sequence.stop_reason
+        finish: Finish = "stop" if reading.stopped_by else sequence.stop_reason
         if reading.tool_calls:
             finish = "tool_calls"
         elif asked.messages and self._renderer.ended(sequence.tokens.tolist()):
             finish = "stop"
-        rest = stream.rest(sequence, reading) if stream else None
         return Answer(
-            choice, prompt, sequence, reading.content, finish, reading.thinking, tuple(reading.tool_calls), rest
+            choice,
+            prompt,
+            sequence,
+            reading.content,
+            finish,
+            reading.thinking,
+            tuple(reading.tool_calls),
+            reading.stopped_by,
+            stream.rest(sequence, reading) if stream else None,
         )
 
     def _reader(self, asked: Asked) -> AnswerReader:
@@ -196,8 +203,8 @@ def _fit(ids: Sequence[int]) -> bool:
 class _Stream:
     """The pieces of one answer that were sent."""
 
-    def __init__(self, reader: AnswerReader, choice: int) -> None:
-        self._reader, self._choice = reader, choice
+    def __init__(self, reader: AnswerReader, choice: int, prompt_tokens: int) -> None:
+        self._reader, self._choice, self._prompt_tokens = reader, choice, prompt_tokens
         self._thinking = self._content = ""
         self._tokens: list[int] = []
 
@@ -218,4 +225,5 @@ class _Stream:
         thinking, content = more_of(self._thinking, reading.thinking), more_of(self._content, reading.content)
         self._thinking, self._content, self._tokens = reading.thinking, reading.content, tokens
         version = made.spans[-1].identity.version if made.spans else 0
-        return Delta(self._choice, thinking, content, tokens[known:], made.logprobs[known:].tolist(), version)
+        logprobs = made.logprobs[known:].tolist()
+        return Delta(self._choice, thinking, content, tokens[known:], logprobs, version, self._prompt_tokens)

@@ -30,8 +30,8 @@ class Reading:
     """The thinking."""
     tool_calls: Sequence[ToolCall] = ()
     """The calls of tools; none before the answer is whole."""
-    stopped: bool = False
-    """True: one of the request's own strings ended it."""
+    stopped_by: str | None = None
+    """The string of the request that ended it, if one did."""
 
 
 class AnswerReader(Protocol):
@@ -51,7 +51,7 @@ class TextReader:
         text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
         place = first_of(self._stop, text)
         if place is not None:
-            return Reading(text[:place], stopped=True)
+            return Reading(text[:place], stopped_by=_string_at(text, place, self._stop))
         return Reading(text if whole else settled(text, self._stop))
 
 
@@ -72,8 +72,10 @@ class MessageReader:
         content, thinking = message["content"], message.get("thinking", "")
         for text in (thinking, content):
             if (place := first_of(self._stop, text)) is not None:
-                in_thinking = text is thinking
-                return Reading("" if in_thinking else text[:place], text[:place] if in_thinking else thinking, (), True)
+                stop = _string_at(text, place, self._stop)
+                if text is thinking:
+                    return Reading("", text[:place], stopped_by=stop)
+                return Reading(text[:place], thinking, stopped_by=stop)
         if whole:
             return Reading(content, thinking, message.get("tool_calls", ()))
         return Reading(self._settled(content), self._settled(thinking))
@@ -81,6 +83,11 @@ class MessageReader:
     def _settled(self, text: str) -> str:
         place = first_of((CALL, THINK, THINK_END), text)
         return settled(text if place is None else text[:place], self._open).rstrip("\n")
+
+
+def _string_at(text: str, place: int, strings: Sequence[str]) -> str:
+    """Returns the one of `strings` that begins there in `text`."""
+    return next(string for string in strings if text.startswith(string, place))
 
 
 def settled(text: str, ends: Sequence[str]) -> str:

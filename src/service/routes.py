@@ -28,6 +28,8 @@ ROUTES = (
     Route("GET", "/v1/models/{name}", "client", "one of them"),
     Route("POST", "/v1/chat/completions", "client", "OpenAI's chat completions"),
     Route("POST", "/v1/completions", "client", "OpenAI's completions, of text or token ids"),
+    Route("POST", "/v1/responses", "client", "OpenAI's responses, without storage"),
+    Route("POST", "/v1/messages", "client", "Anthropic's messages"),
     Route("GET", "/metrics", "admin or loopback", "numbers for Prometheus"),
     Route("GET", "/openapi.json", "client", "the schema of all bodies"),
 )
