@@ -75,6 +75,7 @@ class ServiceActor:
         self._adopt = adopt
         self._clients: dict[int, Any] = {}
         self._tasks: list[asyncio.Task[Any]] = []
+        self._started = asyncio.Event()
 
     async def start(self) -> str:
         """Opens the port, and returns the address of the service. Raises RoomFailed if the port is taken."""
@@ -97,6 +98,7 @@ class ServiceActor:
                 raise serving.exception() or RoomFailed("the service ended before it began")
             await asyncio.sleep(0.01)
         self._tasks = [serving, asyncio.create_task(self._fit_places()), asyncio.create_task(self._bring_back())]
+        self._started.set()
         port = self._server.servers[0].sockets[0].getsockname()[1]
         return f"http://{options.host}:{port}"
 
@@ -134,6 +136,7 @@ class ServiceActor:
 
     async def join(self, index: int, client: Any, after: list[Any]) -> None:
         """Gives chats to replica `index`, which `client` calls, once the references `after` have resolved."""
+        await self._started.wait()
         for each in after:
             await get_async(each, who=f"replica {index}, joining", timeout_s=self._config.patience_s)
         self._clients[index] = client
@@ -141,11 +144,13 @@ class ServiceActor:
 
     async def leave(self, index: int, reason: str) -> None:
         """Gives no more chats to replica `index`, which is dead."""
+        await self._started.wait()
         self._clients.pop(index, None)
         self._sampler.leave(index, reason)
 
     async def drain(self, index: int, timeout_s: float) -> None:
         """Gives no new chats to replica `index`, and returns when those that it has are finished."""
+        await self._started.wait()
         self._clients.pop(index, None)
         await self._sampler.drain(index, timeout_s)
 
@@ -153,15 +158,10 @@ class ServiceActor:
         """Waits for ever: those who watch the replicas find out which are dead."""
         return await asyncio.Future()
 
-    async def known(self) -> list[int]:
-        """Returns the replicas that it was told of; raises RoomFailed when it no longer serves."""
-        if not self._tasks or self._tasks[0].done():
-            raise RoomFailed("the service has not been started, or its server has ended")
-        return sorted(self._clients)
-
     async def heartbeat(self) -> Heartbeat:
-        """Answers immediately. Raises RoomFailed when it no longer serves."""
-        await self.known()
+        """Answers immediately. Raises RoomFailed when its server has ended."""
+        if not self._tasks or self._tasks[0].done():
+            raise RoomFailed("the server has ended")
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
 
     async def stop(self) -> None:

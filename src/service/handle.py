@@ -101,7 +101,7 @@ class ServiceHandle:
         lost = 0
         while not self._ending.is_set():
             try:
-                self._serve()
+                self._serve(again=lost > 0)
             except TriremeError as failure:
                 if self._ending.is_set():
                     return
@@ -115,12 +115,13 @@ class ServiceHandle:
                     ray.kill(self._actor)
                     self._actor = self._make()
 
-    def _serve(self) -> None:
-        """Starts the actor, tells it of the replicas, and looks after it. Raises RoomFailed when it is lost."""
+    def _serve(self, again: bool) -> None:
+        """Starts the actor, tells it of the replicas if there was one before it, and looks after it. Raises RoomFailed
+        when it is lost."""
         limit_s = self._config.timeouts.start_s
         url = waits.get(self._actor.start.remote(), who=WHO, timeout_s=limit_s, log=self._log)
         with self._lock:
-            for index, client in self._clients.items():
+            for index, client in self._clients.items() if again else ():
                 self._actor.join.remote(index, client, [])
         self._say(f"{WHO} answers at {url}")
         while not self._ending.wait(LOOK_S):

@@ -11,23 +11,9 @@ from service.asked import RequestRefused
 from service.reading import MessageReader, TextReader, more_of, settled
 from trireme.renderers import make_renderer
 
-PARTS = st.sampled_from(
-    [
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-        "\n",
-        "\n\nUser:",
-        "User",
-        " the",
-        "STOP",
-        "ST",
-        "🤖",
-        "<",
-        '{"name": "f", "arguments": {}}',
-    ]
-)
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<"]
+WORDS = ["\n", "\n\nUser:", "User", " the", "STOP", "ST", "\U0001f916", '{"name": "f", "arguments": {}}']
+PARTS = st.sampled_from([*TAGS, *WORDS])
 
 
 def play(reader: TextReader | MessageReader, tokens: list[int]) -> tuple[str, str]:
