@@ -67,7 +67,8 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RequestRefused:
     """Turns the errors of pydantic into one refusal, which names each field."""
     lines, fields = [], []
     for error in errors:
-        field = ".".join(str(part) for part in error["loc"] if part != "body")
+        no_json = error["type"] == "json_invalid"  # its place is that of a character
+        field = "" if no_json else ".".join(str(part) for part in error["loc"] if part != "body")
         fields.append(field)
         message = str(error["msg"]).removeprefix("Value error, ")
         if error["type"] == "extra_forbidden":
