@@ -249,7 +249,7 @@ def _reasoning(text: str) -> dict[str, Any]:
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
-    more = {"annotations": []} if kind == "output_text" else {}
+    more: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
     return {"type": kind, "text": text, **more}
 
 
