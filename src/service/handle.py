@@ -7,11 +7,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from service.actor import ReplicaSampler, ServiceActor
 from service.front import ServedModels
 from service.keys import Key
 from trireme.config import Config
@@ -19,6 +18,9 @@ from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.types import WeightIdentity
 from trireme.process import waits
 from trireme.process.ray_cluster import on_node
+
+if TYPE_CHECKING:
+    from service.actor import ReplicaSampler
 
 LOOK_S = 2.0
 ANSWER_S = 20.0
@@ -59,6 +61,8 @@ class ServiceHandle:
         say: Callable[[str], None],
     ) -> ServiceHandle:
         """Starts the service on the driver's node, without waiting for it. `adopt`: see `ServiceActor`."""
+        from service.actor import ServiceActor  # brings FastAPI, which runs without a service need not import
+
         node = ray.get_runtime_context().get_node_id()
 
         def make() -> Any:
