@@ -57,11 +57,21 @@ def _batch(config: Config) -> Iterator[Refusal]:
 
 
 def _service(config: Config) -> Iterator[Refusal]:
-    if config.deterministic and config.service.port is not None:
+    """Refuses a service beside what chats, which come at any time, would disturb."""
+    given = f"service.port = {config.service.port} with"
+    if config.service.port is None:
+        return
+    if config.deterministic:
         yield Refusal(
-            f"service.port = {config.service.port} with deterministic = true",
-            "no service: chats come at any time, and which requests share a step decides the last bits of answers",
+            f"{given} deterministic = true",
+            "no service: which requests share a step of an engine decides the last bits of their answers",
             "leave --service.port out, or serve a commit with the command `inference`",
+        )
+    if config.inference.on_update == "drain":
+        yield Refusal(
+            f"{given} inference.on_update = drain",
+            "recompute_kv or keep_kv: an update that drains would wait for the chats in flight, however long they are",
+            "--inference.on-update recompute_kv, or leave --service.port out",
         )
 
 
