@@ -118,7 +118,7 @@ def test_whole_bodies_are_served() -> None:
     asyncio.run(play())
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example])
 @given(
     st.lists(
         st.tuples(st.sampled_from(sorted(WHOLE)), st.lists(STEP, min_size=1, max_size=3)), min_size=40, max_size=60

@@ -26,7 +26,7 @@ def play(reader: TextReader | MessageReader, tokens: list[int]) -> tuple[str, st
     return thinking, content
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(st.lists(PARTS, max_size=12).map("".join), st.integers(0, 99), st.sampled_from([(), ("STOP",), ("STOP", "the")]))
 def test_pieces_of_messages(text: str, seed: int, stop: tuple[str, ...]) -> None:
     for tokenizer in (bpe(QWEN3), characters()):
@@ -41,7 +41,7 @@ def test_pieces_of_messages(text: str, seed: int, stop: tuple[str, ...]) -> None
             assert not well_formed or message["content"] != whole.content
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.lists(PARTS, max_size=12).map("".join), st.integers(0, 99))
 def test_pieces_of_texts(text: str, seed: int) -> None:
     tokenizer = bpe(SAYS)
