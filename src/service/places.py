@@ -55,7 +55,8 @@ class Places:
         self._waiting.append(turn)
         self._hand_out()
         try:
-            await asyncio.wait_for(turn, self._wait_s)
+            async with asyncio.timeout(self._wait_s):  # `wait_for` loses a cancellation that comes with the turn
+                await turn
         except (TimeoutError, asyncio.CancelledError) as error:
             if turn in self._waiting:
                 self._waiting.remove(turn)
