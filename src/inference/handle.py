@@ -33,6 +33,8 @@ MAX_CALLS = 100_000
 GRACE_S = 30.0
 SPARES = "a spare replica"
 STOP_S = 10.0
+CHAT_PROGRESS_S = 0.05
+"""Seconds between the pieces of an answer that is streamed to a person."""
 ALIVE_S = 3.0
 """Time for an actor to show that it is alive: the thread that asks also looks after the other replicas, and on a busy
 machine an answer may take a second."""
@@ -269,6 +271,19 @@ class InferenceHandle:
             patience_s=patience_s,
             update_s=self.config.timeouts.update_s,
             vocab_size=facts.vocab_size if facts else None,
+        )
+
+    def chat_router_factory(self) -> Callable[[], Router]:
+        """Returns a function that makes a router beside the one that trains: it brings no weights, knows none, and asks
+        more often what its requests have. Replicas join it later; picklable."""
+        facts = ModelFacts.of(self.config, required=False)
+        return partial(
+            Router,
+            {},
+            patience_s=self.config.patience_s,
+            vocab_size=facts.vocab_size if facts else None,
+            progress_s=CHAT_PROGRESS_S,
+            updates=False,
         )
 
     def abort_all(self) -> None:

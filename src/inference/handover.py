@@ -11,7 +11,7 @@ second is lost. One that still answers gives up its requests with all that they 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -70,10 +70,10 @@ NOTHING = Progress(0, np.zeros(0, np.int32), np.zeros(0, np.float32), ())
 
 class Handover:
     """Keeps what a request has so far. `next_request` gives it to another replica; then `add` takes the progress that
-    this replica reports, in which its own first token has number 0."""
+    this replica reports, in which its own first token has number 0. `told` gets all that is kept after each `add`."""
 
-    def __init__(self, request: SampleRequest) -> None:
-        self._request = request
+    def __init__(self, request: SampleRequest, told: Callable[[Progress], None] | None = None) -> None:
+        self._request, self._told = request, told
         self._kept = NOTHING
         self._base = 0
 
@@ -105,6 +105,8 @@ class Handover:
         """Keeps the replica's progress: replaces known tokens, ignores what would leave a gap."""
         if self._base + progress.start <= len(self) and len(progress.tokens):
             self._kept = self._followed_by(progress)
+            if self._told:
+                self._told(self._kept)
 
     def forget_last_replica(self) -> None:
         """Drops what the replica reported that works on the request now: it is not to be trusted."""

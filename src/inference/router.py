@@ -71,6 +71,8 @@ class Router:
         patience_s: float = 0.0,
         update_s: float = math.inf,
         vocab_size: int | None = None,
+        progress_s: float = PROGRESS_S,
+        updates: bool = True,
     ) -> None:
         """`fixed`: deterministic mode; a lost replica's failure is raised.
         `max_updating`: the most replicas that take weights at the same time (None: all).
@@ -79,11 +81,13 @@ class Router:
         `update_s`: the longest that an update waits for a replica; `client` has a deadline of its own.
         `vocab_size`: of the model (None: not known). A replica whose answers have other tokens, or log-probabilities
         that are not finite, several times in a row, has failed.
+        `progress_s`: how often replicas are asked what their requests have.
+        `updates`: False: another router brings weights to the replicas, which may name any.
         """
         self._members = Members(replicas, patience_s)
         self._offers = Offers(self._members)
         self._fixed, self._max_updating, self._one_version = fixed, max_updating, one_version
-        self._vocab_size = vocab_size
+        self._vocab_size, self._progress_s, self._updates = vocab_size, progress_s, updates
         self._routes: OrderedDict[str, Member] = OrderedDict()
         self._answered: OrderedDict[str, tuple[Member, str]] = OrderedDict()
         """Who answered the last request of a trajectory that goes on, and that request's id."""
@@ -114,11 +118,11 @@ class Router:
 
     # ------------------------------------------------------------------------------------------------------ sampling
 
-    async def sample(self, request: SampleRequest) -> SampledSequence:
-        """Samples one sequence. Cancelling the caller aborts it on its replica. Raises RoomFailed or WeightsRefused
-        when no replica is left, WeightsGone when none has the newest weights and none can have them any more, and
-        RoomFailed when no replica can sample it."""
-        handover = Handover(request)
+    async def sample(self, request: SampleRequest, told: Callable[[Progress], None] | None = None) -> SampledSequence:
+        """Samples one sequence. Cancelling the caller aborts it on its replica. `told` gets all that it has whenever
+        there is more. Raises RoomFailed or WeightsRefused when no replica is left, WeightsGone when none has the newest
+        weights and none can have them any more, and RoomFailed when no replica can sample it."""
+        handover = Handover(request, told)
         while True:
             while not (self._opened.is_set() and self._members.any_serves):
                 await self._wait_for_members(handover)
@@ -128,7 +132,7 @@ class Router:
                 if self._fixed:
                     raise needed.reason from None
                 if self._one_version:
-                    handover = Handover(request)
+                    handover = Handover(request, told)
 
     async def _wait_for_members(self, handover: Handover) -> None:
         if self._opened.is_set():
@@ -210,7 +214,8 @@ class Router:
         answers makes sense. A single senseless answer is left to the caller."""
         sense = True
         if isinstance(outcome, SampledSequence | Progress):
-            member.check_given("sampled tokens from", [span.identity for span in outcome.spans])
+            if self._updates:
+                member.check_given("sampled tokens from", [span.identity for span in outcome.spans])
             sense = member.makes_sense(outcome, self._vocab_size)
         if not isinstance(outcome, Progress):
             routed.settle(outcome)
@@ -221,13 +226,13 @@ class Router:
         """Collects the progress of the member's requests while it has any."""
         member.followed = True
         try:
-            await asyncio.sleep(PROGRESS_S)
+            await asyncio.sleep(self._progress_s)
             while member.requests:
                 known = {name: routed.handover.known for name, routed in member.requests.items()}
                 for name, progress in (await self._members.call(member, member.client.progress(known))).items():
                     if routed := member.requests.get(name):
                         self._take(member, routed, progress)
-                await asyncio.sleep(PROGRESS_S)
+                await asyncio.sleep(self._progress_s)
         except TriremeError as failure:
             self._members.fail(member, failure)
         finally:

@@ -15,7 +15,7 @@ import structure
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 MODULES = structure.modules_of(ROOT)
-ROOMS = {"trainer", "orchestrator", "inference"}
+ROOMS = {"trainer", "orchestrator", "inference", "service"}
 RAY, VLLM = {"ray"}, {"vllm"}
 FORBIDDEN_IMPORTS = {
     **{
@@ -25,7 +25,7 @@ FORBIDDEN_IMPORTS = {
     **{f"trireme.{package}": VLLM | ROOMS for package in ("process", "supervision", "transports")},
     "trireme.launch": VLLM,
     "trireme.cli": VLLM,
-    **{room: RAY | VLLM | ROOMS - {room} for room in ("trainer", "orchestrator")},
+    **{room: RAY | VLLM | ROOMS - {room} for room in ("trainer", "orchestrator", "service")},
     "inference": RAY | ROOMS - {"inference"},
 }
 """What a new module may not import, by the package in which it lies."""
@@ -137,7 +137,7 @@ def test_no_number_becomes_json_that_is_none() -> None:
     assert loose == []
 
 
-@pytest.mark.parametrize("room", ["trainer", "orchestrator", "inference", "trireme"])
+@pytest.mark.parametrize("room", ["trainer", "orchestrator", "inference", "service", "trireme"])
 def test_the_rooms_are_ours(room: str) -> None:
     """Packages of these names exist on the registry: what is imported must be this repository."""
     module = __import__(room)
@@ -160,7 +160,7 @@ def test_every_option_has_a_reader() -> None:
             else:
                 yield name
 
-    sections = ("section", "run", "trainer", "orchestrator", "inference", "schema", "sft")
+    sections = ("section", "run", "trainer", "orchestrator", "inference", "service", "schema", "sft")
     schemas = [ROOT / f"src/trireme/config/{name}.py" for name in sections]
     assert all(path.exists() for path in schemas)
     read = "\n".join(path.read_text() for path in SOURCES if path not in schemas)

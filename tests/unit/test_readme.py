@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from trireme.cli import distill, doctor, eval, launch, rl, trireme
+from trireme.cli import distill, doctor, eval, inference, launch, rl, trireme
 from trireme.config import Config
 from trireme.config.load import load, load_as
 from trireme.config.sft import SftConfig
@@ -126,6 +126,8 @@ def try_command(words: Sequence[str]) -> None:
     program, *rest = words
     if program in SCHEMAS:
         try_run(program, rest)
+    elif program == "inference":
+        try_service(rest)
     elif program == "trireme":
         try_tool(*rest)
     elif program in ("python", "pytest", "bash"):
@@ -142,6 +144,13 @@ def try_command(words: Sequence[str]) -> None:
 def try_run(command: str, arguments: Sequence[str]) -> None:
     with suppress(SystemExit):  # --help
         assert load_as(SCHEMAS[command], list(arguments), {}).config.model.name
+
+
+def try_service(arguments: Sequence[str]) -> None:
+    given, keys = inference._parser().parse_known_args(arguments)
+    assert given.model is None or Path(given.model).is_dir() or given.model.startswith("outputs/")
+    model = [] if given.model is None else ["--model.name", given.model]
+    assert inference.served_config(None, [*keys, *model]).config.service.port is not None
 
 
 def try_tool(tool: str, *arguments: str) -> None:
@@ -207,5 +216,7 @@ def try_output(fence: Fence) -> None:
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
 def test_source_files_that_a_page_names_exist(page: Path) -> None:
-    named = re.findall(r"`(?:src/)?((?:trireme|trainer|orchestrator|inference)/[a-z_/]+(?:\.py|/))`", page.read_text())
+    named = re.findall(
+        r"`(?:src/)?((?:trireme|trainer|orchestrator|inference|service)/[a-z_/]+(?:\.py|/))`", page.read_text()
+    )
     assert [path for path in named if not (ROOT / "src" / path).exists()] == []

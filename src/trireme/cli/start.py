@@ -33,6 +33,11 @@ def sft() -> int:
     return _start("trireme.cli.sft")
 
 
+def inference() -> int:
+    """Runs the command `inference` and returns its exit code."""
+    return _start("trireme.cli.inference")
+
+
 def trireme() -> int:
     """Runs the command `trireme` and returns its exit code."""
     return _start("trireme.cli.trireme")

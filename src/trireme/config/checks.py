@@ -32,7 +32,7 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
     elif isinstance(config, Config):
         own = [*_batch(config), *_groups(config), *_names(config), *_eval_envs(config), *_rendering(config)]
         own += [*_lengths(config, facts), *_reserved(config), *_concurrency(config), *_timeouts(config)]
-        own += _ranks(config, facts)
+        own += [*_ranks(config, facts), *_service(config)]
         warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
     key = "model.tokenizer" if config.model.tokenizer else "model.name"
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
@@ -54,6 +54,25 @@ def _batch(config: Config) -> Iterator[Refusal]:
         f"a batch_size divisible by num_substeps * num_minibatches = {parts}",
         f"set --orchestrator.batch-size to {' or '.join(map(str, sizes))}, or change the number of parts",
     )
+
+
+def _service(config: Config) -> Iterator[Refusal]:
+    """Refuses a service beside what chats, which come at any time, would disturb."""
+    given = f"service.port = {config.service.port} with"
+    if config.service.port is None:
+        return
+    if config.deterministic:
+        yield Refusal(
+            f"{given} deterministic = true",
+            "no service: which requests share a step of an engine decides the last bits of their answers",
+            "leave --service.port out, or serve a commit with the command `inference`",
+        )
+    if config.inference.on_update == "drain":
+        yield Refusal(
+            f"{given} inference.on_update = drain",
+            "recompute_kv or keep_kv: an update that drains would wait for the chats in flight, however long they are",
+            "--inference.on-update recompute_kv, or leave --service.port out",
+        )
 
 
 def _reserved(config: Config) -> Iterator[Refusal]:

@@ -37,6 +37,7 @@ from trireme.config.run import (
     WandbConfig,
 )
 from trireme.config.section import NonNegativeInt, Section
+from trireme.config.service import ServiceConfig
 from trireme.config.trainer import CommonTrainer, ReferenceConfig, TrainerConfig
 from trireme.config.trainer import KlConfig as KlConfig  # these three: where users' loops import them from
 from trireme.config.trainer import LoraConfig as LoraConfig
@@ -189,6 +190,7 @@ class Config(CommonConfig):
     renderer: RendererConfig = RendererConfig()
     eval: EvalConfig = EvalConfig()
     inference: InferenceConfig
+    service: ServiceConfig = ServiceConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
 

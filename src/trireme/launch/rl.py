@@ -8,9 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from inference.engine import engine_args
 from inference.handle import InferenceHandle
 from orchestrator.handle import OrchestratorHandle
+from service.handle import ServiceHandle
 from trainer.batching import RankAssignment
 from trainer.handle import TrainerHandle
 from trireme.config import Config
@@ -18,6 +21,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
 from trireme.core.errors import RoomFailed
 from trireme.launch.run import Core, TrainingRun, await_ready
+from trireme.launch.service import POLICY, WithChats, check_port, keys_of, start_service
 from trireme.plan.base import Plan
 from trireme.process.ray_cluster import PlacePool, Progress, reserve
 from trireme.run.metrics import Journal, step_line
@@ -44,10 +48,15 @@ class RlRun(TrainingRun):
         super().__init__(config, facts, plan, fixed_parts(config, facts))
         engine_args(config, on_cpu=not plan.on_gpus)
         self._orchestrator: OrchestratorHandle | None = None
+        self._say = Console(highlight=False, soft_wrap=True, markup=False).print
 
     def enter(self, run: RunDir) -> None:
-        """Keeps the reference's weights from being pruned, before the start of Ray takes its time. Raises BadInput."""
+        """Keeps the reference's weights from being pruned, and finds the keys of the service, before the start of Ray
+        takes its time. Raises BadInput."""
         keep_reference(self.config)
+        if self.config.service.port is not None:
+            check_port(self.config)
+            self._keys = keys_of(self.config, run.root, self._say)
 
     def start_lasting(self, run: RunDir, ending: ExitStack) -> ElasticReplicas:
         """Starts the replicas, which take longest."""
@@ -55,6 +64,13 @@ class RlRun(TrainingRun):
         self.inference = InferenceHandle.start(config, self.places["inference"], run.logs)
         ending.callback(self.inference.stop)
         ending.callback(self._stop_orchestrator)
+        self._service: ServiceHandle | None = None
+        if config.service.port is not None:
+            named = (POLICY,)
+            self._service = start_service(
+                config, self.facts, self.inference, named, self._keys, None, run.logs, self._say
+            )
+            ending.callback(self._service.stop)
         return ElasticReplicas(config, self.inference, ScaleRequests(run.root), places)
 
     def start(self, run: RunDir, ending: ExitStack) -> Core:
@@ -69,7 +85,8 @@ class RlRun(TrainingRun):
         orchestrator = self._orchestrator = self._orchestrator or self._start_orchestrator(config, run)
         ending.push(self._end_attempt)
         trainer.offer_by(orchestrator.offer, config.timeouts.update_s)
-        return Core(trainer, {"orchestrator": orchestrator}, (trainer, orchestrator), orchestrator, living)
+        users = WithChats(orchestrator, self._service) if self._service else orchestrator
+        return Core(trainer, {"orchestrator": orchestrator}, (trainer, orchestrator), users, living)
 
     def _start_orchestrator(self, config: Config, run: RunDir) -> OrchestratorHandle:
         inference = self.inference

@@ -26,12 +26,12 @@ from trireme.process.environ import Resources, cluster_address
 C = TypeVar("C", bound=CommonConfig)
 T = TypeVar("T")
 ORDER = (
-    *("trainer", "orchestrator", "inference", "resources", "packages", "model", "adapters", "data", "steps", "tokens"),
-    *("memory", "machines", "staleness", "in flight", "each update", "evaluation", "commits", "start", "recovery"),
-    *("written to", "warning"),
+    *("trainer", "orchestrator", "inference", "service", "resources", "packages", "model", "adapters", "data", "steps"),
+    *("tokens", "memory", "machines", "staleness", "in flight", "each update", "evaluation", "commits", "start"),
+    *("recovery", "written to", "warning"),
 )
 """The rows of a plan, in the order in which they are printed."""
-SHORT = ("trainer", "orchestrator", "inference", "model", "data", "steps", "tokens", "written to", "warning")
+SHORT = ("trainer", "orchestrator", "inference", "service", "model", "data", "steps", "tokens", "written to", "warning")
 """The rows that a start prints; a dry run, and a start with --verbose, print all."""
 NAMED_WAYS = 3
 """The most ways out that a refusal names."""

@@ -308,9 +308,29 @@ class OrchestratorPart(Part):
         return f"{problems}: first of all, every {count(options.every, 'step')}, and at the end{own}"
 
 
-RL_ROOMS = (TrainerPart, InferencePart, OrchestratorPart)
+@dataclass(frozen=True)
+class ServicePart(Part):
+    """The HTTP front door. Its actor needs no place of its own: it computes nothing."""
+
+    config: Config
+    room = "service"
+
+    def rows(self, each: str) -> list[tuple[str, str]]:
+        options = self.config.service
+        if options.port is None:
+            return []
+        port = options.port or "any free port"
+        text = (
+            f"1 actor, CPU: {options.host}, port {port}; chats take at most {options.share:.0%} of what replicas decode"
+        )
+        return [("service", text)]
+
+
+RL_ROOMS = (TrainerPart, InferencePart, OrchestratorPart, ServicePart)
 """The rooms of a run of `rl`."""
 LOOP_ROOMS = (TrainerPart, InferencePart)
 """The rooms of a loop of one's own that samples."""
 EVALUATION_ROOMS = (InferencePart, OrchestratorPart)
 """The rooms of an evaluation."""
+SERVED_ROOMS = (InferencePart, ServicePart)
+"""The rooms of a model that is only served."""

@@ -54,6 +54,14 @@ def test_tensorboard_without_its_package(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "uv sync --extra tensorboard" in refusal(config().model_copy(update={"tensorboard": True}))
 
 
+def test_a_service_beside_what_chats_would_disturb() -> None:
+    check(config(service={"port": 0}), FACTS)
+    text = refusal(config(service={"port": 0}, inference={"on_update": "drain"}))
+    assert "service.port = 0 with inference.on_update = drain" in text
+    synchronous = config(service={"port": 0}, orchestrator={"max_steps_off_policy": 0})
+    assert "deterministic = true" in refusal(synchronous.model_copy(update={"deterministic": True}))
+
+
 def test_what_is_right_passes() -> None:
     assert check(config(), FACTS) == []
     assert check(config(), None) == []

@@ -1,0 +1,173 @@
+"""The service as a Ray actor: a process of its own, which shares nothing with the loop that trains.
+
+Its router knows the replicas and brings no weights. The launch code tells it which replicas there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+import uvicorn
+
+from service.app import make_app
+from service.asked import Made
+from service.front import Front, ServedModels
+from service.guard import Limits
+from service.keys import Key, Keys
+from service.places import Places
+from trireme.config import Config
+from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.sampler import Heartbeat, ReplicaStats
+from trireme.core.tokenizer import load_tokenizer
+from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
+from trireme.process.environ import redirect_output
+from trireme.process.waits import get_async
+from trireme.renderers import make_renderer
+
+LOOK_S = 5.0
+AGAIN_S = 10.0
+"""A replica that failed a chat is tried again after this time, unless it was removed meanwhile."""
+CLOSE_S = 5.0
+MEGABYTE = 10**6
+log = logging.getLogger(__name__)
+
+
+class ReplicaSampler(Protocol):
+    """The router of the service: `trireme.core.sampler.Sampler` without weights."""
+
+    async def sample(self, request: SampleRequest, told: Callable[[Made], None] | None = None) -> SampledSequence: ...
+
+    async def adopt(self, identity: WeightIdentity) -> None: ...
+
+    async def stats(self) -> dict[int, ReplicaStats]: ...
+
+    async def join(self, index: int, client: Any) -> None: ...
+
+    def leave(self, index: int, reason: str) -> None: ...
+
+    async def drain(self, index: int, timeout_s: float) -> None: ...
+
+    async def next_failure(self) -> tuple[int, str]: ...
+
+
+class ServiceActor:
+    """An async actor. `start` comes first; then replicas join."""
+
+    def __init__(
+        self,
+        config: Config,
+        sampler_factory: Callable[[], ReplicaSampler],
+        models: ServedModels,
+        keys: list[Key],
+        adopt: WeightIdentity | None,
+        log_dir: Path | None,
+    ) -> None:
+        """`adopt`: names the weights that the replicas loaded from disk; None: they get theirs from a trainer."""
+        redirect_output(log_dir, "service_0")
+        self._config, self._sampler_factory, self._models, self._keys = config, sampler_factory, models, keys
+        self._adopt = adopt
+        self._clients: dict[int, Any] = {}
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._started = asyncio.Event()
+
+    async def start(self) -> str:
+        """Opens the port, and returns the address of the service. Raises RoomFailed if the port is taken."""
+        options, own = self._config.service, self._config.renderer
+        self._sampler = self._sampler_factory()
+        if self._adopt:
+            await self._sampler.adopt(self._adopt)  # those that join take this name too
+        tokenizer = load_tokenizer(self._config.tokenizer_name)
+        renderer = make_renderer(**own.model_dump(), tokenizer=tokenizer)
+        self._places = Places(1, options.max_waiting, options.wait_s)
+        front = Front(self._sampler, self._models, tokenizer, renderer, self._places)
+        limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
+        app = make_app(front, Keys(self._keys), limits)
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, options.host, options.port or 0, log_config=None, access_log=False, lifespan="off")
+        )
+        serving = asyncio.create_task(self._serve())
+        while not self._server.started:
+            if serving.done():
+                raise serving.exception() or RoomFailed("the service ended before it began")
+            await asyncio.sleep(0.01)
+        self._tasks = [serving, asyncio.create_task(self._fit_places()), asyncio.create_task(self._bring_back())]
+        self._started.set()
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        return f"http://{options.host}:{port}"
+
+    async def _serve(self) -> None:
+        options = self._config.service
+        try:
+            await self._server.serve()
+        except SystemExit:  # uvicorn's answer to a port that it cannot have
+            raise RoomFailed(
+                f"the service cannot listen at {options.host}:{options.port}: the port is taken, or the address is not "
+                "of this machine; set --service.port to another one, or to 0"
+            ) from None
+
+    async def _fit_places(self) -> None:
+        """Keeps as many places as `service.share` of the sequences that the replicas decode together."""
+        while True:
+            with suppress(TriremeError):
+                found = await self._sampler.stats()
+                decoded = sum(each.places or 0 for each in found.values())
+                self._places.resize(max(1, int(self._config.service.share * decoded)))
+            await asyncio.sleep(LOOK_S)
+
+    async def _bring_back(self) -> None:
+        """Lets a replica that failed a chat join again: whether it is dead is decided by those who watch it."""
+        while True:
+            index, reason = await self._sampler.next_failure()
+            log.warning("replica %d: %s; it is tried again in %g s unless it is removed", index, reason, AGAIN_S)
+            await asyncio.sleep(AGAIN_S)
+            if client := self._clients.get(index):
+                with suppress(TriremeError):
+                    await self._sampler.join(index, client)
+
+    async def nothing(self) -> None:
+        """Answers without doing anything."""
+
+    async def join(self, index: int, client: Any, after: list[Any]) -> None:
+        """Gives chats to replica `index`, which `client` calls, once the references `after` have resolved."""
+        await self._started.wait()
+        for each in after:
+            await get_async(each, who=f"replica {index}, joining", timeout_s=self._config.patience_s)
+        self._clients[index] = client
+        await self._sampler.join(index, client)
+
+    async def leave(self, index: int, reason: str) -> None:
+        """Gives no more chats to replica `index`, which is dead."""
+        await self._started.wait()
+        self._clients.pop(index, None)
+        self._sampler.leave(index, reason)
+
+    async def drain(self, index: int, timeout_s: float) -> None:
+        """Gives no new chats to replica `index`, and returns when those that it has are finished."""
+        await self._started.wait()
+        self._clients.pop(index, None)
+        await self._sampler.drain(index, timeout_s)
+
+    async def next_failure(self) -> tuple[int, str]:
+        """Waits for ever: those who watch the replicas find out which are dead."""
+        return await asyncio.Future()
+
+    async def heartbeat(self) -> Heartbeat:
+        """Answers immediately. Raises RoomFailed when its server has ended."""
+        if not self._tasks or self._tasks[0].done():
+            raise RoomFailed("the server has ended")
+        return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
+
+    async def stop(self) -> None:
+        """Closes the port; answers in flight end."""
+        for task in self._tasks[1:]:
+            task.cancel()
+        if self._tasks:
+            self._server.should_exit = self._server.force_exit = True
+            await asyncio.wait(self._tasks[:1], timeout=CLOSE_S)

@@ -1,0 +1,283 @@
+"""OpenAI's `/v1/chat/completions`. Beside OpenAI's fields there are vLLM's for sampling and token ids."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from service.asked import Answer, Asked, Delta
+from service.dialects.wire import (
+    MOST_ANSWERS,
+    Absent,
+    Body,
+    Content,
+    FunctionCall,
+    FunctionTool,
+    MinP,
+    NoPenalty,
+    Penalty,
+    Seed,
+    Stop,
+    Temperature,
+    TokenId,
+    Tokens,
+    TopK,
+    TopP,
+    Used,
+    arguments_text,
+    call_id,
+    check_tool_choice,
+    event,
+    named_answers,
+    new_id,
+    now_s,
+    only,
+    piece_of,
+    spans_of,
+    text_of,
+)
+from service.front import Event
+from trireme.core.types import SamplingParams
+from trireme.renderers import Message, ToolCall
+
+DONE = "data: [DONE]\n\n"
+
+
+class ChatToolCall(Body):
+    """A call of a tool in a message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class ChatMessage(Body):
+    """A message. `token_ids` of one of the assistant's are the tokens as which it was sampled, with what ended it, and
+    `prompt_token_ids` the prompt: with them it is never tokenised again."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ChatToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: Annotated[str | None, only()] = None
+    annotations: Annotated[list[Any] | None, only([])] = None
+    audio: Absent = None
+    function_call: Absent = None
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
+
+    def message(self) -> Message:
+        """Returns the message as renderers take it. Raises RequestRefused."""
+        role = "system" if self.role == "developer" else self.role
+        found: Message = {"role": role, "content": text_of(self.content)}
+        if self.reasoning_content:
+            found["thinking"] = self.reasoning_content
+        if self.tool_calls:
+            found["tool_calls"] = [each.function.call() for each in self.tool_calls]
+        if self.token_ids and role == "assistant":
+            found["tokens"] = self.token_ids
+            if self.prompt_token_ids:
+                found["prompt"] = self.prompt_token_ids
+        return found
+
+
+class ChatTool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class ResponseFormat(Body):
+    """The form of an answer: text is the only one."""
+
+    type: Annotated[str, only("text")]
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[bool | None, only(False)] = None
+
+
+class ChatRequest(Body):
+    """The body of a request."""
+
+    model: str
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    seed: Seed | None = None
+    stop: Stop | list[Stop] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: list[ChatTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: Annotated[bool | None, only(True)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, only(0)] = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Annotated[bool | None, only(False)] = None
+    frequency_penalty: NoPenalty = None
+    presence_penalty: NoPenalty = None
+    logit_bias: Annotated[dict[str, float] | None, only({})] = None
+    response_format: ResponseFormat | None = None
+    service_tier: Annotated[str | None, only("auto", "default")] = None
+    modalities: Annotated[list[str] | None, only(["text"])] = None
+    audio: Absent = None
+    prediction: Absent = None
+    reasoning_effort: Absent = None
+    verbosity: Absent = None
+    web_search_options: Absent = None
+    functions: Absent = None
+    function_call: Absent = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: Penalty | None = None
+    stop_token_ids: list[TokenId] | None = None
+    return_token_ids: bool | None = None
+
+    def asked(self) -> Asked:
+        """Returns the request as the service takes it. Raises RequestRefused."""
+        tools = [each.function.spec() for each in self.tools or ()]
+        return Asked(
+            model=self.model,
+            params=sampling_params(self, self.max_completion_tokens or self.max_tokens),
+            messages=self._messages(),
+            tools=check_tool_choice(self.tool_choice, tools),
+            stop=stop_strings(self.stop),
+            n=self.n or 1,
+            logprobs=bool(self.logprobs),
+            token_ids=bool(self.return_token_ids),
+            stream=bool(self.stream),
+        )
+
+    def _messages(self) -> Sequence[Message]:
+        calls = {call.id: call.function.name for each in self.messages for call in each.tool_calls or ()}
+        ids = {
+            i: each.tool_call_id for i, each in enumerate(self.messages) if each.role == "tool" and each.tool_call_id
+        }
+        return named_answers([each.message() for each in self.messages], calls, ids)
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Returns the strings of a field `stop`."""
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def sampling_params(body: Any, max_tokens: int | None) -> SamplingParams:
+    """Returns the sampling parameters of a body of OpenAI's dialects; those that it leaves out sample the model's own
+    distribution."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=body.top_p or 1.0,
+        top_k=body.top_k or -1,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        stop=tuple(body.stop_token_ids or ()),
+        seed=body.seed,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- answers
+
+
+def whole(body: ChatRequest, answers: Sequence[Answer], tokenizer: Any) -> dict[str, Any]:
+    """Returns the body of the whole answer."""
+    used = Used.of(answers, body.n or 1)
+    found = {**_head(body, new_id("chatcmpl-"), "chat.completion"), "usage": used.openai()}
+    found["choices"] = [_choice(body, answer, tokenizer) for answer in answers]
+    if body.return_token_ids:
+        found["prompt_token_ids"] = answers[0].prompt.tolist()
+    return found
+
+
+def _choice(body: ChatRequest, answer: Answer, tokenizer: Any) -> dict[str, Any]:
+    calls = _calls(answer.tool_calls)
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if calls else "")}
+    if answer.thinking:
+        message["reasoning_content"] = answer.thinking
+    if calls:
+        message["tool_calls"] = calls
+    sampled = answer.sequence
+    choice = {
+        "index": answer.choice,
+        "message": message,
+        "finish_reason": answer.finish,
+        "logprobs": _logprobs(tokenizer, sampled.tokens.tolist(), sampled.logprobs.tolist()) if body.logprobs else None,
+    }
+    if body.return_token_ids:
+        choice |= {"token_ids": sampled.tokens.tolist(), "version_spans": spans_of(answer)}
+    return choice
+
+
+def _head(body: ChatRequest, name: str, kind: str) -> dict[str, Any]:
+    return {"id": name, "object": kind, "created": now_s(), "model": body.model}
+
+
+def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    return [
+        {"id": call_id(), "type": "function", "function": {"name": call["name"], "arguments": arguments_text(call)}}
+        for call in calls
+    ]
+
+
+def _logprobs(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    rows = []
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        text = str(tokenizer.decode([token]))
+        rows.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return {"content": rows}
+
+
+async def stream(body: ChatRequest, events: AsyncIterator[Event], tokenizer: Any) -> AsyncIterator[str]:
+    """Yields the answer as server-sent events."""
+    head, used = _head(body, new_id("chatcmpl-"), "chat.completion.chunk"), Used()
+    begun: set[int] = set()
+
+    def chunk(choice: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> str:
+        return event({**head, "choices": [{"index": choice, "delta": delta, "finish_reason": finish, **more}]})
+
+    async for each in events:
+        if each.choice not in begun:
+            begun.add(each.choice)
+            yield chunk(each.choice, {"role": "assistant", "content": ""})
+        piece = piece_of(each) if isinstance(each, Answer) else each
+        if (delta := _delta(piece)) or body.logprobs or body.return_token_ids:
+            yield chunk(each.choice, delta, **_extras(body, piece, tokenizer))
+        if isinstance(each, Answer):
+            for i, call in enumerate(_calls(each.tool_calls)):
+                yield chunk(each.choice, {"tool_calls": [{"index": i, **call}]})
+            used.add(each, body.n or 1)
+            more = {"prompt_token_ids": each.prompt.tolist(), "version_spans": spans_of(each)}
+            yield chunk(each.choice, {}, each.finish, **(more if body.return_token_ids else {}))
+    if body.stream_options and body.stream_options.include_usage:
+        yield event({**head, "choices": [], "usage": used.openai()})
+    yield DONE
+
+
+def _delta(piece: Delta) -> dict[str, Any]:
+    found = {"reasoning_content": piece.thinking, "content": piece.content}
+    return {key: text for key, text in found.items() if text}
+
+
+def _extras(body: ChatRequest, piece: Delta, tokenizer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if body.logprobs:
+        found["logprobs"] = _logprobs(tokenizer, piece.tokens, piece.logprobs)
+    if body.return_token_ids:
+        found["token_ids"] = list(piece.tokens)
+    return found

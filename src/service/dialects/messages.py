@@ -1,0 +1,299 @@
+"""Anthropic's `/v1/messages`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from service.asked import Answer, Asked, RequestRefused
+from service.dialects.wire import (
+    Absent,
+    Body,
+    Schema,
+    Stop,
+    Temperature,
+    Tokens,
+    TopK,
+    TopP,
+    Used,
+    arguments_text,
+    event,
+    named_answers,
+    new_id,
+    only,
+    piece_of,
+)
+from service.front import Event
+from trireme.core.types import SamplingParams
+from trireme.renderers import Message, ToolCall, ToolSpec
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class TextBlock(Body):
+    """A block of text."""
+
+    type: Literal["text"]
+    text: str
+    citations: Annotated[list[Any] | None, only([])] = None
+    cache_control: Any = None  # replicas cache every prefix
+
+
+class ThinkingBlock(Body):
+    """The model's thinking; its signature is not looked at."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(Body):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: Annotated[str, Field(min_length=1)]
+    input: Schema
+    cache_control: Any = None
+    caller: Absent = None
+    toolset_name: Absent = None
+
+
+class ToolResultBlock(Body):
+    """The answer of a tool."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None  # the text of the answer tells it
+    cache_control: Any = None
+
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+
+class AnthropicMessage(Body):
+    """A message."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class AnthropicTool(Body):
+    """A tool that the model may call."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    input_schema: Schema
+    type: Annotated[str | None, only("custom")] = None
+    strict: Annotated[bool | None, only(False)] = None
+    cache_control: Any = None
+
+    def spec(self) -> ToolSpec:
+        """Returns the tool as renderers take it."""
+        return ToolSpec(name=self.name, description=self.description or "", parameters=self.input_schema)
+
+
+class AnthropicToolChoice(Body):
+    """The choice of tools: a call cannot be forced."""
+
+    type: Annotated[str, only("auto", "none")]
+    disable_parallel_tool_use: Annotated[bool | None, only(False)] = None
+
+
+class AnthropicThinking(Body):
+    """Whether the model thinks: the run's renderer decides it."""
+
+    type: Annotated[str, only("disabled")]
+
+
+class MessagesRequest(Body):
+    """The body of a request."""
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
+    max_tokens: Tokens
+    system: str | list[TextBlock] | None = None
+    stop_sequences: list[Stop] | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    metadata: dict[str, Any] | None = None
+    thinking: AnthropicThinking | None = None
+    service_tier: Annotated[str | None, only("auto", "standard_only")] = None
+    container: Absent = None
+    mcp_servers: Absent = None
+    context_management: Absent = None
+    output_config: Absent = None
+
+    def asked(self) -> Asked:
+        """Returns the request as the service takes it. Raises RequestRefused."""
+        silent = self.tool_choice is not None and self.tool_choice.type == "none"
+        return Asked(
+            model=self.model,
+            params=SamplingParams(
+                max_tokens=self.max_tokens,
+                temperature=1.0 if self.temperature is None else self.temperature,
+                top_p=self.top_p or 1.0,
+                top_k=self.top_k or -1,
+            ),
+            messages=self._messages(),
+            tools=() if silent else [each.spec() for each in self.tools or ()],
+            stop=tuple(self.stop_sequences or ()),
+            stream=bool(self.stream),
+        )
+
+    def _messages(self) -> Sequence[Message]:
+        found: list[Message] = []
+        ids: dict[int, str] = {}
+        calls: dict[str, str] = {}
+        if self.system:
+            found.append({"role": "system", "content": _text(self.system)})
+        for each in self.messages:
+            if isinstance(each.content, str):
+                found.append({"role": each.role, "content": each.content})
+            elif each.role == "assistant":
+                found.append(_assistant(each.content, calls))
+            else:
+                _add_user(each.content, found, ids)
+        return named_answers(found, calls, ids)
+
+
+def _text(content: str | list[TextBlock] | None) -> str:
+    return content or "" if isinstance(content, str | None) else "".join(block.text for block in content)
+
+
+def _assistant(blocks: Sequence[Block], calls: dict[str, str]) -> Message:
+    """Returns one message of the assistant; notes the names of its calls by their ids."""
+    message: Message = {"role": "assistant", "content": ""}
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            message["content"] += block.text
+        elif isinstance(block, ThinkingBlock):
+            message["thinking"] = message.get("thinking", "") + block.thinking
+        elif isinstance(block, ToolUseBlock):
+            calls[block.id] = block.name
+            message.setdefault("tool_calls", []).append(ToolCall(name=block.name, arguments=block.input))
+        else:
+            raise RequestRefused("a tool_result in a message of the assistant; expected the user's", param="messages")
+    return message
+
+
+def _add_user(blocks: Sequence[Block], found: list[Message], ids: dict[int, str]) -> None:
+    """Adds the user's blocks: the answer of each tool is a message of its own, and the text between them is one."""
+    text = ""
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            text += block.text
+        elif isinstance(block, ToolResultBlock):
+            if text:
+                found.append({"role": "user", "content": text})
+            text = ""
+            ids[len(found)] = block.tool_use_id
+            found.append({"role": "tool", "content": _text(block.content)})
+        else:
+            raise RequestRefused(f"a {block.type} in a message of the user; expected the assistant's", param="messages")
+    if text or not blocks:
+        found.append({"role": "user", "content": text})
+
+
+# ----------------------------------------------------------------------------------------------------------- answers
+
+
+def whole(body: MessagesRequest, answers: Sequence[Answer], tokenizer: Any) -> dict[str, Any]:
+    """Returns the body of the whole answer."""
+    (answer,) = answers
+    blocks: list[dict[str, Any]] = []
+    if answer.thinking:
+        blocks.append({"type": "thinking", "thinking": answer.thinking, "signature": ""})
+    if answer.content or not answer.tool_calls:
+        blocks.append({"type": "text", "text": answer.content, "citations": None})
+    blocks += [{**_tool_use(call), "input": call["arguments"]} for call in answer.tool_calls]
+    return {**_head(body, Used.of(answers, 1)), "content": blocks, **_end(answer)}
+
+
+def _head(body: MessagesRequest, used: Used) -> dict[str, Any]:
+    head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model, "content": []}
+    return {**head, "stop_reason": None, "stop_sequence": None, "usage": _usage(used)}
+
+
+def _usage(used: Used) -> Mapping[str, int]:
+    return {"input_tokens": used.prompt, "output_tokens": used.completion, **used.versions}
+
+
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": new_id("toolu_"), "name": call["name"]}
+
+
+def _end(answer: Answer) -> dict[str, Any]:
+    reason = "stop_sequence" if answer.stopped_by else STOP_REASONS[answer.finish]
+    return {"stop_reason": reason, "stop_sequence": answer.stopped_by}
+
+
+async def stream(body: MessagesRequest, events: AsyncIterator[Event], tokenizer: Any) -> AsyncIterator[str]:
+    """Yields the answer as server-sent events."""
+    blocks, begun = _Blocks(), False
+    async for each in events:
+        piece = piece_of(each) if isinstance(each, Answer) else each
+        if not begun:
+            head, begun = _head(body, Used()), True
+            usage = {"input_tokens": piece.prompt_tokens, "output_tokens": 0, "version": piece.version}
+            yield _event("message_start", message={**head, "usage": usage})
+        for text in (
+            *blocks.add("thinking", piece.thinking, {"thinking": "", "signature": ""}, "thinking_delta"),
+            *blocks.add("text", piece.content, {"text": ""}, "text_delta"),
+        ):
+            yield text
+        if isinstance(each, Answer):
+            for text in blocks.finish(each):
+                yield text
+            yield _event("message_delta", delta=_end(each), usage=_usage(Used.of([each], 1)))
+    yield _event("message_stop")
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return event({"type": kind, **fields}, kind)
+
+
+class _Blocks:
+    """The blocks of a stream: one is open at a time."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._open = ""
+
+    def add(self, kind: str, text: str, empty: Mapping[str, str], delta: str) -> list[str]:
+        """Returns the events of more text in a block of this kind."""
+        if not text:
+            return []
+        begun = [] if self._open == kind else self._begin(kind, {"type": kind, **empty})
+        return [*begun, self._delta({"type": delta, kind: text})]
+
+    def finish(self, answer: Answer) -> list[str]:
+        """Returns the events of the tools that are called, and of the end of the last block."""
+        found: list[str] = []
+        if not self._count and not answer.tool_calls:
+            found += self._begin("text", {"type": "text", "text": ""})
+        for call in answer.tool_calls:
+            found += self._begin("tool_use", {**_tool_use(call), "input": {}})
+            found.append(self._delta({"type": "input_json_delta", "partial_json": arguments_text(call)}))
+        return [*found, *self._close()]
+
+    def _begin(self, kind: str, block: Mapping[str, Any]) -> list[str]:
+        closed = self._close()
+        self._open, self._count = kind, self._count + 1
+        return [*closed, _event("content_block_start", index=self._count - 1, content_block=block)]
+
+    def _delta(self, delta: Mapping[str, Any]) -> str:
+        return _event("content_block_delta", index=self._count - 1, delta=delta)
+
+    def _close(self) -> list[str]:
+        if not self._open:
+            return []
+        self._open = ""
+        return [_event("content_block_stop", index=self._count - 1)]

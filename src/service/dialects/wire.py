@@ -1,0 +1,258 @@
+"""The parts of bodies that all dialects share: strict models, neutral values, messages, and server-sent events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, field_validator
+
+from service.asked import Answer, Delta, RequestRefused
+from trireme.core.finite_json import to_json
+from trireme.renderers import Message, ToolCall, ToolSpec
+from trireme.renderers.qwen_tags import read_json
+
+T = TypeVar("T")
+MOST_ANSWERS = 128
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+Penalty = Annotated[float, Field(gt=0, le=100)]
+Seed = Annotated[int, Field(ge=0, lt=2**63 - MOST_ANSWERS)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Stop = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[PositiveInt, Field(lt=2**31)]
+Schema = dict[str, Any]
+
+
+class Body(BaseModel):
+    """A part of a request. A field that is not listed is refused by name: nothing is ignored in silence."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*")
+    @classmethod
+    def encodable(cls, value: T) -> T:
+        """Refuses texts that JSON can write and UTF-8 cannot: half a pair of surrogates."""
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    raise ValueError("a text with half a pair of surrogates, which UTF-8 cannot hold") from None
+        return value
+
+
+def only(*values: Any) -> AfterValidator:
+    """Returns a validator of a field that is known, but of which only these values can be served."""
+
+    def check(given: T) -> T:
+        if given is not None and given not in values:
+            shown = " or ".join(to_json(value) for value in values) or "nothing"
+            raise ValueError(f"it is not supported here; expected {shown}, or leave it out")
+        return given
+
+    return AfterValidator(check)
+
+
+Absent = Annotated[Any, only()]
+"""A field that is known and not supported."""
+NoPenalty = Annotated[float | None, only(0)]
+
+
+def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RequestRefused:
+    """Turns the errors of pydantic into one refusal, which names each field."""
+    lines, fields = [], []
+    for error in errors:
+        no_json = error["type"] == "json_invalid"  # its place is that of a character
+        field = "" if no_json else ".".join(str(part) for part in error["loc"] if part != "body")
+        fields.append(field)
+        message = str(error["msg"]).removeprefix("Value error, ")
+        if error["type"] == "extra_forbidden":
+            message = "it is not supported here; leave it out"
+        lines.append(f"`{field}`: {message}" if field else message)
+    return RequestRefused("; ".join(dict.fromkeys(lines)), param=fields[0] if fields and fields[0] else None)
+
+
+# ---------------------------------------------------------------------------------------------------- tools, messages
+
+
+class FunctionTool(Body):
+    """The description of a function."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: Annotated[bool | None, only(False)] = None
+
+    def spec(self) -> ToolSpec:
+        """Returns the tool as renderers take it."""
+        nothing: Schema = {"type": "object", "properties": {}}
+        return ToolSpec(name=self.name, description=self.description or "", parameters=self.parameters or nothing)
+
+
+class FunctionCall(Body):
+    """A call of a function, whose arguments are JSON in a string."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+
+    def call(self) -> ToolCall:
+        """Returns the call as renderers take it. Raises RequestRefused."""
+        return ToolCall(name=self.name, arguments=arguments_of(self.arguments))
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Returns the arguments in `text`. Raises RequestRefused if it is no JSON object."""
+    arguments = read_json(text or "{}")
+    if not isinstance(arguments, dict):
+        raise RequestRefused(f"the arguments of a call, {text!r:.200}; expected a JSON object", param="arguments")
+    return arguments
+
+
+def check_tool_choice(choice: Any, tools: Sequence[ToolSpec]) -> Sequence[ToolSpec]:
+    """Returns the tools that the model is told of. Raises RequestRefused for a choice that cannot be forced."""
+    name = choice.get("type") if isinstance(choice, Mapping) else choice
+    if name in (None, "auto"):
+        return tools
+    if name == "none":
+        return ()
+    raise RequestRefused(
+        f"tool_choice = {to_json(choice, default=str):.200}, which is not supported: a call cannot be forced; expected "
+        "auto or none",
+        param="tool_choice",
+    )
+
+
+def named_answers(messages: Sequence[Message], calls: Mapping[str, str], ids: Mapping[int, str]) -> list[Message]:
+    """Returns the messages with the name of its tool on each tool's answer. `calls`: names by the ids of calls; `ids`:
+    the id that each answer names, by its place. Raises RequestRefused for an id without a call."""
+    found = list(messages)
+    for place, call in ids.items():
+        if call not in calls:
+            raise RequestRefused(
+                f"message {place} answers the call `{call}`, which no message before it makes", param="messages"
+            )
+        found[place] = {**found[place], "name": calls[call]}
+    return found
+
+
+class TextPart(Body):
+    """A part of a message that is text; others, such as images, are refused."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    annotations: Annotated[list[Any] | None, only([])] = None
+    logprobs: list[Any] | None = None
+    cache_control: Any = None  # of Anthropic's prompt cache; replicas cache every prefix
+
+
+Content = str | list[TextPart]
+
+
+def text_of(content: Content | None) -> str:
+    """Returns the text of a message's content."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content)
+
+
+# ----------------------------------------------------------------------------------------------------------- answers
+
+
+def new_id(kind: str) -> str:
+    """Returns a new name, such as `chatcmpl-...`."""
+    return f"{kind}{uuid.uuid4().hex}"
+
+
+def now_s() -> int:
+    """Returns the time in seconds, as answers tell it."""
+    return int(time.time())
+
+
+def call_id() -> str:
+    """Returns the id of a new call of a tool."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def arguments_text(call: ToolCall) -> str:
+    """Returns the arguments of a call as JSON."""
+    return to_json(call["arguments"], ensure_ascii=False)
+
+
+def spans_of(answer: Answer) -> list[dict[str, Any]]:
+    """Returns the weights of each token of an answer."""
+    return [
+        {
+            "version": span.identity.version,
+            "attempt": span.identity.attempt,
+            "digest": span.identity.digest,
+            "start": span.start,
+            "end": span.end,
+            "mixed": span.mixed,
+        }
+        for span in answer.sequence.spans
+    ]
+
+
+class Used:
+    """The tokens and the weights that the answers of a request took."""
+
+    def __init__(self) -> None:
+        self.completion = 0
+        self._prompts: dict[int, int] = {}
+        self._versions: list[int] = []
+
+    @classmethod
+    def of(cls, answers: Iterable[Answer], n: int) -> Used:
+        """Counts whole answers, of which each prompt has `n`."""
+        used = cls()
+        for answer in answers:
+            used.add(answer, n)
+        return used
+
+    def add(self, answer: Answer, n: int) -> None:
+        """Counts one answer."""
+        self._prompts[answer.choice // n] = len(answer.prompt)
+        self.completion += len(answer.sequence.tokens)
+        self._versions += answer.versions
+
+    @property
+    def prompt(self) -> int:
+        """Number of tokens of all prompts."""
+        return sum(self._prompts.values())
+
+    @property
+    def version(self) -> int:
+        """The newest version that sampled a token."""
+        return max(self._versions, default=0)
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The newest and the oldest version, as `usage` tells them."""
+        return {"version": self.version, "oldest_version": min(self._versions, default=0)}
+
+    def openai(self) -> dict[str, int]:
+        """Returns `usage` in the form of chat completions."""
+        total = self.prompt + self.completion
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": total,
+            **self.versions,
+        }
+
+
+def piece_of(answer: Answer) -> Delta:
+    """Returns the last piece of an answer that was streamed."""
+    assert answer.rest is not None, "it was asked for in pieces"
+    return answer.rest
+
+
+def event(data: Any, name: str | None = None) -> str:
+    """Writes one server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {to_json(data)}\n\n"

@@ -1,0 +1,62 @@
+"""Writes refusals in the error body of each dialect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+
+from service.asked import RequestRefused
+from trireme.core.finite_json import to_json
+
+OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+ANTHROPIC_TYPES = {**OPENAI_TYPES, 413: "request_too_large", 503: "overloaded_error"}
+
+
+class JsonReply(Response):
+    """A body of JSON. Letters beyond ASCII are escaped: a client may have sent such as UTF-8 cannot hold."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Writes the body."""
+        return to_json(content).encode()
+
+
+def is_anthropic(path: str) -> bool:
+    """Tells whether a path speaks Anthropic's dialect."""
+    return path.startswith("/v1/messages")
+
+
+def error_body(path: str, refused: RequestRefused) -> dict[str, Any]:
+    """Returns the error body of the dialect that is spoken at `path`."""
+    other = "invalid_request_error" if refused.status < 500 else "api_error"
+    if is_anthropic(path):
+        kind = ANTHROPIC_TYPES.get(refused.status, other)
+        return {"type": "error", "error": {"type": kind, "message": refused.message}}
+    kind = OPENAI_TYPES.get(refused.status, other)
+    return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}}
+
+
+def stream_error(path: str, refused: RequestRefused) -> str:
+    """Returns the server-sent event that ends a stream which cannot be continued, in the dialect of `path`."""
+    name, data = ("error" if is_anthropic(path) else None), error_body(path, refused)
+    if path.startswith("/v1/responses"):
+        name = "error"
+        data = {"type": name, "message": refused.message, "code": refused.code, "param": refused.param}
+    return (f"event: {name}\n" if name else "") + f"data: {to_json(data)}\n\n"
+
+
+def error_reply(path: str, refused: RequestRefused, *, close: bool = False) -> JsonReply:
+    """Returns the answer that refuses a request. `close`: its body is unread, so the connection ends."""
+    headers = {"connection": "close"} if close else {}
+    if refused.retry_after_s is not None:
+        headers["retry-after"] = f"{max(1, round(refused.retry_after_s))}"
+    if refused.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JsonReply(error_body(path, refused), refused.status, headers)

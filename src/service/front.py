@@ -1,0 +1,229 @@
+"""Answers requests of every dialect: renders, waits for a place, samples, and reads what was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from service.asked import Answer, Asked, Delta, Finish, Made, RequestRefused
+from service.places import Places
+from service.reading import AnswerReader, MessageReader, Reading, TextReader, changed, more_of
+from trireme.core.errors import TriremeError
+from trireme.core.types import ModelInput, SampledSequence, SampleRequest
+from trireme.renderers import Message, Renderer
+
+Told = Callable[[Made], None]
+Event = Delta | Answer
+Tokens = npt.NDArray[np.int32]
+
+
+class ChatSampler(Protocol):
+    """The replicas as the service sees them."""
+
+    async def sample(self, request: SampleRequest, told: Told | None = None) -> SampledSequence:
+        """Samples one sequence; `told` gets all that there is of it, again and again. Cancelling the caller aborts it.
+
+        Raises TriremeError.
+        """
+
+
+@dataclass(frozen=True)
+class ServedModels:
+    """The model behind the service, under its names."""
+
+    names: tuple[str, ...]
+    """The names under which it can be asked for: `policy`, and that of its commit."""
+    max_len: int
+    """Longest sequence of prompt and answer, in tokens."""
+
+    def check(self, name: str) -> None:
+        """Raises RequestRefused for a model that is not there."""
+        if name not in self.names:
+            there = ", ".join(self.names)
+            raise RequestRefused(
+                f"the model `{name}` is not loaded; there is {there}", status=404, param="model", code="model_not_found"
+            )
+
+
+class Front:
+    """Answers requests. Lives in one event loop."""
+
+    def __init__(
+        self, sampler: ChatSampler, models: ServedModels, tokenizer: Any, renderer: Renderer, places: Places
+    ) -> None:
+        self.models, self.tokenizer, self.places = models, tokenizer, places
+        self._sampler, self._renderer = sampler, renderer
+
+    async def answers(self, asked: Asked) -> list[Answer]:
+        """Returns the answers, all prompts' first ones after each other. Raises RequestRefused."""
+        found = [event async for event in self.events(asked) if isinstance(event, Answer)]
+        return sorted(found, key=lambda answer: answer.choice)
+
+    async def events(self, asked: Asked) -> AsyncGenerator[Event, None]:
+        """Yields the pieces of all answers, if they are asked for, and each answer when it is whole. Closing the
+        iterator ends what is still sampled. Raises RequestRefused."""
+        self.models.check(asked.model)
+        prompts = self._prompts(asked)
+        self.places.check(len(prompts) * asked.n)
+        events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+        name = f"chat-{uuid.uuid4().hex[:12]}"
+        tasks = [
+            asyncio.create_task(self._put(events, name, asked, prompt, p * asked.n + i, i))
+            for p, prompt in enumerate(prompts)
+            for i in range(asked.n)
+        ]
+        left = len(tasks)
+        try:
+            while left:
+                event = await events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                left -= isinstance(event, Answer)
+                yield event
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _put(
+        self, events: asyncio.Queue[Any], name: str, asked: Asked, prompt: Tokens, choice: int, sample: int
+    ) -> None:
+        try:
+            await self._answer(events, name, asked, prompt, choice, sample)
+        except TriremeError as error:
+            events.put_nowait(RequestRefused(str(error), status=503, code="replicas_failed"))
+        except Exception as error:
+            events.put_nowait(error)
+
+    async def _answer(
+        self, events: asyncio.Queue[Any], name: str, asked: Asked, prompt: Tokens, choice: int, sample: int
+    ) -> None:
+        params = asked.params
+        reader = self._reader(asked)
+        ends = self._renderer.stop_condition() if asked.messages else ()
+        request = SampleRequest(
+            request_id=f"{name}/{choice}",
+            prompt=prompt,
+            params=replace(
+                params,
+                max_tokens=self._max_tokens(params.max_tokens, len(prompt)),
+                stop=(*params.stop_token_ids, *ends, *asked.stop),
+                seed=None if params.seed is None else params.seed + sample,
+            ),
+            route_key=f"{name}/{choice - sample}",
+        )
+        stream = _Stream(reader, choice, len(prompt)) if asked.stream else None
+
+        def told(made: Made) -> None:
+            try:
+                if stream and (delta := stream.take(made)):
+                    events.put_nowait(delta)
+            except RequestRefused as refused:
+                events.put_nowait(refused)
+
+        async with self.places.one():
+            sequence = await self._sampler.sample(request, told if stream else None)
+        events.put_nowait(self._whole(asked, choice, prompt, sequence, reader, stream))
+
+    def _whole(
+        self,
+        asked: Asked,
+        choice: int,
+        prompt: Tokens,
+        sequence: SampledSequence,
+        reader: AnswerReader,
+        stream: _Stream | None,
+    ) -> Answer:
+        reading = reader.read(sequence.tokens.tolist(), True)
+        finish: Finish = "stop" if reading.stopped_by else sequence.stop_reason
+        if reading.tool_calls:
+            finish = "tool_calls"
+        elif asked.messages and self._renderer.ended(sequence.tokens.tolist()):
+            finish = "stop"
+        return Answer(
+            choice,
+            prompt,
+            sequence,
+            reading.content,
+            finish,
+            reading.thinking,
+            tuple(reading.tool_calls),
+            reading.stopped_by,
+            stream.rest(sequence, reading) if stream else None,
+        )
+
+    def _reader(self, asked: Asked) -> AnswerReader:
+        if asked.messages:
+            return MessageReader(self._renderer, asked.tools, asked.stop)
+        return TextReader(self.tokenizer, asked.stop)
+
+    def _prompts(self, asked: Asked) -> list[Tokens]:
+        prompts = [self.conversation(asked.messages, asked)] if asked.messages else list(map(self._ids, asked.prompts))
+        vocabulary = len(self.tokenizer)
+        for prompt in prompts:
+            if not len(prompt):
+                raise RequestRefused("an empty prompt; expected at least one token", param="prompt")
+            if prompt.min() < 0 or prompt.max() >= vocabulary:
+                raise RequestRefused(f"token ids beyond the vocabulary of {vocabulary}", param="prompt")
+            if len(prompt) >= self.models.max_len:
+                raise RequestRefused(
+                    f"a prompt of {len(prompt)} tokens; this model's maximum context length is {self.models.max_len} "
+                    "tokens, prompt and answer together",
+                    param="messages" if asked.messages else "prompt",
+                    code="context_length_exceeded",
+                )
+        return prompts
+
+    def conversation(self, messages: Sequence[Message], asked: Asked) -> Tokens:
+        """Returns the prompt for the next message of a conversation. Raises RequestRefused."""
+        try:
+            return ModelInput(self._renderer.generation_prompt(messages, asked.tools)).tokens
+        except Exception as error:  # templates and renderers refuse orders of roles, and names, in ways of their own
+            raise RequestRefused(f"the chat format refuses these messages: {error}", param="messages") from error
+
+    def _ids(self, prompt: str | Sequence[int]) -> Tokens:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return np.asarray(ids, np.int64).astype(np.int32) if _fit(ids) else np.array([-1], np.int32)
+
+    def _max_tokens(self, asked: int | None, prompt: int) -> int:
+        room = self.models.max_len - prompt
+        return room if asked is None else min(asked, room)
+
+
+def _fit(ids: Sequence[int]) -> bool:
+    return all(0 <= each < 2**31 for each in ids)
+
+
+class _Stream:
+    """The pieces of one answer that were sent."""
+
+    def __init__(self, reader: AnswerReader, choice: int, prompt_tokens: int) -> None:
+        self._reader, self._choice, self._prompt_tokens = reader, choice, prompt_tokens
+        self._thinking = self._content = ""
+        self._tokens: list[int] = []
+
+    def take(self, made: Made) -> Delta | None:
+        """Returns what is new, None if nothing is."""
+        if len(made.tokens) <= len(self._tokens):
+            return None
+        return self._delta(made, self._reader.read(made.tokens.tolist(), False))
+
+    def rest(self, made: Made, reading: Reading) -> Delta:
+        """Returns what is new in the whole answer. Raises RequestRefused if it is another one than was sent."""
+        return self._delta(made, reading)
+
+    def _delta(self, made: Made, reading: Reading) -> Delta:
+        tokens, known = made.tokens.tolist(), len(self._tokens)
+        if tokens[:known] != self._tokens:
+            raise changed()
+        thinking, content = more_of(self._thinking, reading.thinking), more_of(self._content, reading.content)
+        self._thinking, self._content, self._tokens = reading.thinking, reading.content, tokens
+        version = made.spans[-1].identity.version if made.spans else 0
+        logprobs = made.logprobs[known:].tolist()
+        return Delta(self._choice, thinking, content, tokens[known:], logprobs, version, self._prompt_tokens)

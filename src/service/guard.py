@@ -1,0 +1,167 @@
+"""Stands before all routes: who calls, how often, how large a body is, and how slowly it comes.
+
+A key is checked before a byte of the body is read, and a body is read whole before a route sees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.asked import RequestRefused
+from service.errors import error_reply
+from service.keys import Key, Keys
+from service.metrics import ServiceMetrics
+from service.routes import CALLERS, caller_of
+
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+"""A proxy on this machine says with these that the caller is elsewhere."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The bounds of one request, and of one key's requests."""
+
+    body_bytes: int
+    """The largest body."""
+    body_s: float
+    """Seconds in which it must have come."""
+    per_minute: int | None
+    """Requests of one key in a minute; None: as many as come."""
+
+
+class Rates:
+    """Counts the requests of each key: a bucket that holds a minute's requests, and is filled evenly."""
+
+    def __init__(self, per_minute: int | None, now: Callable[[], float] = time.monotonic) -> None:
+        self._per_minute, self._now = per_minute, now
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def take(self, name: str) -> None:
+        """Counts a request of the key `name`. Raises RequestRefused if it has none left."""
+        if self._per_minute is None:
+            return
+        now, rate = self._now(), self._per_minute / 60
+        left, then = self._left.get(name, (float(self._per_minute), now))
+        left = min(self._per_minute, left + (now - then) * rate)
+        if left < 1:
+            self._left[name] = left, now
+            raise RequestRefused(
+                f"more than {self._per_minute} requests in a minute with this key (service.requests_per_minute)",
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after_s=(1 - left) / rate,
+            )
+        self._left[name] = left - 1, now
+
+
+class Guard:
+    """Middleware (ASGI) in front of the app."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, limits: Limits, metrics: ServiceMetrics) -> None:
+        self._app, self._keys, self._limits, self._metrics = app, keys, limits, metrics
+        self._rates = Rates(limits.per_minute)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status, path = time.monotonic(), 500, scope["path"]
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            body = await self._admit(scope, receive)
+        except RequestRefused as refused:
+            await error_reply(path, refused, close=True)(scope, receive, noted)
+        else:
+            await self._app(scope, _replayed(body, receive), noted)
+        finally:
+            self._metrics.request(path if path in CALLERS else "other", status, time.monotonic() - started)
+
+    async def _admit(self, scope: Scope, receive: Receive) -> bytes:
+        """Returns the body of a request that is admitted. Raises RequestRefused."""
+        headers = Headers(scope=scope)
+        key, caller = self._keys.find(_given(headers)), caller_of(scope["path"])
+        allowed = key is not None if caller == "client" else _may(caller, key, scope, headers)
+        if not allowed:
+            status, expected = (403, "an admin key") if key else (401, "Authorization: Bearer KEY, or x-api-key: KEY")
+            raise RequestRefused(
+                f"this route is not open to this request; expected {expected}", status=status, code="invalid_api_key"
+            )
+        if key and caller == "client":
+            self._rates.take(key.name)
+        return await self._body(headers, receive)
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._limits.body_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                return await self._read(receive)
+        except TimeoutError:
+            raise RequestRefused(
+                f"the body took longer than {self._limits.body_s:g} s (service.body_s)", status=408, code="body_timeout"
+            ) from None
+
+    async def _read(self, receive: Receive) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise RequestRefused("the client left before its body was whole", status=400)
+            parts.append(part := message.get("body", b""))
+            size += len(part)
+            if size > self._limits.body_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _too_large(self) -> RequestRefused:
+        return RequestRefused(
+            f"a body of more than {self._limits.body_bytes:,} bytes (service.max_body_mb)",
+            status=413,
+            code="body_too_large",
+        )
+
+
+def _given(headers: Headers) -> str | None:
+    kind, _, value = headers.get("authorization", "").partition(" ")
+    return value.strip() if kind.lower() == "bearer" else headers.get("x-api-key")
+
+
+def _may(caller: str, key: Key | None, scope: Scope, headers: Headers) -> bool:
+    """Tells whether a request may call a route that is not for clients alone."""
+    if caller == "all" or (key is not None and key.role == "admin"):
+        return True
+    if any(name in headers for name in FORWARDED):
+        return False
+    try:
+        return ip_address((scope.get("client") or ("",))[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Returns a `receive` that gives the body that was read, and then what else comes: that the client leaves."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return again

@@ -1,0 +1,145 @@
+"""The driver's side of the service: starts its actor, tells it of replicas, and starts another one when it is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from service.front import ServedModels
+from service.keys import Key
+from trireme.config import Config
+from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.types import WeightIdentity
+from trireme.process import waits
+from trireme.process.ray_cluster import on_node
+
+if TYPE_CHECKING:
+    from service.actor import ReplicaSampler
+
+LOOK_S = 2.0
+ANSWER_S = 20.0
+"""A service that is silent for so long is killed. Ray lets a replica wait for a receiver of its streams that stands
+still, so this is less than the time after which a silent replica is given up."""
+STOP_S = 10.0
+WHO = "the service"
+log = logging.getLogger(__name__)
+
+
+class ServiceHandle:
+    """Keeps one service running, in a thread, until `stop`. Its death does not end the run: another one takes the same
+    port, and is told of the same replicas."""
+
+    def __init__(
+        self, config: Config, make: Callable[[], Any], log_file: Path | None, say: Callable[[str], None]
+    ) -> None:
+        """`make` makes its actor. `say` is told where it listens, and when it was lost."""
+        self._config, self._make, self._log, self._say = config, make, log_file, say
+        self._lock = threading.Lock()
+        self._clients: dict[int, Any] = {}
+        self._ending = threading.Event()
+        self._actor = make()
+        self.failure: TriremeError | None = None
+        """Why there is no service any more."""
+        self._thread = threading.Thread(target=self._keep, name="service", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(
+        cls,
+        config: Config,
+        sampler_factory: Callable[[], ReplicaSampler],
+        models: ServedModels,
+        keys: list[Key],
+        adopt: WeightIdentity | None,
+        log_dir: Path | None,
+        say: Callable[[str], None],
+    ) -> ServiceHandle:
+        """Starts the service on the driver's node, without waiting for it. `adopt`: see `ServiceActor`."""
+        from service.actor import ServiceActor  # brings FastAPI, which runs without a service need not import
+
+        node = ray.get_runtime_context().get_node_id()
+
+        def make() -> Any:
+            options = {"num_cpus": 0, "scheduling_strategy": on_node(node)}
+            actor = ray.remote(ServiceActor).options(**options)
+            return actor.remote(config, sampler_factory, models, keys, adopt, log_dir)
+
+        return cls(config, make, log_dir and log_dir / "service_0.log", say)
+
+    # ---- as a user of replicas (`trireme.supervision.replica_manager.ReplicaUser`)
+
+    def join(self, index: int, client: Any, *, reserved: bool, after: Any = None) -> Any:
+        """Returns a reference that resolves when replica `index` gets chats: once `after`, if that is given, resolves.
+        One that is `reserved` for evaluations gets none."""
+        with self._lock:
+            if reserved:
+                return self._actor.nothing.remote()
+            self._clients[index] = client
+            return self._actor.join.remote(index, client, [] if after is None else [after])
+
+    def leave(self, index: int, reason: str) -> Any:
+        """Returns a reference that resolves when the dead replica `index` gets no more chats."""
+        with self._lock:
+            self._clients.pop(index, None)
+            return self._actor.leave.remote(index, reason)
+
+    def drain(self, index: int, timeout_s: float) -> Any:
+        """Returns a reference that resolves when replica `index` has finished its chats, or after `timeout_s`."""
+        with self._lock:
+            self._clients.pop(index, None)
+            return self._actor.drain.remote(index, timeout_s)
+
+    def next_failure(self) -> Any:
+        """Returns a reference that never resolves: those who watch the replicas find out which are dead."""
+        return self._actor.next_failure.remote()
+
+    # ---- the thread
+
+    def _keep(self) -> None:
+        lost = 0
+        while not self._ending.is_set():
+            try:
+                self._serve(again=lost > 0)
+            except TriremeError as failure:
+                if self._ending.is_set():
+                    return
+                lost += 1
+                if lost > self._config.cluster.max_restarts:
+                    self.failure = failure
+                    self._say(f"{WHO} is given up: {failure}")
+                    return
+                self._say(f"{WHO} is started again: {failure}")
+                with self._lock:
+                    ray.kill(self._actor)
+                    self._actor = self._make()
+
+    def _serve(self, again: bool) -> None:
+        """Starts the actor, tells it of the replicas if there was one before it, and looks after it. Raises RoomFailed
+        when it is lost."""
+        limit_s = self._config.timeouts.start_s
+        url = waits.get(self._actor.start.remote(), who=WHO, timeout_s=limit_s, log=self._log)
+        with self._lock:
+            for index, client in self._clients.items() if again else ():
+                self._actor.join.remote(index, client, [])
+        self._say(f"{WHO} answers at {url}")
+        while not self._ending.wait(LOOK_S):
+            waits.get(self._actor.heartbeat.remote(), who=WHO, timeout_s=ANSWER_S, log=self._log)
+
+    def check(self) -> None:
+        """Raises the error with which it was given up, if it was."""
+        if self.failure:
+            raise RoomFailed(f"{WHO} was given up: {self.failure}")
+
+    def stop(self) -> None:
+        """Closes the port and ends the actor."""
+        self._ending.set()
+        with suppress(TriremeError):  # it is dead or hangs already
+            waits.get(self._actor.stop.remote(), who=WHO, timeout_s=STOP_S, log=self._log)
+        ray.kill(self._actor)
+        self._thread.join(LOOK_S + ANSWER_S)

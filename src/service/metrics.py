@@ -1,0 +1,52 @@
+"""The numbers of the service, for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from service.asked import Answer
+from service.places import Places
+
+BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
+
+
+class ServiceMetrics:
+    """Counts requests and tokens of one service."""
+
+    def __init__(self, places: Places) -> None:
+        own = self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "trireme_service_requests", "Requests, by route and status", ["route", "status"], registry=own
+        )
+        self._tokens = Counter(
+            "trireme_service_tokens", "Tokens of answers and of their prompts", ["kind"], registry=own
+        )
+        self._seconds = Histogram(
+            "trireme_service_request_seconds",
+            "From a request to the end of its answer",
+            ["route"],
+            registry=own,
+            buckets=BUCKETS_S,
+        )
+        self._version = Gauge("trireme_service_version", "The newest weights that sampled a token", registry=own)
+        running = Gauge("trireme_service_running", "Answers that are being sampled", registry=own)
+        running.set_function(lambda: places.taken)
+        waiting = Gauge("trireme_service_waiting", "Answers that wait for a place", registry=own)
+        waiting.set_function(lambda: places.waiting)
+        all_of_them = Gauge("trireme_service_places", "The most answers that are sampled together", registry=own)
+        all_of_them.set_function(lambda: places.places)
+
+    def request(self, route: str, status: int, seconds: float) -> None:
+        """Counts a request that has ended."""
+        self._requests.labels(route, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def answer(self, answer: Answer) -> None:
+        """Counts a whole answer."""
+        self._tokens.labels("prompt").inc(len(answer.prompt))
+        self._tokens.labels("answer").inc(len(answer.sequence.tokens))
+        self._version.set(answer.versions[1])
+
+    def text(self) -> bytes:
+        """Returns all numbers in Prometheus' text format."""
+        return generate_latest(self._registry)

@@ -1,0 +1,85 @@
+"""Limits how much of the engines chats take: training traffic comes first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from service.asked import RequestRefused
+
+
+class Places:
+    """Places for answers that are sampled at the same time, first come, first served. `waiting` of them at most wait
+    for a place, each for `wait_s` seconds at most."""
+
+    def __init__(self, places: int, waiting: int, wait_s: float) -> None:
+        self.places, self._most_waiting, self._wait_s = places, waiting, wait_s
+        self.taken = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Number of answers that wait for a place."""
+        return len(self._waiting)
+
+    def resize(self, places: int) -> None:
+        """Changes the number of places. Answers that have one keep it."""
+        self.places = places
+        self._hand_out()
+
+    def check(self, answers: int) -> None:
+        """Raises RequestRefused when so many more answers would wait that the queue is full."""
+        if self.taken + self.waiting + answers > self.places + self._most_waiting:
+            raise RequestRefused(
+                f"{self.taken} answers are being sampled and {self.waiting} wait, of at most {self.places} and "
+                f"{self._most_waiting} (service.max_waiting): send the request again later",
+                status=429,
+                code="queue_full",
+                retry_after_s=self._retry_after_s,
+            )
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Has a place in the block, for which it waits. Raises RequestRefused when it waits for too long."""
+        await self._take()
+        try:
+            yield
+        finally:
+            self.taken -= 1
+            self._hand_out()
+
+    async def _take(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._hand_out()
+        try:
+            async with asyncio.timeout(self._wait_s):  # `wait_for` loses a cancellation that comes with the turn
+                await turn
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+            elif turn.done() and not turn.cancelled():  # its turn came in the same moment
+                self.taken -= 1
+                self._hand_out()
+            if isinstance(error, TimeoutError):
+                raise RequestRefused(
+                    f"waited {self._wait_s:g} s (service.wait_s) for a place: send the request again later",
+                    status=429,
+                    code="queue_timeout",
+                    retry_after_s=self._retry_after_s,
+                ) from None
+            raise
+
+    @property
+    def _retry_after_s(self) -> float:
+        """A guess of when there is a place again: a second for each round of answers that wait."""
+        return 1.0 + self.waiting // max(self.places, 1)
+
+    def _hand_out(self) -> None:
+        while self._waiting and self.taken < self.places:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self.taken += 1
+                turn.set_result(None)

@@ -1,0 +1,116 @@
+"""Reads sampled tokens as text and as messages, also while more of them come.
+
+A piece of text that has been sent cannot be taken back. So what may still become something else is held back: the
+beginning of a string that ends the answer, of a tag, of a letter of several bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from service.asked import RequestRefused
+from trireme.core.stop_strings import first_of
+from trireme.renderers import Renderer, ToolCall, ToolSpec
+from trireme.renderers.base import TextRenderer
+from trireme.renderers.qwen_tags import CALL, THINK, THINK_END
+
+UNFINISHED = "\ufffd"
+"""Stands at the end of a text whose last letter lacks bytes."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The meaning of the tokens of an answer."""
+
+    content: str
+    """The text, without thinking and tool calls."""
+    thinking: str = ""
+    """The thinking."""
+    tool_calls: Sequence[ToolCall] = ()
+    """The calls of tools; none before the answer is whole."""
+    stopped_by: str | None = None
+    """The string of the request that ended it, if one did."""
+
+
+class AnswerReader(Protocol):
+    """Reads the tokens of one answer."""
+
+    def read(self, tokens: Sequence[int], whole: bool) -> Reading:
+        """Reads all tokens so far. Unless they are `whole`, returns only what later tokens cannot change."""
+
+
+class TextReader:
+    """Reads an answer as plain text. Special tokens are no part of it."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+
+    def read(self, tokens: Sequence[int], whole: bool) -> Reading:
+        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        place = first_of(self._stop, text)
+        if place is not None:
+            return Reading(text[:place], stopped_by=_string_at(text, place, self._stop))
+        return Reading(text if whole else settled(text, self._stop))
+
+
+class MessageReader:
+    """Reads an answer as a message of the assistant."""
+
+    def __init__(self, renderer: Renderer, tools: Sequence[ToolSpec], stop: Sequence[str]) -> None:
+        self._renderer, self._tools, self._stop = renderer, tools, stop
+        ends = [end for end in renderer.stop_condition() if isinstance(end, str)]
+        self._open = (CALL, THINK, THINK_END, *ends, *stop)
+        # These tags are those of a TextRenderer; how another one writes a call is not known before it is read whole.
+        self._reads_pieces = isinstance(renderer, TextRenderer)
+
+    def read(self, tokens: Sequence[int], whole: bool) -> Reading:
+        if not whole and not self._reads_pieces:
+            return Reading("")
+        message, _ = self._renderer.parse_response(tokens, self._tools)
+        content, thinking = message["content"], message.get("thinking", "")
+        for text in (thinking, content):
+            if (place := first_of(self._stop, text)) is not None:
+                stop = _string_at(text, place, self._stop)
+                if text is thinking:
+                    return Reading("", text[:place], stopped_by=stop)
+                return Reading(text[:place], thinking, stopped_by=stop)
+        if whole:
+            return Reading(content, thinking, message.get("tool_calls", ()))
+        return Reading(self._settled(content), self._settled(thinking))
+
+    def _settled(self, text: str) -> str:
+        place = first_of((CALL, THINK, THINK_END), text)
+        return settled(text if place is None else text[:place], self._open).rstrip("\n")
+
+
+def _string_at(text: str, place: int, strings: Sequence[str]) -> str:
+    """Returns the one of `strings` that begins there in `text`."""
+    return next(string for string in strings if text.startswith(string, place))
+
+
+def settled(text: str, ends: Sequence[str]) -> str:
+    """Returns `text` without what may be the beginning of one of `ends`, or of a letter."""
+    text = text.rstrip(UNFINISHED)
+    for length in range(min(max(map(len, ends), default=1) - 1, len(text)), 0, -1):
+        if any(end.startswith(text[-length:]) for end in ends):
+            return text[:-length]
+    return text
+
+
+def more_of(sent: str, now: str) -> str:
+    """Returns what `now` has behind what was sent. Raises RequestRefused if it does not begin with that."""
+    if not now.startswith(sent):
+        raise changed()
+    return now[len(sent) :]
+
+
+def changed() -> RequestRefused:
+    """Returns the error of a stream that cannot be continued."""
+    return RequestRefused(
+        "the answer is another one than its first pieces: the replica that sampled them failed, or it is malformed; "
+        "send the request again",
+        status=500,
+        code="answer_changed",
+    )

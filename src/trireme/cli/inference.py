@@ -1,0 +1,132 @@
+"""The command `inference`: serves a model to OpenAI's and Anthropic's clients, without training anything.
+
+    inference outputs/sort --step 100                         a commit of a run
+    inference some/model @ serve.toml --inference.replicas 2  any Hugging Face model, an export too
+    inference @ configs/quickstart.toml                       the model that the file names
+
+Replicas load the weights from the directory themselves. A commit of LoRA adapters is merged with its base first.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from trireme.cli.common import Parser, run_command, show
+from trireme.cli.eval import Subject
+from trireme.config import Config
+from trireme.config.checks import check
+from trireme.config.installed import check_installed
+from trireme.config.load import Loaded, load
+from trireme.config.model_facts import ModelFacts
+from trireme.config.trainer import LoraConfig
+from trireme.core.types import WeightIdentity
+from trireme.launch.common import StartProgress, prepare_cluster
+from trireme.plan.base import Plan
+from trireme.plan.rl import SERVED_ROOMS
+from trireme.process import signals
+from trireme.process.environ import Resources
+
+UNREAD = Path(__file__).with_name("inference.toml")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code (`trireme.core.errors`)."""
+    return run_command(_inference, sys.argv[1:] if argv is None else argv)
+
+
+def _inference(argv: list[str], console: Console) -> None:
+    options, given = _parser().parse_known_args(argv)
+    subject = Subject.of(options.model, options.step) if options.model else None
+    loaded = served_config(subject, given)
+    config = loaded.config
+    facts = ModelFacts.of(config, required=True)
+    assert facts is not None, "required"
+    plan = Plan(config, facts, Resources.of_this_machine(), SERVED_ROOMS, notes=check(config, facts))
+    if loaded.dry_run:
+        show(plan, config, console)
+        return
+    check_installed()
+    for warning in plan.notes:
+        console.print(f"warning: {warning}", style="yellow")
+    with ExitStack() as ending:
+        if subject:
+            model = config.model.model_copy(update={"name": subject.whole(console, ending)})
+            config = config.model_copy(update={"model": model})
+        console.print(f"serving {subject or f'the model {config.model.name}'}")
+        identity = subject.identity if subject else WeightIdentity(1, 0, "as-loaded")
+        _serve(config.with_absolute_paths(), plan, facts, _names(subject), identity, console)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="inference",
+        description="Serves a model over HTTP. All keys of `rl` may follow: @ files and --flags, above all service.*",
+        add_help=False,
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a run, a commit, or a Hugging Face model; first")
+    parser.add_argument("--step", type=int, help="which commit of a run (default: the newest that verifies)")
+    return parser
+
+
+def served_config(subject: Subject | None, given: Sequence[str]) -> Loaded[Config]:
+    """Returns the configuration of a service: that of the subject's run, then what was given. Raises BadInput."""
+    files, own = ["@", str(UNREAD)], dict[str, str]()
+    if subject:
+        if subject.run:
+            files = ["@", str(subject.run / "config.json"), *files]
+            model = json.loads((subject.run / "config.json").read_text()).get("model", {})
+            own |= {"model.start": start} if (start := model.get("start") or model.get("name")) else {}
+        own["model.name"] = subject.base or subject.model
+    loaded = load([*files, *given, *(part for key, value in own.items() for part in (f"--{key}", value))])
+    trainer = loaded.config.trainer.model_copy(update={"lora": LoraConfig()})  # what is merged is a whole model
+    return replace(loaded, config=loaded.config.model_copy(update={"trainer": trainer}))
+
+
+def _names(subject: Subject | None) -> tuple[str, ...]:
+    """Returns the names of the model: a commit can be asked for by its step too."""
+    return ("policy", f"step-{subject.identity.version:06d}") if subject and subject.run else ("policy",)
+
+
+def _serve(
+    config: Config,
+    plan: Plan,
+    facts: ModelFacts,
+    names: tuple[str, ...],
+    identity: WeightIdentity,
+    console: Console,
+) -> None:
+    """Serves until a signal comes. After a failure the logs that it names are kept."""
+
+    def say(text: str) -> None:
+        console.print(text, markup=False)
+
+    prepare_cluster(config, plan)
+    from trireme.launch import service as launch
+    from trireme.process.ray_cluster import ray_cluster
+
+    launch.check_port(config)
+    directory = Path(tempfile.mkdtemp(prefix="trireme-inference-"))
+    try:
+        keys = launch.keys_of(config, directory, say)
+        with ray_cluster(config, plan.resources) as resources:
+            signals.arm()
+            plan = replace(plan, config=config, resources=resources)
+            plan.check_resources()
+            progress = StartProgress(console, directory)
+            launch.serve(config, plan, facts, names, keys, identity, directory, progress, say)
+    except signals.Stopped:
+        shutil.rmtree(directory)
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

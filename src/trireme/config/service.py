@@ -1,0 +1,33 @@
+"""The section `service`: the HTTP front door of the replicas."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from trireme.config.section import NonNegativeInt, Section
+
+
+class ServiceConfig(Section):
+    port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port on the driver's machine at which the run answers OpenAI's and Anthropic's clients (docs/service.md); none =
+    off, for `inference` 8000; 0 = any that is free."""
+    host: str = "127.0.0.1"
+    """Address at which it listens. By default only this machine reaches it; others should come through a proxy with
+    TLS."""
+    keys: str | None = None
+    """File with the keys that open it, of mode 600; none = new ones in `service.keys` of the run directory."""
+    share: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Share of inference.max_num_seqs, over all replicas, that chats may have in flight (at least one); others wait, as
+    training comes first. `inference`, which trains nothing, takes 1 unless told."""
+    max_waiting: NonNegativeInt = 256
+    """Answers that wait for a place; further requests get 429 with Retry-After."""
+    wait_s: PositiveFloat = 300.0
+    """Seconds for which an answer waits for a place; then 429."""
+    max_body_mb: PositiveFloat = 16.0
+    """Largest body of a request, in megabytes."""
+    body_s: PositiveFloat = 30.0
+    """Seconds in which the body of a request must have come."""
+    requests_per_minute: PositiveInt | None = None
+    """Requests of one key in a minute; none = as many as come."""

@@ -1,0 +1,152 @@
+"""Starts the service of a run, and of the command `inference`."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference.handle import InferenceHandle
+from service.front import ServedModels
+from service.handle import ServiceHandle
+from service.keys import Key, generate, read
+from trireme.config import Config
+from trireme.config.model_facts import ModelFacts
+from trireme.core.errors import BadInput
+from trireme.core.refusals import Refusal
+from trireme.core.types import WeightIdentity
+from trireme.launch.common import StartProgress
+from trireme.plan.base import Plan
+from trireme.process import signals
+from trireme.process.ray_cluster import PlacePool, Progress, reserve
+from trireme.supervision.replica_manager import ReplicaUser
+from trireme.supervision.roster import Roster
+from trireme.supervision.status import ScaleRequests
+from trireme.supervision.supervisor import ElasticReplicas, Supervisor
+
+KEYS = "service.keys"
+POLICY = "policy"
+TICK_S = 0.2
+
+
+def check_port(config: Config) -> None:
+    """Raises BadInput if the service cannot listen where it should. (Another program may still take the port before
+    the service does.)"""
+    options = config.service
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.socket(family) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((options.host, options.port or 0))
+        except OSError as error:
+            raise Refusal(
+                f"service.host = {options.host} with service.port = {options.port}: {error}",
+                "an address of this machine, and a port that is free",
+                "set --service.port to another one, or to 0 for any that is free",
+            ).error() from None
+
+
+def keys_of(config: Config, directory: Path, say: Callable[[str], None]) -> list[Key]:
+    """Returns the keys of the service: those of `service.keys`, or those in `directory`, where they are made and said
+    once. Raises BadInput."""
+    if config.service.keys:
+        return read(Path(config.service.keys).expanduser())
+    file = directory / KEYS
+    if file.exists():
+        return read(file)
+    keys = generate(file)
+    for key in keys:
+        say(f"{key.role} key of the service (also in {file}, which only you can read): {key.value}")
+    return keys
+
+
+def start_service(
+    config: Config,
+    facts: ModelFacts,
+    inference: InferenceHandle,
+    names: tuple[str, ...],
+    keys: list[Key],
+    adopt: WeightIdentity | None,
+    log_dir: Path,
+    say: Callable[[str], None],
+) -> ServiceHandle:
+    """Starts the service, without waiting for it. Raises BadInput if no limit of the model's sequences is known."""
+    max_len = config.seq_limit(facts)
+    if max_len is None:
+        raise BadInput("the longest sequence of the model is not known: set --model.max-seq-len")
+    models = ServedModels(names, max_len)
+    return ServiceHandle.start(config, inference.chat_router_factory(), models, keys, adopt, log_dir, say)
+
+
+@dataclass(frozen=True)
+class WithChats:
+    """The users of a run's replicas: the orchestrator, and the service, whose fate decides nothing."""
+
+    orchestrator: ReplicaUser
+    """It decides which replicas serve."""
+    service: ServiceHandle
+    """It is told the same."""
+
+    def join(self, index: int, client: Any, *, reserved: bool) -> Any:
+        joined = self.orchestrator.join(index, client, reserved=reserved)
+        self.service.join(index, client, reserved=reserved, after=joined)
+        return joined
+
+    def leave(self, index: int, reason: str) -> Any:
+        self.service.leave(index, reason)
+        return self.orchestrator.leave(index, reason)
+
+    def drain(self, index: int, timeout_s: float) -> Any:
+        self.service.drain(index, timeout_s)
+        return self.orchestrator.drain(index, timeout_s)
+
+    def next_failure(self) -> Any:
+        return self.orchestrator.next_failure()
+
+
+def serve(
+    config: Config,
+    plan: Plan,
+    facts: ModelFacts,
+    names: tuple[str, ...],
+    keys: list[Key],
+    identity: WeightIdentity,
+    directory: Path,
+    progress: StartProgress,
+    say: Callable[[str], None],
+) -> None:
+    """Serves the model that the replicas load from disk until a signal comes, in a cluster that runs. Lost replicas are
+    replaced. Raises Stopped, TriremeError."""
+    config = plan.resolved(config)
+    roster = Roster(time.time)
+    roster.listen(lambda _roster, incident: say(f"! {incident.part}: {incident.what}") if incident else None)
+    with ExitStack() as ending:
+        _, options = reserve(plan.options, config.timeouts.place_s, progress, ending, plan.blocks)
+        inference = InferenceHandle.start(config, plan.by_room(options)["inference"], directory)
+        ending.callback(inference.stop)
+        service = start_service(config, facts, inference, names, keys, identity, directory, say)
+        ending.callback(service.stop)
+        places = PlacePool(plan.added_replica_options, ending)
+        elastic = ElasticReplicas(config, inference, ScaleRequests(directory), places)
+        with Supervisor(config, roster, "service", elastic) as supervisor:
+            supervisor.expect()
+            supervisor.attach(serving=service)
+            supervisor.await_replicas(directory, _ticking(supervisor, progress))
+            say("all replicas serve; Ctrl-C ends this")
+            while True:
+                signals.check()
+                supervisor.check()
+                service.check()
+                time.sleep(TICK_S)
+
+
+def _ticking(supervisor: Supervisor, progress: Progress) -> Progress:
+    def tick(names: list[str], waited_s: float) -> None:
+        supervisor.check()
+        progress(names, waited_s)
+
+    return tick

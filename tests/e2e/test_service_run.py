@@ -1,0 +1,82 @@
+"""A run that answers chats while it trains."""
+
+from __future__ import annotations
+
+import queue
+import re
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import openai
+import psutil
+from run_support import TINY, assert_bound_and_conservation, run_rl
+
+from trireme.core.errors import EXIT_INTERRUPTED
+from trireme.launch.service import KEYS
+
+DEADLINE_S = 200
+PROMPT = "Sort: 361695\n"
+
+
+class Chatting:
+    """A person who chats with a run as soon as it says where, kills the service, chats with the next one, and ends the
+    run."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.killed = 0
+        self.error: BaseException | None = None
+        self._urls: queue.Queue[str] = queue.Queue()
+        self._key = ""
+
+    def see(self, line: str, process: subprocess.Popen[str]) -> None:
+        if found := re.search(r"client key .*: (tr-client-\S+)", line):
+            self._key = found[1]
+        if found := re.search(r"the service answers at (http\S+)", line):
+            self._urls.put(found[1])
+            if not self.killed and self._urls.qsize() == 1:
+                threading.Thread(target=self._play, args=[process], daemon=True).start()
+
+    def _play(self, process: subprocess.Popen[str]) -> None:
+        try:
+            self._chat(self._urls.get(), until=2)
+            for each in psutil.Process(process.pid).children(recursive=True):
+                if "ServiceActor" in " ".join(each.cmdline()):
+                    self.killed += 1
+                    each.kill()
+            self._chat(self._urls.get(timeout=DEADLINE_S), until=3)
+        except BaseException as error:
+            self.error = error
+        finally:
+            process.send_signal(signal.SIGINT)
+
+    def _chat(self, url: str, until: int) -> None:
+        """Asks until so many versions have answered."""
+        deadline = time.monotonic() + DEADLINE_S
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=self._key, max_retries=0, timeout=60) as client:
+            while len(set(self.versions)) < until:
+                assert time.monotonic() < deadline, self.versions
+                try:
+                    raw = client.completions.with_raw_response.create(model="policy", prompt=PROMPT, max_tokens=8)
+                except openai.InternalServerError:  # no weights yet, or the replica has not joined again
+                    time.sleep(0.2)
+                    continue
+                self.versions.append(int(raw.headers["x-trireme-version"]))
+
+
+def test_chats_get_the_weights_of_the_moment_and_survive_the_service(tmp_path: Path) -> None:
+    chatting = Chatting()
+    flags = ["--trainer.shards", "1", "--max-steps", "2000", "--service.port", "0"]
+    ended = run_rl(tmp_path, *TINY, *flags, on_line=chatting.see)
+    assert chatting.error is None, (chatting.error, ended.out)
+    assert ended.code == EXIT_INTERRUPTED, ended.out
+    assert chatting.killed == 1
+    assert chatting.versions == sorted(chatting.versions), "the newest weights answer"
+    assert max(chatting.versions) <= ended.rows[-1]["version"]
+    assert_bound_and_conservation(ended, bound=1)
+    assert (ended.root / KEYS).stat().st_mode & 0o777 == 0o600
+    assert "the service is started again" in ended.out
+    ended.assert_nothing_left()

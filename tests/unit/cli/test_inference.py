@@ -1,0 +1,35 @@
+"""The command `inference`, up to where it would start something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trireme.cli import inference
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+
+ROOT = Path(__file__).parents[3]
+MODEL = str(ROOT / "assets" / "sort-base")
+
+
+def test_a_model_alone_has_all_places_and_a_port() -> None:
+    config = inference.served_config(None, ["--model.name", MODEL]).config
+    assert (config.service.port, config.service.share, config.service.host) == (8000, 1.0, "127.0.0.1")
+    given = inference.served_config(None, ["--model.name", MODEL, "--service.port", "0", "--service.share", "0.5"])
+    assert (given.config.service.port, given.config.service.share) == (0, 0.5)
+
+
+def test_a_dry_run_shows_the_service(capsys: pytest.CaptureFixture[str]) -> None:
+    assert inference.main([MODEL, "--service.port", "8123", "--cluster.device", "cpu", "--dry-run"]) == EXIT_OK
+    shown = capsys.readouterr().out
+    assert "port 8123" in shown
+    plan, _, config = shown.partition("{")
+    assert "trainer" not in plan
+    assert json.loads("{" + config)["model"]["name"] == MODEL
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inference.main([str(tmp_path / "none"), "--dry-run"]) == EXIT_BAD_INPUT
+    assert "error:" in capsys.readouterr().err

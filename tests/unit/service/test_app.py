@@ -1,0 +1,407 @@
+"""The service over HTTP, mostly as OpenAI's own client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import wraps
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice
+from renderer_support import CALCULATOR, CALL
+from service_support import ADMIN, CLIENT, LIMITS, MAX_LEN, VERSION, Served, served
+
+from service.guard import Limits
+from service.places import Places
+from service.routes import ROUTES
+from trireme.core.errors import RoomFailed
+
+QUESTION: Any = [{"role": "user", "content": "What is 2 + 2?"}]
+TOOL: Any = {"type": "function", "function": dict(CALCULATOR)}
+CALLS = 'I look.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
+THOUGHT = "<think>\nLet me think.\n</think>\n\nThe answer is 4."
+
+
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**given), 60))  # type: ignore[arg-type]
+
+    return run
+
+
+def of(service: Served, **options: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key=CLIENT, max_retries=0, **options)
+
+
+async def ask(service: Served, **body: Any) -> Any:
+    return await of(service).chat.completions.create(model="policy", messages=body.pop("messages", QUESTION), **body)
+
+
+async def text_of(stream: Any) -> str:
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+
+
+async def whole_choice(stream: Any) -> Any:
+    """What a client makes of the pieces of one answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    finish = None
+    async for chunk in stream:
+        (choice,) = chunk.choices
+        message["content"] += choice.delta.content or ""
+        message.setdefault("tool_calls", []).extend(call.model_dump() for call in choice.delta.tool_calls or ())
+        finish = choice.finish_reason or finish
+    parsed = ChatCompletionMessage.model_validate(message)
+    return Choice.model_construct(index=0, message=parsed, finish_reason=finish)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110  other tasks of this loop make it true
+        await asyncio.sleep(0.001)
+
+
+@asynchronous
+async def test_models() -> None:
+    async with served("4") as service, of(service) as client:
+        assert [model.id async for model in client.models.list()] == ["policy", "step-000020"]
+        assert (await client.models.retrieve("policy")).id == "policy"
+        with pytest.raises(openai.NotFoundError, match="`step-000010` is not loaded; there is policy, step-000020"):
+            await client.models.retrieve("step-000010")
+
+
+@asynchronous
+async def test_a_chat_completion() -> None:
+    async with served(THOUGHT) as service, of(service) as client:
+        raw = await client.chat.completions.with_raw_response.create(
+            model="policy", messages=QUESTION, seed=3, temperature=0.5, top_p=0.9, max_tokens=99, logprobs=True
+        )
+        answer = raw.parse()
+        (choice,) = answer.choices
+        assert choice.message.content == "The answer is 4."
+        assert choice.message.reasoning_content == "Let me think."  # type: ignore[attr-defined]
+        assert choice.finish_reason == "stop"
+        (request,) = service.sampler.requests
+        assert request.prompt.tolist() == service.renderer.generation_prompt(QUESTION)
+        params = request.params
+        assert (params.seed, params.temperature, params.top_p, params.max_tokens) == (3, 0.5, 0.9, 99)
+        assert choice.logprobs is not None
+        rows = choice.logprobs.content or []
+        assert [row.logprob for row in rows[:3]] == [0, -0.125, -0.25]
+        assert "".join(row.token for row in rows).startswith(THOUGHT)
+        usage: Any = answer.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(request.prompt), len(rows))
+        assert (usage.version, usage.oldest_version) == (VERSION + 1, VERSION)
+        assert raw.headers["x-trireme-version"] == str(VERSION + 1)
+
+
+@asynchronous
+async def test_a_stream_has_the_same_text_as_the_whole_answer() -> None:
+    async with served("Let me think about it: the number was 4. 🤖!") as service:
+        stream = await ask(service, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+        assert sum(map(bool, texts)) > 3, "it comes in pieces"
+        assert "".join(filter(None, texts)) == "Let me think about it: the number was 4. 🤖!"
+        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+        assert chunks[-1].usage.version == VERSION + 1
+        assert stream.response.headers["x-trireme-version"] == str(VERSION)
+
+
+@asynchronous
+async def test_the_first_piece_comes_before_the_answer_is_whole() -> None:
+    async with served("Let me think about it.") as service:
+        service.sampler.hold_within = asyncio.Event()
+        stream = await ask(service, stream=True)
+        first = await anext(stream)
+        assert first.choices[0].delta.role == "assistant"
+        service.sampler.hold_within.set()
+        assert await text_of(stream) == "Let me think about it."
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_tool_calls_both_ways(streamed: bool) -> None:
+    @asynchronous
+    async def play() -> None:
+        async with served(CALLS, "It is 4.") as service:
+            found = await ask(service, tools=[TOOL], stream=streamed)
+            choice = await whole_choice(found) if streamed else found.choices[0]
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.content == "I look."
+            (call,) = choice.message.tool_calls
+            assert call.function.name == "calculator"
+            assert json.loads(call.function.arguments) == {"expression": "2 + 2"}
+            said = choice.message.model_dump(exclude_none=True)
+            told = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+            answer = await ask(service, messages=[*QUESTION, said, told], tools=[TOOL])
+            assert answer.choices[0].message.content == "It is 4."
+            expected = service.renderer.generation_prompt(
+                [
+                    *QUESTION,
+                    {
+                        "role": "assistant",
+                        "content": "I look.",
+                        "tool_calls": [{**CALL, "arguments": {"expression": "2 + 2"}}],
+                    },
+                    {"role": "tool", "content": "4", "name": "calculator"},
+                ],
+                [CALCULATOR],
+            )
+            assert service.sampler.requests[-1].prompt.tolist() == expected
+
+    play()
+
+
+@asynchronous
+async def test_sampled_tokens_are_not_tokenised_again() -> None:
+    """A message that comes back with its token ids is continued from these very tokens."""
+    async with served("It is 4.") as service:
+        first = await ask(service, extra_body={"return_token_ids": True})
+        ids, prompt = first.choices[0].token_ids, first.prompt_token_ids
+        odd = [*service.front.tokenizer.encode("I", add_special_tokens=False), *ids]  # not how the text is encoded
+        said = {"role": "assistant", "content": "?", "token_ids": odd, "prompt_token_ids": prompt}
+        await ask(service, messages=[*QUESTION, said, {"role": "user", "content": "Sure?"}])
+        assert service.sampler.requests[-1].prompt.tolist()[: len(prompt) + len(odd)] == [*prompt, *odd]
+        spans = first.choices[0].version_spans
+        assert [(span["version"], span["digest"]) for span in spans] == [(VERSION, "d0"), (VERSION + 1, "d1")]
+        assert spans[-1]["end"] == len(ids)
+
+
+@asynchronous
+async def test_several_answers_have_seeds_of_their_own() -> None:
+    async with served("a", "b", "c") as service:
+        answer = await ask(service, n=3, seed=5)
+        assert [choice.message.content for choice in answer.choices] == ["a", "b", "c"]
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        assert [request.params.seed for request in service.sampler.requests] == [5, 6, 7]
+        assert len({request.route_key for request in service.sampler.requests}) == 1
+        assert answer.usage.prompt_tokens == len(service.sampler.requests[0].prompt)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_stop_strings_are_no_part_of_the_answer(streamed: bool) -> None:
+    @asynchronous
+    async def play() -> None:
+        async with served("one two three four") as service:
+            found = await ask(service, stop=[" three", "zzz"], stream=streamed)
+            text = await text_of(found) if streamed else found.choices[0].message.content
+            assert text == "one two"
+            words = await of(service).completions.create(model="policy", prompt="0", stop="wo", max_tokens=50)
+            assert (words.choices[0].text, words.choices[0].finish_reason) == ("one t", "stop")
+
+    play()
+
+
+@asynchronous
+async def test_completions_take_texts_and_token_ids() -> None:
+    async with served("1", "2", "3") as service, of(service) as client:
+        two = await client.completions.create(model="policy", prompt=["a b", "c"], logprobs=0)
+        assert [choice.text for choice in two.choices] == ["1", "2"]
+        assert two.choices[0].logprobs is not None
+        assert two.choices[0].logprobs.token_logprobs == [0, -0.125]
+        assert service.sampler.requests[0].params.max_tokens == 16
+        ids = await client.completions.create(model="policy", prompt=[7, 8, 9], extra_body={"return_token_ids": True})
+        assert service.sampler.requests[-1].prompt.tolist() == [7, 8, 9]
+        assert ids.choices[0].prompt_token_ids == [7, 8, 9]  # type: ignore[attr-defined]
+        stream = await client.completions.create(model="policy", prompt="a", stream=True, logprobs=0)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "1"
+
+
+@asynchronous
+async def test_a_cut_answer_says_so() -> None:
+    async with served("Let me think about it.") as service:
+        choice = (await ask(service, max_tokens=3)).choices[0]
+        assert choice.finish_reason == "length"
+        thinking = (await ask(service, max_tokens=3, stream=True)).response.status_code
+        assert thinking == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"logit_bias": {"1": 2.0}}, "logit_bias"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"something_new": 1}, "something_new"),
+        ({"temperature": -1}, "temperature"),
+        ({"n": 1000}, "n"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0"),
+        ({"messages": [{"role": "tool", "content": "4", "tool_call_id": "call_x"}]}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], named: str) -> None:
+    @asynchronous
+    async def play() -> None:
+        async with served("4") as service:
+            refused = await service.post("/v1/chat/completions", {"model": "policy", "messages": QUESTION, **body})
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert error["type"] == "invalid_request_error"
+            assert named in f"{error['param']} {error['message']}"
+            assert service.sampler.requests == []
+
+    play()
+
+
+@asynchronous
+async def test_neutral_values_of_what_is_not_supported_are_taken() -> None:
+    async with served("4") as service:
+        neutral = {
+            "logit_bias": {},
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0,
+            "response_format": {"type": "text"},
+        }
+        answer = await ask(service, **neutral, tool_choice="auto", n=1, store=False, user="me")
+        assert answer.choices[0].message.content == "4"
+
+
+@asynchronous
+async def test_prompts_that_do_not_fit_are_refused() -> None:
+    async with served("4") as service, of(service) as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.completions.create(model="policy", prompt=[1] * MAX_LEN)
+        assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match="vocabulary"):
+            await client.completions.create(model="policy", prompt=[1, 100_000])
+        with pytest.raises(openai.BadRequestError, match="empty prompt"):
+            await client.completions.create(model="policy", prompt="")
+        half = b'{"model": "policy", "prompt": "\\ud800"}'
+        json_body = {"content-type": "application/json"}
+        assert (await service.client.post("/v1/completions", content=half, headers=json_body)).status_code == 400
+        await client.completions.create(model="policy", prompt=[1] * (MAX_LEN - 5), max_tokens=99)
+        assert service.sampler.requests[-1].params.max_tokens == 5
+
+
+@asynchronous
+async def test_a_failure_of_the_replicas_is_told() -> None:
+    async with served(RoomFailed("no replica is left")) as service:
+        with pytest.raises(openai.InternalServerError, match="no replica is left") as failed:
+            await ask(service)
+        assert failed.value.status_code == 503
+        with pytest.raises(openai.InternalServerError, match="no replica is left"):
+            await ask(service, stream=True)
+
+
+@asynchronous
+async def test_a_client_that_leaves_ends_the_sampling() -> None:
+    async with served("Let me think about it.") as service:
+        service.sampler.hold_within = asyncio.Event()
+        stream = await ask(service, stream=True)
+        await anext(stream)
+        await stream.close()
+        waiting = asyncio.create_task(ask(service))
+        await until(lambda: len(service.sampler.requests) == 2)
+        waiting.cancel()
+        await until(lambda: service.sampler.cancelled == 2)
+        assert service.front.places.taken == 0
+
+
+# ---- who may call, and how much
+
+
+@asynchronous
+async def test_only_keys_open_it() -> None:
+    async with served("4") as service:
+        for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": "Basic x"}, {"Authorization": ""}):
+            refused = await service.client.get("/v1/models", headers=headers)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        key = {"Authorization": "", "x-api-key": CLIENT}
+        assert (await service.client.get("/v1/models", headers=key)).status_code == 200
+        admin = {"Authorization": f"Bearer {ADMIN}"}
+        assert (await service.client.get("/v1/models", headers=admin)).status_code == 200
+        assert (await service.client.get("/nothing")).status_code == 404
+
+
+@asynchronous
+async def test_metrics_are_for_the_administrator_and_this_machine() -> None:
+    async with served("4") as service:
+        await ask(service)
+        nobody = {"Authorization": ""}
+        text = (await service.client.get("/metrics", headers=nobody)).text
+        assert 'trireme_service_requests_total{route="/v1/chat/completions",status="200"} 1.0' in text
+        assert 'trireme_service_tokens_total{kind="answer"} 2.0' in text
+        assert f"trireme_service_version {VERSION + 1}.0" in text
+        elsewhere = {**nobody, "X-Forwarded-For": "10.0.0.1"}
+        assert (await service.client.get("/metrics", headers=elsewhere)).status_code == 401
+        client = {"X-Forwarded-For": "10.0.0.1"}
+        assert (await service.client.get("/metrics", headers=client)).status_code == 403
+        admin = {**client, "Authorization": f"Bearer {ADMIN}"}
+        assert (await service.client.get("/metrics", headers=admin)).status_code == 200
+        assert (await service.client.get("/health", headers=elsewhere)).json() == {"status": "ok"}
+
+
+@asynchronous
+async def test_the_table_has_every_route() -> None:
+    async with served("4") as service:
+        routes = [route for route in service.app.routes if hasattr(route, "methods")]
+        there = {(method, r.path.replace(":path", "")) for r in routes for method in r.methods - {"HEAD"}}
+        assert there == {(route.method, route.path) for route in ROUTES}
+
+
+@asynchronous
+async def test_a_large_body_is_refused_unread() -> None:
+    async with served("4", limits=Limits(1000, 5.0, None)) as service:
+        refused = await service.post("/v1/completions", {"model": "policy", "prompt": "a" * 2000})
+        assert refused.status_code == 413
+        assert "service.max_body_mb" in refused.json()["error"]["message"]
+
+        async def parts() -> Any:
+            for _ in range(10):
+                yield b"a" * 300
+
+        with suppress(httpx.TransportError):  # the answer may be lost: the connection ends while the body still comes
+            assert (await service.client.post("/v1/completions", content=parts())).status_code == 413
+        counted = 'trireme_service_requests_total{route="/v1/completions",status="413"} 2.0'
+        assert counted in (await service.client.get("/metrics")).text
+
+
+@asynchronous
+async def test_a_body_that_does_not_come_is_given_up() -> None:
+    async with served("4", limits=Limits(1000, 0.05, None)) as service:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(service.url.rpartition(":")[2]))
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {CLIENT}\r\nContent-Length: 9\r\n\r\n"
+        )
+        writer.write(head.encode())
+        assert b"408" in await reader.readline()
+        writer.close()
+
+
+@asynchronous
+async def test_a_key_has_so_many_requests_in_a_minute() -> None:
+    async with served("4", limits=Limits(LIMITS.body_bytes, 5.0, 2)) as service:
+        codes = [(await service.client.get("/v1/models")) for _ in range(3)]
+        assert [code.status_code for code in codes] == [200, 200, 429]
+        assert int(codes[-1].headers["retry-after"]) == 30
+        admin = {"Authorization": f"Bearer {ADMIN}"}
+        assert (await service.client.get("/v1/models", headers=admin)).status_code == 200
+
+
+@asynchronous
+async def test_chats_wait_for_their_share_of_the_engine() -> None:
+    places = Places(places=1, waiting=1, wait_s=30.0)
+    async with served("4", places=places) as service:
+        service.sampler.hold = asyncio.Event()
+        first, second = (asyncio.create_task(ask(service)) for _ in range(2))
+        await until(lambda: places.waiting == 1 and bool(service.sampler.requests))
+        assert (places.taken, len(service.sampler.requests)) == (1, 1)
+        with pytest.raises(openai.RateLimitError, match=r"service\.max_waiting") as full:
+            await ask(service)
+        assert int(full.value.response.headers["retry-after"]) >= 1
+        service.sampler.hold.set()
+        assert [each.choices[0].message.content for each in await asyncio.gather(first, second)] == ["4", "4"]
+        assert (places.taken, places.waiting) == (0, 0)

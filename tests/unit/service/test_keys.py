@@ -1,0 +1,49 @@
+"""Keys: made once, read from files that only their owner can read, found by their value alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.keys import Key, Keys, generate, read
+from trireme.core.errors import BadInput
+
+
+def test_made_keys_are_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "service.keys"
+    made = generate(file)
+    assert [key.role for key in made] == ["client", "admin"]
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert read(file) == made
+    assert len({key.value for key in made} | {key.value for key in generate(tmp_path / "other")}) == 4
+    with pytest.raises(BadInput, match="which exists"):
+        generate(file)
+
+
+def test_a_key_is_found_by_its_value() -> None:
+    client, admin = Key("client", "c" * 20), Key("admin", "a" * 20)
+    keys = Keys([client, admin])
+    assert [keys.find(each) for each in ("c" * 20, "a" * 20)] == [client, admin]
+    assert [keys.find(each) for each in (None, "", "c" * 19, "c" * 21, "\udcff", client.name)] == [None] * 6
+    assert client.value not in client.name
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [
+        ("client 0123456789abcdef", 0o644, "chmod 600"),
+        ("client short", 0o600, "key number 1"),
+        ("# a comment\n\nclient 0123456789abcdef\nroot 0123456789abcdef", 0o600, "key number 2"),
+        ("", 0o600, "has no key"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, text: str, mode: int, said: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    file.chmod(mode)
+    with pytest.raises(BadInput, match=said) as refused:
+        read(file)
+    assert "0123456789abcdef" not in str(refused.value)
+    with pytest.raises(BadInput, match="cannot be read"):
+        read(tmp_path / "none")

@@ -1,0 +1,127 @@
+"""A service in front of a sampler that says what it is told, on a port of its own in the test's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import numpy as np
+import uvicorn
+from renderer_support import QWEN3, bpe
+
+from service.app import make_app
+from service.asked import Made
+from service.front import Front, ServedModels
+from service.guard import Limits
+from service.keys import Key, Keys
+from service.places import Places
+from trireme.core.stop_strings import cut
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.renderers import make_renderer
+
+CLIENT, ADMIN = "tr-client-0123456789abcdef", "tr-admin-0123456789abcdef"
+KEYS = Keys([Key("client", CLIENT), Key("admin", ADMIN)])
+VERSION = 20
+LIMITS = Limits(body_bytes=2**20, body_s=5.0, per_minute=None)
+MAX_LEN = 2000
+
+
+class ScriptedSampler:
+    """Says its texts, one after the other, a few tokens at a time. A text that is an exception is raised after half of
+    the one before it; one that ends with `...` is cut off."""
+
+    def __init__(self, *texts: str | Exception, tokenizer: Any) -> None:
+        self.texts, self.tokenizer = list(texts), tokenizer
+        self.requests: list[SampleRequest] = []
+        self.cancelled = 0
+        self.hold: asyncio.Event | None = None
+        """Nothing is answered before it is set."""
+        self.hold_within: asyncio.Event | None = None
+        """An answer stops after its first tokens until it is set."""
+
+    async def sample(self, request: SampleRequest, told: Callable[[Made], None] | None = None) -> SampledSequence:
+        self.requests.append(request)
+        text = self.texts[(len(self.requests) - 1) % len(self.texts)]
+        try:
+            return await self._say(request, text, told)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def _say(self, request: SampleRequest, text: str | Exception, told: Any) -> SampledSequence:
+        if self.hold:
+            await self.hold.wait()
+        if isinstance(text, Exception):
+            raise text
+        tokens = self.tokenizer.encode(text.removesuffix("..."), add_special_tokens=False)
+        if not text.endswith("..."):
+            tokens.append(next(iter(request.params.stop_token_ids), self.tokenizer.eos_token_id))
+        limit = request.params.max_tokens or len(tokens)
+        reason: Any = "length" if text.endswith("...") or limit < len(tokens) else "stop"
+        whole = cut(sequence_of(tokens[:limit], reason), request.params.stop_strings, self.tokenizer.decode)
+        for end in range(3, len(whole.tokens), 3):
+            if told:
+                told(beginning(whole, end))
+            await asyncio.sleep(0)
+            if self.hold_within:
+                await self.hold_within.wait()
+        return whole
+
+
+def sequence_of(tokens: Sequence[int], reason: Any) -> SampledSequence:
+    """The second half of a sequence, if it has one, comes from the next version."""
+    half = max(len(tokens) // 2, 1)
+    spans = [VersionSpan(WeightIdentity(1, VERSION, "d0"), 0, half)]
+    if len(tokens) > half:
+        spans.append(VersionSpan(WeightIdentity(1, VERSION + 1, "d1"), half, len(tokens)))
+    logprobs = -np.arange(len(tokens), dtype=np.float32) / 8
+    return SampledSequence(np.array(tokens, np.int32), logprobs, reason, tuple(spans))
+
+
+def beginning(whole: SampledSequence, end: int) -> SampledSequence:
+    """The first tokens of a sequence, as a replica has them before it is whole."""
+    spans = tuple(replace(span, end=min(span.end, end)) for span in whole.spans if span.start < end)
+    return SampledSequence(whole.tokens[:end], whole.logprobs[:end], "length", spans)
+
+
+@dataclass
+class Served:
+    """A running service."""
+
+    url: str
+    sampler: ScriptedSampler
+    front: Front
+    client: httpx.AsyncClient
+    renderer: Any
+    app: Any = field(repr=False)
+
+    async def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return await self.client.post(path, json=body, **options)
+
+
+@asynccontextmanager
+async def served(
+    *texts: str | Exception, places: Places | None = None, limits: Limits = LIMITS, keys: Keys = KEYS
+) -> AsyncIterator[Served]:
+    """Serves a Qwen3-like model that says `texts`."""
+    tokenizer = bpe(QWEN3)
+    sampler = ScriptedSampler(*texts, tokenizer=tokenizer)
+    renderer = make_renderer("auto", tokenizer)
+    models = ServedModels(("policy", "step-000020"), MAX_LEN)
+    front = Front(sampler, models, tokenizer, renderer, places or Places(64, 64, 30.0))
+    app = make_app(front, keys, limits)
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_config=None, lifespan="off"))
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    running = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
+        await asyncio.sleep(0.001)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    headers = {"Authorization": f"Bearer {CLIENT}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client:
+        yield Served(url, sampler, front, client, renderer, app)
+    server.should_exit = True
+    await running
