@@ -349,9 +349,9 @@ class Ledger:
         return usable
 
     def live_on(self, group: Group) -> None:
-        """Puts a group that lives on over a rollback in the place of the one that was loaded with its index, whose floor
-        it takes: it may have started again since, after a resume, with a later one. Raises ProvenanceError unless they
-        are the same otherwise."""
+        """Puts a group that lives on over a rollback in the place of the one that was loaded with its index. It takes
+        the floor of that one: since a resume it may have a later one. Raises ProvenanceError unless they are the same
+        otherwise."""
         loaded = self.active.get(group.index)
         if loaded is None or (loaded.problem, loaded.requeues) != (group.problem, group.requeues):
             raise ProvenanceError(f"{group} would live on in place of {loaded}")
