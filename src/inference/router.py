@@ -71,7 +71,7 @@ class Router:
         patience_s: float = 0.0,
         update_s: float = math.inf,
         vocab_size: int | None = None,
-        progress_s: float = PROGRESS_S,
+        progress_s: float | None = None,
         updates: bool = True,
     ) -> None:
         """`fixed`: deterministic mode; a lost replica's failure is raised.
@@ -81,7 +81,7 @@ class Router:
         `update_s`: the longest that an update waits for a replica; `client` has a deadline of its own.
         `vocab_size`: of the model (None: not known). A replica whose answers have other tokens, or log-probabilities
         that are not finite, several times in a row, has failed.
-        `progress_s`: how often replicas are asked what their requests have.
+        `progress_s`: seconds between two questions to a replica what its requests have (None: PROGRESS_S).
         `updates`: False: another router brings weights to the replicas, which may name any.
         """
         self._members = Members(replicas, patience_s)
@@ -226,13 +226,13 @@ class Router:
         """Collects the progress of the member's requests while it has any."""
         member.followed = True
         try:
-            await asyncio.sleep(self._progress_s)
+            await asyncio.sleep(self._progress_s or PROGRESS_S)
             while member.requests:
                 known = {name: routed.handover.known for name, routed in member.requests.items()}
                 for name, progress in (await self._members.call(member, member.client.progress(known))).items():
                     if routed := member.requests.get(name):
                         self._take(member, routed, progress)
-                await asyncio.sleep(self._progress_s)
+                await asyncio.sleep(self._progress_s or PROGRESS_S)
         except TriremeError as failure:
             self._members.fail(member, failure)
         finally:

@@ -212,18 +212,19 @@ class _Stream:
         """Returns what is new, None if nothing is."""
         if len(made.tokens) <= len(self._tokens):
             return None
-        return self._delta(made, self._reader.read(made.tokens.tolist(), False))
+        return self._delta(made, self._reader.read(made.tokens.tolist(), False), False)
 
     def rest(self, made: Made, reading: Reading) -> Delta:
         """Returns what is new in the whole answer. Raises RequestRefused if it is another one than was sent."""
-        return self._delta(made, reading)
+        return self._delta(made, reading, True)
 
-    def _delta(self, made: Made, reading: Reading) -> Delta:
+    def _delta(self, made: Made, reading: Reading, whole: bool) -> Delta:
         tokens, known = made.tokens.tolist(), len(self._tokens)
         if tokens[:known] != self._tokens:
             raise changed()
-        thinking, content = more_of(self._thinking, reading.thinking), more_of(self._content, reading.content)
-        self._thinking, self._content, self._tokens = reading.thinking, reading.content, tokens
+        thinking = more_of(self._thinking, reading.thinking, whole)
+        content = more_of(self._content, reading.content, whole)
+        self._thinking, self._content, self._tokens = self._thinking + thinking, self._content + content, tokens
         version = made.spans[-1].identity.version if made.spans else 0
         logprobs = made.logprobs[known:].tolist()
         return Delta(self._choice, thinking, content, tokens[known:], logprobs, version, self._prompt_tokens)

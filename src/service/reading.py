@@ -99,8 +99,11 @@ def settled(text: str, ends: Sequence[str]) -> str:
     return text
 
 
-def more_of(sent: str, now: str) -> str:
-    """Returns what `now` has behind what was sent. Raises RequestRefused if it does not begin with that."""
+def more_of(sent: str, now: str, whole: bool) -> str:
+    """Returns what `now` has behind what was sent. Unless it is the `whole` text, it may lack the end of what was sent:
+    more is held back then. Raises RequestRefused if it is another text."""
+    if not whole and sent.startswith(now):
+        return ""
     if not now.startswith(sent):
         raise changed()
     return now[len(sent) :]

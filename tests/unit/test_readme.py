@@ -147,9 +147,9 @@ def try_run(command: str, arguments: Sequence[str]) -> None:
 
 
 def try_service(arguments: Sequence[str]) -> None:
-    given, keys = inference._parser().parse_known_args(arguments)
-    assert given.model is None or Path(given.model).is_dir() or given.model.startswith("outputs/")
-    model = [] if given.model is None else ["--model.name", given.model]
+    given, keys = inference.parsed(arguments)
+    assert not given.model or Path(given.model).is_dir() or given.model.startswith("outputs/")
+    model = ["--model.name", given.model] if given.model else []
     assert inference.served_config(None, [*keys, *model]).config.service.port is not None
 
 

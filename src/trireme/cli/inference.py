@@ -9,6 +9,7 @@ Replicas load the weights from the directory themselves. A commit of LoRA adapte
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import sys
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _inference(argv: list[str], console: Console) -> None:
-    options, given = _parser().parse_known_args(argv)
+    options, given = parsed(argv)
     subject = Subject.of(options.model, options.step) if options.model else None
     loaded = served_config(subject, given)
     config = loaded.config
@@ -66,7 +67,9 @@ def _inference(argv: list[str], console: Console) -> None:
         _serve(config.with_absolute_paths(), plan, facts, _names(subject), identity, console)
 
 
-def _parser() -> Parser:
+def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Takes apart a command line: the model, which is its first word if it is neither a flag nor an `@`, the commit,
+    and the keys. Raises BadInput."""
     parser = Parser(
         prog="inference",
         description="Serves a model over HTTP. All keys of `rl` may follow: @ files and --flags, above all service.*",
@@ -74,7 +77,9 @@ def _parser() -> Parser:
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a run, a commit, or a Hugging Face model; first")
     parser.add_argument("--step", type=int, help="which commit of a run (default: the newest that verifies)")
-    return parser
+    has_model = bool(argv) and not argv[0].startswith(("@", "-"))
+    options, given = parser.parse_known_args(argv if has_model else ["", *argv])
+    return options, given
 
 
 def served_config(subject: Subject | None, given: Sequence[str]) -> Loaded[Config]:

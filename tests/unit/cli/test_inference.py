@@ -21,6 +21,14 @@ def test_a_model_alone_has_all_places_and_a_port() -> None:
     assert (given.config.service.port, given.config.service.share) == (0, 0.5)
 
 
+def test_the_model_comes_first_or_from_a_file() -> None:
+    options, keys = inference.parsed([MODEL, "--step", "3", "@", "a.toml", "--seed", "1"])
+    assert (options.model, options.step, keys) == (MODEL, 3, ["@", "a.toml", "--seed", "1"])
+    options, keys = inference.parsed(["@", "a.toml", "--service.port", "0"])
+    assert (options.model, options.step, keys) == ("", None, ["@", "a.toml", "--service.port", "0"])
+    assert inference.parsed([])[0].model == ""
+
+
 def test_a_dry_run_shows_the_service(capsys: pytest.CaptureFixture[str]) -> None:
     assert inference.main([MODEL, "--service.port", "8123", "--cluster.device", "cpu", "--dry-run"]) == EXIT_OK
     shown = capsys.readouterr().out

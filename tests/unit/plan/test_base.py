@@ -193,7 +193,7 @@ class TestThreadsOfActors:
         given = plan(resources=machines(cpus=16))
         threads = {"env_vars": {"OMP_NUM_THREADS": "4"}}
         found = given.by_room([options.get("runtime_env") for options in given.options])
-        assert found == {"trainer": [threads, threads], "inference": [threads], "orchestrator": [None]}
+        assert found == {"trainer": [threads, threads], "inference": [threads], "orchestrator": [None], "service": []}
         assert given.added_replica_options["runtime_env"] == threads
 
     def test_processes_of_a_cluster_that_is_started_here_inherit_them(self) -> None:
