@@ -162,7 +162,7 @@ class Desk:
         return found
 
     def _outbox(self, caller: str) -> Outbox:
-        outbox = self._outboxes[caller] = self._outboxes.pop(caller, None) or Outbox()
+        outbox = self._outboxes[caller] = self._outboxes.pop(caller) if caller in self._outboxes else Outbox()
         if len(self._outboxes) > CALLERS:  # of orchestrators that have died
             for name in [name for name, each in self._outboxes.items() if each.idle and each is not outbox]:
                 del self._outboxes[name]

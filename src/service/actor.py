@@ -20,7 +20,7 @@ from service.app import make_app
 from service.asked import Made
 from service.front import Front, ServedModels
 from service.guard import Limits
-from service.keys import Key, Keys
+from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
@@ -65,7 +65,7 @@ class ServiceActor:
         config: Config,
         sampler_factory: Callable[[], ReplicaSampler],
         models: ServedModels,
-        keys: list[Key],
+        keys: list[ServiceKey],
         adopt: WeightIdentity | None,
         log_dir: Path | None,
     ) -> None:
@@ -88,7 +88,7 @@ class ServiceActor:
         self._places = Places(1, options.max_waiting, options.wait_s)
         front = Front(self._sampler, self._models, tokenizer, renderer, self._places)
         limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
-        app = make_app(front, Keys(self._keys), limits)
+        app = make_app(front, ServiceKeys(self._keys), limits)
         self._server = uvicorn.Server(
             uvicorn.Config(app, options.host, options.port or 0, log_config=None, access_log=False, lifespan="off")
         )

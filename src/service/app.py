@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.asked import Answer, Asked, RequestRefused
+from service.asked import Asked, RequestRefused, ServiceAnswer
 from service.dialects import chat, completions, messages, responses
 from service.dialects.chat import ChatRequest
 from service.dialects.completions import CompletionRequest
@@ -21,8 +21,8 @@ from service.dialects.responses import ResponseRequest
 from service.dialects.wire import Used, now_s, refusal_of
 from service.errors import JsonReply, error_reply, stream_error
 from service.front import Event, Front
-from service.guard import Guard, Limits
-from service.keys import Keys
+from service.guard import Limits, RequestGuard
+from service.keys import ServiceKeys
 from service.metrics import ServiceMetrics
 
 VERSION = "x-trireme-version"
@@ -39,7 +39,7 @@ class AskingBody(Protocol):
 class Dialect(Protocol):
     """A module of `service.dialects`."""
 
-    def whole(self, body: Any, answers: Sequence[Answer], tokenizer: Any) -> dict[str, Any]: ...
+    def whole(self, body: Any, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]: ...
 
     def stream(self, body: Any, events: AsyncIterator[Event], tokenizer: Any) -> AsyncIterator[str]: ...
 
@@ -127,7 +127,7 @@ class Service:
             return JsonReply(dialect.whole(body, answers, tokenizer), headers={VERSION: str(version)})
         events = self._counted(asked)
         first = await until_gone(request, anext(events))  # what fails before it has a status of its own
-        version = first.versions[0] if isinstance(first, Answer) else first.version
+        version = first.versions[0] if isinstance(first, ServiceAnswer) else first.version
         texts = dialect.stream(body, _behind(first, events), tokenizer)
         return EventReply(_to_the_end(texts, request.url.path), events, {VERSION: str(version)})
 
@@ -135,14 +135,14 @@ class Service:
         events = self._front.events(asked)
         try:
             async for each in events:
-                if isinstance(each, Answer):
+                if isinstance(each, ServiceAnswer):
                     self._metrics.answer(each)
                 yield each
         finally:
             await events.aclose()
 
 
-def make_app(front: Front, keys: Keys, limits: Limits) -> FastAPI:
+def make_app(front: Front, keys: ServiceKeys, limits: Limits) -> FastAPI:
     """Makes the app. There are no pages for people: they would load code from elsewhere."""
     metrics = ServiceMetrics(front.places)
     app = FastAPI(title="Trireme", docs_url=None, redoc_url=None)
@@ -153,7 +153,7 @@ def make_app(front: Front, keys: Keys, limits: Limits) -> FastAPI:
 
     for kind in (RequestRefused, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, refused)
-    app.add_middleware(Guard, keys=keys, limits=limits, metrics=metrics)
+    app.add_middleware(RequestGuard, keys=keys, limits=limits, metrics=metrics)
     return app
 
 

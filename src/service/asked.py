@@ -1,6 +1,6 @@
 """The form that a request of every dialect takes inside the service, and that of its answer.
 
-body --dialect--> Asked --front--> Delta, Delta, ..., Answer --dialect--> body, or server-sent events
+body --dialect--> Asked --front--> Delta, Delta, ..., ServiceAnswer --dialect--> body, or server-sent events
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServiceAnswer:
     """A whole answer."""
 
     choice: int

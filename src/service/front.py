@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from service.asked import Answer, Asked, Delta, Finish, Made, RequestRefused
+from service.asked import Asked, Delta, Finish, Made, RequestRefused, ServiceAnswer
 from service.places import Places
 from service.reading import AnswerReader, MessageReader, Reading, TextReader, changed, more_of
 from trireme.core.errors import TriremeError
@@ -19,7 +19,7 @@ from trireme.core.types import ModelInput, SampledSequence, SampleRequest
 from trireme.renderers import Message, Renderer
 
 Told = Callable[[Made], None]
-Event = Delta | Answer
+Event = Delta | ServiceAnswer
 Tokens = npt.NDArray[np.int32]
 
 
@@ -60,9 +60,9 @@ class Front:
         self.models, self.tokenizer, self.places = models, tokenizer, places
         self._sampler, self._renderer = sampler, renderer
 
-    async def answers(self, asked: Asked) -> list[Answer]:
+    async def answers(self, asked: Asked) -> list[ServiceAnswer]:
         """Returns the answers, all prompts' first ones after each other. Raises RequestRefused."""
-        found = [event async for event in self.events(asked) if isinstance(event, Answer)]
+        found = [event async for event in self.events(asked) if isinstance(event, ServiceAnswer)]
         return sorted(found, key=lambda answer: answer.choice)
 
     async def events(self, asked: Asked) -> AsyncGenerator[Event, None]:
@@ -84,7 +84,7 @@ class Front:
                 event = await events.get()
                 if isinstance(event, BaseException):
                     raise event
-                left -= isinstance(event, Answer)
+                left -= isinstance(event, ServiceAnswer)
                 yield event
         finally:
             for task in tasks:
@@ -139,14 +139,14 @@ class Front:
         sequence: SampledSequence,
         reader: AnswerReader,
         stream: _Stream | None,
-    ) -> Answer:
+    ) -> ServiceAnswer:
         reading = reader.read(sequence.tokens.tolist(), True)
         finish: Finish = "stop" if reading.stopped_by else sequence.stop_reason
         if reading.tool_calls:
             finish = "tool_calls"
         elif asked.messages and self._renderer.ended(sequence.tokens.tolist()):
             finish = "stop"
-        return Answer(
+        return ServiceAnswer(
             choice,
             prompt,
             sequence,

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.asked import RequestRefused
 from service.errors import error_reply
-from service.keys import Key, Keys
+from service.keys import ServiceKey, ServiceKeys
 from service.metrics import ServiceMetrics
 from service.routes import CALLERS, caller_of
 
@@ -61,10 +61,10 @@ class Rates:
         self._left[name] = left - 1, now
 
 
-class Guard:
+class RequestGuard:
     """Middleware (ASGI) in front of the app."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, limits: Limits, metrics: ServiceMetrics) -> None:
+    def __init__(self, app: ASGIApp, keys: ServiceKeys, limits: Limits, metrics: ServiceMetrics) -> None:
         self._app, self._keys, self._limits, self._metrics = app, keys, limits, metrics
         self._rates = Rates(limits.per_minute)
 
@@ -141,7 +141,7 @@ def _given(headers: Headers) -> str | None:
     return value.strip() if kind.lower() == "bearer" else headers.get("x-api-key")
 
 
-def _may(caller: str, key: Key | None, scope: Scope, headers: Headers) -> bool:
+def _may(caller: str, key: ServiceKey | None, scope: Scope, headers: Headers) -> bool:
     """Tells whether a request may call a route that is not for clients alone."""
     if caller == "all" or (key is not None and key.role == "admin"):
         return True

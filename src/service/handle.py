@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from service.front import ServedModels
-from service.keys import Key
+from service.keys import ServiceKey
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.types import WeightIdentity
@@ -55,7 +55,7 @@ class ServiceHandle:
         config: Config,
         sampler_factory: Callable[[], ReplicaSampler],
         models: ServedModels,
-        keys: list[Key],
+        keys: list[ServiceKey],
         adopt: WeightIdentity | None,
         log_dir: Path | None,
         say: Callable[[str], None],

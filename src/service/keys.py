@@ -24,7 +24,7 @@ SHORTEST = 16
 
 
 @dataclass(frozen=True)
-class Key:
+class ServiceKey:
     """One key."""
 
     role: Role
@@ -38,13 +38,13 @@ class Key:
         return f"{self.role}-{_digest(self.value).hex()[:8]}"
 
 
-class Keys:
+class ServiceKeys:
     """All keys of a service."""
 
-    def __init__(self, keys: Sequence[Key]) -> None:
+    def __init__(self, keys: Sequence[ServiceKey]) -> None:
         self._known = [(key, _digest(key.value)) for key in keys]
 
-    def find(self, given: str | None) -> Key | None:
+    def find(self, given: str | None) -> ServiceKey | None:
         """Returns the key that was given, None if it is none. Takes as long whatever was given: digests are compared in
         constant time, and all of them."""
         digest, found = _digest(given or ""), None
@@ -58,10 +58,10 @@ def _digest(value: str) -> bytes:
     return hashlib.sha256(value.encode(errors="surrogateescape")).digest()
 
 
-def generate(file: Path) -> list[Key]:
+def generate(file: Path) -> list[ServiceKey]:
     """Makes a key of each role, and writes them to `file`, which only its owner can read. Raises BadInput if it is
     there already."""
-    keys = [Key(role, f"tr-{role}-{secrets.token_urlsafe(32)}") for role in ROLES]
+    keys = [ServiceKey(role, f"tr-{role}-{secrets.token_urlsafe(32)}") for role in ROLES]
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -73,7 +73,7 @@ def generate(file: Path) -> list[Key]:
     return keys
 
 
-def read(file: Path) -> list[Key]:
+def read(file: Path) -> list[ServiceKey]:
     """Reads a file of keys. Raises BadInput if others may read it, or a line has another form."""
     try:
         mode, lines = file.stat().st_mode, file.read_text().splitlines()
@@ -87,7 +87,7 @@ def read(file: Path) -> list[Key]:
             raise _refused(file, f"whose key number {number} has another form", "correct that line")
     if not words:
         raise _refused(file, "which has no key", "write one, or leave service.keys out: then keys are generated")
-    return [Key(role, value) for role, value in words]  # type: ignore[arg-type]
+    return [ServiceKey(role, value) for role, value in words]  # type: ignore[arg-type]
 
 
 def _refused(file: Path, why: str, do: str) -> BadInput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from service.asked import Answer
+from service.asked import ServiceAnswer
 from service.places import Places
 
 BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
@@ -41,7 +41,7 @@ class ServiceMetrics:
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: ServiceAnswer) -> None:
         """Counts a whole answer."""
         self._tokens.labels("prompt").inc(len(answer.prompt))
         self._tokens.labels("answer").inc(len(answer.sequence.tokens))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.asked import Answer, Asked, Delta
+from service.asked import Asked, Delta, ServiceAnswer
 from service.dialects.wire import (
     MOST_ANSWERS,
     Absent,
@@ -195,7 +195,7 @@ def sampling_params(body: Any, max_tokens: int | None) -> SamplingParams:
 # ----------------------------------------------------------------------------------------------------------- answers
 
 
-def whole(body: ChatRequest, answers: Sequence[Answer], tokenizer: Any) -> dict[str, Any]:
+def whole(body: ChatRequest, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
     """Returns the body of the whole answer."""
     used = Used.of(answers, body.n or 1)
     found = {**_head(body, new_id("chatcmpl-"), "chat.completion"), "usage": used.openai()}
@@ -205,7 +205,7 @@ def whole(body: ChatRequest, answers: Sequence[Answer], tokenizer: Any) -> dict[
     return found
 
 
-def _choice(body: ChatRequest, answer: Answer, tokenizer: Any) -> dict[str, Any]:
+def _choice(body: ChatRequest, answer: ServiceAnswer, tokenizer: Any) -> dict[str, Any]:
     calls = _calls(answer.tool_calls)
     message: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if calls else "")}
     if answer.thinking:
@@ -255,10 +255,10 @@ async def stream(body: ChatRequest, events: AsyncIterator[Event], tokenizer: Any
         if each.choice not in begun:
             begun.add(each.choice)
             yield chunk(each.choice, {"role": "assistant", "content": ""})
-        piece = piece_of(each) if isinstance(each, Answer) else each
+        piece = piece_of(each) if isinstance(each, ServiceAnswer) else each
         if (delta := _delta(piece)) or body.logprobs or body.return_token_ids:
             yield chunk(each.choice, delta, **_extras(body, piece, tokenizer))
-        if isinstance(each, Answer):
+        if isinstance(each, ServiceAnswer):
             for i, call in enumerate(_calls(each.tool_calls)):
                 yield chunk(each.choice, {"tool_calls": [{"index": i, **call}]})
             used.add(each, body.n or 1)

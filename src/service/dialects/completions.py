@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from service.asked import Answer, Asked
+from service.asked import Asked, ServiceAnswer
 from service.dialects.chat import DONE, StreamOptions, sampling_params, stop_strings
 from service.dialects.wire import (
     MOST_ANSWERS,
@@ -91,14 +91,14 @@ class CompletionRequest(Body):
         return [ids] if ids else [each for each in prompt if not isinstance(each, int)]
 
 
-def whole(body: CompletionRequest, answers: Sequence[Answer], tokenizer: Any) -> dict[str, Any]:
+def whole(body: CompletionRequest, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
     """Returns the body of the whole answer."""
     head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s(), "model": body.model}
     choices = [_choice(body, answer, tokenizer) for answer in answers]
     return {**head, "choices": choices, "usage": Used.of(answers, body.n or 1).openai()}
 
 
-def _choice(body: CompletionRequest, answer: Answer, tokenizer: Any) -> dict[str, Any]:
+def _choice(body: CompletionRequest, answer: ServiceAnswer, tokenizer: Any) -> dict[str, Any]:
     sampled = answer.sequence
     tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
     choice = {
@@ -131,8 +131,8 @@ async def stream(body: CompletionRequest, events: AsyncIterator[Event], tokenize
     head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s(), "model": body.model}
     used, offsets = Used(), dict[int, int]()
     async for each in events:
-        ends = isinstance(each, Answer)
-        piece = piece_of(each) if isinstance(each, Answer) else each
+        ends = isinstance(each, ServiceAnswer)
+        piece = piece_of(each) if isinstance(each, ServiceAnswer) else each
         choice: dict[str, Any] = {"index": each.choice, "text": piece.content, "finish_reason": None, "logprobs": None}
         if body.logprobs is not None:
             offset = offsets.get(each.choice, 0)
@@ -141,7 +141,7 @@ async def stream(body: CompletionRequest, events: AsyncIterator[Event], tokenize
             offsets[each.choice] = offset + sum(map(len, found["tokens"]))
         if body.return_token_ids:
             choice["token_ids"] = list(piece.tokens)
-        if isinstance(each, Answer):
+        if isinstance(each, ServiceAnswer):
             used.add(each, body.n or 1)
             choice["finish_reason"] = each.finish
             if body.return_token_ids:

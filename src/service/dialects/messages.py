@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.asked import Answer, Asked, RequestRefused
+from service.asked import Asked, RequestRefused, ServiceAnswer
 from service.dialects.wire import (
     Absent,
     Body,
@@ -104,7 +104,7 @@ class AnthropicToolChoice(Body):
 
 
 class AnthropicThinking(Body):
-    """Whether the model thinks: the run's renderer decides it."""
+    """Accepts that a request switches thinking off; the run's renderer decides whether the model thinks."""
 
     type: Annotated[str, only("disabled")]
 
@@ -205,7 +205,7 @@ def _add_user(blocks: Sequence[Block], found: list[Message], ids: dict[int, str]
 # ----------------------------------------------------------------------------------------------------------- answers
 
 
-def whole(body: MessagesRequest, answers: Sequence[Answer], tokenizer: Any) -> dict[str, Any]:
+def whole(body: MessagesRequest, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
     """Returns the body of the whole answer."""
     (answer,) = answers
     blocks: list[dict[str, Any]] = []
@@ -230,7 +230,7 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": new_id("toolu_"), "name": call["name"]}
 
 
-def _end(answer: Answer) -> dict[str, Any]:
+def _end(answer: ServiceAnswer) -> dict[str, Any]:
     reason = "stop_sequence" if answer.stopped_by else STOP_REASONS[answer.finish]
     return {"stop_reason": reason, "stop_sequence": answer.stopped_by}
 
@@ -239,7 +239,7 @@ async def stream(body: MessagesRequest, events: AsyncIterator[Event], tokenizer:
     """Yields the answer as server-sent events."""
     blocks, begun = _Blocks(), False
     async for each in events:
-        piece = piece_of(each) if isinstance(each, Answer) else each
+        piece = piece_of(each) if isinstance(each, ServiceAnswer) else each
         if not begun:
             head, begun = _head(body, Used()), True
             usage = {"input_tokens": piece.prompt_tokens, "output_tokens": 0, "version": piece.version}
@@ -249,7 +249,7 @@ async def stream(body: MessagesRequest, events: AsyncIterator[Event], tokenizer:
             *blocks.add("text", piece.content, {"text": ""}, "text_delta"),
         ):
             yield text
-        if isinstance(each, Answer):
+        if isinstance(each, ServiceAnswer):
             for text in blocks.finish(each):
                 yield text
             yield _event("message_delta", delta=_end(each), usage=_usage(Used.of([each], 1)))
@@ -274,7 +274,7 @@ class _Blocks:
         begun = [] if self._open == kind else self._begin(kind, {"type": kind, **empty})
         return [*begun, self._delta({"type": delta, kind: text})]
 
-    def finish(self, answer: Answer) -> list[str]:
+    def finish(self, answer: ServiceAnswer) -> list[str]:
         """Returns the events of the tools that are called, and of the end of the last block."""
         found: list[str] = []
         if not self._count and not answer.tool_calls:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.asked import Answer, Asked, Delta
+from service.asked import Asked, Delta, ServiceAnswer
 from service.dialects.wire import (
     Absent,
     Body,
@@ -189,7 +189,7 @@ def _add(message: Message, item: InputMessage | InputCall | InputReasoning, call
 # ----------------------------------------------------------------------------------------------------------- answers
 
 
-def whole(body: ResponseRequest, answers: Sequence[Answer], tokenizer: Any) -> dict[str, Any]:
+def whole(body: ResponseRequest, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
     """Returns the body of the whole answer."""
     (answer,) = answers
     output = [_reasoning(answer.thinking)] if answer.thinking else []
@@ -225,7 +225,7 @@ def _head(body: ResponseRequest) -> dict[str, Any]:
     }
 
 
-def _ended(head: Mapping[str, Any], answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
+def _ended(head: Mapping[str, Any], answer: ServiceAnswer, output: list[dict[str, Any]]) -> dict[str, Any]:
     used = Used.of([answer], 1)
     cut = answer.finish == "length"
     return {
@@ -270,9 +270,9 @@ async def stream(body: ResponseRequest, events: AsyncIterator[Event], tokenizer:
     yield items.event("response.created", response=head)
     yield items.event("response.in_progress", response=head)
     async for each in events:
-        for text in items.add(piece_of(each) if isinstance(each, Answer) else each):
+        for text in items.add(piece_of(each) if isinstance(each, ServiceAnswer) else each):
             yield text
-        if isinstance(each, Answer):
+        if isinstance(each, ServiceAnswer):
             for text in items.finish(each):
                 yield text
             kind = "response.incomplete" if each.finish == "length" else "response.completed"
@@ -297,7 +297,7 @@ class _Items:
         """Returns the events of more thinking and text."""
         return [*self._more("reasoning", piece.thinking), *self._more("message", piece.content)]
 
-    def finish(self, answer: Answer) -> list[str]:
+    def finish(self, answer: ServiceAnswer) -> list[str]:
         """Returns the events of the end of what is open, and of the tools that are called."""
         found = [] if self._open or self.done or answer.tool_calls else self._begin("message")
         found += self._close()

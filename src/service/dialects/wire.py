@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
-from service.asked import Answer, Delta, RequestRefused
+from service.asked import Delta, RequestRefused, ServiceAnswer
 from trireme.core.finite_json import to_json
 from trireme.renderers import Message, ToolCall, ToolSpec
 from trireme.renderers.qwen_tags import read_json
@@ -183,7 +183,7 @@ def arguments_text(call: ToolCall) -> str:
     return to_json(call["arguments"], ensure_ascii=False)
 
 
-def spans_of(answer: Answer) -> list[dict[str, Any]]:
+def spans_of(answer: ServiceAnswer) -> list[dict[str, Any]]:
     """Returns the weights of each token of an answer."""
     return [
         {
@@ -207,14 +207,14 @@ class Used:
         self._versions: list[int] = []
 
     @classmethod
-    def of(cls, answers: Iterable[Answer], n: int) -> Used:
+    def of(cls, answers: Iterable[ServiceAnswer], n: int) -> Used:
         """Counts whole answers, of which each prompt has `n`."""
         used = cls()
         for answer in answers:
             used.add(answer, n)
         return used
 
-    def add(self, answer: Answer, n: int) -> None:
+    def add(self, answer: ServiceAnswer, n: int) -> None:
         """Counts one answer."""
         self._prompts[answer.choice // n] = len(answer.prompt)
         self.completion += len(answer.sequence.tokens)
@@ -246,7 +246,7 @@ class Used:
         }
 
 
-def piece_of(answer: Answer) -> Delta:
+def piece_of(answer: ServiceAnswer) -> Delta:
     """Returns the last piece of an answer that was streamed."""
     assert answer.rest is not None, "it was asked for in pieces"
     return answer.rest

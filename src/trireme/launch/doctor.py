@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +143,20 @@ def _examine_links(
     )
 
 
+def _send_to(receivers: Mapping[str, Endpoint], name: str, handle: Any) -> Any:
+    """Asks the examiner of a node for the rate at which it sends to its receiver."""
+    return handle.rate.remote(receivers[name])
+
+
 def _rates(calls: Calls, at: Mapping[str, Endpoint], whole: set[tuple[str, str]]) -> dict[tuple[str, str], float]:
     """Measures the rates of connections that work: in each round every node sends to one other."""
-    names, rates = list(at), {}
+    names = list(at)
+    rates: dict[tuple[str, str], float] = {}
     steps = range(1, len(names))
     for step in steps[:: math.ceil(len(steps) / ROUNDS) or 1]:
         to = {name: names[(n + step) % len(names)] for n, name in enumerate(names)}
         senders = Calls({name: h for name, h in calls.nodes.items() if name in to and (name, to[name]) in whole})
-        told = senders.all(lambda name, handle, to=to: handle.rate.remote(at[to[name]]))
+        told = senders.all(partial(_send_to, {name: at[to[name]] for name in senders.nodes}))
         rates |= {(name, to[name]): rate for name, rate in told.items()}
     return rates
 

@@ -201,7 +201,7 @@ def named(piece: Piece) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedNodes:
     """The nodes of an attempt while they look for a file of the driver."""
 
     nonce: Path
@@ -214,7 +214,7 @@ class Asked:
     """The reference to the NodeView of each node."""
 
     @classmethod
-    def ask(cls, nonce: Path, root: Path, rooms: Mapping[str, Sequence[str]]) -> Asked:
+    def ask(cls, nonce: Path, root: Path, rooms: Mapping[str, Sequence[str]]) -> AskedNodes:
         """Asks each node, and does not wait."""
         task, contents = ray.remote(num_cpus=0, max_retries=0)(look), view_of(nonce)[1]
         answers = {

@@ -23,7 +23,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput, LimitReached, LockLost, RoomFailed, TriremeError
 from trireme.launch.common import StartProgress
 from trireme.launch.far_logs import GatheredLogs
-from trireme.launch.gathering import Asked, FarNodes
+from trireme.launch.gathering import AskedNodes, FarNodes
 from trireme.launch.restoring import bring_back
 from trireme.plan.base import Plan
 from trireme.process import signals, trace, waits
@@ -258,11 +258,11 @@ def await_ready(rooms: Sequence[Any], plan: Plan, log_dir: Path, on_tick: Progre
     waits.get_all(refs, who=names, timeout_s=plan.start_s, log=log_dir, on_tick=on_tick, limit=plan.start_text)
 
 
-def ask_nodes(training: TrainingRun, run: RunDir) -> Asked | None:
+def ask_nodes(training: TrainingRun, run: RunDir) -> AskedNodes | None:
     """Asks each node of the run if it sees the run directory. A cluster that was started here has one, which does."""
     if cluster_address(training.config) is None:
         return None
-    return Asked.ask(run.nonce, run.root, nodes_of(training.places))
+    return AskedNodes.ask(run.nonce, run.root, nodes_of(training.places))
 
 
 def load(core: Core, commit: Path, manifest: Manifest, limit_s: float, roster: Roster, console: Console) -> None:

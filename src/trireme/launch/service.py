@@ -13,7 +13,7 @@ from typing import Any
 from inference.handle import InferenceHandle
 from service.front import ServedModels
 from service.handle import ServiceHandle
-from service.keys import Key, generate, read
+from service.keys import ServiceKey, generate, read
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
@@ -50,7 +50,7 @@ def check_port(config: Config) -> None:
             ).error() from None
 
 
-def keys_of(config: Config, directory: Path, say: Callable[[str], None]) -> list[Key]:
+def keys_of(config: Config, directory: Path, say: Callable[[str], None]) -> list[ServiceKey]:
     """Returns the keys of the service: those of `service.keys`, or those in `directory`, where they are made and said
     once. Raises BadInput."""
     if config.service.keys:
@@ -69,7 +69,7 @@ def start_service(
     facts: ModelFacts,
     inference: InferenceHandle,
     names: tuple[str, ...],
-    keys: list[Key],
+    keys: list[ServiceKey],
     adopt: WeightIdentity | None,
     log_dir: Path,
     say: Callable[[str], None],
@@ -113,7 +113,7 @@ def serve(
     plan: Plan,
     facts: ModelFacts,
     names: tuple[str, ...],
-    keys: list[Key],
+    keys: list[ServiceKey],
     identity: WeightIdentity,
     directory: Path,
     progress: StartProgress,

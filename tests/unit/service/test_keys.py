@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.keys import Key, Keys, generate, read
+from service.keys import ServiceKey, ServiceKeys, generate, read
 from trireme.core.errors import BadInput
 
 
@@ -22,8 +22,8 @@ def test_made_keys_are_read_again(tmp_path: Path) -> None:
 
 
 def test_a_key_is_found_by_its_value() -> None:
-    client, admin = Key("client", "c" * 20), Key("admin", "a" * 20)
-    keys = Keys([client, admin])
+    client, admin = ServiceKey("client", "c" * 20), ServiceKey("admin", "a" * 20)
+    keys = ServiceKeys([client, admin])
     assert [keys.find(each) for each in ("c" * 20, "a" * 20)] == [client, admin]
     assert [keys.find(each) for each in (None, "", "c" * 19, "c" * 21, "\udcff", client.name)] == [None] * 6
     assert client.value not in client.name

@@ -17,14 +17,14 @@ from service.app import make_app
 from service.asked import Made
 from service.front import Front, ServedModels
 from service.guard import Limits
-from service.keys import Key, Keys
+from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from trireme.core.stop_strings import cut
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.renderers import make_renderer
 
 CLIENT, ADMIN = "tr-client-0123456789abcdef", "tr-admin-0123456789abcdef"
-KEYS = Keys([Key("client", CLIENT), Key("admin", ADMIN)])
+KEYS = ServiceKeys([ServiceKey("client", CLIENT), ServiceKey("admin", ADMIN)])
 VERSION = 20
 LIMITS = Limits(body_bytes=2**20, body_s=5.0, per_minute=None)
 MAX_LEN = 2000
@@ -105,7 +105,7 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    *texts: str | Exception, places: Places | None = None, limits: Limits = LIMITS, keys: Keys = KEYS
+    *texts: str | Exception, places: Places | None = None, limits: Limits = LIMITS, keys: ServiceKeys = KEYS
 ) -> AsyncIterator[Served]:
     """Serves a Qwen3-like model that says `texts`."""
     tokenizer = bpe(QWEN3)
