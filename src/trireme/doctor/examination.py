@@ -116,8 +116,6 @@ class Expected:
     """How many commits are kept."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes of memory that the plan takes of nodes, by their names."""
-    writers: frozenset[str] = frozenset()
-    """The nodes that will probably hold the trainer and the orchestrator, which write commits."""
     output_dir: str = ""
     """Where runs are written; "" if it is not known."""
     model: str = ""
@@ -136,16 +134,12 @@ class Expected:
     def of(cls, config: CommonConfig, plan: Plan) -> Expected:
         """Returns what a run of `config` needs of the nodes of `plan`, which are named as in the examination."""
         parameters = plan.facts.trained_parameters(config.trainer.lora) if plan.facts else 0
-        writing = ("trainer", "orchestrator")
         return cls(
             on_gpus=plan.on_gpus,
             version_bytes=plan.parts[0].published_bytes if config.num_replicas else 0,
             commit_bytes=COMMIT_BYTES * parameters + LOG_BYTES,
             kept=config.checkpoint.keep_last,
             memory={machine.node.name: sum(machine.host.values()) for machine in plan.machines},
-            writers=frozenset(
-                machine.node.name for machine in plan.machines if any(n.startswith(writing) for n in machine.actors)
-            ),
             output_dir=absolute(config.run.output_dir),
             model=config.model.name,
             ports=config.cluster.port_range,

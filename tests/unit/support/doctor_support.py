@@ -24,7 +24,6 @@ EXPECTED = Expected(
     commit_bytes=8 * GIB,
     kept=3,
     memory=dict.fromkeys(NAMES, 20 * GIB),
-    writers=frozenset({HEAD, SECOND}),
     output_dir="/shared/outputs",
     model="/models/base",
     ports=range(20000, 21000),
