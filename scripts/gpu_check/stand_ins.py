@@ -66,7 +66,7 @@ def _xxh3(data: Any = b"") -> Any:
 
 def _pydantic() -> dict[str, ModuleType]:
     names = {"BaseModel": _BaseModel, "ConfigDict": dict, "Field": _Field, "PositiveInt": int, "PositiveFloat": float}
-    names |= {"AliasChoices": _nothing, "BeforeValidator": _nothing, "TypeAdapter": _nothing}
+    names |= dict.fromkeys(("AfterValidator", "AliasChoices", "BeforeValidator", "TypeAdapter"), _nothing)
     return {"pydantic": _module("pydantic", **names), "pydantic.config": _module("pydantic.config", JsonDict=dict)}
 
 

@@ -18,7 +18,7 @@ def listening() -> set[str]:
 def shard() -> actor.ShardActor:
     """One that loads no model."""
     made = object.__new__(actor.ShardActor)
-    made._config = SimpleNamespace(timeouts=SimpleNamespace(start_s=30))  # type: ignore[assignment]
+    made._config = SimpleNamespace(timeouts=SimpleNamespace(start_s=30), cluster=SimpleNamespace(port_range=()))  # type: ignore[assignment]
     return made
 
 
