@@ -91,7 +91,7 @@ def test_it_starts_ray_on_each_node_waits_for_all_and_then_starts_the_driver(job
     assert not any("requeue" in call for call in calls)
 
 
-@pytest.mark.parametrize("code", [1, 2, 3])
+@pytest.mark.parametrize("code", [1, 2, 3, 130, 143])
 def test_a_failed_run_ends_the_job_with_its_code_and_is_not_started_again(job: dict[str, str], code: int) -> None:
     ended, calls = run(job, ENDS=str(code))
     assert ended == code
