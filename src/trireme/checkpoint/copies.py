@@ -30,6 +30,8 @@ class CommitCopy:
     """The manifest of the commit."""
     beside: tuple[FileRecord, ...]
     """The files beside it, relative to the run directory."""
+    run_id: str
+    """The id of the run, by its HEAD."""
 
     @property
     def age(self) -> tuple[int, int]:
@@ -75,11 +77,22 @@ def keep_only(commit: Path) -> None:
 def copies(root: Path) -> list[CommitCopy]:
     """Returns the copies in `root`, if it has the mark of such a directory: those whose files have their sizes."""
     found: list[CommitCopy] = []
-    for commit in CheckpointStore(root).commits() if (root / STAGING).exists() else ():
+    store = CheckpointStore(root)
+    for commit in store.commits() if (root / STAGING).exists() else ():
         with suppress(CheckpointInvalid):
             manifest = Manifest.verified(commit, contents=False)
-            found.append(CommitCopy(manifest, tuple(beside(root))))
+            if head := store.head():
+                found.append(CommitCopy(manifest, tuple(beside(root)), head.run_id))
     return found
+
+
+def delete_halves(root: Path) -> None:
+    """Deletes commits of which only a part was brought to `root`, if it has the mark of such a directory. Raises
+    OSError."""
+    if (root / STAGING).exists():
+        for commit in CheckpointStore(root).commits():
+            if not (commit / MANIFEST).exists():
+                shutil.rmtree(commit)
 
 
 def newest(held: Iterable[Sequence[CommitCopy]]) -> CommitCopy | None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import ray
 
-from trireme.checkpoint.copies import CommitCopy, copies, newest
+from trireme.checkpoint.copies import CommitCopy, copies, delete_halves, keep_only, newest
 from trireme.checkpoint.files import fsync_directory, make_directory, storage_errors, write_bytes
 from trireme.checkpoint.manifest import MANIFEST, Manifest, step_name
-from trireme.checkpoint.store import CheckpointStore
+from trireme.checkpoint.store import STAGING, CheckpointStore
 from trireme.config import CommonConfig
 from trireme.launch.gathering import FarNode, create_files, receive
 from trireme.process import waits
@@ -22,24 +22,40 @@ from trireme.run.rundir import locked, named_root
 
 def bring_back(config: CommonConfig, say: Callable[[str], None]) -> None:
     """If a run is to be resumed, its directory holds no commit and there is a cluster, asks all nodes for a copy, and
-    makes a run directory of the newest. Does nothing where there is none. Raises BadInput for a directory that a driver
-    holds, RoomFailed, StorageFailed."""
+    makes a run directory of the newest. A directory that held staged files counts as none: another node may have a newer
+    copy than it has. A run that has begun here gets no copy of another run. Does nothing where there is no copy. Raises
+    BadInput for a directory that a driver holds, RoomFailed, StorageFailed."""
     root, address = named_root(config), cluster_address(config)
     wanted = config.resume.wanted and config.resume.dir is None
-    if not wanted or root is None or address is None or CheckpointStore(root).commits():
+    if not wanted or root is None or address is None:
+        return
+    if CheckpointStore(root).commits() and not (root / STAGING).exists():
         return
     with connected(address):
         held = _ask(root, config.timeouts.start_s)
-        copy = newest(held.values())
+        copy = _wanted(root, held)
         if copy is None:
+            if not copies(root):
+                with storage_errors(root):
+                    delete_halves(root)
             return
         node = next(node for node, found in held.items() if copy in found)
         source = FarNode(node, _address(node), (), create_files)
         try:
-            _fetch(source, root, copy, time.monotonic() + config.timeouts.checkpoint_s)
+            fetched = _fetch(source, root, copy, time.monotonic() + config.timeouts.checkpoint_s)
         finally:
             source.forget()
-        say(f"{root} held no commit: {step_name(copy.manifest.step)} was brought back from its copy on {source.name}")
+        if fetched:
+            what = step_name(copy.manifest.step)
+            say(f"{root} held no newer commit: {what} was brought back from its copy on {source.name}")
+
+
+def _wanted(root: Path, held: Mapping[str, Sequence[CommitCopy]]) -> CommitCopy | None:
+    """Returns the newest copy that other nodes hold, unless `root` has as new a one itself; None if there is none."""
+    head = None if (root / STAGING).exists() else CheckpointStore(root).head()
+    fit = [[copy for copy in found if head is None or copy.run_id == head.run_id] for found in held.values()]
+    best, own = newest(fit), newest([copies(root)])
+    return None if best and own and own.age >= best.age else best
 
 
 def _ask(root: Path, timeout_s: float) -> dict[str, list[CommitCopy]]:
@@ -55,18 +71,24 @@ def _address(node: str) -> str:
     return next(str(each["NodeManagerAddress"]) for each in ray.nodes() if each["NodeID"] == node)
 
 
-def _fetch(source: FarNode, root: Path, copy: CommitCopy, deadline: float) -> None:
-    """Brings the files of a copy here. The commit gets its name last: until then the next call begins anew."""
+def _fetch(source: FarNode, root: Path, copy: CommitCopy, deadline: float) -> bool:
+    """Brings the files of a copy here. The commit gets its name last: until then the next call begins anew. Returns
+    False if another driver has made a run directory of `root` meanwhile."""
     store, manifest = CheckpointStore(root), copy.manifest
     commit, draft = store.commit(manifest.step), store.checkpoints / f"{step_name(manifest.step)}.partial-0"
     with storage_errors(root):
         make_directory(store.checkpoints)
     with locked(root):
+        if store.commits() and not (root / STAGING).exists():
+            return False
         store.discard(draft)
         receive(dict.fromkeys(manifest.files, source), commit, draft, deadline)
         receive(dict.fromkeys(copy.beside, source), root, root, deadline)
         write_bytes(draft, MANIFEST, manifest.to_json().encode())
         Manifest.verified(draft, contents=False)
+        store.discard(commit)  # part of a staged copy, or an older one
         with storage_errors(commit):
             draft.rename(commit)
             fsync_directory(store.checkpoints)
+            keep_only(commit)  # an older copy may have a later step, of a lineage that was left
+    return True

@@ -111,7 +111,7 @@ class RunDir:
         source = _source(config, fixed)
         with ExitStack() as ending, _writable(root):
             root.mkdir(parents=True, exist_ok=True)
-            _refuse_foreign(root, config.clean)
+            _refuse_foreign(root, config)
             lock = ending.enter_context(locked(root))
             start = _start(config, root, fixed, source)
             run = cls(root, lock, start)
@@ -343,12 +343,14 @@ def _in_use(root: Path, other_way: str) -> BadInput:
     return Refusal(given, "a new or an empty directory", do).error()
 
 
-def _refuse_foreign(root: Path, clean: bool) -> None:
-    """Refuses a directory that holds files but is no run directory, before a lock file is put into it."""
+def _refuse_foreign(root: Path, config: CommonConfig) -> None:
+    """Refuses a directory that holds files but is no run directory, before a lock file is put into it. A resume may
+    take one where files of the run were staged."""
     contents = _contents(root)
-    if not contents or any((root / mark).exists() for mark in MARKS):
+    is_staging = config.resume.wanted and (root / STAGING).exists()
+    if not contents or is_staging or any((root / mark).exists() for mark in MARKS):
         return
-    if not clean:
+    if not config.clean:
         raise _in_use(root, "another --run.output-dir")
     raise Refusal(
         f"--clean for {root}, which holds neither {' nor '.join(MARKS)}",

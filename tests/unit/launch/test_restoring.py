@@ -83,3 +83,41 @@ def test_a_copy_that_does_not_arrive_whole_is_no_commit_and_the_next_call_begins
     assert steps(CheckpointStore(disk.root)) == []
     bring_back(disk, "--resume")
     assert steps(CheckpointStore(disk.root)) == [4]
+
+
+def test_a_run_that_has_begun_anew_gets_no_copy_of_the_run_before(disk: Disk) -> None:
+    disk.root.mkdir(parents=True)
+    CheckpointStore(disk.root).write_head(Head("feedfeed", "bbbbbbbb", 1, None))
+    before = snapshot(disk.root)
+    assert bring_back(disk, "--resume") == []
+    assert snapshot(disk.root) == before
+    CheckpointStore(disk.root).write_head(Head("cafecafe", "bbbbbbbb", 1, None))
+    assert len(bring_back(disk, "--resume")) == 1, "its own"
+
+
+@pytest.mark.parametrize("half", ["step_000002", "step_000004"])
+def test_a_part_of_a_commit_that_was_staged_here_is_no_commit(disk: Disk, half: str) -> None:
+    (disk.root / "checkpoints" / half / "trainer").mkdir(parents=True)
+    (disk.root / STAGING).touch()
+    assert len(bring_back(disk, "--resume", "auto")) == 1
+    assert steps(CheckpointStore(disk.root)) == [4]
+    assert Manifest.verified(CheckpointStore(disk.root).commit(4)).step == 4
+
+
+def test_an_older_copy_here_makes_way_for_a_newer_one_there(disk: Disk) -> None:
+    store = CheckpointStore(disk.root)
+    disk.root.mkdir(parents=True)
+    store.write_head(Head("cafecafe", "bbbbbbbb", 0, None))
+    commit(store, 6, attempt=0)
+    (disk.root / STAGING).touch()
+    assert len(bring_back(disk, "--resume")) == 1
+    assert steps(store) == [4]
+    assert bring_back(disk, "--resume") == [], "it is as new as the copy there"
+
+
+def test_parts_without_any_copy_make_way_for_a_new_run(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring, "_ask", lambda *_: {"far": []})
+    (disk.root / "checkpoints" / "step_000002").mkdir(parents=True)
+    (disk.root / STAGING).touch()
+    assert bring_back(disk, "--resume", "auto") == []
+    assert steps(CheckpointStore(disk.root)) == []
