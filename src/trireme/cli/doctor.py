@@ -93,7 +93,7 @@ def _nodes(given: str | None) -> dict[str, Any]:
 
 def _config(kind: str, keys: Sequence[str]) -> CommonConfig | None:
     """Returns the configuration of the run that is to start; None if none is given, or only an address."""
-    if not keys or keys[0].partition("=")[0] == ADDRESS:
+    if not keys or (keys[0].partition("=")[0] == ADDRESS and not any(word.startswith("@") for word in keys)):
         return None
     schema: type[CommonConfig] = SftConfig if kind == "sft" else Config
     return load_as(schema, list(keys)).config.with_absolute_paths()
@@ -130,8 +130,21 @@ def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examinat
             head, stopped_by_ray = join_address(), has_dashboard()
     if config is None:
         return found, Expected(head=head)
-    expected = Expected.of(config, _plan(config, found.resources()))
+    expected = _expected(config, found)
     return found, replace(expected, head=head, grace_s=expected.grace_s if stopped_by_ray else 0.0)
+
+
+def _expected(config: CommonConfig, found: Examination) -> Expected:
+    """Returns what the run expects of the nodes that answered, and why its plan does not fit them if it does not."""
+    if not found.facts:
+        return Expected(output_dir=absolute(config.run.output_dir), model=config.model.name)
+    plan = _plan(config, found.resources())
+    expected = Expected.of(config, plan)
+    try:
+        plan.check_resources()
+    except BadInput as error:
+        return replace(expected, refusal=str(error))
+    return expected
 
 
 def _plan(config: CommonConfig, resources: Resources) -> Plan:

@@ -122,6 +122,8 @@ class Expected:
     """The model; "" if it is not known."""
     ports: Sequence[int] = ()
     """The ports at which a run may listen; empty if any will do."""
+    refusal: str = ""
+    """Why the plan of the run does not fit the nodes that answer; empty if it does."""
     grace_s: float = 0.0
     """Seconds that a run has to commit when it is stopped; 0 if nothing stops it by `ray job stop`."""
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from trireme.core.errors import RoomFailed
-from trireme.doctor.facts import NodeFacts, Questions, collect, write_answer
+from trireme.doctor.facts import NodeFacts, Questions, collect, remove_answer, write_answer
 from trireme.doctor.links import Endpoint, Link, Listener, rate, reach
 from trireme.process.interfaces import GLOO, address_of
 
@@ -33,10 +33,12 @@ class Examiner:
         self._name, self._number = name, number
         self._listener: Listener | None = None
         self._token = b""
+        self._asked: Questions | None = None
 
     def collect(self, asked: Questions) -> NodeFacts:
         """Returns what the node reports of itself, and leaves its file beside the nonce."""
         if asked.nonce:
+            self._asked = asked
             write_answer(asked, self._number)
         return collect(asked)
 
@@ -73,6 +75,8 @@ class Examiner:
         return rate(to, self._token)
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stops listening, and removes the node's file."""
+        if self._asked:
+            remove_answer(self._asked, self._number)
         if self._listener:
             self._listener.close()

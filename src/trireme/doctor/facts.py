@@ -28,7 +28,7 @@ from trireme.process.machine import Node, this_machine
 
 SOURCE = Path(__file__).parents[2]
 """The directory of this project's packages."""
-ROOMS = ("trireme", "trainer", "orchestrator", "inference")
+ROOMS = ("trireme", "trainer", "orchestrator", "inference", "service")
 ALSO = ("numpy", "pydantic", "safetensors", "peft")
 """Packages beside those of a plan whose versions have to agree, as objects travel between nodes."""
 VARIABLES = re.compile(
@@ -37,6 +37,10 @@ VARIABLES = re.compile(
 )
 """Environment variables that change what a process of a run does, so that nodes have to agree on them."""
 NAMED_LIKE_SECRETS = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+WITH_PASSWORD = re.compile(r"://[^/\s@]+@|^[^/\s@:]+:[^/\s@]+@")
+"""An address with the name or the password of a user, as a proxy's may be."""
+SECRET = "(secret"
+"""The beginning of what stands in place of a secret."""
 STOP_WAIT, STOP_WAIT_S = "RAY_JOB_STOP_WAIT_TIME_S", 3
 """The variable of a head node by which `ray job stop` waits until it kills, and its default (Ray 2.60)."""
 UNLIMITED = 2**40
@@ -51,7 +55,8 @@ class Questions:
     output_dir: str = ""
     """The directory of runs, run.output_dir; "" if there is none to look at."""
     nonce: str = ""
-    """The name of a file that the asking process has written there; each node writes one of its own beside it."""
+    """The name of a file that the asking process has written there, and its contents; each node writes one of its own
+    with these contents beside it."""
     model: str = ""
     """The model, a directory or a name on the hub; "" if there is none to look at."""
     peers: Sequence[str] = ()
@@ -167,7 +172,18 @@ def _see_nonce(asked: Questions) -> str:
 def write_answer(asked: Questions, number: int) -> None:
     """Writes this node's own file beside the nonce, so that the asking process can look for it."""
     with suppress(OSError):
-        Path(asked.output_dir, f"{asked.nonce}.{number}").write_text(asked.salt)
+        answer_file(asked, number).write_text(asked.nonce)
+
+
+def remove_answer(asked: Questions, number: int) -> None:
+    """Removes this node's own file: a node that does not share the directory has it on its own disk."""
+    with suppress(OSError):
+        answer_file(asked, number).unlink(missing_ok=True)
+
+
+def answer_file(asked: Questions, number: int) -> Path:
+    """Returns the file of the node with this number beside the nonce."""
+    return Path(asked.output_dir, f"{asked.nonce}.{number}")
 
 
 def _variables(salt: str) -> dict[str, str]:
@@ -176,10 +192,10 @@ def _variables(salt: str) -> dict[str, str]:
 
 
 def _shown(name: str, value: str, salt: str) -> str:
-    secret = NAMED_LIKE_SECRETS.search(name) or MASK in redact_values(value, name)
+    secret = NAMED_LIKE_SECRETS.search(name) or WITH_PASSWORD.search(value) or MASK in redact_values(value, name)
     if not secret:
         return value
-    return f"(secret, digest {hmac.new(salt.encode(), value.encode(), hashlib.sha256).hexdigest()[:8]})"
+    return f"{SECRET}, digest {hmac.new(salt.encode(), value.encode(), hashlib.sha256).hexdigest()[:8]})"
 
 
 def _route(peer: str) -> str:

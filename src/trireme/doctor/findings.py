@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from trireme.doctor.examination import Declared, Examination, Expected
-from trireme.doctor.facts import STOP_WAIT, NodeFacts
+from trireme.doctor.facts import SECRET, STOP_WAIT, NodeFacts
 from trireme.doctor.finding import CLUSTER, Finding
 from trireme.doctor.link_findings import link_findings
 from trireme.doctor.node_findings import node_findings
@@ -23,9 +24,10 @@ computed, or what processes understand of each other.)"""
 def findings(examination: Examination, expected: Expected) -> list[Finding]:
     """Returns all that is wrong, in the order of the nodes, those first with which a run would not work."""
     found = [*_missing(examination, expected), *_silent(examination, expected), *_job_stop(examination, expected)]
+    found += _plan(expected)
     for node in examination.nodes:
         if facts := examination.facts.get(node.name):
-            found += node_findings(node, facts, expected)
+            found += node_findings(node, facts, expected, shares=_shares(node, examination))
             found += _versions(node.name, facts, examination.asking, expected)
             found += _variables(node.name, facts, examination.asking, expected)
             found += _clock(node.name, examination)
@@ -75,6 +77,17 @@ def _silent(examination: Examination, expected: Expected) -> Iterator[Finding]:
         )
 
 
+def _plan(expected: Expected) -> Iterator[Finding]:
+    if expected.refusal:
+        yield Finding(
+            CLUSTER,
+            "plan",
+            expected.refusal,
+            "a place for each actor, and memory, on the nodes that answer",
+            "what stands there under `to do`, or let the missing nodes join",
+        )
+
+
 def _job_stop(examination: Examination, expected: Expected) -> Iterator[Finding]:
     head = examination.nodes[0].name
     facts = examination.facts.get(head)
@@ -114,7 +127,9 @@ def _variables(name: str, facts: NodeFacts, asking: NodeFacts, expected: Expecte
         here, there = asking.variables.get(variable), facts.variables.get(variable)
         if here == there or variable in facts.chosen:
             continue
-        do = f"`export {variable}={here}`" if here is not None else f"`unset {variable}`"
+        do = f"`export {variable}={shlex.quote(here)}`" if here is not None else f"`unset {variable}`"
+        if here is not None and here.startswith(SECRET):
+            do = f"give {variable} the value that it has where the command runs"
         yield Finding(
             name,
             "variable",
@@ -160,9 +175,14 @@ def _shared(examination: Examination, expected: Expected) -> Iterator[Finding]:
     """Nodes that do not see the file of the asking process in run.output_dir, or the other way."""
     for node in examination.nodes:
         facts = examination.facts.get(node.name)
-        if facts is None or (facts.nonce_seen == examination.asking.nonce_seen and node.name not in examination.unseen):
+        if facts is None or _shares(node, examination):
             continue
         yield _unshared(node, examination, expected)
+
+
+def _shares(node: Declared, examination: Examination) -> bool:
+    seen = examination.facts[node.name].nonce_seen == examination.asking.nonce_seen
+    return seen and node.name not in examination.unseen
 
 
 def _unshared(node: Declared, examination: Examination, expected: Expected) -> Finding:

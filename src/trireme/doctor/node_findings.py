@@ -17,15 +17,15 @@ PROCESSES = 2048
 GIB = 2**30
 
 
-def node_findings(node: Declared, facts: NodeFacts, expected: Expected) -> Iterator[Finding]:
-    """Yields what is wrong with one node."""
+def node_findings(node: Declared, facts: NodeFacts, expected: Expected, *, shares: bool) -> Iterator[Finding]:
+    """Yields what is wrong with one node. `shares`: it sees run.output_dir as the asking process does."""
     if expected.on_gpus:
         yield from _gpus(node, facts)
     yield from _memory(node, facts, expected)
     yield from _shm(node, facts, expected)
     yield from _limits(node, facts, expected)
     if expected.output_dir and facts.disk_free >= 0:
-        yield from _disk(node, facts, expected)
+        yield from _disk(node, facts, expected) if shares else _own_disk(node, facts, expected)
 
 
 def _gpus(node: Declared, facts: NodeFacts) -> Iterator[Finding]:
@@ -111,3 +111,16 @@ def _disk(node: Declared, facts: NodeFacts, expected: Expected) -> Iterator[Find
         f"on {node.name}: `df -h {expected.output_dir}` and make room, or choose another --run.output-dir",
         fatal=facts.disk_free < expected.commit_bytes,
     )
+
+
+def _own_disk(node: Declared, facts: NodeFacts, expected: Expected) -> Iterator[Finding]:
+    """A node that does not share the directory keeps its parts of one commit, and perhaps a copy of one."""
+    if facts.disk_free < expected.commit_bytes:
+        yield Finding(
+            node.name,
+            "disk",
+            f"{gib(facts.disk_free)} are free where it would write to run.output_dir = {expected.output_dir}",
+            f"at most {gib(expected.commit_bytes)}, a commit: its parts of one until they are gathered, or a copy",
+            f"on {node.name}: `df -h {expected.output_dir}` and make room, or choose another --run.output-dir",
+            fatal=False,
+        )

@@ -19,7 +19,7 @@ from trireme.core.errors import TriremeError
 from trireme.core.refusals import Refusal
 from trireme.doctor.examination import ClockOffset, Declared, Examination
 from trireme.doctor.examiner import Examiner
-from trireme.doctor.facts import Questions, collect
+from trireme.doctor.facts import Questions, answer_file, collect
 from trireme.doctor.links import Endpoint
 from trireme.process import waits
 from trireme.process.ray_cluster import on_node
@@ -105,7 +105,7 @@ def examine(output_dir: str, model: str, ports: Sequence[int]) -> Examination:
     living = {node.name: node for node in nodes if node.alive}
     salt = secrets.token_hex(16)
     peers = list(dict.fromkeys(node.address for node in living.values()))
-    with nonce_in(output_dir, salt) as nonce, _examiners(living) as calls:
+    with nonce_in(output_dir) as nonce, _examiners(living) as calls:
         asked = Questions(output_dir, nonce, model, peers, salt)
         facts = calls.all(lambda _, handle: handle.collect.remote(asked), ANSWER_S)
         found = Examination(
@@ -178,17 +178,17 @@ def _examiners(nodes: Mapping[str, Declared]) -> Iterator[Calls]:
 
 
 @contextmanager
-def nonce_in(output_dir: str, text: str) -> Iterator[str]:
-    """Writes a file with `text` into a directory, which is made, and yields the file's name; "" without a directory.
+def nonce_in(output_dir: str) -> Iterator[str]:
+    """Writes a file into a directory, which is made, and yields its name, which it contains; "" without a directory.
     Removes the file after the block, with those that nodes have written beside it, and the directories that it made."""
     if not output_dir:
         yield ""
         return
     directory = Path(output_dir)
     made = [place for place in (directory, *directory.parents) if not place.exists()]
-    name = f".doctor-{os.getpid()}-{text[:8]}"
+    name = f".doctor-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        _write(directory / name, text)
+        _write(directory / name, name)
         yield name
     finally:
         for file in directory.glob(f"{name}*"):
@@ -211,8 +211,8 @@ def _write(file: Path, text: str) -> None:
 
 
 def _sees(asked: Questions, number: int) -> bool:
-    file = Path(asked.output_dir, f"{asked.nonce}.{number}")
-    return file.is_file() and file.read_text() == asked.salt
+    file = answer_file(asked, number)
+    return file.is_file() and file.read_text() == asked.nonce
 
 
 def join_address() -> str:

@@ -26,6 +26,19 @@ def test_this_machine_alone_as_a_run_needs_it(tmp_path: Path, capsys: pytest.Cap
     assert {finding["check"] for finding in told["findings"]} <= {"memory", "shm", "disk", "open files", "processes"}
 
 
+def test_what_the_plan_refuses_would_stop_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = ["--cluster.device", "gpu", "--trainer.shards", "64"]
+    assert command.main(["doctor", "@", QUICKSTART, *gpus, "--json"]) == EXIT_BAD_INPUT
+    checks = {each["check"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert "GPUs" in checks["plan"]["found"]
+    assert checks["plan"]["fatal"]
+
+
+def test_a_file_may_follow_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["doctor", "--cluster.address", "127.0.0.1:1", "@", QUICKSTART]) == EXIT_BAD_INPUT
+    assert "no Ray cluster answers" in capsys.readouterr().err
+
+
 def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["doctor"]) in (EXIT_OK, EXIT_BAD_INPUT)
     out = capsys.readouterr().out

@@ -46,10 +46,12 @@ def test_an_address_where_it_cannot_listen_is_said(two: tuple[Examiner, Examiner
 
 
 def test_it_answers_the_nonce(two: tuple[Examiner, Examiner], tmp_path: Path) -> None:
-    (tmp_path / "nonce").write_text("salt")
+    (tmp_path / "nonce").write_text("nonce")
     facts = two[1].collect(Questions(str(tmp_path), "nonce", salt="salt"))
-    assert facts.nonce_seen == "salt"
-    assert (tmp_path / "nonce.1").read_text() == "salt"
+    assert facts.nonce_seen == "nonce"
+    assert (tmp_path / "nonce.1").read_text() == "nonce", "no salt, which findings would show"
+    two[1].close()
+    assert [file.name for file in tmp_path.iterdir()] == ["nonce"], "also where the asking process does not see it"
 
 
 def test_it_tells_the_time(two: tuple[Examiner, Examiner], monkeypatch: pytest.MonkeyPatch) -> None:

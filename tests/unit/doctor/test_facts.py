@@ -31,6 +31,15 @@ def test_secrets_are_told_by_a_digest_with_salt(monkeypatch: pytest.MonkeyPatch)
     assert one["HF_TOKEN"] == same["HF_TOKEN"] != other["HF_TOKEN"]
 
 
+@pytest.mark.parametrize("value", ["http://me:horse@proxy:3128", "https://horse@proxy", "me:horse@proxy:3128"])
+def test_a_proxy_may_have_a_password(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("https_proxy", value)
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
+    found = collect(Questions(salt="a")).variables
+    assert "horse" not in found["https_proxy"]
+    assert found["HTTP_PROXY"] == "http://proxy:3128"
+
+
 def test_variables_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "docker0")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
@@ -48,6 +57,13 @@ def test_the_group_limits_tasks(tmp_path: Path) -> None:
     assert module._left_in_group(tmp_path) == module.UNLIMITED
     (tmp_path / "pids.max").write_text("100\n")
     assert module._left_in_group(tmp_path) == 88
+
+
+def test_the_source_is_that_of_all_packages() -> None:
+    packages = {file.parent.name for file in module.SOURCE.glob("*/__init__.py")} | {
+        directory.name for directory in module.SOURCE.iterdir() if any(directory.glob("*.py"))
+    }
+    assert packages == set(module.ROOMS)
 
 
 def test_the_source_has_a_digest_of_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,23 @@ def test_each_fault_is_found_and_nothing_else(fault: str) -> None:
     assert node in finding.do or node == SECOND, "where to type it"
 
 
+def test_a_full_disk_of_a_node_that_does_not_share_the_directory_stops_no_run() -> None:
+    disk, directory = found(changed(THIRD, disk_free=GIB, nonce_seen=""))
+    assert (disk.check, disk.node, disk.fatal) == ("disk", THIRD, False)
+    assert directory.check == "unshared directory"
+
+
+def test_a_plan_that_does_not_fit_is_an_error() -> None:
+    (finding,) = found(healthy(), replace(EXPECTED, refusal="given: 32 GPUs"))
+    assert (finding.node, finding.fatal, finding.found) == (CLUSTER, True, "given: 32 GPUs")
+
+
+def test_a_secret_is_nothing_to_export() -> None:
+    variables = facts_of(THIRD).variables
+    (finding,) = found(changed(THIRD, variables={**variables, "HF_TOKEN": "(secret, digest 34)"}))
+    assert "digest" not in finding.do
+
+
 def test_nothing_is_found_on_a_healthy_cluster() -> None:
     assert found(healthy()) == []
     assert found(healthy(), Expected()) == []

@@ -74,22 +74,22 @@ def test_rates_are_measured_for_all_pairs_of_few_nodes(monkeypatch: pytest.Monke
 
 def test_the_nonce_leaves_nothing(tmp_path: Path) -> None:
     new = tmp_path / "a" / "b"
-    with nonce_in(str(new), "salt") as name:
-        assert (new / name).read_text() == "salt"
+    with nonce_in(str(new)) as name:
+        assert (new / name).read_text() == name
         (new / f"{name}.1").write_text("of a node")
     assert list(tmp_path.iterdir()) == []
-    with nonce_in("", "salt") as name:
+    with nonce_in("") as name:
         assert name == ""
 
 
 def test_a_directory_that_others_use_stays(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with nonce_in(str(tmp_path), "salt"):
+    with nonce_in(str(tmp_path)):
         pass
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match=r"run.output_dir = .*/file"), nonce_in(str(tmp_path / "file"), "salt"):
+    with pytest.raises(BadInput, match=r"run.output_dir = .*/file"), nonce_in(str(tmp_path / "file")):
         pass
