@@ -234,7 +234,7 @@ class AskedNodes:
 def sort_out(
     views: Mapping[str, NodeView], rooms: Mapping[str, Sequence[str]], root: Path, holding: Sequence[str]
 ) -> tuple[FarNodes | None, str]:
-    """Returns the nodes whose files are gathered, from the answers of all; see `Asked.found`."""
+    """Returns the nodes whose files are gathered, from the answers of all; see `AskedNodes.found`."""
     blind = {node: view for node, view in views.items() if not view.sees}
     if blind and (root / STAGING).exists():
         # A node wrote its mark here: it does share the directory, and saw the driver's file too late (a cache of NFS).

@@ -21,6 +21,7 @@ from trireme.checkpoint.files import Bytes, FileRecord, storage_errors
 from trireme.checkpoint.manifest import MANIFEST
 from trireme.checkpoint.pieces import WINDOW, Assembly, Piece, held, read_piece
 from trireme.checkpoint.store import HEAD, STAGING, CheckpointStore
+from trireme.core.errors import StorageFailed
 from trireme.process.environ import view_of
 from trireme.run.tails import GrownFile, grown
 
@@ -82,6 +83,13 @@ def _file_system(path: Path) -> str:
     return next((mounts[each] for each in (path.resolve(), *path.resolve().parents) if each in mounts), "")
 
 
+def _check_staging(directory: Path) -> None:
+    """Raises StorageFailed if `directory`, a run directory's path or a commit below it, is no place for staging: a
+    driver may have started here, whose run directory it is then."""
+    if not any((place / STAGING).exists() for place in (directory, directory.parents[1])):
+        raise StorageFailed(f"{directory} on this node is no place for staging any more: another driver may have it")
+
+
 class NodeFiles:
     """The files of commits on one node, for the driver. Paths are the driver's."""
 
@@ -101,11 +109,15 @@ class NodeFiles:
         return grown(root, known, first_attempt)
 
     def take(self, commit: Path, piece: Piece, contents: Bytes) -> None:
+        """Takes a piece of a file in `commit`, or in the run directory itself. Raises StorageFailed."""
+        _check_staging(commit)
         if piece.offset == 0:
             (commit / MANIFEST).unlink(missing_ok=True)  # another file than the manifest names: it is no copy any more
         self._assemblies.setdefault(commit, Assembly(commit)).take(piece, contents)
 
     def adopt(self, draft: Path, commit: Path) -> None:
+        """Makes what was staged of `draft` a beginning of the copy `commit`. Raises StorageFailed."""
+        _check_staging(commit)
         with storage_errors(commit):
             adopt(draft, commit)
 

@@ -22,7 +22,7 @@ from trireme.run.rundir import locked, named_root
 
 def bring_back(config: CommonConfig, say: Callable[[str], None]) -> None:
     """If a run is to be resumed, its directory holds no commit and there is a cluster, asks all nodes for a copy, and
-    makes a run directory of the newest. A directory that held staged files counts as none: another node may have a newer
+    makes a run directory of the newest. A directory with staged files counts as none: another node may have a newer
     copy than it has. A run that has begun here gets no copy of another run. Does nothing where there is no copy. Raises
     BadInput for a directory that a driver holds, RoomFailed, StorageFailed."""
     root, address = named_root(config), cluster_address(config)

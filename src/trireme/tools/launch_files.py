@@ -36,6 +36,8 @@ HEAD_GIB = 16
 """Memory of a head without GPUs, beside /dev/shm: Ray, the driver and perhaps the orchestrator."""
 STOP_BESIDE_S, END_BESIDE_S = 30, 90
 """Seconds after `checkpoint.grace_s` in which a stopped job ends its rooms, and then its pods or its job."""
+LONGEST_NAME = 47
+"""Characters of a name that KubeRay accepts for a job, from which it makes longer ones."""
 GIB = 2**30
 
 
@@ -102,11 +104,12 @@ def _request(plan: Plan, gpus: int, cpus: int) -> NodeRequest:
 def launch_file(
     kind: str, command: str, words: Sequence[str], config: CommonConfig, request: NodeRequest, nodes: int, image: str
 ) -> str:
-    """Returns the launch file of a kind for the run that `command` (`rl`, `sft`) with `words` makes."""
-    name = re.sub(r"[^a-z0-9]+", "-", (config.run.name or config.default_name("")).lower()).strip("-")
+    """Returns the launch file of a kind for the run that `command` (`rl`, `sft`) with `words` makes. Raises BadInput
+    for a run.output_dir that the file could not place on the volume that all nodes share."""
+    name = label(config.run.name or config.default_name(""))
     own = [] if config.run.name else ["--run.name", name]
     if kind != "slurm" and not Path(config.run.output_dir).is_absolute():
-        own = ["--run.output-dir", f"{SHARED}/{config.run.output_dir}", *own]
+        own = ["--run.output-dir", f"{SHARED}/{_below(config.run.output_dir)}", *own]
     run = shlex.join([command, *words, *own, "--resume", "auto"])
     grace_s = math.ceil(config.checkpoint.grace_s)
     values = {
@@ -131,6 +134,30 @@ def launch_file(
     values |= {"CLUSTER": indent(cluster.rstrip("\n"), "  "), "CLUSTER_DEEPER": indent(cluster.rstrip("\n"), "    ")}
     text = _filled((TEMPLATES / KINDS[kind]).read_text(), values)
     return text if request.gpus else _without_gpus(text)
+
+
+def label(name: str) -> str:
+    """Returns a name that all places accept for a job: for Kubernetes it begins with a letter and is short.
+
+    >>> label("Qwen3_8B sort")
+    'qwen3-8b-sort'
+    >>> label("2026-11")
+    'run-2026-11'
+    """
+    words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (words if words[:1].isalpha() else f"run-{words}")[:LONGEST_NAME].strip("-")
+
+
+def _below(output_dir: str) -> Path:
+    """Returns a relative run.output_dir. Raises BadInput for one that leads somewhere else."""
+    place = Path(output_dir)
+    if output_dir.startswith("~") or ".." in place.parts:
+        raise Refusal(
+            f"run.output_dir = {output_dir}, which is another place on each node",
+            f"a directory below {SHARED}, where the file mounts the volume that all nodes share, or an absolute one",
+            f"--run.output-dir {SHARED}/outputs",
+        ).error()
+    return place
 
 
 def _filled(template: str, values: dict[str, str]) -> str:

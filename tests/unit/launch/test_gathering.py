@@ -16,7 +16,7 @@ from trireme.checkpoint.copies import copies
 from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.checkpoint.manifest import Manifest, step_name
 from trireme.checkpoint.pieces import held
-from trireme.checkpoint.store import STAGING
+from trireme.checkpoint.store import STAGING, Head
 from trireme.core.errors import BadInput, DiskFull, RoomFailed, StorageFailed
 from trireme.launch import gathering
 from trireme.launch.gathering import FarNodes, sort_out
@@ -25,6 +25,7 @@ from trireme.process import faults
 
 DRAFT = "checkpoints/step_000002.partial-1"
 LIMIT_S = 10.0
+NEW_RUN = Head("cafecafe", "aaaaaaaa", 1, None)
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def publish(nodes: FarNodes, root: Path, disks: list[Disk], step: int) -> tuple[
 class TestTheCopy:
     def test_the_first_node_keeps_the_newest_commit_with_its_rows_and_the_others_nothing(self, root: Path) -> None:
         nodes, disks = far(root)
-        (root / "HEAD").write_text("{}")
+        NEW_RUN.write(root / "HEAD")
         for step in (2, 4):
             (root / "metrics.jsonl").write_text(f"rows of {step}\n")
             nodes.sealed(*publish(nodes, root, disks, step), LIMIT_S)
@@ -193,6 +194,7 @@ class TestTheCopy:
 
     def test_a_node_that_is_lost_leaves_the_copy_before(self, root: Path) -> None:
         nodes, disks = far(root)
+        NEW_RUN.write(root / "HEAD")
         nodes.sealed(*publish(nodes, root, disks, 2), LIMIT_S)
         made = publish(nodes, root, disks, 4)
         disks[0].lost_at = len(disks[0].calls) + 3
@@ -202,6 +204,7 @@ class TestTheCopy:
 
     def test_the_copy_is_what_a_resume_loads_and_stays(self, root: Path) -> None:
         nodes, disks = far(root)
+        NEW_RUN.write(root / "HEAD")
         _, commit, manifest = made = publish(nodes, root, disks, 2)
         nodes.sealed(*made, LIMIT_S)
         taken = disks[0].calls.count("take")

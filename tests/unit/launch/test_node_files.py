@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from trireme.checkpoint.files import FileRecord
+from trireme.checkpoint.pieces import Piece
 from trireme.checkpoint.store import HEAD, STAGING
+from trireme.core.errors import StorageFailed
 from trireme.launch import node_files
 from trireme.launch.node_files import NodeFiles, NodeView, look, prepare
 from trireme.launch.node_files import _file_system as file_system_of
@@ -78,6 +82,18 @@ def test_only_a_place_for_staging_is_deleted_from(root: Path) -> None:
     NodeFiles().remove(commit)
     assert not commit.exists()
     NodeFiles().remove(commit)
+
+
+def test_nothing_is_written_where_another_driver_has_its_run_directory(root: Path) -> None:
+    commit, record = root / "checkpoints" / "step_000002", FileRecord(HEAD, 1, "0")
+    commit.mkdir(parents=True)
+    (commit / "kept").touch()
+    for directory in (root, commit):
+        with pytest.raises(StorageFailed, match="no place for staging any more"):
+            NodeFiles().take(directory, Piece(record, 0, 1), np.zeros(1, np.uint8))
+    with pytest.raises(StorageFailed, match="no place for staging any more"):
+        NodeFiles().adopt(commit.with_name("step_000002.partial-1"), commit)
+    assert [file.name for file in root.rglob("*") if file.is_file()] == ["kept"]
 
 
 def test_the_file_system_of_a_path_is_known() -> None:

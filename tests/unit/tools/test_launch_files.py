@@ -103,6 +103,28 @@ def test_another_command_and_a_name_that_is_given(capsys: pytest.CaptureFixture[
     assert f"trireme launch slurm sft {shlex.join(given)} --nodes 1" in printed
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("2026-11", "run-2026-11"), ("Null_", "null"), ("実験", "run"), ("a" * 80, "a" * 47)]
+)
+def test_every_name_is_one_that_kubernetes_takes(name: str, expected: str) -> None:
+    for kind in ("rayjob", "raycluster"):
+        assert yaml.safe_load(made(kind, "--run.name", name))["metadata"]["name"] == expected
+    assert yaml.safe_load(made("skypilot", "--run.name", name))["name"] == expected
+
+
+def test_a_path_with_spaces_is_one_word(capsys: pytest.CaptureFixture[str]) -> None:
+    text = made("rayjob", "--run.output-dir", "my runs")
+    words = shlex.split(yaml.safe_load(text)["spec"]["entrypoint"])
+    assert words[words.index("--run.name") - 1] == "/shared/my runs"
+
+
+@pytest.mark.parametrize("place", ["~/outputs", "../outputs"])
+def test_a_directory_outside_of_the_shared_volume_is_refused(place: str) -> None:
+    with pytest.raises(BadInput, match=r"run\.output_dir"):
+        made("rayjob", "--run.output-dir", place)
+    assert place in made("slurm", "--run.output-dir", place), "a job there starts in the repository, as its user"
+
+
 @pytest.mark.parametrize("words", [["slurm"], ["moon", "--nodes", "1"], ["slurm", "--nodes", "0"]])
 def test_what_cannot_be_printed_is_refused(words: list[str]) -> None:
     with pytest.raises(BadInput):
