@@ -22,7 +22,7 @@ from trireme.core.errors import EXIT_OK
 from trireme.plan.base import PartKind
 from trireme.plan.rl import RL_ROOMS
 from trireme.plan.trainer import TrainerPart
-from trireme.tools.launch_files import KINDS, launch_file, node_request
+from trireme.tools.launch_files import IMAGE, KINDS, launch_file, node_request
 
 ROOMS: dict[str, tuple[type[CommonConfig], Sequence[PartKind]]] = {
     "rl": (Config, RL_ROOMS),
@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     for warning in check(config, facts):
         print(f"warning: {warning}", file=sys.stderr)
     request = node_request(config, facts, kinds, options.nodes, options.gpus_per_node)
-    print(launch_file(options.kind, command, words, config, request, options.nodes, options.image), end="")
+    given = (options.nodes, options.image, options.gpus_per_node)
+    print(launch_file(options.kind, command, words, config, request, *given), end="")
     return EXIT_OK
 
 
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("kind", choices=KINDS, help="where to start it")
     parser.add_argument("--nodes", type=_positive, required=True, metavar="N", help="nodes with a part of the run")
     parser.add_argument("--gpus-per-node", type=_positive, metavar="N", help="of each (default: as few as are enough)")
-    parser.add_argument("--image", default="trireme:latest", help="of the repository, for Kubernetes")
+    parser.add_argument("--image", default=IMAGE, help="of the repository, for Kubernetes")
     return parser
 
 

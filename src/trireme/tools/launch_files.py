@@ -30,6 +30,8 @@ SHARED = "/shared"
 """Where the files for Kubernetes and SkyPilot mount the volume that all nodes share."""
 CPUS_PER_GPU, CPUS_BESIDE = 8, 4
 """Cores for each GPU, of which a process that computes, its threads and an engine's take some; and for all else."""
+IMAGE = "trireme:latest"
+"""The image of the repository that a file for Kubernetes names if none is given."""
 MOST_GPUS = 64
 """GPUs of a node beyond which no plan is tried."""
 HEAD_GIB = 16
@@ -102,18 +104,29 @@ def _request(plan: Plan, gpus: int, cpus: int) -> NodeRequest:
 
 
 def launch_file(
-    kind: str, command: str, words: Sequence[str], config: CommonConfig, request: NodeRequest, nodes: int, image: str
+    kind: str,
+    command: str,
+    words: Sequence[str],
+    config: CommonConfig,
+    request: NodeRequest,
+    nodes: int,
+    image: str,
+    gpus: int | None = None,
 ) -> str:
     """Returns the launch file of a kind for the run that `command` (`rl`, `sft`) with `words` makes. Raises BadInput
-    for a run.output_dir that the file could not place on the volume that all nodes share."""
+    for a run.output_dir that the file could not place on the volume that all nodes share. `gpus`: those of each node,
+    if they were given; the file says how it is printed again."""
     name = label(config.run.name or config.default_name(""))
     own = [] if config.run.name else ["--run.name", name]
     if kind != "slurm" and not Path(config.run.output_dir).is_absolute():
         own = ["--run.output-dir", f"{SHARED}/{_below(config.run.output_dir)}", *own]
     run = shlex.join([command, *words, *own, "--resume", "auto"])
+    again = [] if gpus is None else ["--gpus-per-node", str(gpus)]
+    if image != IMAGE:
+        again += ["--image", image]
     grace_s = math.ceil(config.checkpoint.grace_s)
     values = {
-        "ARGUMENTS": shlex.join([*([command] if command != "rl" else []), *words]),
+        "ARGUMENTS": shlex.join([*([command] if command != "rl" else []), *words, *again]),
         "COMMAND": run,
         "COMMAND_YAML": to_json(f"uv run {run}"),
         "NAME": name,

@@ -112,7 +112,13 @@ def test_every_name_is_one_that_kubernetes_takes(name: str, expected: str) -> No
     assert yaml.safe_load(made("skypilot", "--run.name", name))["name"] == expected
 
 
-def test_a_path_with_spaces_is_one_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_says_how_it_is_printed_again(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["rayjob", "@", "configs/quickstart.toml", "--gpus-per-node", "8", "--image", "registry/trireme:1"]
+    command.main([*words, "--nodes", "1"])
+    assert f"# Printed by: uv run trireme launch {shlex.join(words)} --nodes 1\n" in capsys.readouterr().out
+
+
+def test_a_path_with_spaces_is_one_word() -> None:
     text = made("rayjob", "--run.output-dir", "my runs")
     words = shlex.split(yaml.safe_load(text)["spec"]["entrypoint"])
     assert words[words.index("--run.name") - 1] == "/shared/my runs"
