@@ -16,6 +16,8 @@ from trireme.run.tails import append
 EVERY_S = 5.0
 ANSWER_S = 10.0
 """Time limit for the answer of a node."""
+LAST_S = 60.0
+"""How long the last of a node's logs are gathered at the end of an attempt."""
 PATIENCE = 3
 """Rounds in a row without an answer after which it is said."""
 
@@ -63,8 +65,12 @@ class LogCollector:
         self._ending.set()
         self._thread.join(2 * ANSWER_S * len(self._nodes))
         for node in self._nodes:
+            deadline = time.monotonic() + LAST_S
             while self.gather(node):
-                pass
+                if time.monotonic() > deadline:  # a replica that outlives the attempt writes on
+                    self._why[node.node] = f"after {LAST_S:g} s there was still more"
+                    self._say(node)
+                    break
             if 0 < self._failed[node.node] < PATIENCE:
                 self._say(node)
 

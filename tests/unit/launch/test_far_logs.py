@@ -77,3 +77,24 @@ def test_what_a_lost_node_may_have_had_is_said_once(
     (text,) = said
     assert "logs and traces of node far0 (trainer_1) are not complete here" in text
     assert "the node was lost" in text
+
+
+def test_a_log_that_never_ends_does_not_hold_up_the_end(
+    node: tuple[FarNodes, Disk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, disk = node
+    rounds: list[int] = []
+
+    def append_and_write_on(root: Path, part: GrownFile) -> None:
+        append(root, part)
+        rounds.append(1)
+        assert len(rounds) < 10, "it never ends"
+        write(disk, "more\n")
+
+    monkeypatch.setattr(far_logs, "LAST_S", -1.0)
+    monkeypatch.setattr(far_logs, "append", append_and_write_on)
+    said: list[str] = []
+    with GatheredLogs().following(disk.root, 3, nodes.nodes, said.append):
+        write(disk, "one\n")
+    assert len(rounds) == 1
+    assert "there was still more" in said[0]
