@@ -125,9 +125,10 @@ class ServiceActor:
         """Lets a replica that failed a chat join again: whether it is dead is decided by those who watch it."""
         while True:
             index, reason = await self._sampler.next_failure()
+            client = self._clients.get(index)
             log.warning("replica %d: %s; it is tried again in %g s unless it is removed", index, reason, AGAIN_S)
             await asyncio.sleep(AGAIN_S)
-            if client := self._clients.get(index):
+            if client and self._clients.get(index) is client:  # else it is gone, or has joined again by now
                 with suppress(TriremeError):
                     await self._sampler.join(index, client)
 
@@ -139,6 +140,8 @@ class ServiceActor:
         await self._started.wait()
         for each in after:
             await get_async(each, who=f"replica {index}, joining", timeout_s=self._config.patience_s)
+        if index in self._clients:  # it joins again with the next attempt; chats must not be left behind in its engine
+            await self._sampler.drain(index, 0.0)
         self._clients[index] = client
         await self._sampler.join(index, client)
 
