@@ -34,7 +34,7 @@ from trireme.renderers import make_renderer
 LOOK_S = 5.0
 AGAIN_S = 10.0
 """A replica that failed a chat is tried again after this time, unless it was removed meanwhile."""
-CLOSE_S = 5.0
+CLOSE_S = 3.0
 MEGABYTE = 10**6
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class ServiceActor:
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**own.model_dump(), tokenizer=tokenizer)
         self._places = Places(1, options.max_waiting, options.wait_s)
-        front = Front(self._sampler, self._models, tokenizer, renderer, self._places)
+        front = self._front = Front(self._sampler, self._models, tokenizer, renderer, self._places)
         limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
         app = make_app(front, ServiceKeys(self._keys), limits)
         self._server = uvicorn.Server(
@@ -168,9 +168,12 @@ class ServiceActor:
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
 
     async def stop(self) -> None:
-        """Closes the port; answers in flight end."""
+        """Closes the port; answers in flight end with an error that says why."""
         for task in self._tasks[1:]:
             task.cancel()
         if self._tasks:
-            self._server.should_exit = self._server.force_exit = True
+            self._front.end("the run has ended, and its service with it")
+            self._server.should_exit = True
+            await asyncio.wait(self._tasks[:1], timeout=CLOSE_S)
+            self._server.force_exit = True  # a client does not read its answer
             await asyncio.wait(self._tasks[:1], timeout=CLOSE_S)

@@ -18,6 +18,8 @@ from trireme.core.errors import TriremeError
 from trireme.core.types import ModelInput, SampledSequence, SampleRequest
 from trireme.renderers import Message, Renderer
 
+RETRY_AFTER_S = 5.0
+"""When replicas that do not serve yet, or failed, may serve again: one that has a successor needs some seconds."""
 Told = Callable[[Made], None]
 Event = Delta | ServiceAnswer
 Tokens = npt.NDArray[np.int32]
@@ -59,6 +61,14 @@ class Front:
     ) -> None:
         self.models, self.tokenizer, self.places = models, tokenizer, places
         self._sampler, self._renderer = sampler, renderer
+        self._open: set[asyncio.Queue[Event | BaseException]] = set()
+        self._ended: RequestRefused | None = None
+
+    def end(self, why: str) -> None:
+        """Refuses all requests from now on, also those that are being answered."""
+        self._ended = RequestRefused(why, status=503, code="service_ended")
+        for events in self._open:
+            events.put_nowait(self._ended)
 
     async def answers(self, asked: Asked) -> list[ServiceAnswer]:
         """Returns the answers, all prompts' first ones after each other. Raises RequestRefused."""
@@ -69,9 +79,12 @@ class Front:
         """Yields the pieces of all answers, if they are asked for, and each answer when it is whole. Closing the
         iterator ends what is still sampled. Raises RequestRefused."""
         self.models.check(asked.model)
+        self.places.check((1 if asked.messages else len(asked.prompts)) * asked.n)  # before the work for prompts
         prompts = self._prompts(asked)
-        self.places.check(len(prompts) * asked.n)
+        if self._ended:
+            raise self._ended
         events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+        self._open.add(events)
         name = f"chat-{uuid.uuid4().hex[:12]}"
         tasks = [
             asyncio.create_task(self._put(events, name, asked, prompt, p * asked.n + i, i))
@@ -87,6 +100,7 @@ class Front:
                 left -= isinstance(event, ServiceAnswer)
                 yield event
         finally:
+            self._open.discard(events)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -97,7 +111,8 @@ class Front:
         try:
             await self._answer(events, name, asked, prompt, choice, sample)
         except TriremeError as error:
-            events.put_nowait(RequestRefused(str(error), status=503, code="replicas_failed"))
+            again_s = RETRY_AFTER_S
+            events.put_nowait(RequestRefused(str(error), status=503, code="replicas_failed", retry_after_s=again_s))
         except Exception as error:
             events.put_nowait(error)
 
@@ -124,8 +139,8 @@ class Front:
             try:
                 if stream and (delta := stream.take(made)):
                     events.put_nowait(delta)
-            except RequestRefused as refused:
-                events.put_nowait(refused)
+            except Exception as error:  # the router, which calls this, serves other requests too
+                events.put_nowait(error)
 
         async with self.places.one():
             sequence = await self._sampler.sample(request, told if stream else None)

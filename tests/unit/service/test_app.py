@@ -19,6 +19,7 @@ from service_support import ADMIN, CLIENT, LIMITS, MAX_LEN, VERSION, Served, ser
 
 from service.guard import Limits
 from service.places import Places
+from service.reading import MessageReader
 from service.routes import ROUTES
 from trireme.core.errors import RoomFailed
 
@@ -291,8 +292,68 @@ async def test_a_failure_of_the_replicas_is_told() -> None:
         with pytest.raises(openai.InternalServerError, match="no replica is left") as failed:
             await ask(service)
         assert failed.value.status_code == 503
+        assert int(failed.value.response.headers["retry-after"]) >= 1
         with pytest.raises(openai.InternalServerError, match="no replica is left"):
             await ask(service, stream=True)
+
+
+@asynchronous
+async def test_what_is_being_answered_when_the_service_ends_is_told_so() -> None:
+    async with served("Let me think about it.") as service:
+        service.sampler.hold_within = asyncio.Event()
+        whole = asyncio.create_task(ask(service))
+        stream = await ask(service, stream=True)
+        await anext(stream)
+        await until(lambda: len(service.sampler.requests) == 2)
+        service.front.end("the run has ended")
+        with pytest.raises(openai.APIError, match="the run has ended"):
+            await text_of(stream)
+        for task in (whole, asyncio.create_task(ask(service))):
+            with pytest.raises(openai.InternalServerError, match="the run has ended"):
+                await task
+        assert service.sampler.cancelled == 2
+
+
+@asynchronous
+async def test_an_error_of_the_service_within_a_stream_ends_it_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served("Let me think about it.") as service:
+
+        def broken(*_: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(MessageReader, "read", broken)
+        service.sampler.hold = asyncio.Event()
+        asked = asyncio.create_task(ask(service, stream=True))
+        await until(lambda: bool(service.sampler.requests))
+        service.sampler.hold.set()
+        with pytest.raises(openai.InternalServerError, match="an error of the service"):
+            await asked
+    async with served("Let me think about it.") as service:
+        monkeypatch.undo()
+        service.sampler.hold_within = asyncio.Event()
+        stream = await ask(service, stream=True)
+        await anext(stream)
+        monkeypatch.setattr(MessageReader, "read", broken)
+        service.sampler.hold_within.set()
+        with pytest.raises(openai.APIError, match="an error of the service"):
+            await text_of(stream)
+
+
+@asynchronous
+async def test_a_full_queue_refuses_before_prompts_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served("4", places=Places(places=1, waiting=0, wait_s=30.0)) as service:
+        service.sampler.hold = asyncio.Event()
+        first = asyncio.create_task(ask(service))
+        await until(lambda: bool(service.sampler.requests))
+
+        def rendered(*_: object) -> None:
+            raise AssertionError
+
+        monkeypatch.setattr(service.front, "conversation", rendered)
+        with pytest.raises(openai.RateLimitError):
+            await ask(service)
+        service.sampler.hold.set()
+        await first
 
 
 @asynchronous
