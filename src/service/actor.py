@@ -100,7 +100,8 @@ class ServiceActor:
         self._tasks = [serving, asyncio.create_task(self._fit_places()), asyncio.create_task(self._bring_back())]
         self._started.set()
         port = self._server.servers[0].sockets[0].getsockname()[1]
-        return f"http://{options.host}:{port}"
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        return f"http://{host}:{port}"
 
     async def _serve(self) -> None:
         options = self._config.service

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,8 @@ from trireme.core.errors import TriremeError
 from trireme.core.types import ModelInput, SampledSequence, SampleRequest
 from trireme.renderers import Message, Renderer
 
+CHARACTERS = 8
+"""Few texts have so many characters a token."""
 RETRY_AFTER_S = 5.0
 """When replicas that do not serve yet, or failed, may serve again: one that has a successor needs some seconds."""
 Told = Callable[[Made], None]
@@ -43,6 +46,8 @@ class ServedModels:
     """The names under which it can be asked for: `policy`, and that of its commit."""
     max_len: int
     """Longest sequence of prompt and answer, in tokens."""
+    vocab_size: int
+    """Number of token ids that the model can read; its tokenizer may have more."""
 
     def check(self, name: str) -> None:
         """Raises RequestRefused for a model that is not there."""
@@ -179,21 +184,42 @@ class Front:
         return TextReader(self.tokenizer, asked.stop)
 
     def _prompts(self, asked: Asked) -> list[Tokens]:
+        self._check_lengths(asked)
         prompts = [self.conversation(asked.messages, asked)] if asked.messages else list(map(self._ids, asked.prompts))
-        vocabulary = len(self.tokenizer)
+        vocabulary = min(len(self.tokenizer), self.models.vocab_size)
         for prompt in prompts:
             if not len(prompt):
                 raise RequestRefused("an empty prompt; expected at least one token", param="prompt")
             if prompt.min() < 0 or prompt.max() >= vocabulary:
                 raise RequestRefused(f"token ids beyond the vocabulary of {vocabulary}", param="prompt")
             if len(prompt) >= self.models.max_len:
-                raise RequestRefused(
-                    f"a prompt of {len(prompt)} tokens; this model's maximum context length is {self.models.max_len} "
-                    "tokens, prompt and answer together",
-                    param="messages" if asked.messages else "prompt",
-                    code="context_length_exceeded",
-                )
+                raise self._too_long(f"{len(prompt)} tokens", asked)
         return prompts
+
+    def _check_lengths(self, asked: Asked) -> None:
+        """Refuses texts that are far too long: all other answers would wait while they are tokenised. Raises
+        RequestRefused."""
+        most = self.models.max_len
+        whole = "".join(message["content"] for message in asked.messages if "tokens" not in message)
+        for text in (whole, *(each for each in asked.prompts if isinstance(each, str))):
+            if len(text) <= CHARACTERS * most:
+                continue
+            # Where messages meet, each may lose a token to its neighbour.
+            beginning = self.tokenizer.encode(text[: CHARACTERS * most], add_special_tokens=False)
+            if len(beginning) > most + len(asked.messages) or len(text) > most * max(map(len, self._vocabulary)):
+                raise self._too_long(f"{len(text):,} characters", asked)
+
+    @cached_property
+    def _vocabulary(self) -> Collection[str]:
+        return tuple(self.tokenizer.get_vocab())
+
+    def _too_long(self, size: str, asked: Asked) -> RequestRefused:
+        return RequestRefused(
+            f"a prompt of {size}; this model's maximum context length is {self.models.max_len} tokens, prompt and "
+            "answer together",
+            param="messages" if asked.messages else "prompt",
+            code="context_length_exceeded",
+        )
 
     def conversation(self, messages: Sequence[Message], asked: Asked) -> Tokens:
         """Returns the prompt for the next message of a conversation. Raises RequestRefused."""
