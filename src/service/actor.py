@@ -34,7 +34,7 @@ from trireme.renderers import make_renderer
 LOOK_S = 5.0
 AGAIN_S = 10.0
 """A replica that failed a chat is tried again after this time, unless it was removed meanwhile."""
-CLOSE_S = 5.0
+CLOSE_S = 3.0
 MEGABYTE = 10**6
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class ServiceActor:
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**own.model_dump(), tokenizer=tokenizer)
         self._places = Places(1, options.max_waiting, options.wait_s)
-        front = Front(self._sampler, self._models, tokenizer, renderer, self._places)
+        front = self._front = Front(self._sampler, self._models, tokenizer, renderer, self._places)
         limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
         app = make_app(front, ServiceKeys(self._keys), limits)
         self._server = uvicorn.Server(
@@ -100,7 +100,8 @@ class ServiceActor:
         self._tasks = [serving, asyncio.create_task(self._fit_places()), asyncio.create_task(self._bring_back())]
         self._started.set()
         port = self._server.servers[0].sockets[0].getsockname()[1]
-        return f"http://{options.host}:{port}"
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        return f"http://{host}:{port}"
 
     async def _serve(self) -> None:
         options = self._config.service
@@ -125,9 +126,10 @@ class ServiceActor:
         """Lets a replica that failed a chat join again: whether it is dead is decided by those who watch it."""
         while True:
             index, reason = await self._sampler.next_failure()
+            client = self._clients.get(index)
             log.warning("replica %d: %s; it is tried again in %g s unless it is removed", index, reason, AGAIN_S)
             await asyncio.sleep(AGAIN_S)
-            if client := self._clients.get(index):
+            if client and self._clients.get(index) is client:  # else it is gone, or has joined again by now
                 with suppress(TriremeError):
                     await self._sampler.join(index, client)
 
@@ -139,6 +141,8 @@ class ServiceActor:
         await self._started.wait()
         for each in after:
             await get_async(each, who=f"replica {index}, joining", timeout_s=self._config.patience_s)
+        if index in self._clients:  # it joins again with the next attempt; chats must not be left behind in its engine
+            await self._sampler.drain(index, 0.0)
         self._clients[index] = client
         await self._sampler.join(index, client)
 
@@ -165,9 +169,12 @@ class ServiceActor:
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
 
     async def stop(self) -> None:
-        """Closes the port; answers in flight end."""
+        """Closes the port; answers in flight end with an error that says why."""
         for task in self._tasks[1:]:
             task.cancel()
         if self._tasks:
-            self._server.should_exit = self._server.force_exit = True
+            self._front.end("the run has ended, and its service with it")
+            self._server.should_exit = True
+            await asyncio.wait(self._tasks[:1], timeout=CLOSE_S)
+            self._server.force_exit = True  # a client does not read its answer
             await asyncio.wait(self._tasks[:1], timeout=CLOSE_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -27,6 +28,7 @@ from service.metrics import ServiceMetrics
 
 VERSION = "x-trireme-version"
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class AskingBody(Protocol):
@@ -197,5 +199,7 @@ async def _to_the_end(texts: AsyncIterator[str], path: str) -> AsyncIterator[str
     try:
         async for text in texts:
             yield text
-    except RequestRefused as refused:
-        yield stream_error(path, refused)
+    except Exception as error:
+        if not isinstance(error, RequestRefused):
+            log.exception("a stream failed")
+        yield stream_error(path, _as_refused(error))

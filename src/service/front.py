@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,10 @@ from trireme.core.errors import TriremeError
 from trireme.core.types import ModelInput, SampledSequence, SampleRequest
 from trireme.renderers import Message, Renderer
 
+CHARACTERS = 8
+"""Few texts have so many characters a token."""
+RETRY_AFTER_S = 5.0
+"""When replicas that do not serve yet, or failed, may serve again: one that has a successor needs some seconds."""
 Told = Callable[[Made], None]
 Event = Delta | ServiceAnswer
 Tokens = npt.NDArray[np.int32]
@@ -41,6 +46,8 @@ class ServedModels:
     """The names under which it can be asked for: `policy`, and that of its commit."""
     max_len: int
     """Longest sequence of prompt and answer, in tokens."""
+    vocab_size: int
+    """Number of token ids that the model can read; its tokenizer may have more."""
 
     def check(self, name: str) -> None:
         """Raises RequestRefused for a model that is not there."""
@@ -59,6 +66,14 @@ class Front:
     ) -> None:
         self.models, self.tokenizer, self.places = models, tokenizer, places
         self._sampler, self._renderer = sampler, renderer
+        self._open: set[asyncio.Queue[Event | BaseException]] = set()
+        self._ended: RequestRefused | None = None
+
+    def end(self, why: str) -> None:
+        """Refuses all requests from now on, also those that are being answered."""
+        self._ended = RequestRefused(why, status=503, code="service_ended")
+        for events in self._open:
+            events.put_nowait(self._ended)
 
     async def answers(self, asked: Asked) -> list[ServiceAnswer]:
         """Returns the answers, all prompts' first ones after each other. Raises RequestRefused."""
@@ -69,9 +84,12 @@ class Front:
         """Yields the pieces of all answers, if they are asked for, and each answer when it is whole. Closing the
         iterator ends what is still sampled. Raises RequestRefused."""
         self.models.check(asked.model)
+        self.places.check((1 if asked.messages else len(asked.prompts)) * asked.n)  # before the work for prompts
         prompts = self._prompts(asked)
-        self.places.check(len(prompts) * asked.n)
+        if self._ended:
+            raise self._ended
         events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+        self._open.add(events)
         name = f"chat-{uuid.uuid4().hex[:12]}"
         tasks = [
             asyncio.create_task(self._put(events, name, asked, prompt, p * asked.n + i, i))
@@ -87,6 +105,7 @@ class Front:
                 left -= isinstance(event, ServiceAnswer)
                 yield event
         finally:
+            self._open.discard(events)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -97,7 +116,8 @@ class Front:
         try:
             await self._answer(events, name, asked, prompt, choice, sample)
         except TriremeError as error:
-            events.put_nowait(RequestRefused(str(error), status=503, code="replicas_failed"))
+            again_s = RETRY_AFTER_S
+            events.put_nowait(RequestRefused(str(error), status=503, code="replicas_failed", retry_after_s=again_s))
         except Exception as error:
             events.put_nowait(error)
 
@@ -124,8 +144,8 @@ class Front:
             try:
                 if stream and (delta := stream.take(made)):
                     events.put_nowait(delta)
-            except RequestRefused as refused:
-                events.put_nowait(refused)
+            except Exception as error:  # the router, which calls this, serves other requests too
+                events.put_nowait(error)
 
         async with self.places.one():
             sequence = await self._sampler.sample(request, told if stream else None)
@@ -164,21 +184,42 @@ class Front:
         return TextReader(self.tokenizer, asked.stop)
 
     def _prompts(self, asked: Asked) -> list[Tokens]:
+        self._check_lengths(asked)
         prompts = [self.conversation(asked.messages, asked)] if asked.messages else list(map(self._ids, asked.prompts))
-        vocabulary = len(self.tokenizer)
+        vocabulary = min(len(self.tokenizer), self.models.vocab_size)
         for prompt in prompts:
             if not len(prompt):
                 raise RequestRefused("an empty prompt; expected at least one token", param="prompt")
             if prompt.min() < 0 or prompt.max() >= vocabulary:
                 raise RequestRefused(f"token ids beyond the vocabulary of {vocabulary}", param="prompt")
             if len(prompt) >= self.models.max_len:
-                raise RequestRefused(
-                    f"a prompt of {len(prompt)} tokens; this model's maximum context length is {self.models.max_len} "
-                    "tokens, prompt and answer together",
-                    param="messages" if asked.messages else "prompt",
-                    code="context_length_exceeded",
-                )
+                raise self._too_long(f"{len(prompt)} tokens", asked)
         return prompts
+
+    def _check_lengths(self, asked: Asked) -> None:
+        """Refuses texts that are far too long: all other answers would wait while they are tokenised. Raises
+        RequestRefused."""
+        most = self.models.max_len
+        whole = "".join(message["content"] for message in asked.messages if "tokens" not in message)
+        for text in (whole, *(each for each in asked.prompts if isinstance(each, str))):
+            if len(text) <= CHARACTERS * most:
+                continue
+            # Where messages meet, each may lose a token to its neighbour.
+            beginning = self.tokenizer.encode(text[: CHARACTERS * most], add_special_tokens=False)
+            if len(beginning) > most + len(asked.messages) or len(text) > most * max(map(len, self._vocabulary)):
+                raise self._too_long(f"{len(text):,} characters", asked)
+
+    @cached_property
+    def _vocabulary(self) -> Collection[str]:
+        return tuple(self.tokenizer.get_vocab())
+
+    def _too_long(self, size: str, asked: Asked) -> RequestRefused:
+        return RequestRefused(
+            f"a prompt of {size}; this model's maximum context length is {self.models.max_len} tokens, prompt and "
+            "answer together",
+            param="messages" if asked.messages else "prompt",
+            code="context_length_exceeded",
+        )
 
     def conversation(self, messages: Sequence[Message], asked: Asked) -> Tokens:
         """Returns the prompt for the next message of a conversation. Raises RequestRefused."""

@@ -101,21 +101,23 @@ class RequestGuard:
             )
         if key and caller == "client":
             self._rates.take(key.name)
-        return await self._body(headers, receive)
+        most = self._limits.body_bytes if caller == "client" else 0  # what is open without a key takes no body
+        return await self._body(headers, receive, most)
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+    async def _body(self, headers: Headers, receive: Receive, most: int) -> bytes:
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._limits.body_bytes:
-            raise self._too_large()
+        if length.isdigit() and int(length) > most:
+            raise _too_large(most)
         try:
             async with asyncio.timeout(self._limits.body_s):
-                return await self._read(receive)
+                return await self._read(receive, most)
         except TimeoutError:
             raise RequestRefused(
                 f"the body took longer than {self._limits.body_s:g} s (service.body_s)", status=408, code="body_timeout"
             ) from None
 
-    async def _read(self, receive: Receive) -> bytes:
+    @staticmethod
+    async def _read(receive: Receive, most: int) -> bytes:
         parts, size = [], 0
         while True:
             message = await receive()
@@ -123,17 +125,15 @@ class RequestGuard:
                 raise RequestRefused("the client left before its body was whole", status=400)
             parts.append(part := message.get("body", b""))
             size += len(part)
-            if size > self._limits.body_bytes:
-                raise self._too_large()
+            if size > most:
+                raise _too_large(most)
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    def _too_large(self) -> RequestRefused:
-        return RequestRefused(
-            f"a body of more than {self._limits.body_bytes:,} bytes (service.max_body_mb)",
-            status=413,
-            code="body_too_large",
-        )
+
+def _too_large(most: int) -> RequestRefused:
+    allowed = f"more than {most:,} bytes (service.max_body_mb)" if most else "a request that takes none"
+    return RequestRefused(f"a body of {allowed}", status=413, code="body_too_large")
 
 
 def _given(headers: Headers) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,6 +95,11 @@ class ServiceHandle:
             self._clients.pop(index, None)
             return self._actor.drain.remote(index, timeout_s)
 
+    def keep(self, indices: Collection[int]) -> None:
+        """Forgets all replicas but these: one that is removed between two attempts leaves without a word."""
+        for index in set(self._clients) - set(indices):
+            self.leave(index, f"inference replica {index} was removed")
+
     def next_failure(self) -> Any:
         """Returns a reference that never resolves: those who watch the replicas find out which are dead."""
         return self._actor.next_failure.remote()
@@ -117,6 +122,8 @@ class ServiceHandle:
                 self._say(f"{WHO} is started again: {failure}")
                 with self._lock:
                     ray.kill(self._actor)
+                    if self._ending.is_set():  # `stop` would not know another one
+                        return
                     self._actor = self._make()
 
     def _serve(self, again: bool) -> None:
@@ -139,7 +146,9 @@ class ServiceHandle:
     def stop(self) -> None:
         """Closes the port and ends the actor."""
         self._ending.set()
+        with self._lock:  # from now on there is no other one
+            actor = self._actor
         with suppress(TriremeError):  # it is dead or hangs already
-            waits.get(self._actor.stop.remote(), who=WHO, timeout_s=STOP_S, log=self._log)
-        ray.kill(self._actor)
+            waits.get(actor.stop.remote(), who=WHO, timeout_s=STOP_S, log=self._log)
+        ray.kill(actor)
         self._thread.join(LOOK_S + ANSWER_S)

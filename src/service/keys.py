@@ -10,7 +10,7 @@ import hmac
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +29,7 @@ class ServiceKey:
 
     role: Role
     """`client` may ask for answers; `admin` may call every route."""
-    value: str
+    value: str = field(repr=False)
     """The secret."""
 
     @property

@@ -31,7 +31,14 @@ class Places:
 
     def check(self, answers: int) -> None:
         """Raises RequestRefused when so many more answers would wait that the queue is full."""
-        if self.taken + self.waiting + answers > self.places + self._most_waiting:
+        most = self.places + self._most_waiting
+        if answers > most:
+            raise RequestRefused(
+                f"{answers} answers in one request; expected at most {most} (the places of chats and "
+                "service.max_waiting)",
+                param="n",
+            )
+        if self.taken + self.waiting + answers > most:
             raise RequestRefused(
                 f"{self.taken} answers are being sampled and {self.waiting} wait, of at most {self.places} and "
                 f"{self._most_waiting} (service.max_waiting): send the request again later",

@@ -7,19 +7,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.asked import Asked, Delta, ServiceAnswer
+from service.asked import Asked, Delta, RequestRefused, ServiceAnswer
 from service.dialects.wire import (
     MOST_ANSWERS,
     Absent,
     Body,
     Content,
+    Few,
     FunctionCall,
     FunctionTool,
+    Many,
     MinP,
     NoPenalty,
     Penalty,
     Seed,
     Stop,
+    StopIds,
+    Stops,
     Temperature,
     TokenId,
     Tokens,
@@ -39,10 +43,19 @@ from service.dialects.wire import (
     text_of,
 )
 from service.front import Event
+from service.reading import UNFINISHED
 from trireme.core.types import SamplingParams
 from trireme.renderers import Message, ToolCall
 
 DONE = "data: [DONE]\n\n"
+ROLES_OF = {
+    "tool_calls": ("assistant",),
+    "reasoning_content": ("assistant",),
+    "token_ids": ("assistant",),
+    "prompt_token_ids": ("assistant",),
+    "tool_call_id": ("tool",),
+}
+"""Fields of a message, and the roles of messages that may have them."""
 
 
 class ChatToolCall(Body):
@@ -61,29 +74,45 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ChatToolCall] | None = None
+    tool_calls: Many[ChatToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: Annotated[str | None, only()] = None
     annotations: Annotated[list[Any] | None, only([])] = None
     audio: Absent = None
     function_call: Absent = None
-    token_ids: list[TokenId] | None = None
-    prompt_token_ids: list[TokenId] | None = None
+    token_ids: Many[TokenId] | None = None
+    prompt_token_ids: Many[TokenId] | None = None
 
     def message(self) -> Message:
         """Returns the message as renderers take it. Raises RequestRefused."""
+        self._check_fields()
         role = "system" if self.role == "developer" else self.role
         found: Message = {"role": role, "content": text_of(self.content)}
         if self.reasoning_content:
             found["thinking"] = self.reasoning_content
         if self.tool_calls:
             found["tool_calls"] = [each.function.call() for each in self.tool_calls]
-        if self.token_ids and role == "assistant":
+        if self.token_ids:
             found["tokens"] = self.token_ids
             if self.prompt_token_ids:
                 found["prompt"] = self.prompt_token_ids
+        if self.name and role == "tool":
+            found["name"] = self.name
         return found
+
+    def _check_fields(self) -> None:
+        """Raises RequestRefused for a field that says nothing in a message of this role: it would be ignored."""
+        strange = [f for f, roles in ROLES_OF.items() if getattr(self, f) and self.role not in roles]
+        if self.prompt_token_ids and not self.token_ids:
+            strange.append("prompt_token_ids")
+        if strange:
+            raise RequestRefused(
+                f"`{strange[0]}` in a message of role {self.role}; expected it in one of role "
+                f"{' or '.join(ROLES_OF[strange[0]])}"
+                + (" with token_ids" if strange[0] == "prompt_token_ids" else ""),
+                param="messages",
+            )
 
 
 class ChatTool(Body):
@@ -110,30 +139,30 @@ class ChatRequest(Body):
     """The body of a request."""
 
     model: str
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     seed: Seed | None = None
-    stop: Stop | list[Stop] | None = None
+    stop: Stop | Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: list[ChatTool] | None = None
+    tools: Many[ChatTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Annotated[bool | None, only(True)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, only(0)] = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, Few] = None
     store: Annotated[bool | None, only(False)] = None
     frequency_penalty: NoPenalty = None
     presence_penalty: NoPenalty = None
-    logit_bias: Annotated[dict[str, float] | None, only({})] = None
+    logit_bias: Annotated[dict[str, float] | None, Few, only({})] = None
     response_format: ResponseFormat | None = None
     service_tier: Annotated[str | None, only("auto", "default")] = None
-    modalities: Annotated[list[str] | None, only(["text"])] = None
+    modalities: Annotated[Many[str] | None, only(["text"])] = None
     audio: Absent = None
     prediction: Absent = None
     reasoning_effort: Absent = None
@@ -146,7 +175,7 @@ class ChatRequest(Body):
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: Penalty | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: StopIds | None = None
     return_token_ids: bool | None = None
 
     def asked(self) -> Asked:
@@ -239,7 +268,8 @@ def _logprobs(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[float]) 
     rows = []
     for token, logprob in zip(tokens, logprobs, strict=True):
         text = str(tokenizer.decode([token]))
-        rows.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        known = None if UNFINISHED in text else list(text.encode())  # it is a part of a letter
+        rows.append({"token": text, "logprob": logprob, "bytes": known, "top_logprobs": []})
     return {"content": rows}
 
 

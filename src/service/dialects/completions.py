@@ -13,11 +13,15 @@ from service.dialects.wire import (
     MOST_ANSWERS,
     Absent,
     Body,
+    Few,
+    Many,
     MinP,
     NoPenalty,
     Penalty,
     Seed,
     Stop,
+    StopIds,
+    Stops,
     Temperature,
     TokenId,
     Tokens,
@@ -44,16 +48,16 @@ class CompletionRequest(Body):
     model: str
     prompt: (
         str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[list[TokenId]], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[Many[TokenId], Field(min_length=1)]
+        | Annotated[Many[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[Many[Many[TokenId]], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
     max_tokens: Tokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     seed: Seed | None = None
-    stop: Stop | list[Stop] | None = None
+    stop: Stop | Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: Annotated[int | None, only(0)] = None
@@ -63,11 +67,11 @@ class CompletionRequest(Body):
     user: str | None = None
     frequency_penalty: NoPenalty = None
     presence_penalty: NoPenalty = None
-    logit_bias: Annotated[dict[str, float] | None, only({})] = None
+    logit_bias: Annotated[dict[str, float] | None, Few, only({})] = None
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: Penalty | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: StopIds | None = None
     return_token_ids: bool | None = None
 
     def asked(self) -> Asked:

@@ -11,8 +11,9 @@ from service.asked import Asked, RequestRefused, ServiceAnswer
 from service.dialects.wire import (
     Absent,
     Body,
+    Many,
     Schema,
-    Stop,
+    Stops,
     Temperature,
     Tokens,
     TopK,
@@ -66,7 +67,7 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | Many[TextBlock] | None = None
     is_error: bool | None = None  # the text of the answer tells it
     cache_control: Any = None
 
@@ -78,7 +79,7 @@ class AnthropicMessage(Body):
     """A message."""
 
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | Many[Block]
 
 
 class AnthropicTool(Body):
@@ -113,15 +114,15 @@ class MessagesRequest(Body):
     """The body of a request."""
 
     model: str
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
+    messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
     max_tokens: Tokens
-    system: str | list[TextBlock] | None = None
-    stop_sequences: list[Stop] | None = None
+    system: str | Many[TextBlock] | None = None
+    stop_sequences: Stops | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
-    tools: list[AnthropicTool] | None = None
+    tools: Many[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     metadata: dict[str, Any] | None = None
     thinking: AnthropicThinking | None = None
@@ -154,6 +155,11 @@ class MessagesRequest(Body):
         calls: dict[str, str] = {}
         if self.system:
             found.append({"role": "system", "content": _text(self.system)})
+        if self.messages[-1].role == "assistant":
+            raise RequestRefused(
+                "the last message is the assistant's: the beginning of an answer cannot be given; expected the user's",
+                param="messages",
+            )
         for each in self.messages:
             if isinstance(each.content, str):
                 found.append({"role": each.role, "content": each.content})

@@ -12,8 +12,10 @@ from service.dialects.wire import (
     Absent,
     Body,
     Content,
+    Few,
     FunctionCall,
     FunctionTool,
+    Many,
     Temperature,
     Tokens,
     TopP,
@@ -76,8 +78,8 @@ class InputReasoning(Body):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[ReasoningText] = Field([])
-    content: list[ReasoningText] | None = None
+    summary: Many[ReasoningText] = Field([])
+    content: Many[ReasoningText] | None = None
     encrypted_content: Annotated[str | None, only()] = None
     status: str | None = None
 
@@ -108,21 +110,21 @@ class ResponseRequest(Body):
     """The body of a request."""
 
     model: str
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     stream: bool | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Many[ResponseTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Annotated[bool | None, only(True)] = None
     text: TextOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, Few] = None
     user: str | None = None
     store: Annotated[bool | None, only(False)] = None
     truncation: Annotated[str | None, only("disabled")] = None
-    include: Annotated[list[str] | None, only([])] = None
+    include: Annotated[Many[str] | None, only([])] = None
     top_logprobs: Annotated[int | None, only(0)] = None
     service_tier: Annotated[str | None, only("auto", "default")] = None
     background: Annotated[bool | None, only(False)] = None

@@ -7,7 +7,16 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from service.asked import Delta, RequestRefused, ServiceAnswer
 from trireme.core.finite_json import to_json
@@ -16,6 +25,10 @@ from trireme.renderers.qwen_tags import read_json
 
 T = TypeVar("T")
 MOST_ANSWERS = 128
+MOST_FIELDS = 100
+"""Of an object, each field of which may be refused."""
+MOST_STOPS, LONGEST_STOP, MOST_STOP_IDS = 64, 256, 1024
+"""Strings, and characters of each: a replica searches each token's text for all of them."""
 Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, le=1)]
@@ -23,15 +36,36 @@ TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Penalty = Annotated[float, Field(gt=0, le=100)]
 Seed = Annotated[int, Field(ge=0, lt=2**63 - MOST_ANSWERS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Stop = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Tokens = Annotated[PositiveInt, Field(lt=2**31)]
 Schema = dict[str, Any]
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first wrong item ends the look at it: a million of errors would take seconds, and a gigabyte."""
+Stops = Annotated[Many[Stop], Field(max_length=MOST_STOPS)]
+StopIds = Annotated[Many[TokenId], Field(max_length=MOST_STOP_IDS)]
+
+
+def few(value: T) -> T:
+    """Refuses an object of very many fields, before an error is made of each."""
+    if isinstance(value, dict) and len(value) > MOST_FIELDS:
+        raise ValueError(f"an object of {len(value):,} fields; expected at most {MOST_FIELDS}")
+    return value
+
+
+Few = BeforeValidator(few)
+"""An object of few fields."""
 
 
 class Body(BaseModel):
     """A part of a request. A field that is not listed is refused by name: nothing is ignored in silence."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def few_fields(cls, value: T) -> T:
+        """Refuses a body of very many fields."""
+        return few(value)
 
     @field_validator("*")
     @classmethod
@@ -150,7 +184,7 @@ class TextPart(Body):
     cache_control: Any = None  # of Anthropic's prompt cache; replicas cache every prefix
 
 
-Content = str | list[TextPart]
+Content = str | Many[TextPart]
 
 
 def text_of(content: Content | None) -> str:

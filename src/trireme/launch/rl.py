@@ -85,6 +85,8 @@ class RlRun(TrainingRun):
         orchestrator = self._orchestrator = self._orchestrator or self._start_orchestrator(config, run)
         ending.push(self._end_attempt)
         trainer.offer_by(orchestrator.offer, config.timeouts.update_s)
+        if self._service:
+            self._service.keep(self.inference.indices)
         users = WithChats(orchestrator, self._service) if self._service else orchestrator
         return Core(trainer, {"orchestrator": orchestrator}, (trainer, orchestrator), users, living)
 

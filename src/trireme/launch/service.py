@@ -78,7 +78,7 @@ def start_service(
     max_len = config.seq_limit(facts)
     if max_len is None:
         raise BadInput("the longest sequence of the model is not known: set --model.max-seq-len")
-    models = ServedModels(names, max_len)
+    models = ServedModels(names, max_len, facts.vocab_size)
     return ServiceHandle.start(config, inference.chat_router_factory(), models, keys, adopt, log_dir, say)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -19,6 +20,7 @@ from service_support import ADMIN, CLIENT, LIMITS, MAX_LEN, VERSION, Served, ser
 
 from service.guard import Limits
 from service.places import Places
+from service.reading import MessageReader
 from service.routes import ROUTES
 from trireme.core.errors import RoomFailed
 
@@ -237,6 +239,9 @@ async def test_a_cut_answer_says_so() -> None:
         ({"n": 1000}, "n"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0"),
         ({"messages": [{"role": "tool", "content": "4", "tool_call_id": "call_x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "?", "token_ids": [1]}]}, "`token_ids` in a message of role user"),
+        ({"messages": [{"role": "assistant", "content": "", "prompt_token_ids": [1]}]}, "with token_ids"),
+        ({"messages": [{"role": "user", "content": "?", "tool_call_id": "a"}]}, "`tool_call_id`"),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
     ],
@@ -286,13 +291,136 @@ async def test_prompts_that_do_not_fit_are_refused() -> None:
 
 
 @asynchronous
+async def test_tokens_that_the_tokenizer_has_and_the_model_has_not_are_refused() -> None:
+    """They would lie beyond its embedding, and could end the engine."""
+    async with served("4") as service, of(service) as client:
+        service.front.models = replace(service.front.models, vocab_size=100)
+        with pytest.raises(openai.BadRequestError, match="vocabulary of 100"):
+            await client.completions.create(model="policy", prompt=[1, 100])
+
+
+@asynchronous
+async def test_texts_that_are_far_too_long_are_refused_before_they_are_tokenised() -> None:
+    """Tokenising a megabyte takes seconds, in which no other answer would continue."""
+    async with served("4", limits=Limits(2**24, 5.0, None)) as service, of(service) as client:
+        real, lengths = service.front.tokenizer, []
+
+        class Counting:
+            def encode(self, text: str, **options: Any) -> Any:
+                lengths.append(len(text))
+                return real.encode(text, **options)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+            def __len__(self) -> int:
+                return len(real)
+
+        service.front.tokenizer = Counting()
+        for text in ("one two " * 200_000, "three" * 300_000):
+            with pytest.raises(openai.BadRequestError, match="characters") as refused:
+                await client.completions.create(model="policy", prompt=text)
+            assert refused.value.code == "context_length_exceeded"
+            with pytest.raises(openai.BadRequestError, match="characters"):
+                await ask(service, messages=[*QUESTION, {"role": "user", "content": text}])
+        assert max(lengths) <= 8 * MAX_LEN
+
+
+@asynchronous
+async def test_bodies_of_a_million_errors_are_refused_by_the_first() -> None:
+    many = 20_000
+    bodies: list[dict[str, Any]] = [
+        {"prompt": ["a"] * many},
+        {"prompt": "a", **{f"field{i}": 1 for i in range(many)}},
+        {"prompt": "a", "logit_bias": {str(i): "x" for i in range(many)}},
+        {"prompt": "a", "stop": ["a"] * many},
+    ]
+    async with served("4", limits=Limits(2**24, 5.0, None)) as service:
+        for body in bodies:
+            refused = await service.post("/v1/completions", {"model": "policy", **body})
+            assert refused.status_code == 400
+            assert len(refused.content) < 2000
+        messages = {"messages": [1] * many}
+        refused = await service.post("/v1/chat/completions", {"model": "policy", **messages})
+        assert (refused.status_code, len(refused.content) < 2000) == (400, True)
+
+
+@asynchronous
+async def test_the_bytes_of_a_part_of_a_letter_are_not_told() -> None:
+    async with served("\U0001f9ff") as service:
+        rows = (await ask(service, logprobs=True)).choices[0].logprobs.content
+        assert len(rows) > 2, "the letter takes several tokens"
+        assert rows[0].bytes is None
+
+
+@asynchronous
 async def test_a_failure_of_the_replicas_is_told() -> None:
     async with served(RoomFailed("no replica is left")) as service:
         with pytest.raises(openai.InternalServerError, match="no replica is left") as failed:
             await ask(service)
         assert failed.value.status_code == 503
+        assert int(failed.value.response.headers["retry-after"]) >= 1
         with pytest.raises(openai.InternalServerError, match="no replica is left"):
             await ask(service, stream=True)
+
+
+@asynchronous
+async def test_what_is_being_answered_when_the_service_ends_is_told_so() -> None:
+    async with served("Let me think about it.") as service:
+        service.sampler.hold_within = asyncio.Event()
+        whole = asyncio.create_task(ask(service))
+        stream = await ask(service, stream=True)
+        await anext(stream)
+        await until(lambda: len(service.sampler.requests) == 2)
+        service.front.end("the run has ended")
+        with pytest.raises(openai.APIError, match="the run has ended"):
+            await text_of(stream)
+        for task in (whole, asyncio.create_task(ask(service))):
+            with pytest.raises(openai.InternalServerError, match="the run has ended"):
+                await task
+        assert service.sampler.cancelled == 2
+
+
+@asynchronous
+async def test_an_error_of_the_service_within_a_stream_ends_it_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served("Let me think about it.") as service:
+
+        def broken(*_: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(MessageReader, "read", broken)
+        service.sampler.hold = asyncio.Event()
+        asked = asyncio.create_task(ask(service, stream=True))
+        await until(lambda: bool(service.sampler.requests))
+        service.sampler.hold.set()
+        with pytest.raises(openai.InternalServerError, match="an error of the service"):
+            await asked
+    async with served("Let me think about it.") as service:
+        monkeypatch.undo()
+        service.sampler.hold_within = asyncio.Event()
+        stream = await ask(service, stream=True)
+        await anext(stream)
+        monkeypatch.setattr(MessageReader, "read", broken)
+        service.sampler.hold_within.set()
+        with pytest.raises(openai.APIError, match="an error of the service"):
+            await text_of(stream)
+
+
+@asynchronous
+async def test_a_full_queue_refuses_before_prompts_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served("4", places=Places(places=1, waiting=0, wait_s=30.0)) as service:
+        service.sampler.hold = asyncio.Event()
+        first = asyncio.create_task(ask(service))
+        await until(lambda: bool(service.sampler.requests))
+
+        def rendered(*_: object) -> None:
+            raise AssertionError
+
+        monkeypatch.setattr(service.front, "conversation", rendered)
+        with pytest.raises(openai.RateLimitError):
+            await ask(service)
+        service.sampler.hold.set()
+        await first
 
 
 @asynchronous
@@ -367,6 +495,13 @@ async def test_a_large_body_is_refused_unread() -> None:
             assert (await service.client.post("/v1/completions", content=parts())).status_code == 413
         counted = 'trireme_service_requests_total{route="/v1/completions",status="413"} 2.0'
         assert counted in (await service.client.get("/metrics")).text
+
+
+@asynchronous
+async def test_what_is_open_without_a_key_takes_no_body() -> None:
+    async with served("4") as service:
+        refused = await service.client.request("GET", "/health", headers={"Authorization": ""}, content=b"a")
+        assert refused.status_code == 413
 
 
 @asynchronous

@@ -47,3 +47,7 @@ def test_files_that_are_refused(tmp_path: Path, text: str, mode: int, said: str)
     assert "0123456789abcdef" not in str(refused.value)
     with pytest.raises(BadInput, match="cannot be read"):
         read(tmp_path / "none")
+
+
+def test_a_key_does_not_show_its_secret() -> None:
+    assert "0123456789abcdef" not in repr(ServiceKey("client", "0123456789abcdef"))

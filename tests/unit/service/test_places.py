@@ -64,10 +64,13 @@ def test_the_queue_has_a_bound_and_a_time() -> None:
     async def play() -> None:
         places = Places(1, 1, 0.01)
         places.check(2)
-        with pytest.raises(RequestRefused) as full:
-            places.check(3)
-        assert (full.value.status, full.value.code) == (429, "queue_full")
+        with pytest.raises(RequestRefused, match="at most 2") as never:
+            places.check(3)  # there will never be so many places
+        assert (never.value.status, never.value.retry_after_s) == (400, None)
         async with places.one():
+            with pytest.raises(RequestRefused) as full:
+                places.check(2)
+            assert (full.value.status, full.value.code) == (429, "queue_full")
             with pytest.raises(RequestRefused) as late:
                 async with places.one():
                     pass

@@ -111,7 +111,7 @@ async def served(
     tokenizer = bpe(QWEN3)
     sampler = ScriptedSampler(*texts, tokenizer=tokenizer)
     renderer = make_renderer("auto", tokenizer)
-    models = ServedModels(("policy", "step-000020"), MAX_LEN)
+    models = ServedModels(("policy", "step-000020"), MAX_LEN, len(tokenizer))
     front = Front(sampler, models, tokenizer, renderer, places or Places(64, 64, 30.0))
     app = make_app(front, keys, limits)
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_config=None, lifespan="off"))

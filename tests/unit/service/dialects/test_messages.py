@@ -106,7 +106,14 @@ def test_refusals_have_the_dialects_body() -> None:
     [
         ([{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}], "the call `x`"),
         ([{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}], "a tool_use in"),
-        ([{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "x"}]}], "a tool_result in"),
+        (
+            [
+                {"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "x"}]},
+                {"role": "user", "content": "?"},
+            ],
+            "a tool_result in",
+        ),
+        ([{"role": "user", "content": "?"}, {"role": "assistant", "content": "{"}], "the last message is"),
     ],
 )
 def test_blocks_in_the_wrong_place_are_refused(messages: Any, named: str) -> None:

@@ -1,0 +1,82 @@
+"""The service's actor without Ray: which replicas get chats, and when they join again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from service import actor
+from service.actor import ServiceActor
+from service.front import ServedModels
+
+
+class Replicas:
+    """A router that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.failures: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        self.looks = 0
+
+    async def join(self, index: int, client: Any) -> None:
+        self.told.append(("join", index, client))
+
+    def leave(self, index: int, reason: str) -> None:
+        self.told.append(("leave", index))
+
+    async def drain(self, index: int, timeout_s: float) -> None:
+        self.told.append(("drain", index, timeout_s))
+
+    async def next_failure(self) -> tuple[int, str]:
+        self.looks += 1
+        return await self.failures.get()
+
+
+def started(replicas: Replicas) -> ServiceActor:
+    config: Any = None
+    own = ServiceActor(config, lambda: replicas, ServedModels(("policy",), 99, 99), [], None, None)  # type: ignore[arg-type, return-value]
+    own._sampler = replicas  # type: ignore[assignment]
+    own._started.set()
+    return own
+
+
+def test_a_replica_that_joins_again_gives_up_the_chats_that_it_has() -> None:
+    """Else they would be sampled to their end in its engine, beside those that take their places."""
+
+    async def play() -> None:
+        replicas = Replicas()
+        own = started(replicas)
+        await own.join(0, "first", [])
+        await own.join(0, "again", [])
+        assert replicas.told == [("join", 0, "first"), ("drain", 0, 0.0), ("join", 0, "again")]
+        await own.leave(0, "dead")
+        await own.join(0, "successor", [])
+        assert replicas.told[3:] == [("leave", 0), ("join", 0, "successor")]
+
+    asyncio.run(play())
+
+
+def test_a_replica_that_failed_a_chat_comes_back_unless_another_client_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        replicas = Replicas()
+        own = started(replicas)
+        monkeypatch.setattr(actor, "AGAIN_S", 0.01)
+        await own.join(0, "first", [])
+        task = asyncio.create_task(own._bring_back())
+        replicas.failures.put_nowait((0, "it failed"))
+        while replicas.looks < 2:  # noqa: ASYNC110  the task makes it true
+            await asyncio.sleep(0.001)
+        assert replicas.told == [("join", 0, "first")] * 2
+        replicas.failures.put_nowait((0, "it died"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await own.leave(0, "dead")
+        await own.join(0, "successor", [])
+        while replicas.looks < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert replicas.told[2:] == [("leave", 0), ("join", 0, "successor")]
+        task.cancel()
+
+    asyncio.run(play())

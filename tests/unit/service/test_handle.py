@@ -1,0 +1,57 @@
+"""The driver's side of the service, without Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from service import handle
+from service.handle import ServiceHandle
+from trireme.core.errors import RoomFailed
+
+
+class Actor:
+    """Notes the calls of its verbs."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, verb: str) -> Any:
+        class Remote:
+            @staticmethod
+            def remote(*given: Any) -> None:
+                self.told.append((verb, *given))
+
+        return Remote
+
+
+def test_replicas_that_were_removed_between_attempts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServiceHandle, "_keep", lambda _self: None)
+    actor, config = Actor(), Any
+    own = ServiceHandle(config, lambda: actor, None, print)  # type: ignore[arg-type]
+    own.join(0, "a", reserved=False)
+    own.join(1, "b", reserved=False)
+    own.keep([0, 2])
+    assert [told[:2] for told in actor.told] == [("join", 0), ("join", 1), ("leave", 1)]
+
+
+def test_a_service_that_is_lost_as_the_run_ends_has_no_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Actor] = []
+
+    def make() -> Actor:
+        made.append(Actor())
+        return made[-1]
+
+    monkeypatch.setattr(handle.ray, "kill", lambda _actor: own._ending.set())  # `stop` begins in this moment
+    with monkeypatch.context() as first:
+        first.setattr(ServiceHandle, "_keep", lambda _self: None)
+        config: Any = type("Config", (), {"cluster": type("Cluster", (), {"max_restarts": 3})})
+        own = ServiceHandle(config, make, None, print)
+
+    def lost(_self: ServiceHandle, again: bool) -> None:
+        raise RoomFailed("it died")
+
+    monkeypatch.setattr(ServiceHandle, "_serve", lost)
+    own._keep()
+    assert len(made) == 1
