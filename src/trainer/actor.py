@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from trireme.core.weights import PublishedWeights
 from trireme.process import trace, waits
 from trireme.process.environ import redirect_output, view_of, yield_to_others
 from trireme.process.faults import number_process
-from trireme.process.interfaces import choose_interface
+from trireme.process.interfaces import choose_interface, listen
 from trireme.process.ray_cluster import see_own_gpus
 from trireme.transports.kept import KeptVersions
 
@@ -64,7 +63,7 @@ class ShardActor:
         """Opens the store and returns its address; on rank 0 only. It listens only where other shards look for it: at
         the address that this node has in the cluster, which is 127.0.0.1 in one that was started here."""
         host = ray.util.get_node_ip_address()
-        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening = listen(host, self._config.cluster.port_range)
         self._store = self._open_store(host, listening.getsockname()[1], listening.detach())
         return host, self._store.port
 
@@ -77,7 +76,8 @@ class ShardActor:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
         choose_interface(address[0])
         store = self._store if self._rank == 0 else self._open_store(*address)
-        self._sender = load_transport(self._config.transport).make_sender(self._rank, self._config.trainer.processes)
+        transport, processes = load_transport(self._config.transport), self._config.trainer.processes
+        self._sender = transport.make_sender(self._rank, processes, self._config.cluster.port_range)
         self._shard = Shard(self._config, self._rank, store, self._sender, self._attempt, self._replica_share)
 
     def _open_store(self, host: str, port: int, listening: int | None = None) -> Any:

@@ -20,7 +20,7 @@ RAY, VLLM = {"ray"}, {"vllm"}
 FORBIDDEN_IMPORTS = {
     **{
         f"trireme.{package}": RAY | VLLM | ROOMS
-        for package in ("core", "config", "renderers", "plan", "checkpoint", "run", "train", "sft", "tools")
+        for package in ("core", "config", "renderers", "plan", "checkpoint", "run", "train", "sft", "tools", "doctor")
     },
     **{f"trireme.{package}": VLLM | ROOMS for package in ("process", "supervision", "transports")},
     "trireme.launch": VLLM,

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from trireme.cli import distill, eval, rl, trireme
+from trireme.cli import distill, doctor, eval, rl, trireme
 from trireme.config import Config
 from trireme.config.load import load, load_as
 from trireme.config.sft import SftConfig
@@ -154,6 +154,9 @@ def try_tool(tool: str, *arguments: str) -> None:
         given, keys = eval._parser().parse_known_args(arguments)
         assert Path(given.checkpoint).is_dir() or given.checkpoint.startswith("outputs/")
         load([*REQUIRED, *keys], {})
+    elif tool == "doctor":
+        _, keys = doctor._parser().parse_known_args(arguments)
+        assert not doctor._config("rl", keys) or Path(keys[1]).exists()
     else:
         parser: argparse.ArgumentParser = distill._parser() if tool == "distill" else trireme._parser()
         parser.parse_args(arguments if tool == "distill" else [tool, *arguments])

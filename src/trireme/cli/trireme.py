@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from trireme.cli.eval import evaluate
 
         return run_command(evaluate, given[1:])
+    if given[:1] == ["doctor"]:
+        from trireme.cli.doctor import examine_nodes  # imports plans, which other commands do not need
+
+        return run_command(examine_nodes, given[1:])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if given[:1] == ["sweep"]:
@@ -93,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("eval", help="how good a model is, by the evaluations of a run", add_help=False)
 
+    commands.add_parser("doctor", help="what is wrong with the nodes of a cluster, before a run", add_help=False)
     commands.add_parser("distill", help="answers under a long prompt, as data for sft without it", add_help=False)
     commands.add_parser("sweep", help="a run for each point of a grid; table and plot of a metric", add_help=False)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from trireme.config.section import NAMES_CODE, NonNegativeInt, Section
 
@@ -76,9 +77,27 @@ class ModelConfig(Section):
         return (2 if on_gpus else 4) if self.dtype == "auto" else DTYPE_BYTES[self.dtype]
 
 
+def _ends(ports: str) -> tuple[int, int]:
+    """Returns the first port of FIRST-LAST and the one behind its last. Raises ValueError."""
+    first, last = map(int, ports.split("-"))
+    return first, last + 1
+
+
+def _check_ports(ports: str) -> str:
+    """Refuses what is no range of ports that a user may listen at."""
+    with suppress(ValueError):
+        first, end = _ends(ports)
+        if 1024 <= first < end <= 65536:
+            return ports
+    raise ValueError("a range of ports from 1024 to 65535, such as 20000-20999")
+
+
 class ClusterConfig(Section):
     address: str | None = Field(None, json_schema_extra=NAMES_CODE)
     """Address of a running Ray cluster; none = start one here."""
+    ports: Annotated[str, AfterValidator(_check_ports)] | None = None
+    """Ports at which the stores listen where shards and replicas meet, FIRST-LAST; none = any free ones. gloo and NCCL
+    listen where the kernel lets them: net.ipv4.ip_local_port_range of the nodes."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where models compute; auto = on GPUs if the cluster has any, else on CPUs."""
     max_restarts: NonNegativeInt = 3
@@ -86,6 +105,11 @@ class ClusterConfig(Section):
     death within restart_window_s; then the run stops with exit code 3. 0 = never: it fails."""
     restart_window_s: PositiveFloat = 3600.0
     """Seconds in which max_restarts are counted."""
+
+    @property
+    def port_range(self) -> range:
+        """The ports at which a run may listen; empty if any will do."""
+        return range(*_ends(self.ports)) if self.ports else range(0)
 
 
 class CommonTimeouts(Section):

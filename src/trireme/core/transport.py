@@ -166,7 +166,8 @@ class Receiver(Protocol):
 class Transport(Protocol):
     """A module that makes both ends."""
 
-    def make_sender(self, rank: int, size: int) -> Sender: ...
+    def make_sender(self, rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
+        """Makes the end of rank `rank` of `size`, which listens at one of `ports` (`cluster.ports`) if it listens."""
 
     def make_receiver(self) -> Receiver: ...
 

@@ -22,6 +22,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput, LimitReached, LockLost, RoomFailed, TriremeError
 from trireme.core.refusals import Refusal
 from trireme.launch.common import StartProgress
+from trireme.launch.doctor import check_nodes
 from trireme.plan.base import Plan
 from trireme.process import signals, trace, waits
 from trireme.process.environ import view_of
@@ -108,6 +109,8 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
             signals.arm()
             training.plan = replace(training.plan, config=config, resources=resources, run_dir=run.root)
             training.plan.check_resources()
+            if len(resources.nodes) > 1:
+                check_nodes(training.plan, console)
             roster.start_s = training.plan.start_s
             say(training.plan.render(whole=training.plan.verbose))
             with (

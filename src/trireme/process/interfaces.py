@@ -1,9 +1,11 @@
-"""The network interface by which a process reaches another node."""
+"""The network interface by which a process reaches another node, and the ports at which it listens."""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+from collections.abc import Sequence
 
 import psutil
 
@@ -42,3 +44,25 @@ def interface_towards(host: str) -> str:
             f"this node reaches {host}, where a trainer shard is, from {own}, an address of none of {found}"
         )
     return names[0]
+
+
+def address_of(interface: str, like: str) -> str:
+    """Returns the address of an interface of this node, IPv4 or IPv6 like `like`; "" if it has none."""
+    kind = socket.AF_INET6 if ":" in like else socket.AF_INET
+    found = psutil.net_if_addrs().get(interface, [])
+    return next((each.address.partition("%")[0] for each in found if each.family == kind), "")
+
+
+def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
+    """Opens a socket that listens at an address of this node, at the first free one of `ports` (`cluster.ports`), or at
+    any free port if there are none. Raises RoomFailed."""
+    family, why = socket.AF_INET6 if ":" in host else socket.AF_INET, ""
+    for port in ports or (0,):
+        try:
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
+            why = str(error)
+            if error.errno != errno.EADDRINUSE:
+                break
+    where = f"a port of {min(ports)}-{max(ports)} (cluster.ports)" if ports else "a free port"
+    raise RoomFailed(f"this node cannot listen at {host}, at {where}: {why}")

@@ -56,16 +56,24 @@ def _without_obituaries() -> None:
 def ray_cluster(config: CommonConfig, here: Resources) -> Iterator[Resources]:
     """Connects to the cluster at `cluster_address`, or starts one on the resources of this machine, `here`, that leaves
     nothing behind. Yields the resources of the cluster."""
-    _without_obituaries()
     address = cluster_address(config)
     if address is None:
+        _without_obituaries()
         with _local_cluster(here.cpus):
             yield here
         return
+    with joined(address):
+        yield Resources(_nodes(config.timeouts.start_s), "the Ray cluster")
+
+
+@contextmanager
+def joined(address: str) -> Iterator[None]:
+    """Connects to the cluster at `address` inside the block. Raises BadInput if none answers."""
+    _without_obituaries()
     _refuse_unless_reachable(address)
     ray.init(address=address, log_to_driver=False, configure_logging=False)
     try:
-        yield Resources(_nodes(config.timeouts.start_s), "the Ray cluster")
+        yield
     finally:
         ray.shutdown()
 

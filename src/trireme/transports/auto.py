@@ -35,8 +35,9 @@ class AutoReceiver:
 class AutoSender:
     """Implements `trireme.core.transport.Sender`, by the senders of both transports."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._to_members, self._to_store = broadcast.make_sender(rank, size), object_store.make_sender(rank, size)
+    def __init__(self, rank: int, size: int, ports: Sequence[int]) -> None:
+        self._to_members = broadcast.make_sender(rank, size, ports)
+        self._to_store = object_store.make_sender(rank, size, ports)
         self.endpoint = self._to_members.endpoint
 
     @property
@@ -76,8 +77,8 @@ class Trial:
             log.info("weights are broadcast (inference.transport = auto): the first version has arrived so")
 
 
-def make_sender(rank: int, size: int) -> Sender:
-    return AutoSender(rank, size)
+def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
+    return AutoSender(rank, size, ports)
 
 
 def make_receiver() -> Receiver:

@@ -73,11 +73,12 @@ class OnDemand:
         return list(await asyncio.gather(*map(take, range(source.buckets))))
 
 
-def make_sender(rank: int, size: int) -> Sender:
+def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
     """Makes the sender of an actor, which gives its buckets to others."""
     from trireme.transports.sending import BroadcastSender  # imports torch, which receivers do not need
 
-    return BroadcastSender(rank, size, ray.util.get_node_ip_address(), ray.get_runtime_context().current_actor)
+    host, holder = ray.util.get_node_ip_address(), ray.get_runtime_context().current_actor
+    return BroadcastSender(rank, size, host, holder, ports)
 
 
 def make_receiver() -> Receiver:

@@ -24,7 +24,7 @@ class ObjectStoreReceiver:
         return list(await asyncio.gather(*source))
 
 
-def make_sender(rank: int, size: int) -> Sender:
+def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
     from trireme.transports.packing import Packer  # imports torch, which receivers do not need
 
     return Packer(ray.put, rank, size)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +22,7 @@ from trireme.core.errors import RoomFailed
 from trireme.core.transport import Session
 from trireme.core.weights import Layout
 from trireme.process.device import has_gpu
+from trireme.process.interfaces import listen
 from trireme.transports.broadcast import KeptPart
 from trireme.transports.kept import Bucket, KeptVersions
 from trireme.transports.meeting import BroadcastGroup, GroupRoot, named, open_store
@@ -223,11 +223,11 @@ class Packing:
 
 class BroadcastSender:
     """Implements `trireme.core.transport.Sender` for rank `rank` of `size`, whose node has the address `host` in the
-    cluster. `holder`: the actor that gives buckets to others."""
+    cluster. `holder`: the actor that gives buckets to others. `ports`: those at which it may listen; empty: any."""
 
-    def __init__(self, rank: int, size: int, host: str, holder: Any) -> None:
+    def __init__(self, rank: int, size: int, host: str, holder: Any, ports: Sequence[int] = ()) -> None:
         self._rank, self._size, self._on_gpu = rank, size, has_gpu()
-        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening = listen(host, ports)
         self._store = open_store(host, listening.getsockname()[1], listening.detach())
         self.endpoint: tuple[str, int] = host, self._store.port
         """Where the members of its groups find it. Engines get it, which know nothing of Ray: no handle is in it."""

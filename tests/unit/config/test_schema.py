@@ -15,6 +15,7 @@ from trireme.config.inference import InferenceConfig
 from trireme.config.keys import keys_of
 from trireme.config.load import load
 from trireme.config.orchestrator import OrchestratorConfig
+from trireme.config.run import ClusterConfig
 from trireme.config.sft import SftConfig
 from trireme.plan.base import Plan
 from trireme.plan.rl import RL_ROOMS
@@ -65,3 +66,14 @@ def test_bounds_and_policies_of_staleness(wrong: dict[str, object]) -> None:
 def test_modes_of_an_update() -> None:
     with pytest.raises(ValidationError, match="on_update"):
         InferenceConfig.model_validate({"on_update": "abort"})
+
+
+@pytest.mark.parametrize("ports", ["20000", "a-b", "20999-20000", "80-90", "65000-66000", ""])
+def test_ports_are_a_range_that_a_user_may_listen_at(ports: str) -> None:
+    with pytest.raises(ValidationError, match="such as 20000-20999"):
+        ClusterConfig(ports=ports)
+
+
+def test_a_range_of_ports() -> None:
+    assert ClusterConfig(ports="20000-20001").port_range == range(20000, 20002)
+    assert list(ClusterConfig().port_range) == []

@@ -30,7 +30,7 @@ class FileReceiver:
         return [np.fromfile(path, np.uint8) for path in source]
 
 
-def make_sender(rank: int, size: int) -> Sender:
+def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
     return Packer(to_file, rank, size)
 
 

@@ -44,8 +44,8 @@ class Sender:
 
 
 def test_a_version_without_a_session_goes_through_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "make_sender", lambda rank, size: Sender("broadcast"))
-    monkeypatch.setattr(object_store, "make_sender", lambda rank, size: Sender("store"))
+    monkeypatch.setattr(broadcast, "make_sender", lambda rank, size, ports: Sender("broadcast"))
+    monkeypatch.setattr(object_store, "make_sender", lambda rank, size, ports: Sender("store"))
     sender = auto.make_sender(0, 2)
     assert isinstance(sender, AutoSender)
     assert (sender.endpoint, sender.kept) == ("where broadcast is", "kept by broadcast")

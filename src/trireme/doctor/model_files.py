@@ -1,0 +1,50 @@
+"""Says which files of a model a node has, so that those of several nodes can be compared within a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+from huggingface_hub import try_to_load_from_cache
+
+from trireme.core.tokenizer import looks_like_path
+
+WHOLE_BYTES = 2**22
+"""Files up to this size are compared by all of their bytes, larger ones by their size and pieces of them."""
+PIECES, PIECE_BYTES = 16, 2**16
+CONFIG = "config.json"
+
+
+def model_directory(name: str) -> Path | None:
+    """Returns where this node has a model, a directory or a name on the hub; None if it has none."""
+    if looks_like_path(name):
+        directory = Path(name).expanduser()
+        return directory if (directory / CONFIG).is_file() else None
+    found = try_to_load_from_cache(name, CONFIG)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """Returns the files of a model with a digest of each, of its size and of pieces if it is large."""
+    files = sorted(file for file in directory.iterdir() if file.is_file() and not file.name.startswith("."))
+    return {file.name: _digest(file) for file in files}
+
+
+def _digest(file: Path) -> str:
+    size = file.stat().st_size
+    digest = xxhash.xxh3_64(str(size).encode())
+    with file.open("rb") as opened:
+        for begin, count in _pieces(size):
+            opened.seek(begin)
+            digest.update(opened.read(count))
+    return digest.hexdigest()
+
+
+def _pieces(size: int) -> Iterator[tuple[int, int]]:
+    """Yields (begin, count) of what is read of a file: pieces at equal distances, the first and the last among them."""
+    if size <= WHOLE_BYTES:
+        yield 0, size
+        return
+    for number in range(PIECES):
+        yield number * (size - PIECE_BYTES) // (PIECES - 1), PIECE_BYTES

@@ -1,0 +1,244 @@
+"""Examines all nodes of the Ray cluster that this process has joined, at once: an `Examiner` in a process on each."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from rich.console import Console
+
+from trireme.core.errors import TriremeError
+from trireme.core.refusals import Refusal, refuse
+from trireme.doctor.examination import ClockOffset, Declared, Examination, Expected, absolute
+from trireme.doctor.examiner import Examiner
+from trireme.doctor.facts import Questions, collect
+from trireme.doctor.findings import findings
+from trireme.doctor.links import Endpoint
+from trireme.doctor.report import network_line
+from trireme.plan.base import Plan
+from trireme.process import waits
+from trireme.process.ray_cluster import on_node
+
+ANSWER_S = 60.0
+"""Time limit for a node's first answer: its process starts, and imports this project, on a machine that may be busy."""
+CALL_S = 30.0
+"""Time limit for further answers; connections and rates have shorter ones of their own (`trireme.doctor.links`)."""
+CLOCK_ANSWER_S = 5.0
+"""Time limit for the time of a node, which has answered before."""
+CLOCK_TRIES = 3
+"""How often each clock is asked; the answer that came soonest counts."""
+ROUNDS = 8
+"""The most rounds in which rates are measured. In each one every node sends to one other, so up to nine nodes measure
+all their connections, and more nodes a sample."""
+TOKEN_BYTES = 16
+
+
+class Calls:
+    """The examiners of all nodes, and calls to all of them at the same time. A node that fails to answer is left out
+    from then on, and `silent` says why."""
+
+    def __init__(self, nodes: Mapping[str, Any]) -> None:
+        """`nodes`: the handle of each node's examiner, by the node's name."""
+        self.nodes = dict(nodes)
+        self.silent: dict[str, str] = {}
+
+    def all(self, call: Callable[[str, Any], Any], timeout_s: float = CALL_S) -> dict[str, Any]:
+        """Makes a call, `call(name, handle)`, to every node, and returns the answers that arrive in time."""
+        started = time.monotonic()
+        asked = {call(name, handle): name for name, handle in self.nodes.items()}
+        pending, answers = dict(asked), {}
+        while pending and (left := started + timeout_s - time.monotonic()) > 0:
+            for ref, answer in waits.ready(pending, left).items():
+                answers[pending.pop(ref)] = answer
+        failed = {name: str(answer) for name, answer in answers.items() if isinstance(answer, TriremeError)}
+        failed |= dict.fromkeys(pending.values(), f"it did not answer within {timeout_s:.0f} s")
+        self.silent |= failed
+        self.nodes = {name: handle for name, handle in self.nodes.items() if name not in failed}
+        return {name: answers[name] for name in self.nodes}
+
+    def clocks(self) -> dict[str, ClockOffset]:
+        """Returns how far the clock of each node is from that of this process."""
+        best: dict[str, ClockOffset] = {}
+        for _ in range(CLOCK_TRIES):
+            for name in list(self.nodes):  # one after the other, so that no answer waits for another
+                before = time.time()
+                told = Calls({name: self.nodes[name]}).all(lambda _, handle: handle.now.remote(), CLOCK_ANSWER_S)
+                error_s = (time.time() - before) / 2
+                if told and (name not in best or error_s < best[name].error_s):
+                    best[name] = ClockOffset(told[name] - before - error_s, error_s)
+        return best
+
+
+def joined_nodes() -> list[Declared]:
+    """Returns all nodes that the cluster knows, the head first."""
+    told = sorted(ray.nodes(), key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeID"]))
+    alive = [node["NodeManagerAddress"] for node in told if node["Alive"]]
+
+    def name(node: Mapping[str, Any]) -> str:
+        address = str(node["NodeManagerAddress"])
+        return address if alive.count(address) < 2 else f"{address} ({node['NodeID'][:6]})"
+
+    return [
+        Declared(
+            name=name(node),
+            address=node["NodeManagerAddress"],
+            host=node["NodeManagerHostname"],
+            alive=node["Alive"],
+            cpus=int(node["Resources"].get("CPU", 0)),
+            gpus=int(node["Resources"].get("GPU", 0)),
+            store_bytes=int(node["Resources"].get("object_store_memory", 0)),
+            id=node["NodeID"],
+        )
+        for node in told
+    ]
+
+
+def examine(output_dir: str, model: str, ports: Sequence[int]) -> Examination:
+    """Examines all nodes of the cluster. `output_dir`: where runs are written, which is made, and `model`, a directory
+    or a name on the hub; "" leaves out what is about them. `ports`: cluster.ports."""
+    nodes = joined_nodes()
+    living = {node.name: node for node in nodes if node.alive}
+    salt = secrets.token_hex(16)
+    peers = list(dict.fromkeys(node.address for node in living.values()))
+    with nonce_in(output_dir, salt) as nonce, _examiners(living) as calls:
+        asked = Questions(output_dir, nonce, model, peers, salt)
+        facts = calls.all(lambda _, handle: handle.collect.remote(asked), ANSWER_S)
+        found = Examination(
+            nodes,
+            asking=collect(asked),
+            facts=facts,
+            clocks=calls.clocks(),
+            unseen=[name for n, name in enumerate(living) if name in facts and not _sees(asked, n)] if nonce else (),
+        )
+        return _examine_links(replace(found, silent=calls.silent), calls, living, ports)
+
+
+def _examine_links(
+    found: Examination, calls: Calls, living: Mapping[str, Declared], ports: Sequence[int]
+) -> Examination:
+    token = secrets.token_bytes(TOKEN_BYTES)
+    opened = calls.all(
+        lambda name, handle: handle.listen.remote(living[name].address, ports, token, found.facts[name].chosen)
+    )
+    endpoints = {name: each.endpoints for name, each in opened.items()}
+
+    def others(name: str) -> dict[str, Sequence[Endpoint]]:
+        return {other: places for other, places in endpoints.items() if other != name}
+
+    links = calls.all(lambda name, handle: handle.reach.remote(others(name)))
+    whole = {(link.source, link.target) for each in links.values() for link in each if not link.error}
+    rates = _rates(calls, {name: places[0] for name, places in endpoints.items() if places}, whole)
+    calls.all(lambda _, handle: handle.close.remote())
+    return replace(
+        found,
+        silent=calls.silent,
+        cannot_listen={name: each.errors for name, each in opened.items() if each.errors},
+        links=[link for each in links.values() for link in each],
+        rates=rates,
+    )
+
+
+def _rates(calls: Calls, at: Mapping[str, Endpoint], whole: set[tuple[str, str]]) -> dict[tuple[str, str], float]:
+    """Measures the rates of connections that work: in each round every node sends to one other."""
+    names, rates = list(at), {}
+    steps = range(1, len(names))
+    for step in steps[:: math.ceil(len(steps) / ROUNDS) or 1]:
+        to = {name: names[(n + step) % len(names)] for n, name in enumerate(names)}
+        senders = Calls({name: h for name, h in calls.nodes.items() if name in to and (name, to[name]) in whole})
+        told = senders.all(lambda name, handle, to=to: handle.rate.remote(at[to[name]]))
+        rates |= {(name, to[name]): rate for name, rate in told.items()}
+    return rates
+
+
+@contextmanager
+def _examiners(nodes: Mapping[str, Declared]) -> Iterator[Calls]:
+    """Starts an examiner on each node, and ends them after the block. They take no share of a node."""
+    made = {
+        name: ray.remote(Examiner)
+        .options(num_cpus=0, scheduling_strategy=on_node(node.id), max_concurrency=1)
+        .remote(name, number)
+        for number, (name, node) in enumerate(nodes.items())
+    }
+    try:
+        yield Calls(made)
+    finally:
+        for handle in made.values():
+            ray.kill(handle)
+
+
+@contextmanager
+def nonce_in(output_dir: str, text: str) -> Iterator[str]:
+    """Writes a file with `text` into a directory, which is made, and yields the file's name; "" without a directory.
+    Removes the file after the block, with those that nodes have written beside it, and the directories that it made."""
+    if not output_dir:
+        yield ""
+        return
+    directory = Path(output_dir)
+    made = [place for place in (directory, *directory.parents) if not place.exists()]
+    name = f".doctor-{os.getpid()}-{text[:8]}"
+    try:
+        _write(directory / name, text)
+        yield name
+    finally:
+        for file in directory.glob(f"{name}*"):
+            file.unlink(missing_ok=True)
+        for place in made:
+            with suppress(OSError):  # a run has written there meanwhile
+                place.rmdir()
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    except OSError as error:
+        raise Refusal(
+            f"run.output_dir = {file.parent}, where nothing can be written: {error.strerror}",
+            "a directory for the files of runs, with room for them",
+            f"`df -h {file.parent}`, or choose another --run.output-dir",
+        ).error() from None
+
+
+def _sees(asked: Questions, number: int) -> bool:
+    file = Path(asked.output_dir, f"{asked.nonce}.{number}")
+    return file.is_file() and file.read_text() == asked.salt
+
+
+def check_nodes(plan: Plan, console: Console) -> None:
+    """Examines the nodes of a run that is about to start on several of them. Prints warnings, and the interfaces that
+    the run will use. Raises BadInput for what cannot work, which names the nodes."""
+    config = plan.config
+    found = examine(absolute(config.run.output_dir), config.model.name, config.cluster.port_range)
+    expected = Expected.of(config, replace(plan, resources=found.resources()))
+    grace_s = expected.grace_s if is_submitted() else 0.0
+    expected = replace(expected, head=join_address(), grace_s=grace_s)
+    wrong = findings(found, expected)
+    for finding in wrong:
+        if not finding.fatal:
+            console.print(f"warning: {finding.line()}", style="yellow", markup=False)
+    refuse([finding.refusal() for finding in wrong if finding.fatal])
+    console.print(network_line(found), markup=False)
+
+
+def join_address() -> str:
+    """Returns the address at which nodes join the cluster."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def has_dashboard() -> bool:
+    """Returns True if the cluster takes jobs (`ray job submit`), which is a part of Ray's dashboard."""
+    return bool(ray._private.worker.get_dashboard_url())
+
+
+def is_submitted() -> bool:
+    """Returns True if this process is the entrypoint of a job of `ray job submit`, which `ray job stop` ends."""
+    return RAY_JOB_CONFIG_JSON_ENV_VAR in os.environ

@@ -1,0 +1,55 @@
+"""The command's own options, and an examination of this machine alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trireme.cli import trireme as command
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+
+QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.toml")
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def test_this_machine_alone_as_a_run_needs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["doctor", "@", QUICKSTART, "--run.output-dir", str(tmp_path / "new"), "--json"]) in (0, 2)
+    told = json.loads(capsys.readouterr().out)
+    (facts,) = told["facts"].values()
+    assert facts["disk_free"] > 0
+    assert set(facts["model"]) >= {"config.json", "model.safetensors"}
+    assert not (tmp_path / "new").exists(), "it leaves nothing"
+    assert {finding["check"] for finding in told["findings"]} <= {"memory", "shm", "disk", "open files", "processes"}
+
+
+def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["doctor"]) in (EXIT_OK, EXIT_BAD_INPUT)
+    out = capsys.readouterr().out
+    assert "this machine" in out
+    assert "/dev/shm" in out
+
+
+def test_missing_nodes_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["doctor", "--nodes", "gpu-1,gpu-2"]) == EXIT_BAD_INPUT
+    said = capsys.readouterr()
+    assert "gpu-1" in said.out
+    assert "gpu-1, gpu-2" in said.err
+    assert command.main(["doctor", "--nodes", "3"]) == EXIT_BAD_INPUT
+    assert "1 of 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["--nodes", ","], ["--cluster.address"], ["--cluster.address", "a:1", "--seed", "1"]]
+)
+def test_what_cannot_be_read_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["doctor", *words]) == EXIT_BAD_INPUT
+    assert words[0] in capsys.readouterr().err
+
+
+def test_an_address_without_a_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["doctor", "--cluster.address", "127.0.0.1:1"]) == EXIT_BAD_INPUT
+    assert "no Ray cluster answers" in capsys.readouterr().err

@@ -1,0 +1,26 @@
+"""What a run expects of nodes follows from its configuration and plan."""
+
+from doctor_support import NAMES, healthy
+from plan_support import cluster, machines, plan
+
+from trireme.doctor.examination import LOG_BYTES, SHM_BYTES, Expected
+
+
+def test_expectations_follow_from_the_plan() -> None:
+    given = plan(shards=2, replicas=2, resources=cluster(machines(2), machines(2), machines(2)))
+    expected = Expected.of(given.config, given)
+    facts = given.facts
+    assert facts is not None
+    assert expected.commit_bytes == 16 * facts.num_parameters + LOG_BYTES
+    assert expected.shm_bytes == SHM_BYTES + 2 * 4 * facts.num_parameters
+    assert set(expected.memory) <= {node.name for node in given.resources.nodes}
+    assert expected.writers <= set(expected.memory)
+    assert len(expected.writers) >= 1
+    assert expected.kept == given.config.checkpoint.keep_last
+    assert not expected.on_gpus
+
+
+def test_the_nodes_of_an_examination_are_those_of_a_plan() -> None:
+    found = healthy().resources()
+    assert [node.name for node in found.nodes] == list(NAMES)
+    assert (found.cpus, found.gpus) == (48, 24)

@@ -1,0 +1,62 @@
+"""What a node reports of itself, on this machine."""
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from trireme.doctor import facts as module
+from trireme.doctor.facts import Questions, collect
+
+
+def test_a_node_reports_what_it_has(tmp_path: Path) -> None:
+    found = collect(Questions(str(tmp_path / "not" / "there"), peers=["127.0.0.1", "255.255.255.255"]))
+    assert {"python", "torch", "ray", "source", "driver"} <= set(found.versions)
+    assert found.open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert found.disk_free > 0, "of the nearest directory that is there"
+    assert found.available_bytes <= found.machine.memory_bytes
+    assert found.routes["127.0.0.1"] == "lo"
+    assert found.kernel_ports[0] < found.kernel_ports[1]
+    assert found.model is None
+
+
+def test_secrets_are_told_by_a_digest_with_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "correct horse battery")
+    monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.setenv("UNRELATED", "x")
+    one, same, other = (collect(Questions(salt=salt)).variables for salt in ("a", "a", "b"))
+    assert one["HF_HOME"] == "/models"
+    assert "UNRELATED" not in one
+    assert "horse" not in str(one)
+    assert one["HF_TOKEN"] == same["HF_TOKEN"] != other["HF_TOKEN"]
+
+
+def test_variables_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "docker0")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    assert collect(Questions()).chosen == {"GLOO_SOCKET_IFNAME": "docker0"}
+    monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", "90")
+    assert collect(Questions()).stop_wait_s == 90
+    monkeypatch.delenv("RAY_JOB_STOP_WAIT_TIME_S")
+    assert collect(Questions()).stop_wait_s == 3
+
+
+def test_the_group_limits_tasks(tmp_path: Path) -> None:
+    assert module._left_in_group(tmp_path) == module.UNLIMITED
+    (tmp_path / "pids.max").write_text("max\n")
+    (tmp_path / "pids.current").write_text("12\n")
+    assert module._left_in_group(tmp_path) == module.UNLIMITED
+    (tmp_path / "pids.max").write_text("100\n")
+    assert module._left_in_group(tmp_path) == 88
+
+
+def test_the_source_has_a_digest_of_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SOURCE", tmp_path)
+    digests = set()
+    for text in ("a = 1\n", "a = 2\n"):
+        (tmp_path / "trireme").mkdir(exist_ok=True)
+        (tmp_path / "trireme" / "a.py").write_text(text)
+        module.source_digest.cache_clear()
+        digests.add(module.source_digest())
+    module.source_digest.cache_clear()
+    assert len(digests) == 2

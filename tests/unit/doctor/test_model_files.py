@@ -1,0 +1,44 @@
+"""Models of two nodes are compared by their files."""
+
+from pathlib import Path
+
+import pytest
+
+from trireme.doctor import model_files
+from trireme.doctor.model_files import digests, model_directory
+
+
+def test_a_model_is_a_directory_with_a_config(tmp_path: Path) -> None:
+    assert model_directory(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text("{}")
+    assert model_directory(str(tmp_path)) == tmp_path
+
+
+def test_a_model_of_the_hub_is_looked_for_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {"org/base": str(tmp_path / "config.json")}
+    monkeypatch.setattr(model_files, "try_to_load_from_cache", lambda name, _: seen.get(name))
+    assert model_directory("org/base") == tmp_path
+    assert model_directory("org/other") is None
+
+
+@pytest.mark.parametrize("place", [0, 5_000_000 - 1])
+def test_large_files_are_compared_by_size_and_pieces(tmp_path: Path, place: int) -> None:
+    data = bytearray(5_000_000)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(data)
+    before = digests(tmp_path)
+    data[place] = 1
+    file.write_bytes(data)
+    assert digests(tmp_path) != before
+    file.write_bytes(bytes(5_000_001))
+    assert digests(tmp_path) != before
+    file.write_bytes(bytes(5_000_000))
+    assert digests(tmp_path) == before
+
+
+def test_small_files_are_compared_whole(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("a" * 100_000)
+    before = digests(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("a" * 50_000 + "b" + "a" * 49_999)
+    assert set(before) == {"tokenizer.json"}
+    assert digests(tmp_path) != before
