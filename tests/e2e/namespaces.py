@@ -48,7 +48,9 @@ while (alive := sum(node["Alive"] for node in ray.nodes())) != wanted and time.m
     time.sleep(0.2)
 sys.exit(f"{alive} nodes are there" if alive != wanted else 0)
 """
-LISTENS = "until (exec 3<>/dev/tcp/{host}/{port}) 2>/dev/null; do sleep 0.1; done"
+AGENT_READY = "/tmp/ray/session_latest/metrics_agent_port*"
+"""Ray's file of an agent that a raylet waits for. It gives the agent 15 s, so nodes are started one after the other."""
+STARTS = 4
 SETUP = """
 set -e
 mount -t tmpfs -o size={tmp_mb}m,mode=1777 tmpfs /mnt
@@ -170,10 +172,7 @@ class Fabric:
 
     def start_ray(self, cpus: int = 2, store_mb: int = 80, environ: Mapping[str, str] | None = None) -> None:
         """Starts Ray on all nodes, with `environ` besides their own variables. Returns when all of them are there."""
-        head, *others = self.nodes
-        self.start_node(head, cpus, store_mb, environ)
-        head.run("bash", "-c", LISTENS.format(host=head.address, port=RAY_PORT), timeout_s=START_S)
-        for node in others:
+        for node in self.nodes:
             self.start_node(node, cpus, store_mb, environ)
         self.await_nodes(len(self.nodes))
 
@@ -185,21 +184,33 @@ class Fabric:
         environ: Mapping[str, str] | None = None,
         before: Sequence[str] = (),
     ) -> None:
-        """Starts Ray on one node. `before`: a command that runs it, such as `prlimit --nofile=1024`."""
+        """Starts Ray on one node, again if it gives up because the machine is busy. `before`: a command that runs it,
+        such as `prlimit --nofile=1024`."""
         head = [f"--port={RAY_PORT}", "--head", "--include-dashboard=false", "--temp-dir=/tmp/ray"]
         role = head if node is self.nodes[0] else [f"--address={self.ray_address}"]
         own = [f"--node-ip-address={node.address}", f"--num-cpus={cpus}", f"--object-store-memory={store_mb * 10**6}"]
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-        node.start(*before, *ray, *role, *own, environ=environ)
+        for _ in range(STARTS):
+            process = node.start(*before, *ray, *role, *own, environ=environ)
+            deadline = time.monotonic() + START_S
+            while process.poll() is None and time.monotonic() < deadline:
+                if node.run("bash", "-c", f"compgen -G '{AGENT_READY}'").returncode == 0:
+                    return
+                time.sleep(0.3)
+            self.stop_node(node)
+        raise AssertionError(f"Ray did not start on {node.name} in {STARTS} tries")
 
     def stop_node(self, node: NamespaceNode) -> None:
         """Ends Ray on a node, and waits until all of it has ended."""
         for process in node.started:
-            for below in psutil.Process(process.pid).children(recursive=True):
-                below.terminate()
-        for process in node.started:
+            if process.poll() is None:
+                for below in psutil.Process(process.pid).children(recursive=True):
+                    below.terminate()
             process.wait(START_S)
         node.started.clear()
+        node.run(
+            "rm", "-rf", "/tmp/ray/session_latest", *node.run("bash", "-c", "echo /tmp/ray/session_*").stdout.split()
+        )
 
     def await_nodes(self, count: int) -> None:
         """Waits until the cluster has so many living nodes."""

@@ -13,6 +13,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _nodes(given: str | None) -> dict[str, int | list[str]]:
+def _nodes(given: str | None) -> dict[str, Any]:
     """Reads --nodes: a number, or names."""
     if given is None:
         return {}
@@ -111,7 +112,8 @@ def _address(keys: Sequence[str]) -> str | None:
 def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examination, Expected]:
     """Examines the cluster at `address`, or this machine without one."""
     output_dir = absolute(config.run.output_dir) if config else ""
-    model, ports = (config.model.name, config.cluster.port_range) if config else ("", ())
+    model = config.model.name if config else ""
+    ports = config.cluster.port_range if config else range(0)
     head, stopped_by_ray = "HEAD:6379", False
     if address is None:
         here = this_machine()
