@@ -27,6 +27,11 @@ SHORTEST = 8
 """Characters. Shorter values of variables are words that may stand anywhere."""
 
 
+def is_secret(name: str, value: str) -> bool:
+    """Returns True for the value of a variable that is named like a secret, or in the format of one."""
+    return bool(_names.search(name) or _formats.search(value))
+
+
 def redact(text: str) -> str:
     """Returns `text` with MASK in place of each secret."""
     named = {value for name, value in os.environ.items() if _names.search(name) and len(value) >= SHORTEST}
