@@ -29,7 +29,7 @@ from typing import Any
 
 import xxhash
 
-from service.sessions.records import RecordsLost, SessionForgotten, SessionRecord, decode, encode
+from service.sessions.records import RecordsLost, SessionForgotten, SessionOpened, SessionRecord, decode, encode
 from trireme.checkpoint.files import fsync_directory, make_directory, storage_errors
 from trireme.core.errors import StorageFailed
 from trireme.core.finite_json import to_json
@@ -128,18 +128,18 @@ class SessionJournal:
             if head["boot"] != following["boot"] or not following["whole"]:
                 replayed.append(RecordsLost())
         self._take_note(files)
-        return replayed
+        return list(_with_beginnings(replayed))
 
     def _take_note(self, files: Sequence[_JournalFile]) -> None:
         """Remembers which file tells of which session, and removes those that are done."""
         own = {path: self._sessions.pop(path) for path in list(self._sessions)}
         for file in files:
-            self._sessions[file.path] = {record.session for record in file.records}
-        self._sessions |= own
-        for file in files:
+            self._sessions[file.path] = set()
             for record in file.records:
+                self._sessions[file.path].add(record.session)
                 if isinstance(record, SessionForgotten):
                     self._forget(record.session)
+        self._sessions |= own
         self._remove_done()
 
     def append(self, record: SessionRecord) -> None:
@@ -212,6 +212,19 @@ class SessionJournal:
             with storage_errors(path):
                 path.unlink()
             del self._sessions[path]
+
+
+def _with_beginnings(records: Replayed) -> Iterator[SessionRecord | RecordsLost]:
+    """Yields the records of sessions whose beginning is there: a file is removed only when all its sessions were
+    forgotten, so the others are of sessions that a later record forgets."""
+    known: set[str] = set()
+    for record in records:
+        if isinstance(record, SessionOpened):
+            known.add(record.session)
+        if isinstance(record, RecordsLost) or record.session in known:
+            yield record
+        if isinstance(record, SessionForgotten):
+            known.discard(record.session)
 
 
 def _read(path: Path, last: bool) -> _JournalFile:

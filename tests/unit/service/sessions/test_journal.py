@@ -252,6 +252,14 @@ def test_files_are_removed_from_the_oldest_on_when_their_sessions_are_forgotten(
     assert len(list(tmp_path.glob("*.log"))) == 1
 
 
+def test_a_name_may_be_used_again(tmp_path: Path) -> None:
+    first = [*some_records("a", 1), SessionEnded("a", 2.0, "done"), SessionForgotten("a", 3.0)]
+    records = [*first, *some_records("a", 2)]
+    written(tmp_path, records, full=600)
+    for _ in range(3):
+        assert told(replayed(tmp_path)) == told(records[4:])
+
+
 def test_damage_in_an_older_file_sets_the_later_ones_aside(tmp_path: Path) -> None:
     records = some_records("a", 6)
     written(tmp_path, records, full=600)

@@ -353,7 +353,7 @@ class TestEnds:
         ("limits", "why"),
         [
             (SessionLimits(2, 10**6, 1e6, 1e6, 1e6), "turns: it had 2"),
-            (SessionLimits(100, 60, 1e6, 1e6, 1e6), "tokens: it holds"),
+            (SessionLimits(100, 45, 1e6, 1e6, 1e6), "tokens: it holds"),
             (SessionLimits(100, 10**6, 15.0, 1e6, 1e6), "seconds: it was opened 20 s ago"),
         ],
     )
