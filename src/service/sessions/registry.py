@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,76 +36,23 @@ from service.sessions.records import (
 )
 from service.sessions.session import AgentSession, SessionBook, SessionExport, SessionLimits
 from service.sessions.tree import ROOT, Match, SampledAnswer, TurnGiven
-from trireme.core.errors import BadInput, ProvenanceError, RoomFailed, TriremeError
-from trireme.core.finite_json import to_json
+from service.sessions.turns import (
+    REWARD_SOURCES,
+    BadTurn,
+    PolicySampler,
+    RewardSource,
+    ServedAnswer,
+    ServedTurn,
+    SessionClosed,
+    TurnRequest,
+    asked_as,
+    check_request,
+    check_sample,
+)
+from trireme.core.errors import BadInput
 from trireme.core.stop_strings import first_of
-from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, StopReason, VersionSpan
-from trireme.renderers import Message, Renderer, ToolSpec
-
-RewardSource = Literal["call", "harness", "environment"]
-REWARD_SOURCES: tuple[RewardSource, ...] = ("call", "harness", "environment")
-
-
-class SessionClosed(TriremeError):
-    """No turn may begin in a session: it has ended, or there is none of this name. Clients must not try again (410)."""
-
-    def __init__(self, session: str, reason: str) -> None:
-        super().__init__(f"session {session} is closed: {reason}")
-        self.reason = reason
-
-
-class BadTurn(TriremeError):
-    """A request that cannot be sampled as it is, whatever the session (400)."""
-
-
-class PolicySampler(Protocol):
-    """The part of `trireme.core.sampler.Sampler` that sessions use."""
-
-    async def sample(self, request: SampleRequest) -> SampledSequence:
-        """Samples one sequence. Raises RoomFailed when no replica can finish it."""
-
-
-@dataclass(frozen=True, eq=False)
-class TurnRequest:
-    """A request of an agent. How the policy is sampled is the run's to say, as training has to know it."""
-
-    messages: tuple[Message, ...]
-    """The whole conversation, as the client has it."""
-    tools: tuple[ToolSpec, ...] = ()
-    max_tokens: int | None = None
-    """None: as many as there is room for."""
-    stop: tuple[int | str, ...] = ()
-    """Ends an answer, in addition to the renderer's own ends. Clients do not see the strings."""
-    n: int = 1
-    """So many answers are sampled."""
-    seed: int | None = None
-    """That of the first answer."""
-    retry: bool = False
-    """The client has asked for the same before, and has seen no answer (`x-stainless-retry-count` above 0)."""
-
-
-@dataclass(frozen=True, eq=False)
-class ServedAnswer:
-    """One answer of a turn."""
-
-    node: int
-    """Its name in the session, for its reward."""
-    message: Message
-    tokens: npt.NDArray[np.int32]
-    """[T]."""
-    logprobs: npt.NDArray[np.float32]
-    """[T]."""
-    spans: tuple[VersionSpan, ...]
-    stop_reason: StopReason
-
-
-@dataclass(frozen=True, eq=False)
-class ServedTurn:
-    """The answers to a request."""
-
-    prompt: npt.NDArray[np.int32]
-    """The whole prompt, [T]."""
-    answers: tuple[ServedAnswer, ...]
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams
+from trireme.renderers import Message, Renderer
 
 
 @dataclass(eq=False)
@@ -225,11 +172,11 @@ class SessionRegistry:
     async def turn(self, session: str, request: TurnRequest) -> ServedTurn:
         """Answers a request. Raises SessionClosed, BadTurn, and what the sampler and the journal raise."""
         known = self._known(session)
-        _check(request)
+        check_request(request)
         match = known.tree.match(request.messages, request.tools)
         self._note_echo(known, match)
         running = self._running_retry(session, request) if request.retry else None
-        stored = known.stored(match, _asked(request)) if request.retry else None
+        stored = known.stored(match, asked_as(request)) if request.retry else None
         known.requests.retries += bool(stored or running)
         if stored and (running is None or not known.tree.has_any(stored)):
             return self._served(known, stored)
@@ -280,7 +227,7 @@ class SessionRegistry:
             request.tools if match.node == ROOT else (),
             fresh,
             (),
-            _asked(request),
+            asked_as(request),
         )
         requests = [self._request(session, parent, prompt, request, most, n) for n in range(request.n)]
         name = session.opened.session
@@ -332,7 +279,7 @@ class SessionRegistry:
     def _answer(self, sampled: SampledSequence, request: TurnRequest, floor: int) -> SampledAnswer:
         """Returns an answer as the client reads it. Raises RoomFailed and ProvenanceError for one that could not be
         trained on."""
-        _check_sample(sampled, floor)
+        check_sample(sampled, floor)
         message, _ = self._renderer.parse_response(sampled.tokens.tolist(), request.tools)
         read = {key: value for key, value in message.items() if key not in ("tokens", "prompt")}
         ends = [end for end in (*self._sampling.stop_strings, *request.stop) if isinstance(end, str)]
@@ -359,7 +306,7 @@ class SessionRegistry:
             for running in self._running.get(session, ())
             if running.request.messages == request.messages
             and running.request.tools == request.tools
-            and _asked(running.request) == _asked(request)
+            and asked_as(running.request) == asked_as(request)
         ]
         return min(same, key=lambda running: running.callers, default=None)
 
@@ -413,29 +360,3 @@ class SessionRegistry:
             del self._running[session]
         if not running.task.cancelled():
             running.task.exception()  # a caller that is gone does not ask for it
-
-
-def _check(request: TurnRequest) -> None:
-    if not request.messages or request.messages[-1]["role"] == "assistant":
-        last = request.messages[-1]["role"] if request.messages else "none"
-        raise BadTurn(f"the last message has the role {last}; expected a message that the assistant is to answer")
-    if request.n < 1:
-        raise BadTurn(f"n = {request.n}; expected at least 1")
-
-
-def _asked(request: TurnRequest) -> str:
-    return to_json([request.n, request.max_tokens, request.stop, request.seed])
-
-
-def _check_sample(sampled: SampledSequence, floor: int) -> None:
-    """Raises RoomFailed for an answer that cannot be trained on, ProvenanceError for one of too old weights."""
-    bounds = [0, *(span.end for span in sampled.spans)]
-    whole = [span.start for span in sampled.spans] == bounds[:-1] and bounds[-1] == len(sampled.tokens)
-    finite = math.isfinite(np.add.reduce(sampled.logprobs))
-    if not whole or not 0 < len(sampled.tokens) == len(sampled.logprobs) or not finite:
-        raise RoomFailed(
-            f"the sampler returned {len(sampled.tokens)} tokens, {len(sampled.logprobs)} log-probabilities and the "
-            f"version spans {sampled.spans}; expected as many of both, at least one, all finite, covered in order"
-        )
-    if (oldest := min(span.identity.version for span in sampled.spans)) < floor:
-        raise ProvenanceError(f"an answer has tokens of version {oldest}; its session was promised {floor} or later")

@@ -13,8 +13,9 @@ import numpy as np
 
 from service.sessions.ages import TrainingStanding
 from service.sessions.journal import SessionJournal
-from service.sessions.registry import SessionRegistry, TurnRequest
+from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
+from service.sessions.turns import TurnRequest
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.renderers import Message, Renderer, ToolSpec
 

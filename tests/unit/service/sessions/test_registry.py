@@ -26,8 +26,9 @@ from session_support import (
 from orchestrator.advantages import WeightedTrajectory, lay_out
 from orchestrator.trajectory import Trajectory, TrajectoryBuilder
 from service.sessions.ages import TrainingStanding
-from service.sessions.registry import BadTurn, ServedTurn, SessionClosed, SessionRegistry, TurnRequest
+from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionExport, SessionLimits
+from service.sessions.turns import BadTurn, ServedTurn, SessionClosed, TurnRequest
 from trireme.core.errors import BadInput, ProvenanceError, RoomFailed
 from trireme.core.types import SampledSequence
 from trireme.renderers import Message

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from session_support import Hand, Letters, ScriptedSampler, asked, registry, said
 
-from service.sessions.registry import ServedTurn, SessionClosed, TurnRequest
+from service.sessions.turns import ServedTurn, SessionClosed, TurnRequest
 from trireme.renderers import Message
 
 T = TypeVar("T")
