@@ -225,6 +225,7 @@ class Pipeline:
         self._background.raise_error()
         self._pace.hold()
         await self._background.stop(self._loops)
+        await self.replicas.give_up_update()  # first: its end begins an evaluation
         await self.evaluator.hold()
         await self.replicas.hold()
         self._newest = -1

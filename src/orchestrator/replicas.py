@@ -92,13 +92,16 @@ class Replicas:
         self._changed()
         return self._failures.pop(found).result()
 
-    async def hold(self) -> None:
-        """Gives up an update in progress, takes all requests back, and uses no replica any more: those that are to be
-        used join anew. Requests wait for the next update."""
+    async def give_up_update(self) -> None:
+        """Ends an update in progress."""
         if self.update:
             self.update.cancel()
             await asyncio.wait([self.update])
             self.update = None
+
+    async def hold(self) -> None:
+        """Takes all requests back while no update is in progress, and uses no replica any more: those that are to be
+        used join anew. Requests wait for the next update."""
         await asyncio.gather(*(sampler.take_back() for sampler in self._samplers))
 
     def roll_back(self, known: Collection[WeightIdentity]) -> None:
