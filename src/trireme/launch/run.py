@@ -229,7 +229,8 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         supervisor.await_replicas(log_dir, progress)
         kept: list[str] = []
         if start.commit and start.manifest:
-            load(core, start.commit, start.manifest, training.config.timeouts.checkpoint_s, supervisor.roster, console)
+            limit_s = training.config.timeouts.checkpoint_s
+            kept = load(core, start.commit, start.manifest, limit_s, supervisor.roster, console)
         run.checkout()
         console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
         supervisor.goes_on(*kept)
@@ -265,14 +266,18 @@ def ask_nodes(training: TrainingRun, run: RunDir) -> AskedNodes | None:
     return AskedNodes.ask(run.nonce, run.root, nodes_of(training.places))
 
 
-def load(core: Core, commit: Path, manifest: Manifest, limit_s: float, roster: Roster, console: Console) -> None:
-    """Has all rooms load their parts of a commit, which nodes that do not see it get before."""
+def load(core: Core, commit: Path, manifest: Manifest, limit_s: float, roster: Roster, console: Console) -> list[str]:
+    """Has all rooms load their parts of a commit, which nodes that do not see it get before. Returns what those beside
+    the trainer say that they kept of an attempt before."""
+    kept = []
     with core.nodes.brought(commit, manifest, limit_s) if core.nodes else nullcontext():
         if said := core.trainer.load_state(commit / "trainer", manifest.identities):
             roster.note("trainer_0", said)
         for name, other in core.others.items():
             if said := other.load_state(commit / name):
                 console.print(f"{name}: {said}", markup=False)
+                kept.append(said)
+    return kept
 
 
 def train_and_commit(

@@ -103,3 +103,15 @@ def test_an_attempt_waits_for_the_places_of_what_it_starts_and_says_so_once(monk
     assert waited_for[3:] == ["waiting for a place in the cluster for the trainer (1 of 2 actors) (7 s)"]
     (incident,) = supervisor.roster.incidents
     assert "waits for a place in the cluster for the trainer (1 of 2 actors); add a node" in incident.what
+
+
+def test_what_a_room_kept_of_the_attempt_before_is_said_and_returned() -> None:
+    """It stands in the incident of the return."""
+    said: list[str] = []
+    silent, kept = (SimpleNamespace(load_state=lambda _path, text=text: text) for text in ("", "3 of 4 were kept"))
+    trainer = SimpleNamespace(load_state=lambda _path, _identities: "")
+    core: Any = SimpleNamespace(nodes=None, trainer=trainer, others={"silent": silent, "orchestrator": kept})
+    console: Any = SimpleNamespace(print=lambda text, **_: said.append(text))
+    manifest: Any = SimpleNamespace(identities=())
+    assert run_module.load(core, Path("c"), manifest, 1.0, Roster(lambda: 0.0), console) == ["3 of 4 were kept"]
+    assert said == ["orchestrator: 3 of 4 were kept"]
