@@ -23,7 +23,7 @@ GATHER_S = 0.005
 FEW = 8
 """An outcome waits for others only while at least so many requests are without one."""
 CALLERS = 8
-"""Outboxes that are kept for callers with nothing in flight."""
+"""Outboxes that are kept: with more, those of callers that have nothing in flight go, the longest unused ones first."""
 
 Give = Callable[[str, Outcome], None]
 """Takes the name of a request, and how it ended."""
@@ -163,7 +163,8 @@ class Desk:
 
     def _outbox(self, caller: str) -> Outbox:
         outbox = self._outboxes[caller] = self._outboxes.pop(caller) if caller in self._outboxes else Outbox()
-        if len(self._outboxes) > CALLERS:  # of orchestrators that have died
-            for name in [name for name, each in self._outboxes.items() if each.idle and each is not outbox]:
-                del self._outboxes[name]
+        # Of callers that have died. The others called last: an idle one may be about to fetch what is there for it.
+        idle = [name for name, each in self._outboxes.items() if each.idle and each is not outbox]
+        for name in idle[: max(len(self._outboxes) - CALLERS, 0)]:
+            del self._outboxes[name]
         return outbox

@@ -257,6 +257,22 @@ async def test_callers_are_apart_and_those_that_are_gone_are_forgotten() -> None
 
 
 @in_virtual_time
+async def test_an_outcome_waits_for_its_caller_however_many_others_there_have_been() -> None:
+    replica = Replica([0.0, 0.1])
+    for n in range(desk_module.CALLERS - 1):
+        await sampled(replica.line(), request(f"gone {n}"))
+    line = replica.line()
+    began = asyncio.get_running_loop().time()
+    both = request("a", 1.0), request("b", 1.05)
+    waiting = [asyncio.create_task(sampled(line, each)) for each in both]
+    await asyncio.sleep(1.07)  # a's outcome is on its way, and b's is there: no call waits
+    assert replica.desk._outboxes[line._caller].idle
+    await sampled(replica.line(), request("another"))
+    await asyncio.gather(*waiting)
+    assert asyncio.get_running_loop().time() - began < 3.0
+
+
+@in_virtual_time
 async def test_requests_that_have_not_left_yet_can_be_withdrawn() -> None:
     replica = Replica()
     line = replica.line()
