@@ -33,21 +33,20 @@ class CutWait:
     """Says for each batch that is complete if it is cut now. A wait is decided once, when the batch is complete, and
     ends earlier when no group is left to wait for."""
 
-    def __init__(self, ledger: Ledger, efforts: Efforts, longest_s: float) -> None:
-        """`longest_s`: the most seconds for a batch."""
-        self._ledger, self._efforts, self._longest_s = ledger, efforts, longest_s
+    def __init__(self, ledger: Ledger, efforts: Efforts) -> None:
+        self._ledger, self._efforts = ledger, efforts
         self._batch, self._began, self._until = -1, 0.0, 0.0
         self._cut_at = self._in_training_s = 0.0
         self._waited_s = 0.0
 
-    def until(self, count: int, trainer_waits: bool) -> float | None:
+    def until(self, count: int, trainer_waits: bool, latest: float) -> float | None:
         """Returns the time until which the last `count` groups of the batch, which have finished, are not to be taken
-        yet; None: take them now. `trainer_waits`: it had to wait before they had finished."""
+        yet, at most `latest`; None: take them now. `trainer_waits`: it had to wait before they had finished."""
         now, groups = self._efforts.now(), self._efforts.groups
         late = [groups[g.index] for g in self._ledger.late(count) if g.index in groups]  # not restored, and to start
         if late and self._batch != self._ledger.batch:
             self._batch, self._began = self._ledger.batch, now
-            self._until = now + self._seconds(late, trainer_waits)
+            self._until = min(now + self._seconds(late, trainer_waits), latest)
         return self._until if late and now < self._until else None
 
     def _seconds(self, late: Sequence[GroupEffort], trainer_waits: bool) -> float:
@@ -59,7 +58,7 @@ class CutWait:
             given_up = set(map(id, late))
             staying = (group for group in self._efforts.groups.values() if id(group) not in given_up)
             lost_share -= min(speed.rate(still_running(staying, self._in_training_s)) / full, 1.0)
-        return min(seconds_to_wait(late, full, lost_share), self._longest_s)
+        return seconds_to_wait(late, full, lost_share)
 
     def note_cut(self) -> None:
         """Takes note that the batch was cut now."""

@@ -114,7 +114,7 @@ class Pipeline:
         self._pressure = Backpressure(config)
         self._requests = requests = Requests(sampler)
         self._efforts = Efforts(lambda: asyncio.get_running_loop().time(), repeatable=config.deterministic)
-        self._cut_wait = CutWait(self._ledger, self._efforts, config.batch_deadline_s / 2)
+        self._cut_wait = CutWait(self._ledger, self._efforts)
         self._runners = {
             env.label: GroupRunner(
                 config, env, limits, requests.sample, self._pace, partial(self._note_error, env=env.label)
@@ -251,7 +251,7 @@ class Pipeline:
         here = (*self._finished.values(), *self._meter.trained)
         self._finished, share = self._running.load(self._ledger, state, here, known)
         self._efforts.load_state_dict(state.efforts, kept=self._running)
-        self._cut_wait = CutWait(self._ledger, self._efforts, self._config.batch_deadline_s / 2)
+        self._cut_wait = CutWait(self._ledger, self._efforts)
         self._run_limits = RunLimits(self._config)
         self._run_limits.load_state_dict(state.limits)
         self.evaluator.load_state_dict(state.evaluation)
@@ -297,10 +297,12 @@ class Pipeline:
 
     async def _take(self, step: int, count: int) -> tuple[list[Group], list[Group]]:
         waited = False
+        # A complete batch that waits must not miss the deadline.
+        latest = asyncio.get_running_loop().time() + self._config.batch_deadline_s / 2
         while True:
             self._background.raise_error()
             enough = len(self._finished) >= count  # cheaper than to ask the ledger, which looks at all groups
-            until = self._cut_wait.until(count, waited) if enough else None
+            until = self._cut_wait.until(count, waited, latest) if enough else None
             if enough and until is None and (taken := self._ledger.take(step, count)):
                 return taken
             waited = True

@@ -13,6 +13,9 @@ from orchestrator.cut_wait import CutWait, ended_within, seconds_to_wait, still_
 from orchestrator.effort import Efforts, GroupEffort, Speed
 from orchestrator.ledger import Ledger
 
+LATEST = 1e3
+"""Later than any wait."""
+
 
 class Clock:
     """A clock that is set by hand, and the accounts that use it. Each rollout samples one token in a second."""
@@ -112,20 +115,20 @@ def complete_batch(clock: Clock) -> tuple[Ledger, CutWait]:
         if ledger.can_dispatch():
             ledger.finish(ledger.dispatch(lambda: next(names)))
     clock.group(late.index, 8, 8.0, over=[8.0] * 7)
-    return ledger, CutWait(ledger, clock.efforts, 100.0)
+    return ledger, CutWait(ledger, clock.efforts)
 
 
 def test_a_wait_is_decided_once_and_ends_with_the_last_late_group() -> None:
     clock = Clock([10.0])
     ledger, wait = complete_batch(clock)
-    assert wait.until(2, trainer_waits=True) == 2.0
+    assert wait.until(2, trainer_waits=True, latest=LATEST) == 2.0
     clock.now = 1.0
-    assert wait.until(2, trainer_waits=True) == 2.0
+    assert wait.until(2, trainer_waits=True, latest=LATEST) == 2.0
     clock.now = 2.0
-    assert wait.until(2, trainer_waits=True) is None, "it did not end in time"
+    assert wait.until(2, trainer_waits=True, latest=LATEST) is None, "it did not end in time"
     clock.now = 1.5
     ledger.finish(ledger.active[0])
-    assert wait.until(2, trainer_waits=True) is None, "it has ended"
+    assert wait.until(2, trainer_waits=True, latest=LATEST) is None, "it has ended"
     taken = ledger.take(1, 2)
     assert taken is not None
     assert 0 in [group.index for group in taken[0]]
@@ -146,17 +149,19 @@ def test_a_wait_costs_what_is_lost_meanwhile(staying: int, trainer_waits: bool, 
     for index in range(staying):
         clock.group(100 + index, 8, 1.0)
     clock.efforts.most_running = 16
-    assert wait.until(2, trainer_waits) == expected
+    assert wait.until(2, trainer_waits, LATEST) == expected
 
 
 def test_without_a_known_speed_nothing_waits() -> None:
     clock = Clock([10.0])
     _, wait = complete_batch(clock)
     clock.efforts.speed = Speed()
-    assert wait.until(2, trainer_waits=True) is None
+    assert wait.until(2, trainer_waits=True, latest=LATEST) is None
 
 
-def test_the_longest_wait_is_bounded() -> None:
-    clock = Clock([10.0])
-    ledger, _ = complete_batch(clock)
-    assert CutWait(ledger, clock.efforts, 0.5).until(2, trainer_waits=True) == 0.5
+@pytest.mark.parametrize(("latest", "expected"), [(0.5, 0.5), (0.0, None), (-1.0, None)])
+def test_a_wait_ends_in_time_for_the_deadline_however_late_the_batch_is_complete(
+    latest: float, expected: float | None
+) -> None:
+    _, wait = complete_batch(Clock([10.0]))
+    assert wait.until(2, trainer_waits=True, latest=latest) == expected
