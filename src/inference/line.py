@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ Exchange = Callable[[str, list[SampleRequest], float], Awaitable[Reply]]
 """Gives a caller's name and requests to a desk, and waits for its reply, for at most so many seconds."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Waiting:
     """A request without an outcome."""
 
@@ -42,6 +42,8 @@ class Waiting:
     stream: Stream
     asked_at: float
     """When it was asked for, by the clock of the event loop."""
+    withdrawn: bool = False
+    """It is to end with what it has."""
 
 
 class Line:
@@ -85,12 +87,19 @@ class Line:
                 self._waiting.pop(request.request_id, None)
 
     def withdraw(self, names: Sequence[str]) -> list[str]:
-        """Ends those of these requests that have not left yet, with no tokens; returns the names of the others."""
+        """Ends those of these requests that have not left yet, with no tokens; returns the names of the others. None of
+        them leaves any more, also where the replica asks for its prompt."""
         queued = {each.request_id for each in self._queued}
-        for name in queued.intersection(names):
+        self._end(queued.intersection(names))
+        for name in names:
+            if name in self._waiting:
+                self._waiting[name].withdrawn = True
+        return [name for name in names if name not in queued]
+
+    def _end(self, names: Iterable[str]) -> None:
+        for name in names:
             if ended := self._waiting.pop(name, None):
                 ended.stream.put_nowait([(ended.place, NOTHING)])
-        return [name for name in names if name not in queued]
 
     def _send(self, requests: Sequence[SampleRequest]) -> None:
         self._queued += requests
@@ -124,12 +133,15 @@ class Line:
             reply = await self._exchange(self._caller, requests, left_s)
         except TriremeError as failure:
             reply = Reply(failure=failure)
+        except Exception as error:  # else all requests would wait for ever
+            reply = Reply(failure=RoomFailed(f"{self._name}, sampling: {type(error).__name__}: {error}"))
         finally:
             self._calls -= 1
         self._hand_out(reply)
 
     def _hand_out(self, reply: Reply) -> None:
         self._failure = self._failure or reply.failure
+        self._end([name for name in reply.missed if name in self._waiting and self._waiting[name].withdrawn])
         streams: defaultdict[Stream, list[tuple[int, Outcome]]] = defaultdict(list)
         for name, outcome in reply.outcomes:
             if ended := self._waiting.pop(name, None):  # else nothing waits for it any more

@@ -287,6 +287,26 @@ async def test_requests_that_have_not_left_yet_can_be_withdrawn() -> None:
     assert "a" not in replica.travelled
 
 
+@in_virtual_time
+async def test_a_withdrawn_request_whose_prompt_is_missed_does_not_leave_again() -> None:
+    replica = Replica([0.1])
+    line = replica.line()
+    waiting = asyncio.create_task(sampled(line, request("t2", trajectory="t", extends=1, after="t1")))
+    await asyncio.sleep(0.05)
+    assert line.withdraw(["t2"]) == ["t2"], "it is on its way"
+    assert await waiting == [NOTHING]
+    assert replica.messages == [["t2"]]
+
+
+@in_virtual_time
+async def test_requests_learn_of_a_message_that_cannot_be_made() -> None:
+    impossible = request("impossible")
+    object.__setattr__(impossible, "prompt", np.zeros(1, np.complex64))
+    line = Replica().line()
+    with pytest.raises(RoomFailed, match="replica, sampling: TypeError"):
+        await sampled(line, impossible)
+
+
 CONVERSATIONS = st.lists(
     st.tuples(
         st.floats(0, 2),  # when it begins
