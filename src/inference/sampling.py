@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,6 +85,7 @@ class SamplingEngine:
         self.engine_killed = False  # it was silent for too long
         self.ranks: tuple[int, ...] = ()  # process ids of the engine's ranks, once it has started
         self.running: dict[str, InFlight] = {}
+        self._entering_names: set[str] = set()  # of requests that are to be sampled once they have entered
         self.halting = self.standing = False  # told to stop between two steps; stands still
         self.pausing = asyncio.Lock()  # held while the engine is paused, so that nothing else resumes it
         self.proved = asyncio.Event()  # while it is not set, tokens may come from wrong weights
@@ -133,9 +134,14 @@ class SamplingEngine:
         Gives the outcome of each, its sequence or error, as soon as it is there. One that is aborted, or that this
         replica cannot finish because it broke, ends as Progress: all that it has."""
         fault_point("inference.sample")
-        era = self._era
-        async with self._entering():
-            entered = [await self._enter(request) for request in requests]
+        era, names = self._era, {request.request_id for request in requests}
+        self._entering_names |= names
+        try:
+            async with self._entering():
+                entered = [await self._enter(request) for request in requests]
+            given_up = names if self._era != era else names - self._entering_names
+        finally:
+            self._entering_names -= names
         for request, entry in zip(requests, entered, strict=True):
             if isinstance(entry, TriremeError):
                 give(request.request_id, NOTHING if entry is self.broken else entry)
@@ -143,8 +149,7 @@ class SamplingEngine:
             task = asyncio.create_task(self._answer(request, entry))
             self.running[request.request_id] = InFlight(task, entry)
             task.add_done_callback(partial(self._finished, give, request.request_id))
-        if self._era != era:  # all were given up while these entered
-            await self.abort([request.request_id for request in requests])
+        await self.abort(given_up)
 
     def _finished(self, give: Give, request_id: str, task: asyncio.Task[SampledSequence | Progress]) -> None:
         """Gives the result of a task that has ended, or its error as one that a person can read."""
@@ -246,8 +251,10 @@ class SamplingEngine:
         prompt = tokens_input(tokens.tolist(), cache_salt=salt)
         return await self.engine.add_request(name, prompt, params, lora_request=self.adapter, priority=priority)
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests whose answers are not needed any more; ignores unknown and finished ones."""
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """Ends requests whose answers are not needed any more, also those that are entering; ignores unknown and
+        finished ones."""
+        self._entering_names.difference_update(request_ids)
         for request_id in request_ids:
             if running := self.running.get(request_id):
                 running.task.cancel()

@@ -369,17 +369,18 @@ def test_a_heartbeat_tells_for_how_long_an_engine_with_work_is_silent(monkeypatc
     asyncio.run(run())
 
 
-def test_requests_on_their_way_in_are_given_up_too() -> None:
+@pytest.mark.parametrize("verb", ["abort", "abort_all"])
+def test_requests_on_their_way_in_are_given_up_too(verb: str) -> None:
     """In deterministic mode they would work beside those of the next attempt."""
 
     async def run() -> None:
         made = SamplingReplica(deterministic=True)
         await made.pausing.acquire()
-        sampling = asyncio.create_task(outcomes(made, requests_of("a")))
+        sampling = asyncio.create_task(outcomes(made, requests_of("a", "other")))
         await turns()
-        await made.abort_all()
+        await (made.abort_all() if verb == "abort_all" else made.abort(["a"]))
         made.pausing.release()
-        assert [answer.tokens.tolist() for answer in await sampling] == [[]]
+        assert [answer.tokens.tolist() for answer in await sampling] == [[], [] if verb == "abort_all" else [7]]
         assert made.running == made.engine.output_processor.request_states == {}
         assert len(await outcomes(made, requests_of("b"))) == 1
 
