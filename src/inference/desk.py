@@ -136,7 +136,7 @@ class Desk:
 
         def give(name: str, outcome: Outcome) -> None:
             request = asked.pop(name)
-            # Most conversations have one turn: only those that have been seen to go on are held.
+            # Most conversations have one turn: only those that have been seen to continue are held.
             if request.extends and isinstance(outcome, SampledSequence):
                 self._held.keep(name, request.prompt, outcome.tokens)
             outbox.put(name, outcome)

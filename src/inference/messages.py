@@ -57,7 +57,7 @@ class Reply:
     outcomes: Sequence[tuple[str, Outcome]] = ()
     """Names of requests, and how they ended."""
     missed: Sequence[str] = ()
-    """Names of requests whose prompts must come whole: the replica does not hold what they go on from."""
+    """Names of requests whose prompts must come whole: the replica does not hold what they continue from."""
     failure: TriremeError | None = None
     """Why the replica must be used no more."""
 

@@ -90,7 +90,7 @@ class Router:
         self._vocab_size, self._progress_s, self._updates = vocab_size, progress_s, updates
         self._routes: OrderedDict[str, Member] = OrderedDict()
         self._answered: OrderedDict[str, tuple[Member, str]] = OrderedDict()
-        """Who answered the last request of a trajectory that goes on, and that request's id."""
+        """Who answered the last request of a trajectory that continues, and that request's id."""
         self._queued: defaultdict[Member, list[RoutedRequest]] = defaultdict(list)
         self._tasks: set[asyncio.Task[None]] = set()
         self._name, self._numbers = uuid.uuid4().hex[:6], itertools.count()
@@ -151,7 +151,7 @@ class Router:
         member.requests[request.request_id] = routed
         try:
             answer = await routed.future
-            if request.extends:  # only conversations that go on are held
+            if request.extends:  # only conversations that continue are held
                 self._answered[request.trajectory] = member, request.request_id
                 if len(self._answered) > ROUTES_KEPT:
                     self._answered.popitem(last=False)

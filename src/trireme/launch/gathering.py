@@ -1,8 +1,8 @@
-"""Commits of a run whose directory not every node sees.
+"""Gathers the commits of a run whose directory not every node sees.
 
 Before an attempt each node with a part of the run is asked whether it sees a file that the driver has just written. A
 node that does not writes to the same path on a disk of its own. Its parts of a commit are gathered in the run directory
-while training goes on; only then the manifest is written. What the rooms of the node load is brought to it.
+while training continues; only then the manifest is written. What the rooms of the node load is brought to it.
 
 Files travel through Ray's object store, a few pieces at a time, and are verified where they arrive. A commit that
 cannot be gathered, because a node was lost or a disk is full, is a missed commit (`trireme.run.commits`). One of the
