@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from turns import answers
 
 from trireme.core.sampler import ReplicaStats
 from trireme.core.transport import Offer, Session
-from trireme.core.types import SampledSequence, SampleRequest
+from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 AT_ONCE = 64
@@ -57,6 +58,9 @@ class ReadySampler:
 
     async def stats(self) -> dict[int, ReplicaStats]:
         return {0: ReplicaStats(running=0, waiting=0, kv_used=0.0, preemptions=0)}
+
+    def roll_back(self, known: Collection[WeightIdentity]) -> None:
+        """Has nothing in flight when a state is loaded."""
 
     async def _answer(self) -> None:
         while True:
