@@ -49,6 +49,8 @@ def test_whole_copies_are_found_and_the_newest_of_all_nodes_is_the_last_attempt_
     (later.root / "checkpoints").mkdir(parents=True)
     (later.root / STAGING).touch()
     commit(later, 3, attempt=2)
+    assert copies(later.root) == [], "HEAD comes last"
+    later.write_head(Head("cafecafe", "aaaaaaaa", 2, None))
     best = newest([found, [], copies(later.root)])
     assert best is not None
     assert (best.manifest.attempt, best.manifest.step) == (2, 3)
