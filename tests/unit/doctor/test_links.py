@@ -44,9 +44,7 @@ def test_callers_without_the_token_get_no_answer(listener: Listener) -> None:
 
 
 def test_it_listens_within_a_range(listener: Listener) -> None:
-    first = listener.add(HERE)
-    if first.port == 65535:
-        pytest.skip("the kernel gave the last port of all")
+    first = min((listener.add(HERE) for _ in range(2)), key=lambda at: at.port)  # never the last port of all
     with pytest.raises(RoomFailed, match=rf"{first.port}-{first.port} \(cluster.ports\)"):
         listener.add(HERE, range(first.port, first.port + 1))
     second = listener.add(HERE, [first.port, 0])
