@@ -104,7 +104,7 @@ def test_killed_and_stopped_it_comes_to_the_same(config: Path, reference: Ended,
     ended = run_rl(tmp_path, "--resume", config=config, module=SFT, environ=faults)
     assert ended.code == EXIT_OK, ended.out
     lost, built = read_incidents(ended.root)
-    assert "built again" in built.what
+    assert "continues from step" in built.what
     assert f"! {lost.part}: {lost.what}" in ended.out
     status = Status.read(ended.root)
     assert status is not None
