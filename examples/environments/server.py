@@ -2,7 +2,8 @@
 
 It needs the package aiohttp and nothing of Trireme, so it runs where sandboxes run. `Addition` is the environment;
 put yours in its place. `Sessions` is the protocol (docs/environments.md): it answers a request that comes again with
-the answer of before, and ends sessions that no client asks for any more.
+the answer of before, and ends sessions that no client asks for any more. An answer with a `state` lets a run that was
+killed continue the episode: a reset then brings that state back, with the number of turns that it had seen.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ class Addition:
         draw = random.Random(task["seed"])
         self.a, self.b = draw.randint(0, 99), draw.randint(0, 99)
         question = {"role": "user", "content": f"What is {self.a} + {self.b}? Answer with the number alone."}
-        return {"observation": {"messages": [question], "tools": [ADD]}, "done": False}
+        # The seed is all that another process needs to continue, so the state is empty.
+        return {"observation": {"messages": [question], "tools": [ADD]}, "done": False, "state": {}}
 
     async def step(self, message: dict[str, Any], fault: str | None) -> dict[str, Any]:
         if not fault and (calls := message.get("tool_calls")):
             await asyncio.sleep(self.tool_s)
             answers = [{"role": "tool", "name": "add", "content": added(call["arguments"])} for call in calls]
-            return {"observation": {"messages": answers}, "reward": 0.0, "done": False}
+            return {"observation": {"messages": answers}, "reward": 0.0, "done": False, "state": {}}
         right = float(not fault and message["content"].strip() == str(self.a + self.b))
         return {"observation": {}, "reward": right, "done": True, "metrics": {"success": right}}
 
@@ -57,8 +59,8 @@ def added(arguments: dict[str, Any]) -> str:
 class Session:
     """One environment, and its newest answer."""
 
-    def __init__(self, env: Any, first: Any) -> None:
-        self.env, self.turn, self.answer = env, 0, asyncio.ensure_future(first)
+    def __init__(self, env: Any, first: Any, turn: int) -> None:
+        self.env, self.turn, self.answer = env, turn, asyncio.ensure_future(first)
         self.used = time.monotonic()
 
 
@@ -80,10 +82,11 @@ class Sessions:
 
     async def reset(self, request: web.Request) -> web.Response:
         name, task = request.match_info["session"], await request.json()
+        turn = task.get("turn", 0)
         if name not in self._open:
             env = self._make()
-            self._open[name] = Session(env, env.reset(task))
-        return await self._answer(name, turn=0)
+            self._open[name] = Session(env, env.reset(task), turn)
+        return await self._answer(name, turn)
 
     async def step(self, request: web.Request) -> web.Response:
         name, body = request.match_info["session"], await request.json()

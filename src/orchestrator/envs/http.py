@@ -4,6 +4,9 @@
             --POST /sessions/ID/step {turn, action, timeout_s}--> server    {observation: {messages}, reward, done, ...}
             --DELETE /sessions/ID-----------------------------> server
 
+A server whose answers also have a `state`, any JSON, gets the newest one back with the turn it belongs to, as part of a
+reset of another session, which continues there: that is how a rollout outlives the run's process.
+
 `env.id` is the server's URL. Prompts and answers are chat messages: the renderer stays here, so the server needs no
 tokenizer. The names are those of OpenEnv. Its own servers are not spoken to: over HTTP they make a new environment for
 each request, and their sessions live in a WebSocket, which a lost connection ends.
@@ -126,10 +129,11 @@ class HttpEnv(MessageEnv):
         self._path = f"sessions/{uuid.uuid4().hex}"
         self._client: aiohttp.ClientSession | None = None
         self._turn = 0
+        self._state: Mapping[str, Any] | None = None
+        """The server's `state` of this turn, in an object, as null is a state too."""
 
     async def initial_messages(self) -> Sequence[Message]:
-        body = {**self._task, "episode_id": self._path.rpartition("/")[2]}
-        answer = await self._post("reset", body, self._server.reset_s)
+        answer = await self._reset({})
         self.tools = self._tools(answer)
         return self._messages(answer)
 
@@ -139,6 +143,14 @@ class HttpEnv(MessageEnv):
     async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
         return await self._play(message, "cut_off" if cut_off else "malformed")
 
+    def state_dict(self) -> Mapping[str, Any] | None:
+        return None if self._state is None else {"turn": self._turn, "tools": list(self.tools), **self._state}
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._turn, self.tools = state["turn"], state["tools"]
+        await self._reset({"turn": self._turn, "state": state["state"]})
+        self._state = {"state": state["state"]}
+
     async def close(self) -> None:
         if self._client is None:
             return
@@ -146,6 +158,10 @@ class HttpEnv(MessageEnv):
             await self._server.ask(self._client, "DELETE", self._path, None, CLOSE_S)
         finally:
             await self._client.close()
+
+    async def _reset(self, begun: Mapping[str, Any]) -> Mapping[str, Any]:
+        body = {**self._task, "episode_id": self._path.rpartition("/")[2], **begun}
+        return await self._post("reset", body, self._server.reset_s)
 
     async def _play(self, message: Message, fault: str | None) -> MessageStep:
         self._turn += 1
@@ -164,7 +180,10 @@ class HttpEnv(MessageEnv):
     async def _post(self, verb: str, body: Mapping[str, Any], limit_s: float) -> Mapping[str, Any]:
         if self._client is None:
             self._client = self._server.connect()
-        return await self._server.ask(self._client, "POST", f"{self._path}/{verb}", body, limit_s)
+        self._state = None  # until the answer is there, nothing is known that an episode could continue from
+        answer = await self._server.ask(self._client, "POST", f"{self._path}/{verb}", body, limit_s)
+        self._state = {"state": answer["state"]} if "state" in answer else None
+        return answer
 
     def _messages(self, answer: Mapping[str, Any]) -> list[Message]:
         messages = self._observation(answer).get("messages")

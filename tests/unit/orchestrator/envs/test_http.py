@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -310,6 +311,46 @@ def test_a_session_that_was_not_begun_asks_nothing_and_one_whose_start_is_cancel
             await asyncio.wait([start])
             await env.close()
             assert Watched.seen == {"close": 1}
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_continues_in_another_session_from_the_state_that_its_server_gave() -> None:
+    class Counting:
+        """Says how many turns it has seen."""
+
+        async def reset(self, task: dict[str, Any]) -> Any:
+            self.seen = task.get("state", [0])[0]
+            return {"observation": {"messages": [{"role": "user", "content": "Begin."}], "tools": [EXAMPLE.ADD]}}
+
+        async def step(self, message: dict[str, Any], fault: str | None) -> Any:
+            self.seen += 1
+            said = {"role": "user", "content": f"turn {self.seen}"}
+            return {"observation": {"messages": [said]}, "reward": 0.0, "done": self.seen == 3, "state": [self.seen]}
+
+        async def close(self) -> None:
+            pass
+
+    async def scenario() -> None:
+        async with serving(EXAMPLE.Sessions(Counting).app()) as url:
+            make, said = maker(url), {"role": "assistant", "content": "and"}
+            first, second = make(), make()
+            await first.initial_messages()
+            assert first.state_dict() is None, "this server gives no state before the first turn"
+            for _ in range(2):
+                await first.step(said)
+            state = json.loads(json.dumps(first.state_dict()))
+            third = asyncio.ensure_future(first.step(said))
+            await asyncio.sleep(0)
+            assert first.state_dict() is None, "within a turn there is no state"
+            assert (await third).episode_done
+            await second.load_state_dict(state)
+            assert second.state_dict() == state, "nothing was played since"
+            assert second.tools == [EXAMPLE.ADD]
+            assert (await second.step(said)).episode_done, "it was the third turn of the episode"
+            assert second.state_dict() == {"turn": 3, "tools": [EXAMPLE.ADD], "state": [3]}
+            await first.close()
+            await second.close()
 
     asyncio.run(scenario())
 
