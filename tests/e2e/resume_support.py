@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,22 @@ def run_and_kill(
     after_s: float = DEADLINE_S,
     config: Path = QUICKSTART,
     module: str = RL,
+    environ: Mapping[str, str] | None = None,
 ) -> str:
     """Starts `rl` and kills its whole tree of processes: at the fault point `at` (`name@passage`), or after `after_s`
     seconds, whatever it is doing then, or nothing any more. Returns what it printed. Raises AssertionError if it never
     comes to the point."""
     with tempfile.TemporaryDirectory(prefix="tr-") as directory:
         reached, out = Path(directory, "reached"), Path(directory, "out")
-        environ = {"TRIREME_FAULT_REACHED": str(reached)} | ({"TRIREME_FAULTS": f"{at}=freeze"} if at else {})
+        faults = {"TRIREME_FAULT_REACHED": str(reached)} | ({"TRIREME_FAULTS": f"{at}=freeze"} if at else {})
         with out.open("w") as stream:
-            running = Running.start(*in_directory(tmp_path, config), *flags, environ=environ, out=stream, module=module)
+            running = Running.start(
+                *in_directory(tmp_path, config),
+                *flags,
+                environ={**(environ or {}), **faults},
+                out=stream,
+                module=module,
+            )
         deadline = time.monotonic() + after_s
         try:
             while not reached.exists() and running.process.poll() is None and time.monotonic() < deadline:

@@ -48,6 +48,7 @@ def test_a_run_is_the_same_bit_for_bit_as_with_the_object_store(tmp_path: Path, 
     ended.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_the_transport_changes_when_a_run_is_resumed(tmp_path: Path, deterministic: Ended) -> None:
     """What one transport published is committed, and continued with the other: the same run, bit for bit."""
     run_and_kill(tmp_path, [*DETERMINISTIC, *BROADCAST], at="orchestrator.release@4")
@@ -79,8 +80,8 @@ def test_a_run_learns_by_broadcasts(tmp_path: Path, flags: tuple[str, ...]) -> N
 
 
 LOST = [
-    "transport.bucket[1]@3=kill",
     *(pytest.param(f"{fault}", marks=pytest.mark.long) for fault in (
+        "transport.bucket[1]@3=kill",
         "transport.offer[1]@3=kill",
         "transport.ready[1]@3=kill",
         "transport.finish[1]@3=kill",

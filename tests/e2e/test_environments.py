@@ -7,12 +7,14 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from run_support import TINY, at_step, run_rl
 
 from trireme.core.errors import EXIT_SIGTERM
 from trireme.supervision.status import Status
 
 
+@pytest.mark.long
 def test_all_are_closed_after_a_rebuild_and_after_sigterm(tmp_path: Path) -> None:
     """A shard is killed in the third step: the orchestrator, which is alive and has rollouts in flight, is replaced by
     another process. That gets SIGTERM itself in the fifth step, and is replaced too. SIGTERM ends the run in the eighth

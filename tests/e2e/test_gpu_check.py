@@ -20,7 +20,9 @@ PARTS = {
 """What a part does not show on CPUs."""
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "part", ["engine", *(pytest.param(part, marks=pytest.mark.long) for part in ("system", "several"))]
+)
 def test_a_part_passes_on_cpus(part: str, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--part", part]

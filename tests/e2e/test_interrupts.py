@@ -43,7 +43,14 @@ def wait_for(file: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("point", ["driver.cluster", "inference.start", "trainer.start", "orchestrator.start"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "driver.cluster",
+        "inference.start",
+        *(pytest.param(point, marks=pytest.mark.long) for point in ("trainer.start", "orchestrator.start")),
+    ],
+)
 def test_while_the_run_starts(point: str, tmp_path: Path) -> None:
     """At the last three points the driver waits in Ray's compiled code, which raises an error of its own then."""
     ended = interrupt(tmp_path, point)

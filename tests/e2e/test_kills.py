@@ -1,8 +1,8 @@
 """Parts of a run are killed, or stopped, while it goes on, and it comes to its end by itself: real Ray, gloo and vLLM.
 
-Three runs are made always: in deterministic mode one that lost a shard, an engine and the orchestrator one after the
-other is compared, bit for bit, with one that lost nothing; one that loses a replica is whole; and in one that loses a
-shard rollouts live on. The rest is `long`; every victim at every moment is a command of its own:
+Two runs are made always: in deterministic mode one that lost a shard, an engine and the orchestrator one after the
+other is compared, bit for bit, with one that lost nothing; and in one that loses a shard rollouts live on. (One that
+loses a replica: test_broadcast.py.) The rest is `long`; every victim at every moment is a command of its own:
 `scripts/chaos.py matrix`.
 """
 
@@ -58,7 +58,6 @@ EACH_ONCE = [
     ("orchestrator", "recovery"),
 ]
 """Every victim, and every moment."""
-ALWAYS = ("replica", "sampling")
 LEAK_LIMIT = 2**30
 """Private bytes: an orchestrator has 0.3 GiB of its own, and 32 answers of 8 MiB are graded between two commits."""
 
@@ -115,9 +114,8 @@ def test_a_run_that_lost_an_engine_goes_on_with_the_other_until_its_successor_se
     assert "its successor serves" in served["what"]
 
 
-@pytest.mark.parametrize(
-    ("victim", "moment"), [pytest.param(*cell, marks=[] if cell == ALWAYS else pytest.mark.long) for cell in EACH_ONCE]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("victim", "moment"), EACH_ONCE)
 def test_whoever_is_killed_whenever(tmp_path: Path, victim: str, moment: str) -> None:
     assert_whole(run_cell(tmp_path, Cell(victim, moment)))
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import pytest
 from cluster_support import Nodes, cluster_of_two
 from run_support import DEADLINE_S
 
@@ -72,6 +73,7 @@ def told(driver: subprocess.Popen[str], nodes: Nodes) -> Iterator[str]:
             came = True
 
 
+@pytest.mark.long
 def test_what_has_no_place_waits_for_a_node_that_comes_later() -> None:
     with cluster_of_two(2) as nodes:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -47,6 +47,7 @@ def test_the_policy_starts_at_the_reference_and_leaves_it(whole: Ended) -> None:
     assert max(map(abs, divergences[1:])) > 1e-4
 
 
+@pytest.mark.long
 def test_a_commit_goes_on_bit_for_bit(whole: Ended, tmp_path: Path) -> None:
     again = run_rl(tmp_path, *FLAGS, "--resume.dir", str(whole.root), "--resume.step", "2")
     assert again.code == EXIT_OK, again.out

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 from cluster_support import NODES, Nodes, ask, blind_to, cluster_of_one
 from resume_support import DETERMINISTIC, assert_same_run, comparable, contents, rows_of, run_and_kill
 from run_support import Ended, run_rl
@@ -34,6 +35,7 @@ def copies(disks: list[Path]) -> list[Path]:
     return [entry for disk in disks for entry in disk.glob("run/checkpoints/*")]
 
 
+@pytest.mark.long
 def test_shards_and_orchestrator_on_nodes_without_the_run_directory(tmp_path: Path, deterministic: Ended) -> None:
     """Killed after its second commit and resumed, the run is that of nodes with one directory, bit for bit. Then its
     directory is lost, and it continues from the copy on another node, with another number of shards."""
@@ -68,5 +70,5 @@ def test_shards_and_orchestrator_on_nodes_without_the_run_directory(tmp_path: Pa
         rows = comparable(rows_of(fewer.root / "metrics.jsonl"))
         assert rows[:6] == comparable(rows_of(deterministic.root / "metrics.jsonl"))
         assert Manifest.verified(fewer.root / "checkpoints" / "step_000007").shards == 1
-        (copy,) = copies(disks)
-        assert Manifest.verified(copy).step == 7
+        steps = {Manifest.verified(copy).step for copy in copies(disks)}
+        assert steps in ({7}, {6, 7}), "a node that no longer takes part keeps the copy that it had"

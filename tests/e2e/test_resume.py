@@ -66,9 +66,6 @@ COMMIT = [
     "commit.renamed@1",
 ]
 RESUME = ["trainer.load@1", "checkout.parked@1", "checkout.rows@1"]
-SHORT_CHAIN = [("trainer.save@1", "true"), ("checkout.rows@1", "false")]
-"""Points, and whether commits are written in the background: a sample of both long chains. (Rooms that die one by
-one in the middle of a step: test_kills.py. Each write of a commit: tests/unit/checkpoint/test_crashes.py.)"""
 RANDOM_KILLS = 10
 
 
@@ -105,18 +102,38 @@ def kill_and_compare(tmp_path: Path, reference: Ended, flags: list[str], point: 
     assert comparable(done) == comparable(reference.rows[: len(done)]), point
 
 
-def test_killed_in_the_middle_of_games_and_here_and_there(tmp_path: Path, reference: Ended) -> None:
-    """First in the middle of a step's games of several turns: they are played again from their beginning, out of the
-    commit after step 1, which knows where each environment stood in its problems."""
+def test_killed_in_the_middle_of_games(tmp_path: Path, reference: Ended) -> None:
+    """In the middle of a step's games of several turns: they are played again from their beginning, out of the commit
+    after step 1, which knows where each environment stood in its problems. (Rooms that die one by one in the middle of
+    a step: test_kills.py. Each write of a commit: tests/unit/checkpoint/test_crashes.py.)"""
     assert all(row["env/guess/turns_per_episode"] > 1 for row in reference.rows)
     assert all(row["env/sort/turns_per_episode"] == 1 for row in reference.rows if "env/sort/turns_per_episode" in row)
     problems = [group["problem"] for row in rows_of(reference.root / "trained.jsonl") for group in row["groups"]]
     assert {problem.partition("/")[0] for problem in problems} == {"guess", "sort"}
     kill_and_compare(tmp_path, reference, [*DETERMINISTIC, "--checkpoint.async-save", "false"], SECOND_TURN)
     assert [commit.name for commit in CheckpointStore(tmp_path / "run").commits()] == ["step_000002"]
-    for point, asynchronous in SHORT_CHAIN:
-        kill_and_compare(tmp_path, reference, [*DETERMINISTIC, "--checkpoint.async-save", asynchronous], point)
     assert_goes_on_to_the_end(tmp_path, reference, *DETERMINISTIC)
+
+
+def test_games_continue_where_they_stood_when_the_run_is_killed_between_two_guesses(tmp_path: Path) -> None:
+    """The games after the first batch wait in their second turn until the commit after step 1 is there; so it has them
+    with one guess each, and they have more when the run is killed in step 2."""
+    root, record = tmp_path / "run", tmp_path / "continued"
+    args = {"free": 4, "awaited": str(root / "checkpoints" / "step_000001"), "record": str(record)}
+    flags = ["@", str(ROOT / "configs" / "guess.toml"), *TINY, "--checkpoint.every", "1"]
+    flags += ["--checkpoint.async-save", "false", "--env.id", "waiting_games:WaitingGames"]
+    flags += ["--env.args", json.dumps(args)]
+    environ = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    run_and_kill(tmp_path, flags, at="trainer.forward_backward@2", environ=environ)
+    assert not record.exists()
+    ended = run_rl(tmp_path, *flags, "--resume", environ=environ)
+    assert ended.code == EXIT_OK, ended.out
+    continued = record.read_text().split()
+    assert continued, "the commit after step 1 has games of step 2"
+    assert set(continued) == {"1"}
+    assert_bound_and_conservation(ended, 1)
+    assert [row["step"] for row in ended.rows] == [0, 1, 2]
+    ended.assert_nothing_left()
 
 
 @pytest.mark.long
@@ -284,6 +301,7 @@ class TestAsynchronous:
         assert "nothing to do" in again.out
 
 
+@pytest.mark.long  # each write that fails: tests/unit/checkpoint and tests/unit/run
 def test_a_full_disk(tmp_path: Path) -> None:
     """The run directory is a file system of 14 MB: two commits fit, a third does not. Training goes on, old commits
     make room, and the last one is there. When nothing can be deleted any more the run ends, and resumes once there is

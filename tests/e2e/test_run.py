@@ -127,6 +127,7 @@ class TestTwoShardsTwoReplicas:
         ended.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_a_synchronous_run_of_another_architecture_is_on_policy_at_any_temperature(tmp_path: Path) -> None:
     """max_steps_off_policy = 0: every group has age 0, and sampler and trainer compute the same distribution, with
     sub-steps, streaming and a temperature other than 1 too. Here of a Llama with random weights and an output head of

@@ -41,7 +41,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not fin
 FAMILIES = {"tied": ("qwen3", True), "untied": ("qwen3", False), "experts": ("qwen3_moe", False)}
 MODELS = ("tied", "untied", "experts", "lora")
 BUCKET_BYTES = 2**16
-SENT_S = 30.0
+SENT_S = 100.0
 """Time limit of a broadcast, a tenth of which replicas have to be ready: more than they need on a busy machine."""
 LENGTHS = (9, 5, 12, 7)
 LEARNING_RATE = 1e-4
