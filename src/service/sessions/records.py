@@ -84,7 +84,7 @@ class SessionEnded:
 
 @dataclass(frozen=True)
 class SessionForgotten:
-    """What the session held was taken over elsewhere, or is not wanted."""
+    """A session is removed: its contents were taken over elsewhere, or are not wanted."""
 
     session: str
     at: float

@@ -179,7 +179,8 @@ class SessionRegistry:
         running = self._running_retry(session, request) if request.retry else None
         stored = known.stored(match, asked_as(request)) if request.retry else None
         known.requests.retries += bool(stored or running)
-        if stored and (running is None or not known.tree.has_any(stored)):
+        left = running is not None and not running.callers  # its connection broke just now
+        if stored and not left and (running is None or not known.tree.has_any(stored)):
             return self._served(known, stored)
         if running is None:
             self._admit(known)

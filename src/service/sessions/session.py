@@ -72,7 +72,7 @@ class ExportedTurn:
 
 @dataclass(frozen=True, eq=False)
 class SessionExport:
-    """What an ended session is worth to training."""
+    """The worth of an ended session to training."""
 
     problem: str
     temperature: float

@@ -77,9 +77,10 @@ class Sessions(RuleBasedStateMachine):
     def take(self, name: str, request: TurnRequest, turn: ServedTurn, confirmed: bool) -> None:
         agent = self.agents[name]
         for answer, spoken in zip(turn.answers, spoken_of(turn), strict=True):
-            assert spoken not in agent.delivered
+            assert spoken not in agent.delivered or spoken in agent.unconfirmed
             agent.conversations.append([*request.messages, said("assistant", answer.message["content"])])
             agent.delivered.add(spoken)
+            agent.unconfirmed.pop(spoken, None)
             if not confirmed:
                 agent.unconfirmed[spoken] = agent.conversations[-1][-1]
         if confirmed:
@@ -119,6 +120,10 @@ class Sessions(RuleBasedStateMachine):
         request, _ = data.draw(st.sampled_from(agent.lost))
         turn = self.asks(name, asked(*request.messages, n=request.n, retry=True))
         found = [each for each in agent.lost if each[1] == spoken_of(turn)]
+        if not found:  # the service does not know that this agent has it: it is the same answer once more
+            assert all(spoken in agent.unconfirmed for spoken in spoken_of(turn))
+            self.take(name, request, turn, True)
+            return
         assert len(found) == 1, "a retry gets an answer that nobody has"
         assert (found[0][0].messages, found[0][0].n) == (request.messages, request.n)
         agent.lost.remove(found[0])
