@@ -211,7 +211,7 @@ class SessionTree:
         while point is not None and point.message is not None:
             if answer is not None and answer.point is point:
                 own = self.strands[answer.strand].tokens(answer.start, answer.end)
-                said: Any = {**(answer.message or {}), "tokens": memoryview(own)}
+                said: Any = {**(answer.message or {}), "tokens": own.data}
                 messages.append(said)
                 node = self.nodes[answer.follows].follows
                 answer = self.nodes[node] if node != ROOT else None

@@ -26,7 +26,7 @@ def runs(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Runs a test in an event loop."""
 
     def run(self: Any, tmp_path: Path) -> None:
-        asyncio.run(asyncio.wait_for(test(self, tmp_path), 30))  # type: ignore[arg-type]
+        asyncio.run(asyncio.wait_for(test(self, tmp_path), 30))
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from service.sessions.ages import TrainingStanding
 from service.sessions.journal import SessionJournal
@@ -17,7 +18,7 @@ from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
 from service.sessions.turns import TurnRequest
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.renderers import Message, Renderer, ToolSpec
+from trireme.renderers import Message, Renderer, ToolSpec, TrainOn
 
 END = 1
 SAMPLED = 1 << 16
@@ -27,7 +28,7 @@ LOOK: ToolSpec = {"name": "look", "description": "Looks.", "parameters": {"type"
 
 
 def said(role: str, content: str, **rest: object) -> Message:
-    return {"role": role, "content": content, **rest}  # type: ignore[typeddict-item,return-value]
+    return {"role": role, "content": content, **rest}  # type: ignore[typeddict-item]
 
 
 def rendered(text: str) -> list[int]:
@@ -71,6 +72,11 @@ class Letters(Renderer):
         later = any(message["role"] == "user" for message in messages[i + 1 :])
         return self.strips and later and bool(messages[i].get("thinking"))
 
+    def supervised_example(
+        self, messages: Sequence[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        raise AssertionError("sessions make no supervised examples")
+
     def stop_tokens(self) -> tuple[int, ...]:
         return (END,)
 
@@ -103,7 +109,8 @@ class ScriptedSampler:
         if self.fails:
             raise self.fails
         tokens = spoken(self.say(request))
-        logprobs = -np.arange(self.tokens + 1, self.tokens + len(tokens) + 1, dtype=np.float32) / 1024
+        numbers = np.arange(self.tokens + 1, self.tokens + len(tokens) + 1, dtype=np.float32)
+        logprobs = -numbers / np.float32(1024)
         self.tokens += len(tokens)
         half = len(tokens) // 2
         spans = tuple(

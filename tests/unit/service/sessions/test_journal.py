@@ -232,8 +232,8 @@ def test_a_new_boot_ends_what_was_open_once(tmp_path: Path) -> None:
         journal.append(record)
     journal.close()
     book = SessionBook()
-    for record in replayed(tmp_path, "next"):
-        book.apply(record)
+    for each in replayed(tmp_path, "next"):
+        book.apply(each)
     ended = {name: session.ended is not None for name, session in book.sessions.items()}
     assert ended == {"a": True, "b": False}
 
@@ -289,9 +289,9 @@ def test_a_failed_write_leaves_the_journal_as_it_was(tmp_path: Path, monkeypatch
         patched.setattr(journals.os, "write", full)
         with pytest.raises(DiskFull, match=r"000000\.log"):
             journal.append(second)
-    journal.append(replace(second, at=5.0))  # type: ignore[type-var]
+    journal.append(replace(second, at=5.0))
     journal.close()
-    assert told(replayed(tmp_path)) == told([first, replace(second, at=5.0)])  # type: ignore[type-var]
+    assert told(replayed(tmp_path)) == told([first, replace(second, at=5.0)])
     with pytest.raises(StorageFailed, match="is closed"):
         journal.append(second)
 

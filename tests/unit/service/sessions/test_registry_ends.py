@@ -212,7 +212,7 @@ class TestRewards:
             (("friend", 1.0), "by 'friend'"),
         ):
             with pytest.raises(BadInput, match=why):
-                service.reward("s", *arguments)  # type: ignore[arg-type]
+                service.reward("s", *arguments)
 
 
 class TestRestarts:
