@@ -19,6 +19,7 @@ from service.guard import ROLE, SESSION
 from service.replies import VERSION, AskingBody, DeliveredReply, Dialect
 from service.sessions.door import SessionDoor, refused
 from service.sessions.session import AgentSession, ExportedTurn
+from service.sessions.turns import RewardSource
 from trireme.core.errors import TriremeError
 
 RETRIES = "x-stainless-retry-count"
@@ -102,7 +103,7 @@ class SessionRoutes:
 
     async def reward(self, request: Request, session: str, body: RewardBody) -> JsonReply:
         """Takes a reward: by an agent's call, or by the harness that opened the session."""
-        source = "harness" if request.scope[ROLE] == "admin" else "call"
+        source: RewardSource = "harness" if request.scope[ROLE] == "admin" else "call"
         try:
             self._door.registry.reward(session, source, body.value, body.answer, body.metrics)
         except TriremeError as error:
