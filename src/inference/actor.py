@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -191,9 +191,11 @@ class ReplicaActor(UpdatingEngine):
         return await self._desk.exchange(caller, message)
 
     async def stats(self) -> ReplicaStats:
-        """Returns the utilisation at the engine's last step. Raises RoomFailed or WeightsRefused when broken."""
+        """Returns the utilisation at the engine's last step, and its version. Raises RoomFailed or WeightsRefused when
+        broken."""
         self._raise_if_broken()
-        return self.engine_stats.stats(self.engine.get_num_unfinished_requests())
+        stats = self.engine_stats.stats(self.engine.get_num_unfinished_requests())
+        return replace(stats, version=self.identity.version if self.identity else None)
 
     def _watch_ranks(self) -> None:
         """Makes the death of a rank the engine's. vLLM sees it too, but waits for ranks that wait for that one."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,11 @@ from service.front import Front, ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
+from service.sessions.ages import TrainingStanding
+from service.sessions.door import PlacedSampler, SessionDoor
+from service.sessions.journal import SessionJournal
+from service.sessions.registry import SessionRegistry
+from service.sessions.session import SessionLimits
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat, ReplicaStats
@@ -67,12 +74,14 @@ class ServiceActor:
         models: ServedModels,
         keys: list[ServiceKey],
         adopt: WeightIdentity | None,
+        sessions: Path,
         log_dir: Path | None,
     ) -> None:
-        """`adopt`: names the weights that the replicas loaded from disk; None: they get theirs from a trainer."""
+        """`adopt`: names the weights that the replicas loaded from disk; None: they get theirs from a trainer.
+        `sessions`: the directory of the journal of sessions."""
         redirect_output(log_dir, "service_0")
         self._config, self._sampler_factory, self._models, self._keys = config, sampler_factory, models, keys
-        self._adopt = adopt
+        self._adopt, self._directory, self._newest = adopt, sessions, 0
         self._clients: dict[int, Any] = {}
         self._tasks: list[asyncio.Task[Any]] = []
         self._started = asyncio.Event()
@@ -88,7 +97,9 @@ class ServiceActor:
         self._places = Places(1, options.max_waiting, options.wait_s)
         front = self._front = Front(self._sampler, self._models, tokenizer, renderer, self._places)
         limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
-        app = make_app(front, ServiceKeys(self._keys), limits)
+        keys = ServiceKeys(self._keys)
+        self._door = await asyncio.to_thread(self._open_door, front, keys)
+        app = make_app(front, self._door, keys, limits)
         self._server = uvicorn.Server(
             uvicorn.Config(app, options.host, options.port or 0, log_config=None, access_log=False, lifespan="off")
         )
@@ -97,11 +108,51 @@ class ServiceActor:
             if serving.done():
                 raise serving.exception() or RoomFailed("the service ended before it began")
             await asyncio.sleep(0.01)
-        self._tasks = [serving, asyncio.create_task(self._fit_places()), asyncio.create_task(self._bring_back())]
+        beside = (self._fit_places(), self._bring_back(), self._door.keep_swept())
+        self._tasks = [serving, *(asyncio.create_task(each) for each in beside)]
         self._started.set()
         port = self._server.servers[0].sockets[0].getsockname()[1]
         host = f"[{options.host}]" if ":" in options.host else options.host
         return f"http://{host}:{port}"
+
+    def _open_door(self, front: Front, keys: ServiceKeys) -> SessionDoor:
+        """Opens the sessions that the journal has. Raises StorageFailed."""
+        options, own = self._config.service.sessions, self._config.inference.sampling
+        sampling = replace(own.params(0, tuple(own.stop), self._models.max_len), seed=None)
+        registry = SessionRegistry(
+            PlacedSampler(self._sampler, self._places),
+            front.renderer,
+            SessionJournal(self._directory),
+            SessionLimits(options.turns, options.tokens, options.seconds, options.idle_s, options.kept_s),
+            sampling,
+            self._models.max_len,
+            time.time,  # it continues over a restart
+            self._standing,
+            front.vocabulary,
+        )
+        if known := registry.restore():
+            log.info("%d sessions are continued from %s", known, self._directory)
+        return SessionDoor(registry, front, keys, sampling, self._floor, options.max_open)
+
+    async def _floor(self) -> int:
+        """Returns the lowest version that a replica has. Raises RoomFailed before the first weights."""
+        async with asyncio.timeout(LOOK_S):
+            versions = self._note(await self._sampler.stats())
+        if not versions:
+            raise RoomFailed("no replica has weights yet")
+        return min(versions)
+
+    def _note(self, stats: Mapping[int, ReplicaStats]) -> list[int]:
+        """Returns the versions of the replicas, and keeps the newest."""
+        versions = [each.version for each in stats.values() if each.version is not None]
+        self._newest = max(versions, default=self._newest)
+        return versions
+
+    def _standing(self) -> TrainingStanding | None:
+        """Tells how far training is, for sessions that are no groups of it; None where nothing is trained."""
+        if self._adopt:
+            return None
+        return TrainingStanding(self._newest, 1, 0, self._config.orchestrator.max_steps_off_policy)
 
     async def _serve(self) -> None:
         options = self._config.service
@@ -118,6 +169,7 @@ class ServiceActor:
         while True:
             with suppress(TriremeError):
                 found = await self._sampler.stats()
+                self._note(found)
                 decoded = sum(each.places or 0 for each in found.values())
                 self._places.resize(max(1, int(self._config.service.share * decoded)))
             await asyncio.sleep(LOOK_S)
@@ -174,6 +226,7 @@ class ServiceActor:
             task.cancel()
         if self._tasks:
             self._front.end("the run has ended, and its service with it")
+            await self._door.close()
             self._server.should_exit = True
             await asyncio.wait(self._tasks[:1], timeout=CLOSE_S)
             self._server.force_exit = True  # a client does not read its answer

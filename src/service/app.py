@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import PlainTextResponse, Response
 
 from service.asked import Asked, RequestRefused, ServiceAnswer
 from service.dialects import chat, completions, messages, responses
@@ -25,46 +23,19 @@ from service.front import Event, Front
 from service.guard import Limits, RequestGuard
 from service.keys import ServiceKeys
 from service.metrics import ServiceMetrics
+from service.replies import VERSION, AskingBody, Dialect, EventReply, until_gone
+from service.session_app import SessionRoutes, session_of
+from service.sessions.door import SessionDoor
 
-VERSION = "x-trireme-version"
-T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-class AskingBody(Protocol):
-    """A body that asks for answers."""
-
-    def asked(self) -> Asked:
-        """Returns what it asks for."""
-
-
-class Dialect(Protocol):
-    """A module of `service.dialects`."""
-
-    def whole(self, body: Any, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]: ...
-
-    def stream(self, body: Any, events: AsyncIterator[Event], tokenizer: Any) -> AsyncIterator[str]: ...
-
-
-class EventReply(StreamingResponse):
-    """Server-sent events. However it ends, what is still sampled for it is ended."""
-
-    def __init__(self, texts: AsyncIterator[str], source: AsyncGenerator[Event, None], headers: dict[str, str]) -> None:
-        super().__init__(texts, media_type="text/event-stream", headers={**headers, "cache-control": "no-cache"})
-        self._source = source
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._source.aclose()
 
 
 class Service:
     """The routes of the service."""
 
-    def __init__(self, front: Front, metrics: ServiceMetrics) -> None:
+    def __init__(self, front: Front, metrics: ServiceMetrics, sessions: SessionRoutes) -> None:
         self._front, self._metrics, self._began_s = front, metrics, now_s()
+        self._sessions = sessions
 
     def routes(self, app: FastAPI) -> None:
         """Adds all routes to the app."""
@@ -76,6 +47,13 @@ class Service:
         app.post("/v1/responses")(self.responses)
         app.post("/v1/messages")(self.messages)
         app.get("/metrics")(self.metrics)
+        self._sessions.routes(app)
+        of_session = "/sessions/{session}"
+        app.get(f"{of_session}/v1/models")(self.models)
+        app.get(f"{of_session}/v1/models/{{name:path}}")(self.model)
+        app.post(f"{of_session}/v1/chat/completions")(self.chat)
+        app.post(f"{of_session}/v1/responses")(self.responses)
+        app.post(f"{of_session}/v1/messages")(self.messages)
 
     async def health(self) -> JsonReply:
         """Tells that the service answers."""
@@ -120,6 +98,11 @@ class Service:
         return await self._answer(request, body, messages)
 
     async def _answer(self, request: Request, body: AskingBody, dialect: Dialect) -> Response:
+        if session := session_of(request):
+            reply, answers = await until_gone(request, self._sessions.reply(request, session, body, dialect))
+            for answer in answers:
+                self._metrics.answer(answer)
+            return reply
         asked, tokenizer = body.asked(), self._front.tokenizer
         if not asked.stream:
             answers = await until_gone(request, self._front.answers(asked))
@@ -144,11 +127,11 @@ class Service:
             await events.aclose()
 
 
-def make_app(front: Front, keys: ServiceKeys, limits: Limits) -> FastAPI:
+def make_app(front: Front, door: SessionDoor, keys: ServiceKeys, limits: Limits) -> FastAPI:
     """Makes the app. There are no pages for people: they would load code from elsewhere."""
     metrics = ServiceMetrics(front.places)
     app = FastAPI(title="Trireme", docs_url=None, redoc_url=None)
-    Service(front, metrics).routes(app)
+    Service(front, metrics, SessionRoutes(door, front.tokenizer)).routes(app)
 
     async def refused(request: Request, error: Exception) -> Response:
         return error_reply(request.url.path, _as_refused(error))
@@ -167,25 +150,6 @@ def _as_refused(error: Exception) -> RequestRefused:
     if isinstance(error, HTTPException):
         return RequestRefused(str(error.detail), status=error.status_code)
     return RequestRefused("an error of the service, which its log tells", status=500)
-
-
-async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`, which ends when the client leaves: it is sampled for no other reason."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise RequestRefused("the client left before the answer was there", status=499)
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _behind(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[Event]:

@@ -118,6 +118,8 @@ class ServiceAnswer:
     """The string of the request that ended it, if one did."""
     rest: Delta | None = field(default=None, repr=False)
     """The last piece, in a stream."""
+    node: int | None = None
+    """Its name in its session, if it is a session's."""
 
     @property
     def versions(self) -> tuple[int, int]:

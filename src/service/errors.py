@@ -7,6 +7,7 @@ from typing import Any
 from starlette.responses import Response
 
 from service.asked import RequestRefused
+from service.routes import in_session
 from trireme.core.finite_json import to_json
 
 OPENAI_TYPES = {
@@ -30,7 +31,7 @@ class JsonReply(Response):
 
 def is_anthropic(path: str) -> bool:
     """Tells whether a path speaks Anthropic's dialect."""
-    return path.startswith("/v1/messages")
+    return in_session(path)[1].startswith("/v1/messages")
 
 
 def error_body(path: str, refused: RequestRefused) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def error_body(path: str, refused: RequestRefused) -> dict[str, Any]:
 def stream_error(path: str, refused: RequestRefused) -> str:
     """Returns the server-sent event that ends a stream which cannot be continued, in the dialect of `path`."""
     name, data = ("error" if is_anthropic(path) else None), error_body(path, refused)
-    if path.startswith("/v1/responses"):
+    if in_session(path)[1].startswith("/v1/responses"):
         name = "error"
         data = {"type": name, "message": refused.message, "code": refused.code, "param": refused.param}
     return (f"event: {name}\n" if name else "") + f"data: {to_json(data)}\n\n"

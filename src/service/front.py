@@ -64,8 +64,8 @@ class Front:
     def __init__(
         self, sampler: ChatSampler, models: ServedModels, tokenizer: Any, renderer: Renderer, places: Places
     ) -> None:
-        self.models, self.tokenizer, self.places = models, tokenizer, places
-        self._sampler, self._renderer = sampler, renderer
+        self.models, self.tokenizer, self.places, self.renderer = models, tokenizer, places, renderer
+        self._sampler = sampler
         self._open: set[asyncio.Queue[Event | BaseException]] = set()
         self._ended: RequestRefused | None = None
 
@@ -126,7 +126,7 @@ class Front:
     ) -> None:
         params = asked.params
         reader = self._reader(asked)
-        ends = self._renderer.stop_condition() if asked.messages else ()
+        ends = self.renderer.stop_condition() if asked.messages else ()
         request = SampleRequest(
             request_id=f"{name}/{choice}",
             prompt=prompt,
@@ -162,10 +162,8 @@ class Front:
     ) -> ServiceAnswer:
         reading = reader.read(sequence.tokens.tolist(), True)
         finish: Finish = "stop" if reading.stopped_by else sequence.stop_reason
-        if reading.tool_calls:
-            finish = "tool_calls"
-        elif asked.messages and self._renderer.ended(sequence.tokens.tolist()):
-            finish = "stop"
+        if asked.messages:
+            finish = finish_of(reading, sequence, self.renderer)
         return ServiceAnswer(
             choice,
             prompt,
@@ -180,13 +178,13 @@ class Front:
 
     def _reader(self, asked: Asked) -> AnswerReader:
         if asked.messages:
-            return MessageReader(self._renderer, asked.tools, asked.stop)
+            return MessageReader(self.renderer, asked.tools, asked.stop)
         return TextReader(self.tokenizer, asked.stop)
 
     def _prompts(self, asked: Asked) -> list[Tokens]:
-        self._check_lengths(asked)
+        self.check_lengths(asked)
         prompts = [self.conversation(asked.messages, asked)] if asked.messages else list(map(self._ids, asked.prompts))
-        vocabulary = min(len(self.tokenizer), self.models.vocab_size)
+        vocabulary = self.vocabulary
         for prompt in prompts:
             if not len(prompt):
                 raise RequestRefused("an empty prompt; expected at least one token", param="prompt")
@@ -196,7 +194,7 @@ class Front:
                 raise self._too_long(f"{len(prompt)} tokens", asked)
         return prompts
 
-    def _check_lengths(self, asked: Asked) -> None:
+    def check_lengths(self, asked: Asked) -> None:
         """Refuses texts that are far too long: all other answers would wait while they are tokenised. Raises
         RequestRefused."""
         most = self.models.max_len
@@ -208,6 +206,11 @@ class Front:
             beginning = self.tokenizer.encode(text[: CHARACTERS * most], add_special_tokens=False)
             if len(beginning) > most + len(asked.messages) or len(text) > most * max(map(len, self._vocabulary)):
                 raise self._too_long(f"{len(text):,} characters", asked)
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that both the tokenizer and the model know."""
+        return min(len(self.tokenizer), self.models.vocab_size)
 
     @cached_property
     def _vocabulary(self) -> Collection[str]:
@@ -224,7 +227,7 @@ class Front:
     def conversation(self, messages: Sequence[Message], asked: Asked) -> Tokens:
         """Returns the prompt for the next message of a conversation. Raises RequestRefused."""
         try:
-            return ModelInput(self._renderer.generation_prompt(messages, asked.tools)).tokens
+            return ModelInput(self.renderer.generation_prompt(messages, asked.tools)).tokens
         except Exception as error:  # templates and renderers refuse orders of roles, and names, in ways of their own
             raise RequestRefused(f"the chat format refuses these messages: {error}", param="messages") from error
 
@@ -235,6 +238,14 @@ class Front:
     def _max_tokens(self, asked: int | None, prompt: int) -> int:
         room = self.models.max_len - prompt
         return room if asked is None else min(asked, room)
+
+
+def finish_of(reading: Reading, sequence: SampledSequence, renderer: Renderer) -> Finish:
+    """Returns why an answer in a conversation ended."""
+    if reading.tool_calls:
+        return "tool_calls"
+    ended = reading.stopped_by or renderer.ended(sequence.tokens.tolist())
+    return "stop" if ended else sequence.stop_reason
 
 
 def _fit(ids: Sequence[int]) -> bool:

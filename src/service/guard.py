@@ -18,10 +18,16 @@ from service.asked import RequestRefused
 from service.errors import error_reply
 from service.keys import ServiceKey, ServiceKeys
 from service.metrics import ServiceMetrics
-from service.routes import CALLERS, caller_of
+from service.routes import Caller, caller_of, in_session, name_of
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """A proxy on this machine says with these that the caller is elsewhere."""
+
+
+SESSION, ROLE = "trireme.session", "trireme.role"
+"""Where the guard tells the routes the session of a request ("": none) and the role of its key."""
+KEYED: tuple[Caller, ...] = ("client", "session", "admin")
+"""Callers that need a key wherever they are."""
 
 
 @dataclass(frozen=True)
@@ -87,21 +93,24 @@ class RequestGuard:
         else:
             await self._app(scope, _replayed(body, receive), noted)
         finally:
-            self._metrics.request(path if path in CALLERS else "other", status, time.monotonic() - started)
+            self._metrics.request(name_of(path), status, time.monotonic() - started)
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes:
         """Returns the body of a request that is admitted. Raises RequestRefused."""
         headers = Headers(scope=scope)
-        key, caller = self._keys.find(_given(headers)), caller_of(scope["path"])
-        allowed = key is not None if caller == "client" else _may(caller, key, scope, headers)
-        if not allowed:
-            status, expected = (403, "an admin key") if key else (401, "Authorization: Bearer KEY, or x-api-key: KEY")
+        key, caller = self._keys.find(_given(headers)), caller_of(scope["method"], scope["path"])
+        session = in_session(scope["path"])[0]
+        if not _may(caller, key, session, scope, headers):
+            keys = "an admin key, or that of this session" if caller == "session" else "an admin key"
+            status, expected = (403, keys) if key else (401, "Authorization: Bearer KEY, or x-api-key: KEY")
             raise RequestRefused(
                 f"this route is not open to this request; expected {expected}", status=status, code="invalid_api_key"
             )
-        if key and caller == "client":
+        scope[SESSION], scope[ROLE] = session or (key.session if key else ""), key.role if key else ""
+        keyed = caller in KEYED
+        if key and keyed:
             self._rates.take(key.name)
-        most = self._limits.body_bytes if caller == "client" else 0  # what is open without a key takes no body
+        most = self._limits.body_bytes if keyed else 0  # what is open without a key takes no body
         return await self._body(headers, receive, most)
 
     async def _body(self, headers: Headers, receive: Receive, most: int) -> bytes:
@@ -141,10 +150,12 @@ def _given(headers: Headers) -> str | None:
     return value.strip() if kind.lower() == "bearer" else headers.get("x-api-key")
 
 
-def _may(caller: str, key: ServiceKey | None, scope: Scope, headers: Headers) -> bool:
-    """Tells whether a request may call a route that is not for clients alone."""
+def _may(caller: Caller, key: ServiceKey | None, session: str, scope: Scope, headers: Headers) -> bool:
+    """Tells whether a request may call a route. `session`: the one that the route belongs to."""
     if caller == "all" or (key is not None and key.role == "admin"):
         return True
+    if caller in KEYED:
+        return key is not None and (caller == "client" or (caller == "session" and key.session == session))
     if any(name in headers for name in FORWARDED):
         return False
     try:

@@ -57,10 +57,12 @@ class ServiceHandle:
         models: ServedModels,
         keys: list[ServiceKey],
         adopt: WeightIdentity | None,
+        sessions: Path,
         log_dir: Path | None,
         say: Callable[[str], None],
     ) -> ServiceHandle:
-        """Starts the service on the driver's node, without waiting for it. `adopt`: see `ServiceActor`."""
+        """Starts the service on the driver's node, without waiting for it. `adopt`, `sessions`: see
+        `ServiceActor`."""
         from service.actor import ServiceActor  # brings FastAPI, which runs without a service need not import
 
         node = ray.get_runtime_context().get_node_id()
@@ -68,7 +70,7 @@ class ServiceHandle:
         def make() -> Any:
             options = {"num_cpus": 0, "scheduling_strategy": on_node(node)}
             actor = ray.remote(ServiceActor).options(**options)
-            return actor.remote(config, sampler_factory, models, keys, adopt, log_dir)
+            return actor.remote(config, sampler_factory, models, keys, adopt, sessions, log_dir)
 
         return cls(config, make, log_dir and log_dir / "service_0.log", say)
 

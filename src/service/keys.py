@@ -1,6 +1,8 @@
-"""The keys that open the service: those of clients, and those of an administrator.
+"""The keys that open the service: those of clients, those of an administrator, and one for each session.
 
-A file of keys has a line for each: `client KEY` or `admin KEY`. Only its owner may read it.
+A file of keys has a line for each: `client KEY` or `admin KEY`. Only its owner may read it. The key of a session is in
+no file: it holds the session's name, signed with the first admin key, so that it is known again after a restart, and
+also when its session is forgotten.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ from typing import Literal
 from trireme.core.errors import BadInput
 from trireme.core.refusals import Refusal
 
-Role = Literal["client", "admin"]
+Role = Literal["client", "admin", "session"]
 ROLES: tuple[Role, ...] = ("client", "admin")
+"""The roles of keys in files."""
+OF_SESSIONS = "tr-session-"
+"""The beginning of the keys of sessions."""
 SHORTEST = 16
 """Characters of a key that cannot be guessed."""
 
@@ -28,9 +33,11 @@ class ServiceKey:
     """One key."""
 
     role: Role
-    """`client` may ask for answers; `admin` may call every route."""
+    """`client` may ask for answers; `admin` may call every route; `session` may call those of its session."""
     value: str = field(repr=False)
     """The secret."""
+    session: str = ""
+    """The session that it belongs to; "": none."""
 
     @property
     def name(self) -> str:
@@ -43,6 +50,7 @@ class ServiceKeys:
 
     def __init__(self, keys: Sequence[ServiceKey]) -> None:
         self._known = [(key, _digest(key.value)) for key in keys]
+        self._signs = next((known for key, known in self._known if key.role == "admin"), None)
 
     def find(self, given: str | None) -> ServiceKey | None:
         """Returns the key that was given, None if it is none. Takes as long whatever was given: digests are compared in
@@ -51,7 +59,25 @@ class ServiceKeys:
         for key, known in self._known:
             if hmac.compare_digest(digest, known):
                 found = key
-        return found
+        return found or self._of_session(given or "")
+
+    def of_session(self, session: str) -> str:
+        """Returns the key of a session. Raises BadInput where no admin key signs it."""
+        if self._signs is None:
+            raise Refusal(
+                "a file of keys without an admin key, and a session to be opened",
+                "an admin key, which signs the keys of sessions",
+                "write a line `admin KEY` into the file of service.keys",
+            ).error()
+        signed = hmac.new(self._signs, session.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
+        return f"{OF_SESSIONS}{session}-{signed}"
+
+    def _of_session(self, given: str) -> ServiceKey | None:
+        session = given.removeprefix(OF_SESSIONS).rpartition("-")[0]
+        if self._signs is None or not given.startswith(OF_SESSIONS):
+            return None
+        same = hmac.compare_digest(_digest(given), _digest(self.of_session(session)))
+        return ServiceKey("session", given, session) if same else None
 
 
 def _digest(value: str) -> bytes:

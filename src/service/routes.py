@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Caller = Literal["all", "client", "admin or loopback"]
+Caller = Literal["all", "client", "session", "admin", "admin or loopback"]
+SESSIONS = "/sessions/"
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Route:
     path: str
     """Its path, with names of its parts in braces."""
     caller: Caller
-    """Who may call it; an admin key opens all that a client's opens."""
+    """Who may call it. An admin key opens everything, and a session's key the routes of its session and those of
+    clients, which then are its session's."""
     what: str
     """Its purpose."""
 
@@ -32,10 +34,41 @@ ROUTES = (
     Route("POST", "/v1/messages", "client", "Anthropic's messages"),
     Route("GET", "/metrics", "admin or loopback", "numbers for Prometheus"),
     Route("GET", "/openapi.json", "client", "the schema of all bodies"),
+    Route("POST", "/sessions", "admin", "opens a session: its base URLs and its key"),
+    Route("GET", "/sessions", "admin", "all sessions that are there"),
+    Route("GET", "/sessions/{session}", "session", "what a session has so far"),
+    Route("POST", "/sessions/{session}/reward", "session", "a reward for an answer, or for the whole session"),
+    Route("POST", "/sessions/{session}/end", "session", "ends a session: no turn begins from here on"),
+    Route("GET", "/sessions/{session}/export", "admin", "the tokens and rewards of a session that has ended"),
+    Route("DELETE", "/sessions/{session}", "admin", "forgets a session that has ended"),
+    Route("GET", "/sessions/{session}/v1/models", "session", "as without a session"),
+    Route("GET", "/sessions/{session}/v1/models/{name}", "session", "as without a session"),
+    Route("POST", "/sessions/{session}/v1/chat/completions", "session", "OpenAI's chat completions, as a turn"),
+    Route("POST", "/sessions/{session}/v1/responses", "session", "OpenAI's responses, as a turn"),
+    Route("POST", "/sessions/{session}/v1/messages", "session", "Anthropic's messages, as a turn"),
 )
 CALLERS = {route.path: route.caller for route in ROUTES}
+ADMIN_ALONE = ("/export",)
 
 
-def caller_of(path: str) -> Caller:
-    """Returns who may call a path. An unknown one tells its 404 to clients alone."""
-    return CALLERS.get(path, "client")
+def in_session(path: str) -> tuple[str, str]:
+    """Returns the session that a path belongs to, "" for none, and what the path has behind it."""
+    if not path.startswith(SESSIONS):
+        return "", path
+    session, slash, rest = path.removeprefix(SESSIONS).partition("/")
+    return session, slash + rest
+
+
+def name_of(path: str) -> str:
+    """Returns a path as the table has it; `other` for an unknown one, and for the models by name."""
+    session, rest = in_session(path)
+    path = f"{SESSIONS}{{session}}{rest}" if session else path
+    return path if path in CALLERS else "other"
+
+
+def caller_of(method: str, path: str) -> Caller:
+    """Returns who may call a path. An unknown one tells its 404 to those alone who may call its neighbours."""
+    session, rest = in_session(path)
+    if not session:
+        return "admin" if path.startswith(SESSIONS.rstrip("/")) else CALLERS.get(path, "client")
+    return "admin" if method == "DELETE" or rest in ADMIN_ALONE else "session"

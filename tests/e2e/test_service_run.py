@@ -9,7 +9,9 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 import psutil
 from run_support import TINY, assert_bound_and_conservation, run_rl
@@ -29,12 +31,16 @@ class Chatting:
         self.versions: list[int] = []
         self.killed = 0
         self.error: BaseException | None = None
+        self.states: list[dict[str, Any]] = []
+        """Of a session: before the service was killed, and what the next one knows of it."""
         self._urls: queue.Queue[str] = queue.Queue()
-        self._key = ""
+        self._key = self._admin = ""
 
     def see(self, line: str, process: subprocess.Popen[str]) -> None:
         if found := re.search(r"client key .*: (tr-client-\S+)", line):
             self._key = found[1]
+        if found := re.search(r"admin key .*: (tr-admin-\S+)", line):
+            self._admin = found[1]
         if found := re.search(r"the service answers at (http\S+)", line):
             self._urls.put(found[1])
             if not self.killed and self._urls.qsize() == 1:
@@ -42,16 +48,33 @@ class Chatting:
 
     def _play(self, process: subprocess.Popen[str]) -> None:
         try:
-            self._chat(self._urls.get(), until=2)
+            url = self._urls.get()
+            self._chat(url, until=2)
+            session = self._turn_of_a_session(url)
             for each in psutil.Process(process.pid).children(recursive=True):
                 if "ServiceActor" in " ".join(each.cmdline()):
                     self.killed += 1
                     each.kill()
-            self._chat(self._urls.get(timeout=DEADLINE_S), until=3)
+            url = self._urls.get(timeout=DEADLINE_S)
+            self.states.append(self._call("GET", f"{url}/sessions/{session['session']}", session["key"]))
+            self._chat(url, until=3)
         except BaseException as error:
             self.error = error
         finally:
             process.send_signal(signal.SIGINT)
+
+    def _turn_of_a_session(self, url: str) -> Any:
+        session = self._call("POST", f"{url}/sessions", self._admin)
+        with openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0) as agent:
+            agent.chat.completions.create(model="policy", messages=[{"role": "user", "content": PROMPT}], max_tokens=8)
+        self.states.append(self._call("GET", f"{url}/sessions/{session['session']}", session["key"]))
+        return session
+
+    @staticmethod
+    def _call(method: str, url: str, key: str) -> Any:
+        answer = httpx.request(method, url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
     def _chat(self, url: str, until: int) -> None:
         """Asks until so many versions have answered."""
@@ -74,6 +97,9 @@ def test_chats_get_the_weights_of_the_moment_and_survive_the_service(tmp_path: P
     assert chatting.error is None, (chatting.error, ended.out)
     assert ended.code == EXIT_INTERRUPTED, ended.out
     assert chatting.killed == 1
+    before, after = chatting.states
+    assert before == after
+    assert (before["turns"], before["answers"], before["open"]) == (1, 1, True)
     assert chatting.versions == sorted(chatting.versions), "the newest weights answer"
     assert max(chatting.versions) <= ended.rows[-1]["version"]
     assert_bound_and_conservation(ended, bound=1)

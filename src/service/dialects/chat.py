@@ -249,7 +249,7 @@ def _choice(body: ChatRequest, answer: ServiceAnswer, tokenizer: Any) -> dict[st
         "logprobs": _logprobs(tokenizer, sampled.tokens.tolist(), sampled.logprobs.tolist()) if body.logprobs else None,
     }
     if body.return_token_ids:
-        choice |= {"token_ids": sampled.tokens.tolist(), "version_spans": spans_of(answer)}
+        choice |= {"token_ids": sampled.tokens.tolist(), "version_spans": spans_of(answer.sequence.spans)}
     return choice
 
 
@@ -292,7 +292,7 @@ async def stream(body: ChatRequest, events: AsyncIterator[Event], tokenizer: Any
             for i, call in enumerate(_calls(each.tool_calls)):
                 yield chunk(each.choice, {"tool_calls": [{"index": i, **call}]})
             used.add(each, body.n or 1)
-            more = {"prompt_token_ids": each.prompt.tolist(), "version_spans": spans_of(each)}
+            more = {"prompt_token_ids": each.prompt.tolist(), "version_spans": spans_of(each.sequence.spans)}
             yield chunk(each.choice, {}, each.finish, **(more if body.return_token_ids else {}))
     if body.stream_options and body.stream_options.include_usage:
         yield event({**head, "choices": [], "usage": used.openai()})

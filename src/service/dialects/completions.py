@@ -112,7 +112,7 @@ def _choice(body: CompletionRequest, answer: ServiceAnswer, tokenizer: Any) -> d
         "logprobs": _logprobs(tokenizer, tokens, logprobs, 0) if body.logprobs is not None else None,
     }
     if body.return_token_ids:
-        spans = spans_of(answer)
+        spans = spans_of(answer.sequence.spans)
         choice |= {"prompt_token_ids": answer.prompt.tolist(), "token_ids": tokens, "version_spans": spans}
     return choice
 
@@ -149,7 +149,7 @@ async def stream(body: CompletionRequest, events: AsyncIterator[Event], tokenize
             used.add(each, body.n or 1)
             choice["finish_reason"] = each.finish
             if body.return_token_ids:
-                choice |= {"prompt_token_ids": each.prompt.tolist(), "version_spans": spans_of(each)}
+                choice |= {"prompt_token_ids": each.prompt.tolist(), "version_spans": spans_of(each.sequence.spans)}
         if ends or piece.content or body.logprobs is not None or body.return_token_ids:
             yield event({**head, "choices": [choice]})
     if body.stream_options and body.stream_options.include_usage:

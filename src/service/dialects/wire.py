@@ -20,6 +20,7 @@ from pydantic import (
 
 from service.asked import Delta, RequestRefused, ServiceAnswer
 from trireme.core.finite_json import to_json
+from trireme.core.types import VersionSpan
 from trireme.renderers import Message, ToolCall, ToolSpec
 from trireme.renderers.qwen_tags import read_json
 
@@ -217,8 +218,8 @@ def arguments_text(call: ToolCall) -> str:
     return to_json(call["arguments"], ensure_ascii=False)
 
 
-def spans_of(answer: ServiceAnswer) -> list[dict[str, Any]]:
-    """Returns the weights of each token of an answer."""
+def spans_of(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
+    """Returns the weights of each token of an answer, as bodies tell them."""
     return [
         {
             "version": span.identity.version,
@@ -228,7 +229,7 @@ def spans_of(answer: ServiceAnswer) -> list[dict[str, Any]]:
             "end": span.end,
             "mixed": span.mixed,
         }
-        for span in answer.sequence.spans
+        for span in spans
     ]
 
 
@@ -239,6 +240,7 @@ class Used:
         self.completion = 0
         self._prompts: dict[int, int] = {}
         self._versions: list[int] = []
+        self._nodes: list[int] = []
 
     @classmethod
     def of(cls, answers: Iterable[ServiceAnswer], n: int) -> Used:
@@ -253,6 +255,7 @@ class Used:
         self._prompts[answer.choice // n] = len(answer.prompt)
         self.completion += len(answer.sequence.tokens)
         self._versions += answer.versions
+        self._nodes += [] if answer.node is None else [answer.node]
 
     @property
     def prompt(self) -> int:
@@ -265,11 +268,12 @@ class Used:
         return max(self._versions, default=0)
 
     @property
-    def versions(self) -> dict[str, int]:
-        """The newest and the oldest version, as `usage` tells them."""
-        return {"version": self.version, "oldest_version": min(self._versions, default=0)}
+    def versions(self) -> dict[str, Any]:
+        """The newest and the oldest version, as `usage` tells them, and a session's names of the answers."""
+        names = {"answers": self._nodes} if self._nodes else {}
+        return {"version": self.version, "oldest_version": min(self._versions, default=0), **names}
 
-    def openai(self) -> dict[str, int]:
+    def openai(self) -> dict[str, Any]:
         """Returns `usage` in the form of chat completions."""
         total = self.prompt + self.completion
         return {

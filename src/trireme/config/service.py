@@ -9,6 +9,21 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from trireme.config.section import NonNegativeInt, Section
 
 
+class SessionsConfig(Section):
+    max_open: PositiveInt = 1024
+    """Sessions that are open at the same time; a further one gets 429 with Retry-After."""
+    turns: PositiveInt = 1000
+    """Requests that one session answers; then it is closed."""
+    tokens: PositiveInt = 1_000_000
+    """Tokens of one session, of prompts and answers, each counted once, after which it is closed."""
+    seconds: PositiveFloat = 7200.0
+    """Seconds after which a session is closed."""
+    idle_s: PositiveFloat = 900.0
+    """Seconds without a word of its agent after which a session is closed: the agent is gone."""
+    kept_s: PositiveFloat = 3600.0
+    """Seconds after the end of a session in which it can be exported; then it is forgotten."""
+
+
 class ServiceConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port on the driver's machine at which the run answers OpenAI's and Anthropic's clients (docs/service.md); none =
@@ -31,3 +46,5 @@ class ServiceConfig(Section):
     """Seconds in which the body of a request must have come."""
     requests_per_minute: PositiveInt | None = None
     """Requests of one key in a minute; none = as many as come."""
+    sessions: SessionsConfig = SessionsConfig()
+    """Limits of sessions (docs/sessions.md)."""

@@ -68,7 +68,7 @@ class RlRun(TrainingRun):
         if config.service.port is not None:
             named = (POLICY,)
             self._service = start_service(
-                config, self.facts, self.inference, named, self._keys, None, run.logs, self._say
+                config, self.facts, self.inference, named, self._keys, None, run.root, run.logs, self._say
             )
             ending.callback(self._service.stop)
         return ElasticReplicas(config, self.inference, ScaleRequests(run.root), places)

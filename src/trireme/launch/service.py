@@ -29,6 +29,8 @@ from trireme.supervision.status import ScaleRequests
 from trireme.supervision.supervisor import ElasticReplicas, Supervisor
 
 KEYS = "service.keys"
+SESSIONS = "sessions"
+"""The directory of their journal, in the run directory."""
 POLICY = "policy"
 TICK_S = 0.2
 
@@ -71,15 +73,18 @@ def start_service(
     names: tuple[str, ...],
     keys: list[ServiceKey],
     adopt: WeightIdentity | None,
+    root: Path,
     log_dir: Path,
     say: Callable[[str], None],
 ) -> ServiceHandle:
-    """Starts the service, without waiting for it. Raises BadInput if no limit of the model's sequences is known."""
+    """Starts the service, without waiting for it. `root` has the journal of sessions. Raises BadInput if no limit of
+    the model's sequences is known."""
     max_len = config.seq_limit(facts)
     if max_len is None:
         raise BadInput("the longest sequence of the model is not known: set --model.max-seq-len")
     models = ServedModels(names, max_len, facts.vocab_size)
-    return ServiceHandle.start(config, inference.chat_router_factory(), models, keys, adopt, log_dir, say)
+    factory, sessions = inference.chat_router_factory(), (root / SESSIONS).absolute()
+    return ServiceHandle.start(config, factory, models, keys, adopt, sessions, log_dir, say)
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ def serve(
         _, options = reserve(plan.options, config.timeouts.place_s, progress, ending, plan.blocks)
         inference = InferenceHandle.start(config, plan.by_room(options)["inference"], directory)
         ending.callback(inference.stop)
-        service = start_service(config, facts, inference, names, keys, identity, directory, say)
+        service = start_service(config, facts, inference, names, keys, identity, directory, directory, say)
         ending.callback(service.stop)
         places = PlacePool(plan.added_replica_options, ending)
         elastic = ElasticReplicas(config, inference, ScaleRequests(directory), places)

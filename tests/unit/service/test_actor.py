@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ class Replicas:
 
 def started(replicas: Replicas) -> ServiceActor:
     config: Any = None
-    own = ServiceActor(config, lambda: replicas, ServedModels(("policy",), 99, 99), [], None, None)  # type: ignore[arg-type, return-value]
+    own = ServiceActor(config, lambda: replicas, ServedModels(("policy",), 99, 99), [], None, Path(), None)  # type: ignore[arg-type, return-value]
     own._sampler = replicas  # type: ignore[assignment]
     own._started.set()
     return own

@@ -29,6 +29,24 @@ def test_a_key_is_found_by_its_value() -> None:
     assert client.value not in client.name
 
 
+def test_the_key_of_a_session_says_whose_it_is_and_is_signed() -> None:
+    keys = ServiceKeys([ServiceKey("client", "c" * 20), ServiceKey("admin", "a" * 20)])
+    given = keys.of_session("s-1")
+    found = keys.find(given)
+    assert found is not None
+    assert (found.role, found.session) == ("session", "s-1")
+    assert "s-1" not in found.name
+    for forged in (given[:-1], given.replace("s-1", "s-2"), given.upper(), "tr-session-", "tr-session-\udcff-0"):
+        assert keys.find(forged) is None, forged
+    assert ServiceKeys([ServiceKey("admin", "b" * 20)]).find(given) is None
+    assert ServiceKeys([ServiceKey("client", "c" * 20)]).find(given) is None
+
+
+def test_without_an_admin_key_no_session_has_a_key() -> None:
+    with pytest.raises(BadInput, match="without an admin key"):
+        ServiceKeys([ServiceKey("client", "c" * 20)]).of_session("s-1")
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "said"),
     [

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,8 +22,13 @@ from service.front import Front, ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
+from service.sessions.ages import TrainingStanding
+from service.sessions.door import PlacedSampler, SessionDoor
+from service.sessions.journal import SessionJournal
+from service.sessions.registry import SessionRegistry
+from service.sessions.session import SessionLimits
 from trireme.core.stop_strings import cut
-from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.renderers import make_renderer
 
 CLIENT, ADMIN = "tr-client-0123456789abcdef", "tr-admin-0123456789abcdef"
@@ -28,6 +36,7 @@ KEYS = ServiceKeys([ServiceKey("client", CLIENT), ServiceKey("admin", ADMIN)])
 VERSION = 20
 LIMITS = Limits(body_bytes=2**20, body_s=5.0, per_minute=None)
 MAX_LEN = 2000
+SESSION_LIMITS = SessionLimits(turns=100, tokens=100_000, seconds=1000.0, idle_s=100.0, kept_s=500.0)
 
 
 class ScriptedSampler:
@@ -97,23 +106,67 @@ class Served:
     front: Front
     client: httpx.AsyncClient
     renderer: Any
+    door: SessionDoor
     app: Any = field(repr=False)
 
     async def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return await self.client.post(path, json=body, **options)
 
 
+def door_of(
+    front: Front,
+    sampler: ScriptedSampler,
+    keys: ServiceKeys,
+    directory: Path,
+    limits_of_sessions: SessionLimits = SESSION_LIMITS,
+    standing: Callable[[], TrainingStanding | None] = lambda: None,
+    most: int = 8,
+) -> SessionDoor:
+    """Opens the sessions of a journal."""
+    sampling = SamplingParams(max_tokens=500)
+    registry = SessionRegistry(
+        PlacedSampler(sampler, front.places),
+        front.renderer,
+        SessionJournal(directory),
+        limits_of_sessions,
+        sampling,
+        MAX_LEN,
+        time.time,
+        standing,
+        front.vocabulary,
+    )
+    registry.restore()
+
+    async def floor() -> int:
+        return VERSION
+
+    return SessionDoor(registry, front, keys, sampling, floor, most)
+
+
 @asynccontextmanager
 async def served(
-    *texts: str | Exception, places: Places | None = None, limits: Limits = LIMITS, keys: ServiceKeys = KEYS
+    *texts: str | Exception,
+    places: Places | None = None,
+    limits: Limits = LIMITS,
+    keys: ServiceKeys = KEYS,
+    sessions: Path | None = None,
+    **options: Any,
 ) -> AsyncIterator[Served]:
-    """Serves a Qwen3-like model that says `texts`."""
+    """Serves a Qwen3-like model that says `texts`. `sessions`: the directory of the journal of sessions; None: another
+    one each time. `options`: those of `door_of`."""
     tokenizer = bpe(QWEN3)
     sampler = ScriptedSampler(*texts, tokenizer=tokenizer)
     renderer = make_renderer("auto", tokenizer)
     models = ServedModels(("policy", "step-000020"), MAX_LEN, len(tokenizer))
     front = Front(sampler, models, tokenizer, renderer, places or Places(64, 64, 30.0))
-    app = make_app(front, keys, limits)
+    with tempfile.TemporaryDirectory() as own:
+        door = door_of(front, sampler, keys, sessions or Path(own), **options)
+        async with _running(make_app(front, door, keys, limits), sampler, front, door) as running:
+            yield running
+
+
+@asynccontextmanager
+async def _running(app: Any, sampler: ScriptedSampler, front: Front, door: SessionDoor) -> AsyncIterator[Served]:
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_config=None, lifespan="off"))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     running = asyncio.create_task(server.serve())
@@ -122,6 +175,7 @@ async def served(
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     headers = {"Authorization": f"Bearer {CLIENT}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client:
-        yield Served(url, sampler, front, client, renderer, app)
+        yield Served(url, sampler, front, client, front.renderer, door, app)
     server.should_exit = True
     await running
+    await door.close()

@@ -1,0 +1,92 @@
+"""Replies over HTTP: how they are written, and who still waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from service.asked import Asked, RequestRefused, ServiceAnswer
+from service.front import Event
+
+VERSION = "x-trireme-version"
+T = TypeVar("T")
+
+
+class AskingBody(Protocol):
+    """A body that asks for answers."""
+
+    def asked(self) -> Asked:
+        """Returns what it asks for."""
+
+
+class Dialect(Protocol):
+    """A module of `service.dialects`."""
+
+    def whole(self, body: Any, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]: ...
+
+    def stream(self, body: Any, events: AsyncIterator[Event], tokenizer: Any) -> AsyncIterator[str]: ...
+
+
+class EventReply(StreamingResponse):
+    """Server-sent events. However it ends, what is still sampled for it is ended."""
+
+    def __init__(self, texts: AsyncIterator[str], source: AsyncGenerator[Event, None], headers: dict[str, str]) -> None:
+        super().__init__(texts, media_type="text/event-stream", headers={**headers, "cache-control": "no-cache"})
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._source.aclose()
+
+
+class DeliveredReply(Response):
+    """A reply of which `delivered` is told when all of it was handed to a connection that was there."""
+
+    def __init__(self, reply: Response, delivered: Callable[[], None]) -> None:
+        super().__init__()
+        self._reply, self._delivered = reply, delivered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_gone(receive))
+        here = True
+
+        async def noted(message: Message) -> None:
+            nonlocal here
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(0)  # the watcher of the connection runs
+                here = not gone.done()
+            await send(message)
+
+        try:
+            await self._reply(scope, receive, noted)
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+        if here:
+            self._delivered()
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`, which ends when the client leaves: it is sampled for no other reason."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise RequestRefused("the client left before the answer was there", status=499)
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,181 @@
+"""The routes of sessions: turns of agents, and the verbs of those who own a session."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from service.asked import RequestRefused, ServiceAnswer
+from service.dialects.wire import Body, Used, spans_of
+from service.errors import JsonReply
+from service.front import Event
+from service.guard import ROLE, SESSION
+from service.replies import VERSION, AskingBody, DeliveredReply, Dialect
+from service.sessions.door import SessionDoor, refused
+from service.sessions.session import AgentSession, ExportedTurn
+from service.sessions.turns import RewardSource
+from trireme.core.errors import TriremeError
+
+RETRIES = "x-stainless-retry-count"
+"""OpenAI's and Anthropic's clients say with it how often they have asked before."""
+Metrics = Annotated[dict[str, float], Field(max_length=256)]
+
+
+class OpenBody(Body):
+    """Opens a session."""
+
+    problem: Annotated[str, Field(max_length=1024)] = ""
+    """A name of what the agent is to do, which its export repeats."""
+
+
+class RewardBody(Body):
+    """A reward."""
+
+    value: float
+    answer: int | None = None
+    """The answer's name, as its `usage.answers` has it; none: the whole session."""
+    metrics: Metrics = Field({})
+
+
+class EndBody(Body):
+    """Ends a session."""
+
+    reason: Annotated[str, Field(max_length=1024)] = "its agent ended it"
+
+
+class SessionRoutes:
+    """The routes of sessions."""
+
+    def __init__(self, door: SessionDoor, tokenizer: Any) -> None:
+        self._door, self._tokenizer = door, tokenizer
+
+    def routes(self, app: FastAPI) -> None:
+        """Adds the verbs of owners to the app."""
+        app.post("/sessions")(self.open)
+        app.get("/sessions")(self.list)
+        app.get("/sessions/{session}")(self.state)
+        app.post("/sessions/{session}/reward")(self.reward)
+        app.post("/sessions/{session}/end")(self.end)
+        app.get("/sessions/{session}/export")(self.export)
+        app.delete("/sessions/{session}")(self.forget)
+
+    async def reply(
+        self, request: Request, session: str, body: AskingBody, dialect: Dialect
+    ) -> tuple[Response, list[ServiceAnswer]]:
+        """Answers a turn, and returns its answers too. What is sampled is kept for a retry if the client leaves."""
+        asked = body.asked()
+        retry = request.headers.get(RETRIES, "0").strip() not in ("", "0")
+        turn, answers = await self._door.turn(session, asked, retry)
+        headers = {VERSION: str(Used.of(answers, asked.n).version)}
+        if asked.stream:
+            # The whole answer is there, as the journal has it before a client does.
+            texts = [text async for text in dialect.stream(body, _each(answers), self._tokenizer)]
+            headers["cache-control"] = "no-cache"
+            reply = Response("".join(texts), media_type="text/event-stream", headers=headers)
+        else:
+            reply = JsonReply(dialect.whole(body, answers, self._tokenizer), headers=headers)
+        return DeliveredReply(reply, partial(self._door.delivered, session, turn)), answers
+
+    async def open(self, request: Request, body: OpenBody | None = None) -> JsonReply:
+        """Opens a session."""
+        opened = await self._door.open(body.problem if body else "")
+        base = str(request.base_url).rstrip("/") + f"/sessions/{opened.name}"
+        found = {"session": opened.name, "key": opened.key, "floor": opened.floor}
+        return JsonReply({**found, "openai_base_url": f"{base}/v1", "anthropic_base_url": base})
+
+    async def list(self) -> JsonReply:
+        """Lists the sessions that are there."""
+        sessions = self._door.registry.book.sessions
+        return JsonReply({"sessions": [_state(name, each) for name, each in sessions.items()]})
+
+    async def state(self, session: str) -> JsonReply:
+        """Tells what a session has so far."""
+        known = self._door.registry.book.sessions.get(session)
+        if known is None:
+            raise RequestRefused(f"there is no session {session}", status=410, code="session_closed")
+        return JsonReply(_state(session, known))
+
+    async def reward(self, request: Request, session: str, body: RewardBody) -> JsonReply:
+        """Takes a reward: by an agent's call, or by the harness that opened the session."""
+        source: RewardSource = "harness" if request.scope[ROLE] == "admin" else "call"
+        try:
+            self._door.registry.reward(session, source, body.value, body.answer, body.metrics)
+        except TriremeError as error:
+            raise refused(error) from error
+        return JsonReply({"session": session, "reward": body.value})
+
+    async def end(self, session: str, body: EndBody | None = None) -> JsonReply:
+        """Ends a session."""
+        try:
+            await self._door.registry.end(session, (body or EndBody()).reason)
+        except TriremeError as error:
+            raise refused(error) from error
+        return await self.state(session)
+
+    async def export(self, session: str) -> JsonReply:
+        """Returns what a session is worth to training."""
+        try:
+            export = self._door.registry.export(session)
+        except TriremeError as error:
+            raise refused(error) from error
+        return JsonReply(
+            {
+                "session": session,
+                "problem": export.problem,
+                "temperature": export.temperature,
+                "reward": export.reward,
+                "metrics": dict(export.metrics),
+                "turns": [_exported(turn) for turn in export.turns],
+            }
+        )
+
+    async def forget(self, session: str) -> JsonReply:
+        """Forgets a session that has ended."""
+        try:
+            self._door.registry.forget(session)
+        except TriremeError as error:
+            raise refused(error) from error
+        return JsonReply({"session": session, "forgotten": True})
+
+
+def session_of(request: Request) -> str:
+    """Returns the session of a request, "" for none."""
+    return str(request.scope[SESSION])
+
+
+def _state(name: str, session: AgentSession) -> dict[str, Any]:
+    return {
+        "session": name,
+        "problem": session.opened.problem,
+        "floor": session.opened.floor,
+        "open": session.ended is None,
+        "reason": session.ended.reason if session.ended else None,
+        "tokens": session.tree.num_tokens,
+        **asdict(session.tree.counts),
+        **asdict(session.requests),
+    }
+
+
+def _exported(turn: ExportedTurn) -> dict[str, Any]:
+    return {
+        "prompt": turn.prompt.tolist(),
+        "follows": turn.follows,
+        "answer": turn.answer,
+        "tokens": turn.tokens.tolist(),
+        "logprobs": turn.logprobs.tolist(),
+        "version_spans": spans_of(turn.spans),
+        "stop_reason": turn.stop_reason,
+        "reward": turn.reward,
+        "in_loss": turn.delivered,
+    }
+
+
+async def _each(answers: Sequence[ServiceAnswer]) -> AsyncIterator[Event]:
+    for answer in answers:
+        yield answer

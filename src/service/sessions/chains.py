@@ -1,0 +1,104 @@
+"""Chains of messages: which conversation a request goes on with.
+
+Each message of each conversation is kept once, in a tree of *points*: a point stands for the messages from the first
+one up to its own. Two conversations share the points of the messages with which both begin. Conversations with other
+tools share none, as tools are part of the first prompt.
+
+Messages are compared by role, content, name and calls of tools. Thinking is not compared: clients leave it out when
+they send an answer back, and the answer's own tokens hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trireme.renderers import Message, ToolSpec
+
+EDGE = 32
+"""So many characters of a message's beginning choose the points that it is compared with."""
+
+BucketKey = tuple[str, int, str]
+
+
+class ChainPoint:
+    """The end of a chain of messages."""
+
+    __slots__ = ("_calls", "_content", "_name", "_role", "after", "answers", "before", "message", "newest", "prompts")
+
+    def __init__(self, message: Message | None, before: ChainPoint | None) -> None:
+        self.message, self.before = message, before
+        """The last message, and the point of the chain without it; None before the first."""
+        self.prompts: list[int] = []
+        """Nodes of prompts that end with this chain."""
+        self.answers: list[int] = []
+        """Nodes of answers that are the last message of this chain."""
+        self.after: dict[BucketKey, list[ChainPoint]] = {}
+        """The points of the chains with one message more."""
+        self.newest: ChainPoint | None = None
+        """The newest of these."""
+        if message is not None:
+            self._role, self._content = message["role"], message["content"]
+            self._name, self._calls = message.get("name"), message.get("tool_calls") or None
+
+    def ends_with(self, message: Message) -> bool:
+        """Returns True if a client means the last message of this chain by one that it sends."""
+        return (
+            self._content == message["content"]
+            and self._role == message["role"]
+            and self._name == message.get("name")
+            and self._calls == (message.get("tool_calls") or None)
+        )
+
+    def next(self, message: Message) -> ChainPoint | None:
+        """Returns the point with one message more; None where it is new."""
+        if self.newest is None or self.newest.ends_with(message):
+            return self.newest
+        known = self.after.get(_bucket(message), ())
+        return next((point for point in known if point.ends_with(message)), None)
+
+    def add(self, message: Message) -> ChainPoint:
+        """Makes the point with one message more, which is new."""
+        self.newest = ChainPoint(message, self)
+        self.after.setdefault(_bucket(message), []).append(self.newest)
+        return self.newest
+
+
+class MessageChains:
+    """All chains of one session."""
+
+    def __init__(self) -> None:
+        self._tops: list[tuple[list[ToolSpec], ChainPoint]] = []
+
+    def walk(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[ChainPoint]:
+        """Returns the points of the longest known chain that `messages` begin with, from the one before the first
+        message on; none at all where the tools are new."""
+        top = next((point for known, point in self._tops if known == list(tools)), None)
+        if top is None:
+            return []
+        path = [top]
+        for message in messages:
+            point = path[-1].next(message)
+            if point is None:
+                break
+            path.append(point)
+        return path
+
+    def extend(
+        self, point: ChainPoint | None, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+    ) -> ChainPoint:
+        """Returns the point of the chain of `point` with `messages` after it, which is made where it is new. None: the
+        chain begins with them, and has these tools."""
+        if point is None:
+            path = self.walk((), tools)
+            if not path:
+                path = [ChainPoint(None, None)]
+                self._tops.append((list(tools), path[0]))
+            point = path[0]
+        for message in messages:
+            point = point.next(message) or point.add(message)
+        return point
+
+
+def _bucket(message: Message) -> BucketKey:
+    content = message["content"]
+    return message["role"], len(content), content[:EDGE]

@@ -1,0 +1,180 @@
+"""Records: all that happens to sessions, as values and as bytes.
+
+What a session is follows from its records alone, in order. A running service and one that reads a journal after a
+restart apply the same records by the same code, so that they come to the same sessions.
+
+A record's bytes are a head in JSON, with its length before it, and then the columns of numbers that the head counts.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from service.sessions.tree import SampledAnswer, TurnGiven
+from trireme.core.finite_json import to_json
+from trireme.core.types import VersionSpan, WeightIdentity
+
+HEAD = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class SessionOpened:
+    """A session begins."""
+
+    session: str
+    at: float
+    """Seconds of the registry's clock."""
+    floor: int
+    """No token of the session is of an older version."""
+    temperature: float
+    """All answers are sampled at it."""
+    protected: bool = False
+    """The batch waits for it: it is never given up for its age."""
+    problem: str = ""
+    """The problem of the group that it belongs to; "": none."""
+
+
+@dataclass(frozen=True, eq=False)
+class TurnAnswered:
+    """A request was answered."""
+
+    session: str
+    at: float
+    turn: TurnGiven
+
+
+@dataclass(frozen=True)
+class AnswersDelivered:
+    """A client has these answers."""
+
+    session: str
+    at: float
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RewardGiven:
+    """A source says what a turn, or the whole session, is worth. It may say so again: the last word counts."""
+
+    session: str
+    at: float
+    source: str
+    """`call`, `harness` or `environment`."""
+    value: float
+    node: int | None = None
+    """The answer; None: the whole session."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SessionEnded:
+    """No turn may begin from here on."""
+
+    session: str
+    at: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class SessionForgotten:
+    """A session is removed: its contents were taken over elsewhere, or are not wanted."""
+
+    session: str
+    at: float
+
+
+@dataclass(frozen=True)
+class RecordsLost:
+    """Stands, where a journal is read, for records that may be missing although somebody was told of them."""
+
+
+SessionRecord = SessionOpened | TurnAnswered | AnswersDelivered | RewardGiven | SessionEnded | SessionForgotten
+PLAIN = {kind.__name__: kind for kind in (SessionOpened, AnswersDelivered, RewardGiven, SessionEnded, SessionForgotten)}
+
+
+def encode(record: SessionRecord) -> bytes:
+    """Returns the bytes of a record."""
+    columns: list[npt.NDArray[Any]] = []
+    if isinstance(record, TurnAnswered):
+        head, columns = _turn_head(record), [record.turn.prompt]
+        for answer in record.turn.answers:
+            columns += [answer.tokens, answer.logprobs]
+    else:
+        head = {"kind": type(record).__name__, **asdict(record)}
+    said = to_json(head).encode()
+    return b"".join([HEAD.pack(len(said)), said, *(column.tobytes() for column in columns)])
+
+
+def decode(payload: bytes) -> SessionRecord:
+    """Returns the record of what `encode` made."""
+    (length,) = HEAD.unpack_from(payload)
+    head = json.loads(payload[HEAD.size : HEAD.size + length])
+    if (kind := head.pop("kind")) == TurnAnswered.__name__:
+        return _turn_of(head, _Columns(payload, HEAD.size + length))
+    if "nodes" in head:
+        head["nodes"] = tuple(head["nodes"])
+    made: SessionRecord = PLAIN[kind](**head)
+    return made
+
+
+def _turn_head(record: TurnAnswered) -> dict[str, Any]:
+    turn = record.turn
+    return {
+        "kind": TurnAnswered.__name__,
+        "session": record.session,
+        "at": record.at,
+        "follows": turn.follows,
+        "parent": turn.parent,
+        "messages": turn.messages,
+        "tools": turn.tools,
+        "prompt": len(turn.prompt),
+        "asked": turn.asked,
+        "answers": [
+            {
+                "message": answer.message,
+                "tokens": len(answer.tokens),
+                "spans": [[str(span.identity), span.start, span.end, span.mixed] for span in answer.spans],
+                "stop_reason": answer.stop_reason,
+            }
+            for answer in turn.answers
+        ],
+    }
+
+
+def _turn_of(head: Mapping[str, Any], columns: _Columns) -> TurnAnswered:
+    prompt = columns.next(head["prompt"], np.int32)
+    answers = tuple(
+        SampledAnswer(
+            answer["message"],
+            columns.next(answer["tokens"], np.int32),
+            columns.next(answer["tokens"], np.float32),
+            tuple(
+                VersionSpan(WeightIdentity.parse(label), start, end, mixed)
+                for label, start, end, mixed in answer["spans"]
+            ),
+            answer["stop_reason"],
+        )
+        for answer in head["answers"]
+    )
+    messages, tools = tuple(head["messages"]), tuple(head["tools"])
+    given = TurnGiven(head["follows"], head["parent"], messages, tools, prompt, answers, head["asked"])
+    return TurnAnswered(head["session"], head["at"], given)
+
+
+class _Columns:
+    """Reads columns one behind the other."""
+
+    def __init__(self, payload: bytes, place: int) -> None:
+        self._payload, self._place = payload, place
+
+    def next(self, count: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        column = np.frombuffer(self._payload, dtype, count, self._place)
+        self._place += column.nbytes
+        return column

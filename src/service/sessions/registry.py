@@ -1,0 +1,376 @@
+"""The verbs of sessions, for the front door, for environments and for an administrator.
+
+    open -> turn: match, render, sample, check, journal, apply -> delivered -> reward -> end -> export -> forget
+              |                    |
+              | limit or age       | the caller is gone: the answer is kept for its retry
+              v                    v
+           SessionClosed        masked, unless a retry or a later message shows that the client has it
+
+Everything between two awaits is one step: the journal has a record before the tree has it, and the tree before a caller
+sees it. A turn is sampled in a task of its own, which a caller that goes away does not cancel: clients that lose their
+connection ask again, and mean the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from service.reading import MessageReader, Reading
+from service.sessions.ages import TrainingStanding, too_old
+from service.sessions.journal import SessionJournal
+from service.sessions.records import (
+    AnswersDelivered,
+    RewardGiven,
+    SessionEnded,
+    SessionForgotten,
+    SessionOpened,
+    SessionRecord,
+    TurnAnswered,
+)
+from service.sessions.session import AgentSession, SessionBook, SessionExport, SessionLimits
+from service.sessions.tree import ROOT, Match, SampledAnswer, TurnGiven
+from service.sessions.turns import (
+    REWARD_SOURCES,
+    BadTurn,
+    PolicySampler,
+    RewardSource,
+    ServedAnswer,
+    ServedTurn,
+    SessionClosed,
+    TurnRequest,
+    asked_as,
+    check_request,
+    check_sample,
+)
+from trireme.core.errors import BadInput
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams
+from trireme.renderers import Message, Renderer
+
+
+@dataclass(eq=False)
+class _Running:
+    """A turn that is being sampled."""
+
+    request: TurnRequest
+    task: asyncio.Task[tuple[int, ...]]
+    callers: int = 0
+
+
+class SessionRegistry:
+    """All sessions of one service. `sampling`: how all answers are sampled. `standing` tells where training stands
+    (None: nothing is trained), `clock` seconds that go on over a restart."""
+
+    def __init__(
+        self,
+        sampler: PolicySampler,
+        renderer: Renderer,
+        journal: SessionJournal,
+        limits: SessionLimits,
+        sampling: SamplingParams,
+        max_seq_len: int,
+        clock: Callable[[], float],
+        standing: Callable[[], TrainingStanding | None],
+        vocabulary: int | None = None,
+    ) -> None:
+        """`vocabulary`: the number of tokens that the model can read (None: any)."""
+        self._sampler, self._renderer, self._journal, self._limits = sampler, renderer, journal, limits
+        self._sampling, self._max_seq_len = sampling, max_seq_len
+        self._clock, self._standing, self._vocabulary = clock, standing, vocabulary
+        self.book = SessionBook()
+        self._running: dict[str, list[_Running]] = {}
+        self._numbers = itertools.count()
+
+    def restore(self) -> int:
+        """Continues the sessions of the journal; called once, before any other verb. Returns how many there are. Raises
+        StorageFailed."""
+        for record in self._journal.replay():
+            self.book.apply(record)
+        return len(self.book.sessions)
+
+    async def close(self) -> None:
+        """Cancels the turns that are being sampled, and closes the journal. Sessions stay as they are."""
+        for name in list(self._running):
+            await self._cancel(name)
+        self._journal.close()
+
+    # ---- verbs of those who own a session
+
+    def open(self, session: str, floor: int, protected: bool = False, problem: str = "") -> None:
+        """Opens a session. `floor`: the lowest version that a live replica has acknowledged. Raises BadInput for a name
+        that is taken."""
+        if session in self.book.sessions:
+            raise BadInput(f"a session {session!r} is there already; expected another name")
+        self._write(SessionOpened(session, self._clock(), floor, self._sampling.temperature, protected, problem))
+
+    def reward(
+        self,
+        session: str,
+        source: RewardSource,
+        value: float,
+        node: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Takes a reward for an answer, or for the whole session, ended or not. A second one of the same source for the
+        same replaces the first, so that a request may be repeated. Raises BadInput, and SessionClosed where there is
+        no such session."""
+        known = self._known(session)
+        if source not in REWARD_SOURCES:
+            raise BadInput(f"a reward by {source!r}; expected one by {', '.join(REWARD_SOURCES)}")
+        if not math.isfinite(value):
+            raise BadInput(f"session {session} was given the reward {value}; expected a finite number")
+        if node is not None and not known.is_answer(node):
+            raise BadInput(f"session {session} was given a reward for answer {node}; expected one that it has")
+        self._write(RewardGiven(session, self._clock(), source, float(value), node, dict(metrics or {})))
+
+    async def end(self, session: str, reason: str) -> None:
+        """Ends a session, and cancels its turns that are being sampled. Does nothing where it has ended. Raises
+        SessionClosed where there is no such session."""
+        self._end(self._known(session), reason)
+        await self._cancel(session)
+
+    def export(self, session: str) -> SessionExport:
+        """Returns the trajectory and the rewards of a session that has ended. Raises BadInput while turns run, and
+        SessionClosed where there is no such session."""
+        known = self._known(session)
+        if known.ended is None or self._running.get(session):
+            raise BadInput(f"session {session} was to be exported while it is open; expected one that was ended")
+        return known.export()
+
+    def forget(self, session: str) -> None:
+        """Removes a session that has ended: its trajectory is kept elsewhere, or not wanted. Raises BadInput while it
+        is open, and SessionClosed where there is no such session."""
+        if self._known(session).ended is None or self._running.get(session):
+            raise BadInput(f"session {session} was to be forgotten while it is open; expected one that was ended")
+        self._write(SessionForgotten(session, self._clock()))
+
+    async def sweep(self) -> list[str]:
+        """Ends sessions whose agents are gone and those whose time is over; forgets those that ended long ago. Returns
+        the names of those that it ended."""
+        now, ended = self._clock(), []
+        for name, session in list(self.book.sessions.items()):
+            if session.ended is not None:
+                if now - max(session.last, session.ended.at) >= self._limits.kept_s and not self._running.get(name):
+                    self.forget(name)
+                continue
+            idle, age = now - session.last, now - session.opened.at
+            if age >= self._limits.seconds:
+                await self.end(name, f"seconds: it was opened {age:.0f} s ago")
+                ended.append(name)
+            elif idle >= self._limits.idle_s and not self._running.get(name):
+                await self.end(name, f"idle: nothing was heard of its agent for {idle:.0f} s")
+                ended.append(name)
+        return ended
+
+    # ---- verbs of agents
+
+    async def turn(self, session: str, request: TurnRequest) -> ServedTurn:
+        """Answers a request. Raises SessionClosed, BadTurn, and what the sampler and the journal raise."""
+        known = self._known(session)
+        check_request(request)
+        match = known.tree.match(request.messages, request.tools)
+        self._note_echo(known, match)
+        running = self._running_retry(session, request) if request.retry else None
+        stored = known.stored(match, asked_as(request)) if request.retry else None
+        known.requests.retries += bool(stored or running)
+        left = running is not None and not running.callers  # its connection broke just now
+        if stored and not left and (running is None or not known.tree.has_any(stored)):
+            return self._served(known, stored)
+        if running is None:
+            self._admit(known)
+            running = self._begin(known, match, request)
+        return self._served(known, await self._wait(known, running))
+
+    def delivered(self, session: str, turn: ServedTurn) -> None:
+        """Takes note that the client has the answers of a turn. Does nothing where there is no such session any more:
+        it was exported before this was known."""
+        known = self.book.sessions.get(session)
+        if known is not None:
+            self._deliver(known, [answer.node for answer in turn.answers])
+
+    # ---- a turn, step by step
+
+    def _admit(self, session: AgentSession) -> None:
+        """Raises SessionClosed where no turn may begin, and ends a session that has come to a limit."""
+        name, standing = session.opened.session, self._standing()
+        if session.ended is None:
+            running = len(self._running.get(name, ()))
+            reason = session.limit_reached(self._limits, self._clock(), running)
+            if reason is None and standing is not None:
+                reason = too_old(session.opened.floor, session.opened.protected, standing)
+                reason = reason and f"stale: {reason}"
+            if reason is not None:
+                self._end(session, reason)
+        if session.ended is not None:
+            session.requests.refused += 1
+            raise SessionClosed(name, session.ended.reason)
+
+    def _begin(self, session: AgentSession, match: Match, request: TurnRequest) -> _Running:
+        """Renders the prompt of a request, and starts to sample its answers. Raises BadTurn."""
+        try:
+            parent, fresh = session.tree.render(match, request.messages, request.tools, self._renderer)
+        except Exception as error:  # templates and renderers refuse orders of roles, and names, in ways of their own
+            raise BadTurn(f"the chat format refuses these messages: {error}") from error
+        prompt = session.tree.joined(parent, fresh)
+        if self._vocabulary is not None and len(fresh) and fresh.max() >= self._vocabulary:
+            raise BadTurn(f"these messages have tokens beyond the model's vocabulary of {self._vocabulary}")
+        room = self._max_seq_len - len(prompt)
+        if room <= 0 or not len(prompt):
+            raise BadTurn(
+                f"a prompt of {len(prompt)} tokens, of which there must be at least one; this model's maximum context "
+                f"length is {self._max_seq_len} tokens, prompt and answer together (model.max_seq_len): shorten the "
+                "conversation"
+            )
+        most = min([length for length in (request.max_tokens, self._sampling.max_tokens) if length] + [room])
+        given = TurnGiven(
+            match.node,
+            parent,
+            request.messages[match.known :],
+            request.tools if match.node == ROOT else (),
+            fresh,
+            (),
+            asked_as(request),
+        )
+        requests = [self._request(session, parent, prompt, request, most, n) for n in range(request.n)]
+        name = session.opened.session
+        running = _Running(request, asyncio.ensure_future(self._sample(session, given, requests, request)))
+        self._running.setdefault(name, []).append(running)
+        running.task.add_done_callback(lambda _task: self._forget_running(name, running))
+        return running
+
+    def _request(
+        self,
+        session: AgentSession,
+        parent: int,
+        prompt: npt.NDArray[np.int32],
+        request: TurnRequest,
+        most: int,
+        n: int,
+    ) -> SampleRequest:
+        run = self._sampling
+        params = replace(
+            run,
+            temperature=session.opened.temperature,
+            max_tokens=most,
+            stop=(*self._renderer.stop_condition(), *run.stop_token_ids, *run.stop_strings, *request.stop),
+            seed=None if request.seed is None else request.seed + n,
+        )
+        return SampleRequest(
+            request_id=f"{session.opened.session}/{next(self._numbers)}",
+            prompt=prompt,
+            params=params,
+            route_key=session.opened.session,
+            began=session.tree.began(parent),
+        )
+
+    async def _sample(
+        self, session: AgentSession, given: TurnGiven, requests: Sequence[SampleRequest], request: TurnRequest
+    ) -> tuple[int, ...]:
+        """Samples all answers of a turn and records them. Where one fails, none is recorded."""
+        tasks = [asyncio.ensure_future(self._sampler.sample(each)) for each in requests]
+        try:
+            sampled = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        floor = session.opened.floor
+        answers = tuple(self._answer(each, request, floor) for each in sampled)
+        record = TurnAnswered(session.opened.session, self._clock(), replace(given, answers=answers))
+        return self._write(record)
+
+    def _answer(self, sampled: SampledSequence, request: TurnRequest, floor: int) -> SampledAnswer:
+        """Returns an answer as the client reads it. Raises RoomFailed and ProvenanceError for one that could not be
+        trained on."""
+        check_sample(sampled, floor)
+        reading = self.read(sampled.tokens, request)
+        message: Message = {"role": "assistant", "content": reading.content}
+        if reading.thinking:
+            message["thinking"] = reading.thinking
+        if reading.tool_calls:
+            message["tool_calls"] = list(reading.tool_calls)
+        return SampledAnswer(message, sampled.tokens, sampled.logprobs, sampled.spans, sampled.stop_reason)
+
+    def read(self, tokens: npt.NDArray[np.int32], request: TurnRequest) -> Reading:
+        """Reads an answer to a request as its client does."""
+        ends = [end for end in (*self._sampling.stop_strings, *request.stop) if isinstance(end, str)]
+        return MessageReader(self._renderer, request.tools, ends).read(tokens.tolist(), True)
+
+    async def _wait(self, session: AgentSession, running: _Running) -> tuple[int, ...]:
+        """Waits for a turn that may have other callers too. Raises SessionClosed if it was cancelled."""
+        running.callers += 1
+        try:
+            return await asyncio.shield(running.task)
+        except asyncio.CancelledError:
+            if running.task.cancelled() and session.ended is not None:
+                raise SessionClosed(session.opened.session, session.ended.reason) from None
+            raise
+        finally:
+            running.callers -= 1
+
+    def _running_retry(self, session: str, request: TurnRequest) -> _Running | None:
+        """Returns the running turn that a retry means: one whose caller is gone, if there is one."""
+        same = [
+            running
+            for running in self._running.get(session, ())
+            if running.request.messages == request.messages
+            and running.request.tools == request.tools
+            and asked_as(running.request) == asked_as(request)
+        ]
+        return min(same, key=lambda running: running.callers, default=None)
+
+    # ---- records
+
+    def _known(self, session: str) -> AgentSession:
+        if session not in self.book.sessions:
+            raise SessionClosed(session, "unknown: it was never opened, or was forgotten after its end")
+        return self.book.sessions[session]
+
+    def _write(self, record: SessionRecord) -> tuple[int, ...]:
+        """Journals a record, and then applies it."""
+        self._journal.append(record)
+        return self.book.apply(record)
+
+    def _end(self, session: AgentSession, reason: str) -> None:
+        if session.ended is None:
+            self._write(SessionEnded(session.opened.session, self._clock(), reason))
+
+    def _note_echo(self, session: AgentSession, match: Match) -> None:
+        """Takes note that the client has an answer: it sends it back."""
+        if match.node != ROOT:
+            self._deliver(session, [match.node])
+
+    def _deliver(self, session: AgentSession, nodes: Sequence[int]) -> None:
+        news = tuple(node for node in nodes if not session.tree.nodes[node].delivered)
+        if news:
+            self._write(AnswersDelivered(session.opened.session, self._clock(), news))
+
+    def _served(self, session: AgentSession, nodes: Sequence[int]) -> ServedTurn:
+        tree, answers = session.tree, []
+        for number in nodes:
+            node = tree.nodes[number]
+            assert node.message is not None
+            columns = tree.tokens(number), tree.logprobs(number)
+            answers.append(ServedAnswer(number, node.message, *columns, node.spans, node.stop_reason))
+        return ServedTurn(tree.path_tokens(tree.nodes[nodes[0]].follows), tuple(answers))
+
+    async def _cancel(self, session: str) -> None:
+        """Cancels the turns of a session that are being sampled, and waits until they are."""
+        tasks = [running.task for running in self._running.get(session, ())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget_running(self, session: str, running: _Running) -> None:
+        left = [other for other in self._running[session] if other is not running]
+        if left:
+            self._running[session] = left
+        else:
+            del self._running[session]
+        if not running.task.cancelled():
+            running.task.exception()  # a caller that is gone does not ask for it

@@ -1,0 +1,214 @@
+"""One session: an agent's tree, its rewards and its end, as its records say; and its export.
+
+    strand 0   prompt | answer | prompt | answer           segment 0: all of it
+    strand 1            ^ answer | prompt | answer         segment 1: the first prompt again, observed, and then its own
+
+Each strand becomes a segment of a trajectory (`orchestrator.trajectory`), which begins with all tokens that come before
+the strand. These are only observed there, so that each sampled token is trained exactly once: in the strand that holds
+it. An answer that was not delivered is masked: the agent has not acted on it, so no reward says anything about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from service.sessions.records import (
+    AnswersDelivered,
+    RecordsLost,
+    RewardGiven,
+    SessionEnded,
+    SessionForgotten,
+    SessionOpened,
+    SessionRecord,
+    TurnAnswered,
+)
+from service.sessions.tree import ROOT, Match, SessionTree
+from trireme.core.types import StopReason, VersionSpan
+
+LOST = "journal: the machine was started again, or the journal was damaged, so that turns may be missing"
+"""Ends the sessions that were open where records may be missing."""
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    """Bounds what one session may take."""
+
+    turns: int
+    """Requests that are answered."""
+    tokens: int
+    """Tokens that its tree may hold before a turn begins."""
+    seconds: float
+    """From its opening on."""
+    idle_s: float
+    """Seconds without a request, after which it is ended: its agent is gone."""
+    kept_s: float
+    """Seconds after its end, after which it is forgotten: nobody has taken what it holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExportedTurn:
+    """One answer with its prompt, as `TrajectoryBuilder.ask` and `answer` take them."""
+
+    prompt: npt.NDArray[np.int32]
+    """The whole prompt; where it `follows`, what comes behind the answer before."""
+    follows: bool
+    """The prompt begins with the prompt and the answer of the turn before."""
+    answer: int
+    """The name of the answer in its session."""
+    tokens: npt.NDArray[np.int32]
+    """[T]."""
+    logprobs: npt.NDArray[np.float32]
+    """[T]."""
+    spans: tuple[VersionSpan, ...]
+    stop_reason: StopReason
+    reward: float
+    delivered: bool
+    """False: the answer must not count in the loss."""
+
+
+@dataclass(frozen=True, eq=False)
+class SessionExport:
+    """The worth of an ended session to training."""
+
+    problem: str
+    temperature: float
+    """All answers were sampled at it."""
+    turns: tuple[ExportedTurn, ...]
+    """Segment by segment; none where no request was answered."""
+    reward: float
+    """The sum of all rewards, which the turns have too."""
+    metrics: Mapping[str, float]
+
+
+@dataclass
+class RequestCounts:
+    """Counts requests of one session in this process."""
+
+    retries: int = 0
+    """Retries that got a stored answer, or one that was being sampled."""
+    refused: int = 0
+    """Turns that were not begun as the session had ended."""
+    overruled: int = 0
+    """Requests that asked to be sampled in another way than the session is."""
+
+
+@dataclass
+class AgentSession:
+    """The sum of a session's records."""
+
+    opened: SessionOpened
+    tree: SessionTree = field(default_factory=SessionTree)
+    rewards: dict[tuple[str, int | None], RewardGiven] = field(default_factory=dict)
+    """The last word of each source on each answer, and on the whole session."""
+    ended: SessionEnded | None = None
+    last: float = 0.0
+    """The time of its newest record."""
+    requests: RequestCounts = field(default_factory=RequestCounts)
+
+    def apply(self, record: TurnAnswered | AnswersDelivered | RewardGiven | SessionEnded) -> tuple[int, ...]:
+        """Takes the next record. Returns the nodes of the answers that it brings."""
+        self.last = record.at
+        match record:
+            case TurnAnswered():
+                return self.tree.add(record.turn)
+            case AnswersDelivered():
+                for node in record.nodes:
+                    self.tree.nodes[node].delivered = True
+            case RewardGiven():
+                self.rewards[record.source, record.node] = record
+            case SessionEnded():
+                self.ended = self.ended or record
+        return ()
+
+    def is_answer(self, node: int) -> bool:
+        """Returns True if a node is one of the session's answers."""
+        return 0 <= node < len(self.tree.nodes) and self.tree.nodes[node].message is not None
+
+    def stored(self, match: Match, asked: str) -> tuple[int, ...] | None:
+        """Returns the answers that a retry of a request means: the oldest that were not delivered, else the newest;
+        None where no such request was answered."""
+        turns = [turn for prompt in match.same for turn in self.tree.nodes[prompt].turns]
+        same = [nodes for known, nodes in turns if known == asked]
+        undelivered = [nodes for nodes in same if not self.tree.has_any(nodes)]
+        return undelivered[0] if undelivered else same[-1] if same else None
+
+    def limit_reached(self, limits: SessionLimits, now: float, running: int) -> str | None:
+        """Returns why no turn may begin now, where `running` turns are being sampled; None if one may."""
+        turns, tokens, seconds = self.tree.counts.turns + running, self.tree.num_tokens, now - self.opened.at
+        if turns >= limits.turns:
+            return f"turns: it had {turns} of at most {limits.turns}"
+        if tokens >= limits.tokens:
+            return f"tokens: it holds {tokens} of at most {limits.tokens}"
+        if seconds >= limits.seconds:
+            return f"seconds: it was opened {seconds:.0f} s ago, at most {limits.seconds:.0f} are allowed"
+        return None
+
+    def export(self) -> SessionExport:
+        """Returns its answers, a segment for each strand, and its rewards."""
+        answers = [node for strand in self.tree.strands for node in strand.nodes if self.is_answer(node)]
+        reward = sum(given.value for given in self.rewards.values())
+        turns = tuple(self._exported(node, last=node == max(answers)) for node in answers)
+        return SessionExport(self.opened.problem, self.opened.temperature, turns, reward, self._metrics())
+
+    def _exported(self, answer: int, last: bool) -> ExportedTurn:
+        tree, node = self.tree, self.tree.nodes[answer]
+        prompt = tree.nodes[node.follows]
+        before = prompt.parent  # an answer of this strand, unless the strand begins with it or with this prompt
+        follows = before != ROOT and prompt.strand == node.strand == tree.nodes[before].strand
+        return ExportedTurn(
+            tree.tokens(node.follows) if follows else tree.path_tokens(node.follows),
+            follows,
+            answer,
+            tree.tokens(answer),
+            tree.logprobs(answer),
+            node.spans,
+            node.stop_reason,
+            self._reward_of(answer, last),
+            node.delivered,
+        )
+
+    def _reward_of(self, node: int, last: bool) -> float:
+        """Returns the rewards of an answer; the last one has those of the whole session too."""
+        places = (node, None) if last else (node,)
+        return sum(given.value for (_, place), given in self.rewards.items() if place in places)
+
+    def _metrics(self) -> dict[str, float]:
+        counts, nodes = self.tree.counts, self.tree.nodes
+        sources = dict.fromkeys(source for source, _ in self.rewards)
+        said = {name: float(value) for given in self.rewards.values() for name, value in given.metrics.items()}
+        return said | {
+            **{f"session/{name}": float(value) for name, value in vars(counts).items()},
+            "session/undelivered": float(sum(node.message is not None and not node.delivered for node in nodes)),
+            "session/retries": float(self.requests.retries),
+            "session/overruled": float(self.requests.overruled),
+            "session/tokens": float(self.tree.num_tokens),
+            "session/sampled": float(sum(node.end - node.start for node in nodes if node.message is not None)),
+            **{
+                f"session/reward_{source}": sum(g.value for (by, _), g in self.rewards.items() if by == source)
+                for source in sources
+            },
+        }
+
+
+class SessionBook:
+    """All sessions that are there, as their records say."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, AgentSession] = {}
+
+    def apply(self, record: SessionRecord | RecordsLost) -> tuple[int, ...]:
+        """Takes the next record. Returns the nodes of the answers that it brings."""
+        if isinstance(record, RecordsLost):
+            for name, session in self.sessions.items():
+                session.ended = session.ended or SessionEnded(name, session.last, LOST)
+        elif isinstance(record, SessionOpened):
+            self.sessions[record.session] = AgentSession(record, last=record.at)
+        elif isinstance(record, SessionForgotten):
+            del self.sessions[record.session]
+        else:
+            return self.sessions[record.session].apply(record)
+        return ()

@@ -1,0 +1,280 @@
+"""The tree of a session: what its prompts and answers consist of, and which of them a request goes on from.
+
+    messages   system, user ----- assistant, tool ----- assistant, user ---- ...
+    nodes      prompt 0 --- answer 1 --- prompt 3 --- answer 4               the same agent's next turn
+                        \\-- answer 2                                         the second of two samples
+               prompt 5 --- answer 6                                         a sub-agent, or a compacted history
+
+A node holds what it adds to its parent: the tokens of a prompt that are new, or those of an answer as they were
+sampled. The longest chain of messages that a request begins with, and that ends with an answer, picks the answer to go
+on from. The prompt is all tokens up to that answer, and what the renderer has behind them for the new messages. Text of
+sampled answers is never tokenised again.
+
+A format may show earlier answers in another way than they were sampled, for example without their thinking. Then the
+prompt cannot go on from the tokens that are there: it begins a new branch of tokens, `retokenised` counts it, and the
+tokens that are there stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from service.sessions.chains import ChainPoint, MessageChains
+from service.sessions.strands import Strand
+from trireme.core.types import StopReason, VersionSpan, WeightIdentity
+from trireme.renderers import Message, Renderer, ToolSpec
+
+ROOT = -1
+"""Stands for the parent of a node that has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class SampledAnswer:
+    """One answer, as it was sampled and as the client reads it."""
+
+    message: Message
+    """The answer as a message, without its tokens."""
+    tokens: npt.NDArray[np.int32]
+    """[T]."""
+    logprobs: npt.NDArray[np.float32]
+    """[T]."""
+    spans: tuple[VersionSpan, ...]
+    """The weights of the tokens; they cover them in order."""
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, eq=False)
+class TurnGiven:
+    """One request with its answers: all that the tree grows by."""
+
+    follows: int
+    """The answer that its messages go on from, or ROOT."""
+    parent: int
+    """The node whose tokens the prompt begins with: `follows`, or ROOT where the prompt begins anew."""
+    messages: tuple[Message, ...]
+    """The messages behind those of `follows`."""
+    tools: tuple[ToolSpec, ...]
+    """The tools of a conversation that begins here; none where it follows."""
+    prompt: npt.NDArray[np.int32]
+    """The tokens behind those of `parent`."""
+    answers: tuple[SampledAnswer, ...]
+    asked: str = ""
+    """How the answers were to be sampled; a retry asks for the same."""
+
+
+@dataclass(slots=True, eq=False)
+class TreeNode:
+    """A prompt or an answer."""
+
+    parent: int
+    """The node whose tokens come before, or ROOT."""
+    strand: int
+    start: int
+    """Where its tokens begin in its strand."""
+    end: int
+    point: ChainPoint
+    """Its messages, from the first one on."""
+    follows: int
+    """Of a prompt: the answer that its messages go on from, or ROOT. Of an answer: its prompt."""
+    began: WeightIdentity | None
+    """The weights of the first sampled token up to here; None: there is none."""
+    children: list[int] = field(default_factory=list)
+    message: Message | None = None
+    """The answer as the client reads it; None for a prompt."""
+    spans: tuple[VersionSpan, ...] = ()
+    """The weights of an answer's tokens, counted from its first one."""
+    stop_reason: StopReason = "stop"
+    delivered: bool = False
+    """The client has the answer."""
+    turns: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    """Of a prompt: its requests in order, each as how it was asked and the nodes of its answers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """Says where a request goes on from."""
+
+    node: int
+    """The answer, or ROOT."""
+    known: int
+    """So many messages of the request are those up to that answer."""
+    prompt: int | None
+    """The prompt of just these messages behind that answer, if there was such a request before."""
+    same: tuple[int, ...]
+    """The prompts of all requests with just these messages."""
+
+
+@dataclass
+class TreeCounts:
+    """Counts the growth of a tree."""
+
+    turns: int = 0
+    """Requests that were answered."""
+    answers: int = 0
+    roots: int = 0
+    """Prompts that begin a conversation."""
+    forks: int = 0
+    """Nodes that got a further child beside those that they had."""
+    retokenised: int = 0
+    """Prompts that go on in messages, but begin their tokens anew."""
+
+
+class SessionTree:
+    """Prompts and answers of one session, each token once."""
+
+    def __init__(self) -> None:
+        self.nodes: list[TreeNode] = []
+        self.strands: list[Strand] = []
+        self.counts = TreeCounts()
+        self._chains = MessageChains()
+
+    # ---- reading
+
+    def match(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Match:
+        """Finds the answer that a request goes on from. Of answers that read the same, one that the client has."""
+        path = self._chains.walk(messages, tools)
+        same = tuple(path[-1].prompts) if len(path) == len(messages) + 1 else ()
+        node, known = ROOT, 0
+        for place in range(len(path) - 1, 0, -1):
+            if path[place].answers and place < len(messages):
+                node, known = max(path[place].answers, key=lambda node: (self.nodes[node].delivered, node)), place
+                break
+        prompts = [prompt for prompt in same if self.nodes[prompt].follows == node]
+        return Match(node, known, prompts[-1] if prompts else None, same)
+
+    def render(
+        self, match: Match, messages: Sequence[Message], tools: Sequence[ToolSpec], renderer: Renderer
+    ) -> tuple[int, npt.NDArray[np.int32]]:
+        """Returns the node whose tokens the prompt begins with (ROOT: none), and the tokens behind them."""
+        if match.prompt is not None:
+            return self.nodes[match.prompt].parent, self.tokens(match.prompt)
+        if match.node == ROOT:
+            return ROOT, np.asarray(renderer.generation_prompt(messages, tools), np.int32)
+        said = [*self._said(match.node), *messages[match.known :]]
+        follows = renderer.continuation(said, tools)
+        if follows is not None:
+            return match.node, np.asarray(follows, np.int32)
+        before = self.path_tokens(self.nodes[match.node].follows)
+        said[match.known - 1] = cast(Message, {**said[match.known - 1], "prompt": before.tolist()})
+        prompt = np.asarray(renderer.generation_prompt(said, tools), np.int32)
+        known = self.path_tokens(match.node)
+        if np.array_equal(prompt[: len(known)], known):
+            return match.node, prompt[len(known) :]
+        return ROOT, prompt
+
+    def tokens(self, node: int) -> npt.NDArray[np.int32]:
+        """Returns the tokens of a node alone, not copied."""
+        own = self.nodes[node]
+        return self.strands[own.strand].tokens(own.start, own.end)
+
+    def logprobs(self, node: int) -> npt.NDArray[np.float32]:
+        """Returns the log-probabilities of the tokens of a node, not copied."""
+        own = self.nodes[node]
+        return self.strands[own.strand].logprobs(own.start, own.end)
+
+    def path_tokens(self, node: int) -> npt.NDArray[np.int32]:
+        """Returns all tokens up to a node, with its own; ROOT: none."""
+        return self.joined(node, np.empty(0, np.int32))
+
+    def joined(self, node: int, behind: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Returns all tokens up to a node, with its own, and then those of `behind`, in memory of their own."""
+        pieces = [behind]
+        while node != ROOT:
+            strand = self.strands[self.nodes[node].strand]
+            pieces.append(strand.tokens(0, self.nodes[node].end))
+            node = strand.origin
+        return np.concatenate(pieces[::-1])
+
+    def began(self, node: int) -> WeightIdentity | None:
+        """Returns the weights of the first sampled token up to a node; None where no token was sampled."""
+        return None if node == ROOT else self.nodes[node].began
+
+    def has_any(self, answers: Sequence[int]) -> bool:
+        """Returns True if the client has one of these answers."""
+        return any(self.nodes[node].delivered for node in answers)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that are kept."""
+        return sum(strand.length for strand in self.strands)
+
+    def _said(self, node: int) -> list[Message]:
+        """Returns the messages up to an answer. Those that were sampled have their thinking and their tokens."""
+        messages: list[Message] = []
+        answer: TreeNode | None = self.nodes[node]
+        point: ChainPoint | None = self.nodes[node].point
+        while point is not None and point.message is not None:
+            if answer is not None and answer.point is point:
+                own = self.strands[answer.strand].tokens(answer.start, answer.end)
+                said: Any = {**(answer.message or {}), "tokens": own.data}
+                messages.append(said)
+                node = self.nodes[answer.follows].follows
+                answer = self.nodes[node] if node != ROOT else None
+            else:
+                messages.append(point.message)
+            point = point.before
+        return messages[::-1]
+
+    # ---- growing
+
+    def add(self, turn: TurnGiven) -> tuple[int, ...]:
+        """Takes a request with its answers. Returns the nodes of the answers."""
+        follows = self.nodes[turn.follows].point if turn.follows != ROOT else None
+        point = self._chains.extend(follows, turn.messages, turn.tools)
+        prompt = self._prompt_node(turn, point)
+        nodes = tuple(self._add_answer(prompt, point, answer) for answer in turn.answers)
+        self.nodes[prompt].turns.append((turn.asked, nodes))
+        self.counts.turns += 1
+        return nodes
+
+    def _prompt_node(self, turn: TurnGiven, point: ChainPoint) -> int:
+        """Returns the node of a request's prompt: the one of an earlier request for the same, or a new one."""
+        for known in point.prompts:
+            node = self.nodes[known]
+            same = (node.parent, node.follows) == (turn.parent, turn.follows)
+            if same and np.array_equal(self.tokens(known), turn.prompt):
+                return known
+        self.counts.roots += turn.follows == ROOT
+        self.counts.retokenised += turn.parent != turn.follows
+        made = self._grow(turn.parent, turn.prompt, None, point)
+        self.nodes[made].follows, self.nodes[made].began = turn.follows, self.began(turn.parent)
+        point.prompts.append(made)
+        return made
+
+    def _add_answer(self, prompt: int, asked: ChainPoint, answer: SampledAnswer) -> int:
+        read = cast(Message, {key: value for key, value in answer.message.items() if key != "thinking"})
+        point = self._chains.extend(asked, [read])
+        made = self._grow(prompt, answer.tokens, answer.logprobs, point)
+        node = self.nodes[made]
+        node.follows, node.began = prompt, self.began(prompt) or answer.spans[0].identity
+        node.message, node.spans, node.stop_reason = answer.message, answer.spans, answer.stop_reason
+        point.answers.append(made)
+        self.counts.answers += 1
+        return made
+
+    def _grow(
+        self,
+        parent: int,
+        tokens: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32] | None,
+        point: ChainPoint,
+    ) -> int:
+        """Makes a node with these tokens, on the strand of its parent if that ends there, else on a new one."""
+        made, number = len(self.nodes), len(self.strands)
+        if parent != ROOT:
+            before = self.nodes[parent]
+            if self.strands[before.strand].length == before.end and self.strands[before.strand].nodes[-1] == parent:
+                number = before.strand
+            self.counts.forks += bool(before.children)
+            before.children.append(made)
+        if number == len(self.strands):
+            self.strands.append(Strand(parent))
+        strand = self.strands[number]
+        strand.append(made, tokens, logprobs)
+        self.nodes.append(TreeNode(parent, number, strand.length - len(tokens), strand.length, point, ROOT, None))
+        return made

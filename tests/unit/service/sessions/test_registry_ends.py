@@ -1,0 +1,258 @@
+"""The ends of sessions, their rewards, and what is left after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from registry_agents import FIRST, answer_of, ask, ended, runs, sampled, trained, trajectory_of
+from session_support import (
+    LIMITS,
+    Hand,
+    ScriptedSampler,
+    asked,
+    registry,
+    said,
+)
+
+from service.sessions.ages import TrainingStanding
+from service.sessions.session import SessionLimits
+from service.sessions.turns import BadTurn, ServedTurn, SessionClosed
+from trireme.core.errors import BadInput, ProvenanceError, RoomFailed
+from trireme.core.types import SampledSequence
+
+
+class TestEnds:
+    @runs
+    async def test_an_ended_session_answers_nothing_new(self, tmp_path: Path) -> None:
+        service = registry(tmp_path)
+        service.open("s", floor=3)
+        lost = await service.turn("s", asked(FIRST))
+        await service.end("s", "done")
+        with pytest.raises(SessionClosed, match="done") as closed:
+            await service.turn("s", asked(FIRST))
+        assert closed.value.reason == "done"
+        again = await ask(service, asked(FIRST, retry=True))
+        assert again.answers[0].node == lost.answers[0].node
+
+    @runs
+    async def test_the_end_cancels_what_is_being_sampled(self, tmp_path: Path) -> None:
+        sampler = ScriptedSampler()
+        service = registry(tmp_path, sampler)
+        service.open("s", floor=3)
+        sampler.gate.clear()
+        call = asyncio.ensure_future(service.turn("s", asked(FIRST, n=2)))
+        await asyncio.sleep(0)
+        with pytest.raises(BadInput, match="open"):
+            service.export("s")
+        await service.end("s", "evicted")
+        with pytest.raises(SessionClosed, match="evicted"):
+            await call
+        export = service.export("s")
+        assert (export.turns, sampler.record) == ((), [])
+
+    @runs
+    async def test_a_forgotten_session_and_one_that_never_was_are_closed(self, tmp_path: Path) -> None:
+        service = registry(tmp_path)
+        service.open("s", floor=3)
+        with pytest.raises(BadInput, match="there already"):
+            service.open("s", floor=3)
+        with pytest.raises(BadInput, match="open"):
+            service.forget("s")
+        served = await service.turn("s", asked(FIRST))
+        await service.end("s", "done")
+        service.forget("s")
+        service.delivered("s", served)
+        for name in ("s", "never"):
+            with pytest.raises(SessionClosed, match="never opened, or was forgotten"):
+                await service.turn(name, asked(FIRST))
+
+    @pytest.mark.parametrize(
+        ("limits", "why"),
+        [
+            (SessionLimits(2, 10**6, 1e6, 1e6, 1e6), "turns: it had 2"),
+            (SessionLimits(100, 45, 1e6, 1e6, 1e6), "tokens: it holds"),
+            (SessionLimits(100, 10**6, 15.0, 1e6, 1e6), "seconds: it was opened 20 s ago"),
+        ],
+    )
+    def test_limits(self, limits: SessionLimits, why: str, tmp_path: Path) -> None:
+        async def run() -> None:
+            clock = Hand()
+            service = registry(tmp_path, limits=limits, clock=clock)
+            service.open("s", floor=3)
+            conversation = [FIRST]
+            for _ in range(2):
+                served = await ask(service, asked(*conversation))
+                conversation += [answer_of(served), said("user", "next")]
+                clock.now += 10
+            with pytest.raises(SessionClosed, match=why):
+                await service.turn("s", asked(*conversation))
+            assert len(service.export("s").turns) == 2
+
+        asyncio.run(run())
+
+    @runs
+    async def test_calls_at_the_same_time_count_as_turns(self, tmp_path: Path) -> None:
+        sampler = ScriptedSampler()
+        service = registry(tmp_path, sampler, limits=SessionLimits(2, 10**6, 1e6, 1e6, 1e6))
+        service.open("s", floor=3)
+        sampler.gate.clear()
+        calls = [asyncio.ensure_future(ask(service, asked(FIRST))) for _ in range(3)]
+        await asyncio.sleep(0)
+        sampler.gate.set()
+        served = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(each) for each in served] == [ServedTurn, ServedTurn, SessionClosed]
+        assert trained(service.export("s")) == sampled([answer for _, answer in sampler.record])
+
+    @runs
+    async def test_a_session_that_would_be_too_old_is_refused(self, tmp_path: Path) -> None:
+        standing = TrainingStanding(batch=3, lacking=2, others=5, max_steps_off_policy=1)
+        sampler = ScriptedSampler()
+        service = registry(tmp_path, sampler, standing=lambda: standing)
+        service.open("young", floor=3)
+        service.open("old", floor=2)
+        service.open("waited for", floor=2, protected=True)
+        for name in ("young", "waited for"):
+            await ask(service, asked(FIRST), name)
+        with pytest.raises(SessionClosed, match=r"stale: .* version 2, .* batch 3"):
+            await service.turn("old", asked(FIRST))
+        with pytest.raises(SessionClosed, match="stale"):
+            await service.turn("old", asked(FIRST))
+        assert service.book.sessions["old"].requests.refused == 2
+
+    @runs
+    async def test_leases_are_swept_by_the_clock(self, tmp_path: Path) -> None:
+        clock, sampler = Hand(), ScriptedSampler()
+        service = registry(tmp_path, sampler, clock=clock)
+        for name in ("idle", "busy", "waiting"):
+            service.open(name, floor=3)
+        clock.now += LIMITS.idle_s - 1
+        await ask(service, asked(FIRST), "busy")
+        sampler.gate.clear()
+        call = asyncio.ensure_future(service.turn("waiting", asked(FIRST)))
+        await asyncio.sleep(0)
+        clock.now += 1
+        assert await service.sweep() == ["idle"]
+        assert await service.sweep() == []
+        clock.now += LIMITS.seconds - LIMITS.idle_s
+        assert sorted(await service.sweep()) == ["busy", "waiting"]
+        with pytest.raises(SessionClosed, match="seconds"):
+            await call
+        clock.now += LIMITS.kept_s
+        await service.sweep()
+        assert not service.book.sessions
+
+    @runs
+    async def test_requests_that_cannot_be_sampled(self, tmp_path: Path) -> None:
+        sampler = ScriptedSampler()
+        service = registry(tmp_path, sampler, max_seq_len=30)
+        service.open("s", floor=3)
+        for request, why in (
+            (asked(), "the role none"),
+            (asked(FIRST, said("assistant", "a")), "the role assistant"),
+            (asked(FIRST, n=0), "n = 0"),
+            (asked(said("user", "long" * 10)), "a prompt of .* maximum context length is 30"),
+        ):
+            with pytest.raises(BadTurn, match=why):
+                await service.turn("s", request)
+        await ask(service, asked(FIRST))
+        assert sampler.requests[0].params.max_tokens == 30 - len(sampler.requests[0].prompt)
+
+    @runs
+    async def test_answers_that_cannot_be_trained_on_are_refused(self, tmp_path: Path) -> None:
+        sampler = ScriptedSampler()
+        service = registry(tmp_path, sampler)
+        service.open("s", floor=4)
+        with pytest.raises(ProvenanceError, match="version 3; its session was promised 4"):
+            await service.turn("s", asked(FIRST))
+        sampler.version, sample = 4, sampler.sample
+
+        async def broken(request: Any) -> SampledSequence:
+            whole = await sample(request)
+            return SampledSequence(whole.tokens, whole.logprobs * np.float32("nan"), "stop", whole.spans)
+
+        sampler.sample = broken  # type: ignore[method-assign]
+        with pytest.raises(RoomFailed, match="expected as many of both, at least one, all finite"):
+            await service.turn("s", asked(FIRST))
+        assert service.book.sessions["s"].tree.nodes == []
+
+
+class TestRewards:
+    @runs
+    async def test_sources_add_up_and_each_may_say_it_again(self, tmp_path: Path) -> None:
+        service = registry(tmp_path)
+        service.open("s", floor=3, problem="p")
+        first = await ask(service, asked(FIRST))
+        second = await ask(service, asked(FIRST, answer_of(first), said("user", "q1")))
+        service.reward("s", "call", 5.0, first.answers[0].node)
+        service.reward("s", "call", 1.0, first.answers[0].node)
+        await service.end("s", "done")
+        service.reward("s", "harness", 2.0)
+        service.reward("s", "environment", 4.0, metrics={"solved": 1.0})
+        export = service.export("s")
+        assert [turn.reward for turn in export.turns] == [1.0, 6.0]
+        assert (export.reward, trajectory_of(export).reward, export.problem) == (7.0, 7.0, "p")
+        assert export.metrics["session/reward_call"] == 1.0
+        assert export.metrics["solved"] == 1.0
+        assert second.answers[0].node == export.turns[-1].answer
+
+    @runs
+    async def test_rewards_that_mean_nothing(self, tmp_path: Path) -> None:
+        service = registry(tmp_path)
+        service.open("s", floor=3)
+        served = await ask(service, asked(FIRST))
+        prompt = service.book.sessions["s"].tree.nodes[served.answers[0].node].follows
+        for arguments, why in (
+            (("call", float("nan")), "finite"),
+            (("call", 1.0, 77), "answer 77"),
+            (("call", 1.0, prompt), f"answer {prompt}"),
+            (("friend", 1.0), "by 'friend'"),
+        ):
+            with pytest.raises(BadInput, match=why):
+                service.reward("s", *arguments)
+
+
+class TestRestarts:
+    @runs
+    async def test_a_session_continues_where_it_was(self, tmp_path: Path) -> None:
+        sampler = ScriptedSampler()
+        before = registry(tmp_path, sampler)
+        before.open("s", floor=3)
+        served = await ask(before, asked(FIRST, n=2))
+        lost = await before.turn("s", asked(FIRST, answer_of(served), said("user", "q1")))
+        after = registry(tmp_path, sampler)
+        again = await ask(after, asked(FIRST, answer_of(served), said("user", "q1"), retry=True))
+        assert again.answers[0].tokens.tolist() == lost.answers[0].tokens.tolist()
+        third = await ask(after, asked(FIRST, answer_of(served), said("user", "q1"), answer_of(again), FIRST))
+        assert third.prompt.tolist()[: len(again.prompt)] == again.prompt.tolist()
+        assert after.book.sessions["s"].tree.counts.roots == 1
+        assert trained(await ended(after)) == sampled([answer for _, answer in sampler.record])
+
+    @runs
+    async def test_after_the_machine_was_started_again_sessions_are_closed(self, tmp_path: Path) -> None:
+        before = registry(tmp_path)
+        before.open("s", floor=3)
+        await ask(before, asked(FIRST))
+        for boot in ("another", "another"):
+            after = registry(tmp_path, boot=boot)
+            with pytest.raises(SessionClosed, match="journal: the machine was started again"):
+                await after.turn("s", asked(FIRST))
+        assert len(after.export("s").turns) == 1
+
+    @runs
+    async def test_a_closed_service_can_be_opened_again(self, tmp_path: Path) -> None:
+        sampler = ScriptedSampler()
+        before = registry(tmp_path, sampler)
+        before.open("s", floor=3)
+        sampler.gate.clear()
+        call = asyncio.ensure_future(before.turn("s", asked(FIRST)))
+        await asyncio.sleep(0)
+        await before.close()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        after = registry(tmp_path)
+        await ask(after, asked(FIRST, retry=True))
+        assert len((await ended(after)).turns) == 1

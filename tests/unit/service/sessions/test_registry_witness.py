@@ -1,0 +1,214 @@
+"""Sessions against a witness: agents of all kinds, lost connections, retries and restarts in any order. What is
+exported is what was sampled and delivered, each token once, with the prompt that it was sampled from."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from session_support import Hand, Letters, ScriptedSampler, asked, registry, said
+
+from service.sessions.turns import ServedTurn, SessionClosed, TurnRequest
+from trireme.renderers import Message
+
+T = TypeVar("T")
+Spoken = tuple[tuple[int, ...], tuple[float, ...]]
+"""Tokens and log-probabilities of an answer; no two answers have the same."""
+
+
+@dataclass
+class Witness:
+    """The record of one agent."""
+
+    conversations: list[list[Message]] = field(default_factory=lambda: [[]])
+    """Those that it can go on with; each ends with an answer, or is empty."""
+    delivered: set[Spoken] = field(default_factory=set)
+    unconfirmed: dict[Spoken, Message] = field(default_factory=dict)
+    """Answers that it has, but of which the service was not told."""
+    lost: list[tuple[TurnRequest, list[Spoken]]] = field(default_factory=list)
+    """Requests whose answers it never saw."""
+
+
+def spoken_of(turn: ServedTurn) -> list[Spoken]:
+    return [(tuple(answer.tokens.tolist()), tuple(answer.logprobs.tolist())) for answer in turn.answers]
+
+
+class Sessions(RuleBasedStateMachine):
+    """Two agents and one service."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.place = Path(tempfile.mkdtemp())
+        self.sampler, self.clock = ScriptedSampler(lambda request: f"(t)a{len(self.sampler.requests)}"), Hand()
+        self.strips = Letters(strips=True)
+        self.service = self.started()
+        self.agents: dict[str, Witness] = {}
+        self.killed: list[Any] = []
+
+    def teardown(self) -> None:
+        for name in list(self.agents):
+            self.check(name)
+        for service in [*self.killed, self.service]:
+            self.run(service.close())
+        self.loop.close()
+        shutil.rmtree(self.place)
+
+    def started(self) -> Any:
+        return registry(self.place, self.sampler, renderer=self.strips, clock=self.clock)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    def request(self, agent: Witness, data: st.DataObject, n: int) -> TurnRequest:
+        """Returns a request that goes on with a conversation, sometimes as it was asked before."""
+        before = data.draw(st.sampled_from(agent.conversations))
+        role = data.draw(st.sampled_from(["user", "tool"])) if before else "user"
+        return asked(*before, said(role, data.draw(st.sampled_from("pqr"))), n=n)
+
+    def take(self, name: str, request: TurnRequest, turn: ServedTurn, confirmed: bool) -> None:
+        agent = self.agents[name]
+        for answer, spoken in zip(turn.answers, spoken_of(turn), strict=True):
+            assert spoken not in agent.delivered or spoken in agent.unconfirmed
+            agent.conversations.append([*request.messages, said("assistant", answer.message["content"])])
+            agent.delivered.add(spoken)
+            agent.unconfirmed.pop(spoken, None)
+            if not confirmed:
+                agent.unconfirmed[spoken] = agent.conversations[-1][-1]
+        if confirmed:
+            self.service.delivered(name, turn)
+
+    def asks(self, name: str, request: TurnRequest) -> ServedTurn:
+        self.clock.now += 1
+        turn = self.run(self.service.turn(name, request))
+        echoed = [message for message in request.messages if message["role"] == "assistant"][-1:]
+        unconfirmed = self.agents[name].unconfirmed
+        for spoken in [each for each, message in unconfirmed.items() if message in echoed]:
+            del unconfirmed[spoken]  # the answer came back
+        return turn
+
+    @rule(name=st.sampled_from("ab"))
+    def open(self, name: str) -> None:
+        if name not in self.agents:
+            self.service.open(name, floor=3)
+            self.agents[name] = Witness()
+
+    @precondition(lambda self: self.agents)
+    @rule(data=st.data(), n=st.integers(1, 3), fate=st.sampled_from(["told", "told", "untold", "lost"]))
+    def one_turn(self, data: st.DataObject, n: int, fate: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.agents)))
+        request = self.request(self.agents[name], data, n)
+        turn = self.asks(name, request)
+        if fate == "lost":
+            self.agents[name].lost.append((request, spoken_of(turn)))
+        else:
+            self.take(name, request, turn, fate == "told")
+
+    @precondition(lambda self: any(agent.lost for agent in self.agents.values()))
+    @rule(data=st.data())
+    def retry(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(name for name, agent in self.agents.items() if agent.lost)))
+        agent = self.agents[name]
+        request, _ = data.draw(st.sampled_from(agent.lost))
+        turn = self.asks(name, asked(*request.messages, n=request.n, retry=True))
+        found = [each for each in agent.lost if each[1] == spoken_of(turn)]
+        if not found:  # the service does not know that this agent has it: it is the same answer once more
+            assert all(spoken in agent.unconfirmed for spoken in spoken_of(turn))
+            self.take(name, request, turn, True)
+            return
+        assert len(found) == 1, "a retry gets an answer that nobody has"
+        assert (found[0][0].messages, found[0][0].n) == (request.messages, request.n)
+        agent.lost.remove(found[0])
+        self.take(name, request, turn, True)
+
+    @precondition(lambda self: self.agents)
+    @rule(data=st.data(), calls=st.integers(2, 4), gone=st.integers(0, 2))
+    def at_the_same_time(self, data: st.DataObject, calls: int, gone: int) -> None:
+        """Some of the same calls lose their connection before they are answered; then these are asked again."""
+        name = data.draw(st.sampled_from(sorted(self.agents)))
+        request = self.request(self.agents[name], data, 1)
+        before = len(self.sampler.record)
+
+        async def run() -> list[ServedTurn]:
+            self.sampler.gate.clear()
+            tasks = [asyncio.ensure_future(self.service.turn(name, request)) for _ in range(calls)]
+            await asyncio.sleep(0)
+            for task in tasks[:gone]:
+                task.cancel()
+            await asyncio.sleep(0)
+            again = asked(*request.messages, retry=True)
+            waiting = not self.agents[name].lost  # others of the same words may be stored
+            tasks[:gone] = [
+                asyncio.ensure_future(self.service.turn(name, again)) for _ in range(gone if waiting else 0)
+            ]
+            await asyncio.sleep(0)
+            self.sampler.gate.set()
+            return await asyncio.gather(*tasks)
+
+        lost = bool(self.agents[name].lost)
+        turns = self.run(run())
+        assert len(self.sampler.record) == before + calls
+        self.asks_nothing_of(name, request)
+        for turn in turns:
+            self.take(name, request, turn, True)
+        if lost and gone:
+            heard = {spoken for turn in turns for spoken in spoken_of(turn)}
+            for _, answer in self.sampler.record[before:]:
+                spoken = (tuple(answer.tokens.tolist()), tuple(answer.logprobs.tolist()))
+                if spoken not in heard:
+                    self.agents[name].lost.append((request, [spoken]))
+
+    def asks_nothing_of(self, name: str, request: TurnRequest) -> None:
+        """Takes note of the answer that a request sent back."""
+        echoed = [message for message in request.messages if message["role"] == "assistant"][-1:]
+        unconfirmed = self.agents[name].unconfirmed
+        for spoken in [each for each, message in unconfirmed.items() if message in echoed]:
+            del unconfirmed[spoken]
+
+    @rule()
+    def restart(self) -> None:
+        """The process is killed: nothing but the journal is left."""
+        self.killed.append(self.service)
+        self.service = self.started()
+
+    @precondition(lambda self: self.agents)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.agents)))
+        self.check(name)
+        del self.agents[name]
+        self.service.forget(name)
+        try:
+            self.run(self.service.turn(name, asked(said("user", "p"))))
+        except SessionClosed:
+            return
+        raise AssertionError("a forgotten session answered")
+
+    def check(self, name: str) -> None:
+        """Compares the export of a session with the agent's record and the sampler's."""
+        self.run(self.service.end(name, "done"))
+        export, agent = self.service.export(name), self.agents[name]
+        prompts = {tuple(sampled.logprobs.tolist()): request.prompt for request, sampled in self.sampler.record}
+        counted: list[Spoken] = []
+        prompt: list[int] = []
+        for turn in export.turns:
+            prompt = [*prompt, *turn.prompt.tolist()] if turn.follows else turn.prompt.tolist()
+            spoken = (tuple(turn.tokens.tolist()), tuple(turn.logprobs.tolist()))
+            assert prompt == prompts[spoken[1]].tolist()
+            prompt += turn.tokens.tolist()
+            counted += [spoken] * turn.delivered
+        assert len(counted) == len(set(counted)), "no token counts twice"
+        assert set(counted) == agent.delivered - agent.unconfirmed.keys()
+        assert export.metrics["session/undelivered"] == len(export.turns) - len(counted)
+
+
+Sessions.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestSessions = Sessions.TestCase

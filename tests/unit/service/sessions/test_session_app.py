@@ -1,0 +1,207 @@
+"""Sessions over HTTP, as agents with OpenAI's and Anthropic's own clients see them, and those who opened them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from renderer_support import CALCULATOR
+from service_support import ADMIN, CLIENT, VERSION, served
+from session_agents import QUESTION, admin, ask, asynchronous, bearer, exported, of, opened, sampled, trained
+
+TOOL: Any = {"type": "function", "function": dict(CALCULATOR)}
+CALLS = 'I look.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
+
+
+@asynchronous
+async def test_an_agent_with_a_tool_is_one_growing_sequence() -> None:
+    async with served(CALLS, "It is 4.") as service:
+        session = await opened(service)
+        async with of(session) as agent:
+            first = (await ask(agent, QUESTION, tools=[TOOL])).choices[0]
+            (call,) = first.message.tool_calls
+            assert json.loads(call.function.arguments) == {"expression": "2 + 2"}
+            said = first.message.model_dump(exclude_none=True)
+            told = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+            answer = await ask(agent, QUESTION, said, told, tools=[TOOL])
+        assert answer.choices[0].message.content == "It is 4."
+        assert (answer.usage.version, answer.usage.oldest_version) == (VERSION + 1, VERSION)
+        export = await exported(service, session)
+        turns = export["turns"]
+        assert [turn["follows"] for turn in turns] == [False, True]
+        assert trained(export) == sampled(service)
+        whole = turns[0]["prompt"] + turns[0]["tokens"] + turns[1]["prompt"]
+        assert service.sampler.requests[1].prompt.tolist() == whole
+        assert (export["metrics"]["session/roots"], export["metrics"]["session/retokenised"]) == (1, 0)
+        spans = turns[0]["version_spans"]
+        assert [(span["version"], span["digest"]) for span in spans] == [(VERSION, "d0"), (VERSION + 1, "d1")]
+
+
+@asynchronous
+async def test_anthropics_client() -> None:
+    async with served(CALLS, "It is 4.") as service:
+        session = await opened(service)
+        tool: Any = {"name": CALCULATOR["name"], "input_schema": CALCULATOR["parameters"]}
+        options: Any = {"model": "policy", "max_tokens": 400, "tools": [tool]}
+        agent = anthropic.AsyncAnthropic(base_url=session["anthropic_base_url"], api_key=session["key"], max_retries=0)
+        async with agent:
+            first = await agent.messages.create(messages=[QUESTION], **options)
+            used = first.content[-1]
+            assert used.type == "tool_use"
+            result: Any = {"type": "tool_result", "tool_use_id": used.id, "content": "4"}
+            said: Any = {"role": "assistant", "content": first.content}
+            messages: Any = [QUESTION, said, {"role": "user", "content": [result]}]
+            async with agent.messages.stream(messages=messages, **options) as stream:
+                assert await stream.get_final_text() == "It is 4."
+        export = await exported(service, session)
+        assert [turn["follows"] for turn in export["turns"]] == [False, True]
+        assert trained(export) == sampled(service)
+
+
+@asynchronous
+async def test_the_dialect_of_responses() -> None:
+    async with served("It is 4.", "Sure.") as service:
+        session = await opened(service)
+        async with of(session) as agent:
+            first = await agent.responses.create(model="policy", input=[QUESTION])
+            said: Any = [QUESTION, *first.output, {"role": "user", "content": "Sure?"}]
+            second = await agent.responses.create(model="policy", input=said)
+        assert second.output_text == "Sure."
+        export = await exported(service, session)
+        assert [turn["follows"] for turn in export["turns"]] == [False, True]
+        assert trained(export) == sampled(service)
+
+
+@asynchronous
+async def test_a_stream_is_the_whole_answer_and_counts_as_delivered() -> None:
+    async with served("It is 4.") as service:
+        session = await opened(service)
+        async with of(session) as agent:
+            stream = await ask(agent, QUESTION, stream=True, stream_options={"include_usage": True})
+            chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "It is 4."
+        assert chunks[-1].usage.answers == [1]
+        assert trained(await exported(service, session)) == sampled(service)
+
+
+@asynchronous
+async def test_a_key_opens_its_own_session_alone() -> None:
+    async with served("4") as service:
+        one, other = await opened(service), await opened(service)
+        path = f"/sessions/{one['session']}"
+        body = {"model": "policy", "messages": [QUESTION]}
+        for key, status in ((one["key"], 200), (ADMIN, 200), (other["key"], 403), (CLIENT, 403), ("x" * 40, 401)):
+            headers = bearer(key)
+            for method, route in (("POST", "/v1/chat/completions"), ("GET", ""), ("GET", "/v1/models")):
+                answer = await service.client.request(method, path + route, headers=headers, json=body)
+                assert answer.status_code == status, (key, route)
+        for method, route in (("GET", f"{path}/export"), ("DELETE", path), ("POST", "/sessions"), ("GET", "/sessions")):
+            for key in (one["key"], CLIENT):
+                answer = await service.client.request(method, route, headers=bearer(key))
+                assert answer.status_code == 403, (key, route)
+        forged = one["key"].replace(one["session"], other["session"])
+        answer = await service.client.get("/sessions/" + other["session"], headers=bearer(forged))
+        assert answer.status_code == 401
+
+
+@asynchronous
+async def test_the_key_alone_leads_to_the_session() -> None:
+    async with served("4") as service:
+        session = await opened(service)
+        async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key=session["key"], max_retries=0) as agent:
+            await ask(agent, QUESTION)
+            with pytest.raises(openai.BadRequestError, match="completions in a session"):
+                await agent.completions.create(model="policy", prompt="2 + 2 =")
+        assert trained(await exported(service, session)) == sampled(service)
+
+
+class Drops(httpx.AsyncBaseTransport):
+    """A connection that breaks when the first `times` answers have come."""
+
+    def __init__(self, times: int) -> None:
+        self.times, self.inner = times, httpx.AsyncHTTPTransport()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        answer = await self.inner.handle_async_request(request)
+        if self.times:
+            self.times -= 1
+            await answer.aclose()
+            raise httpx.ReadError("the connection broke", request=request)
+        return answer
+
+
+@asynchronous
+async def test_the_retry_of_a_client_gets_the_stored_answer() -> None:
+    async with served("one", "two") as service:
+        session = await opened(service)
+        async with of(session, max_retries=2, http_client=httpx.AsyncClient(transport=Drops(2))) as agent:
+            answer = await ask(agent, QUESTION)
+            assert answer.choices[0].message.content == "one"
+            assert len(service.sampler.requests) == 1
+            assert (await ask(agent, QUESTION)).choices[0].message.content == "two", "the same again is no retry"
+        export = await exported(service, session)
+        assert export["metrics"]["session/retries"] == 2
+        assert trained(export) == sampled(service)
+
+
+@asynchronous
+async def test_best_of_n_and_calls_at_the_same_time_are_answers_of_their_own() -> None:
+    async with served("a", "b", "c", "d", "e") as service:
+        session = await opened(service)
+        async with of(session) as agent:
+            best = await ask(agent, QUESTION, n=3)
+            assert [choice.message.content for choice in best.choices] == ["a", "b", "c"]
+            assert best.usage.answers == [1, 2, 3]
+            await asyncio.gather(ask(agent, QUESTION), ask(agent, QUESTION))
+        export = await exported(service, session)
+        assert sorted(trained(export)) == sorted(sampled(service))
+        assert export["metrics"]["session/forks"] == 4
+        assert export["metrics"]["session/retries"] == 0
+
+
+@asynchronous
+async def test_an_answer_that_could_not_be_delivered_is_masked_and_counted() -> None:
+    async with served("one", "two") as service:
+        session = await opened(service)
+        service.sampler.hold = asyncio.Event()
+        async with of(session, timeout=0.2) as agent:
+            with pytest.raises(openai.APITimeoutError):
+                await ask(agent, QUESTION)
+        service.sampler.hold.set()
+        async with of(session) as agent:
+            await ask(agent, QUESTION)
+        while service.door.registry._running:  # noqa: ASYNC110  the first answer is kept for a retry
+            await asyncio.sleep(0.001)
+        export = await exported(service, session)
+        assert [turn["in_loss"] for turn in export["turns"]].count(True) == 1
+        assert export["metrics"]["session/undelivered"] == 1
+        assert len(export["turns"]) == 2
+
+
+@asynchronous
+async def test_rewards_by_call_and_by_harness(tmp_path: Path) -> None:
+    async with served("one", "two") as service:
+        session = await opened(service)
+        path = f"/sessions/{session['session']}/reward"
+        async with of(session) as agent:
+            first = await ask(agent, QUESTION)
+            await ask(agent, QUESTION, first.choices[0].message, {"role": "user", "content": "Sure?"})
+        headers = bearer(session["key"])
+        (answer,) = first.usage.answers
+        for value in (0.25, 0.5):  # the last word counts
+            given = await service.client.post(path, json={"value": value, "answer": answer}, headers=headers)
+            assert given.status_code == 200
+        for body in ({"value": 1.0, "answer": 0}, {"value": "much"}, {}):
+            assert (await service.client.post(path, json=body, headers=headers)).status_code == 400
+        await admin(service, "POST", path, value=2.0, metrics={"solved": 1.0})
+        export = await exported(service, session)
+        assert [turn["reward"] for turn in export["turns"]] == [0.5, 2.0]
+        assert export["reward"] == 2.5
+        metrics = export["metrics"]
+        assert (metrics["session/reward_call"], metrics["session/reward_harness"], metrics["solved"]) == (0.5, 2, 1)

@@ -1,0 +1,68 @@
+"""What tests of the verbs of sessions share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from session_support import (
+    said,
+)
+
+from orchestrator.advantages import WeightedTrajectory, lay_out
+from orchestrator.trajectory import Trajectory, TrajectoryBuilder
+from service.sessions.registry import SessionRegistry
+from service.sessions.session import SessionExport
+from service.sessions.turns import ServedTurn, TurnRequest
+from trireme.core.types import SampledSequence
+from trireme.renderers import Message
+
+SYSTEM, FIRST = said("system", "s"), said("user", "q0")
+
+
+def runs(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Runs a test in an event loop."""
+
+    def run(self: Any, tmp_path: Path) -> None:
+        asyncio.run(asyncio.wait_for(test(self, tmp_path), 30))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+async def ask(service: SessionRegistry, request: TurnRequest, name: str = "s") -> ServedTurn:
+    """Asks, and takes the answers."""
+    served = await service.turn(name, request)
+    service.delivered(name, served)
+    return served
+
+
+def trajectory_of(export: SessionExport) -> Trajectory:
+    """Makes the orchestrator's trajectory of an export."""
+    builder = TrajectoryBuilder()
+    for turn in export.turns:
+        builder.ask(turn.prompt, follows=turn.follows)
+        columns = turn.tokens, turn.logprobs, turn.spans, turn.stop_reason
+        builder.answer(*columns, turn.reward, {}, {}, turn.delivered)
+    return builder.finish(export.turns[-1].stop_reason)
+
+
+def trained(export: SessionExport) -> list[float]:
+    """Returns the log-probabilities of the tokens that count in the loss, in order: each of them names a token."""
+    batch = lay_out([WeightedTrajectory(trajectory_of(export), 1.0, export.temperature)])
+    return sorted(batch.columns["logprobs"][batch.columns["mask"] > 0].tolist())
+
+
+def sampled(answers: Sequence[SampledSequence]) -> list[float]:
+    return sorted(value for answer in answers for value in answer.logprobs.tolist())
+
+
+async def ended(service: SessionRegistry, name: str = "s") -> SessionExport:
+    await service.end(name, "done")
+    return service.export(name)
+
+
+def answer_of(served: ServedTurn, number: int = 0) -> Message:
+    return served.answers[number].message

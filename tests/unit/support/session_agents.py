@@ -1,0 +1,73 @@
+"""Agents of sessions over HTTP: OpenAI's client, and the harness that opens and exports sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any
+
+import openai
+import pytest
+from service_support import ADMIN, Served
+
+QUESTION: Any = {"role": "user", "content": "What is 2 + 2?"}
+
+
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**given), 60))  # type: ignore[arg-type]
+
+    return run
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def admin(service: Served, method: str, path: str, **body: Any) -> Any:
+    """Calls a route with the admin key. Returns the body of its answer."""
+    answer = await service.client.request(method, path, headers=bearer(ADMIN), json=body or None)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def opened(service: Served) -> Any:
+    return await admin(service, "POST", "/sessions")
+
+
+async def exported(service: Served, session: Any) -> Any:
+    await admin(service, "POST", f"/sessions/{session['session']}/end")
+    return await admin(service, "GET", f"/sessions/{session['session']}/export")
+
+
+def of(session: Any, **options: Any) -> openai.AsyncOpenAI:
+    """An agent: it is told a base URL and a key."""
+    return openai.AsyncOpenAI(
+        base_url=session["openai_base_url"], api_key=session["key"], **{"max_retries": 0, **options}
+    )
+
+
+async def ask(agent: openai.AsyncOpenAI, *messages: Any, **body: Any) -> Any:
+    return await agent.chat.completions.create(model="policy", messages=list(messages), **body)
+
+
+def sampled(service: Served) -> list[int]:
+    """The tokens of all answers, as the sampler said them."""
+    found: list[int] = []
+    for request, text in zip(service.sampler.requests, service.sampler.texts * 99, strict=False):
+        assert isinstance(text, str)
+        end = next(iter(request.params.stop_token_ids))
+        found += [*service.front.tokenizer.encode(text, add_special_tokens=False), end]
+    return found
+
+
+def trained(export: Any) -> list[int]:
+    return [token for turn in export["turns"] if turn["in_loss"] for token in turn["tokens"]]
+
+
+async def refused(agent: openai.AsyncOpenAI, *messages: Any) -> openai.APIStatusError:
+    with pytest.raises(openai.APIStatusError) as found:
+        await ask(agent, *(messages or (QUESTION,)))
+    return found.value

@@ -1,0 +1,163 @@
+"""Sessions without an engine: a renderer whose tokens are letters, and a sampler that says what it is told to.
+
+A sampled letter has another token than a rendered one, so that an answer which was tokenised again shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from service.sessions.ages import TrainingStanding
+from service.sessions.journal import SessionJournal
+from service.sessions.registry import SessionRegistry
+from service.sessions.session import SessionLimits
+from service.sessions.turns import TurnRequest
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
+from trireme.renderers import Message, Renderer, ToolSpec, TrainOn
+
+END = 1
+SAMPLED = 1 << 16
+"""Added to the token of a letter that was sampled."""
+LIMITS = SessionLimits(turns=100, tokens=100_000, seconds=1000.0, idle_s=100.0, kept_s=500.0)
+LOOK: ToolSpec = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+
+
+def said(role: str, content: str, **rest: object) -> Message:
+    return {"role": role, "content": content, **rest}  # type: ignore[typeddict-item]
+
+
+def rendered(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def spoken(text: str) -> list[int]:
+    """Returns the tokens of an answer, as a policy samples them."""
+    return [*(SAMPLED + ord(letter) for letter in text), END]
+
+
+class Letters(Renderer):
+    """Writes each message as `<role>content` and its end. With `strips`, thinking (in parentheses) of answers before
+    the last question is left out of prompts."""
+
+    def __init__(self, strips: bool = False) -> None:
+        self.strips = strips
+        self.whole = 0
+        """Prompts that were rendered from their beginning."""
+
+    def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        self.whole += 1
+        tokens = rendered("".join(tool["name"] for tool in tools))
+        for i, message in enumerate(messages):
+            tokens += rendered(f"<{message['role']}>")
+            own = list(message["tokens"]) if "tokens" in message else [*rendered(message["content"]), END]
+            if self._cut(messages, i):
+                own = own[own.index(SAMPLED + ord(")")) + 1 :]
+            tokens += own if own[-1] == END else [*own, END]
+        return [*tokens, *rendered("<assistant>")]
+
+    def continuation(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int] | None:
+        last = max(i for i, message in enumerate(messages) if "tokens" in message)
+        if any(self._cut(messages, i) for i in range(len(messages))):
+            return None
+        ended = messages[last]["tokens"][-1] == END
+        rest = "".join(f"<{message['role']}>{message['content']}\x01" for message in messages[last + 1 :])
+        return rendered(f"{'' if ended else chr(END)}{rest}<assistant>")
+
+    def _cut(self, messages: Sequence[Message], i: int) -> bool:
+        later = any(message["role"] == "user" for message in messages[i + 1 :])
+        return self.strips and later and bool(messages[i].get("thinking"))
+
+    def supervised_example(
+        self, messages: Sequence[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        raise AssertionError("sessions make no supervised examples")
+
+    def stop_tokens(self) -> tuple[int, ...]:
+        return (END,)
+
+    def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:
+        text = "".join(chr(token - SAMPLED) for token in tokens if token != END)
+        thinking, _, content = text.rpartition(")")
+        message = said("assistant", content, tokens=list(tokens))
+        if thinking:
+            message["thinking"] = thinking.removeprefix("(")
+        return message, tokens[-1] == END
+
+
+class ScriptedSampler:
+    """Answers with what `say` makes of a request, once the gate is open; keeps its own record. Each sampled token has a
+    log-probability that no other has."""
+
+    def __init__(self, say: Callable[[SampleRequest], str] | None = None) -> None:
+        self.say = say or (lambda request: f"a{len(self.record)}")
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.fails: Exception | None = None
+        self.version = 3
+        self.requests: list[SampleRequest] = []
+        self.record: list[tuple[SampleRequest, SampledSequence]] = []
+        self.tokens = 0
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        self.requests.append(request)
+        await self.gate.wait()
+        if self.fails:
+            raise self.fails
+        tokens = spoken(self.say(request))
+        numbers = np.arange(self.tokens + 1, self.tokens + len(tokens) + 1, dtype=np.float32)
+        logprobs = -numbers / np.float32(1024)
+        self.tokens += len(tokens)
+        half = len(tokens) // 2
+        spans = tuple(
+            VersionSpan(WeightIdentity(0, version, f"d{version}"), start, end)
+            for version, start, end in ((self.version, 0, half), (self.version + 1, half, len(tokens)))
+            if start < end
+        )
+        sampled = SampledSequence(np.asarray(tokens, np.int32), logprobs, "stop", spans)
+        self.record.append((request, sampled))
+        return sampled
+
+
+class Hand:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def registry(
+    directory: Path,
+    sampler: ScriptedSampler | None = None,
+    *,
+    renderer: Renderer | None = None,
+    limits: SessionLimits = LIMITS,
+    clock: Callable[[], float] | None = None,
+    standing: Callable[[], TrainingStanding | None] = lambda: None,
+    max_seq_len: int = 4096,
+    boot: str = "boot",
+) -> SessionRegistry:
+    """Returns a registry that has read its journal."""
+    made = SessionRegistry(
+        sampler or ScriptedSampler(),
+        renderer or Letters(),
+        SessionJournal(directory, boot),
+        limits,
+        SamplingParams(),
+        max_seq_len,
+        clock or Hand(),
+        standing,
+    )
+    made.restore()
+    return made
+
+
+def asked(*messages: Message, retry: bool = False, n: int = 1, tools: Sequence[ToolSpec] = ()) -> TurnRequest:
+    return TurnRequest(tuple(messages), tuple(tools), n=n, retry=retry)
