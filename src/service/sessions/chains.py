@@ -1,4 +1,4 @@
-"""Chains of messages: which conversation a request goes on with.
+"""Chains of messages: which conversation a request continues.
 
 Each message of each conversation is kept once, in a tree of *points*: a point stands for the messages from the first
 one up to its own. Two conversations share the points of the messages with which both begin. Conversations with other

@@ -10,7 +10,7 @@ for each turn (`scripts/bench/sessions.py` measures both). So each file names th
 where the machine was started again behind a file, its last records may be missing, and `RecordsLost` stands in their
 place.
 
-A frame that ends early is one whose `write` was interrupted: nobody was told of it, and it is cut off. Damage of any
+A frame that ends early is one whose `write` was interrupted: no caller was told of it, and it is cut off. Damage of any
 other kind is no such interruption: `RecordsLost` stands for it too, and files behind it are set aside as `*.damaged`.
 
 A new file is begun when one is full. Files are removed from the oldest on, when all their sessions are forgotten.

@@ -65,7 +65,7 @@ class _Running:
 
 class SessionRegistry:
     """All sessions of one service. `sampling`: how all answers are sampled. `standing` tells where training stands
-    (None: nothing is trained), `clock` seconds that go on over a restart."""
+    (None: nothing is trained), `clock` seconds that continue over a restart."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class SessionLimits:
     idle_s: float
     """Seconds without a request, after which it is ended: its agent is gone."""
     kept_s: float
-    """Seconds after its end, after which it is forgotten: nobody has taken what it holds."""
+    """Seconds after its end, after which it is forgotten, exported or not."""
 
 
 @dataclass(frozen=True, eq=False)

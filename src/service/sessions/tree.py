@@ -1,4 +1,4 @@
-"""The tree of a session: what its prompts and answers consist of, and which of them a request goes on from.
+"""The tree of a session: what its prompts and answers consist of, and which of them a request continues.
 
     messages   system, user ----- assistant, tool ----- assistant, user ---- ...
     nodes      prompt 0 --- answer 1 --- prompt 3 --- answer 4               the same agent's next turn
@@ -97,7 +97,7 @@ class TreeNode:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """Says where a request goes on from."""
+    """Says where a request continues."""
 
     node: int
     """The answer, or ROOT."""
@@ -136,7 +136,7 @@ class SessionTree:
     # ---- reading
 
     def match(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Match:
-        """Finds the answer that a request goes on from. Of answers that read the same, one that the client has."""
+        """Finds the answer that a request continues. Of answers that read the same, one that the client has."""
         path = self._chains.walk(messages, tools)
         same = tuple(path[-1].prompts) if len(path) == len(messages) + 1 else ()
         node, known = ROOT, 0
