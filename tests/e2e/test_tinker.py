@@ -135,4 +135,4 @@ def test_a_client_learns(client: tinker.ServiceClient) -> None:
         updated = model.optim_step(types.AdamParams(learning_rate=1e-3))
         losses.append(passed.result(LIMIT_S).metrics["loss:sum"])
         assert updated.result(LIMIT_S).metrics["grad_norm"] > 0
-    assert losses[-1] < losses[0] / 4, losses
+    assert losses[-1] < losses[0] / 2, losses

@@ -211,7 +211,8 @@ class TinkerServer:
             target = str(payload["path"])
         else:
             assert work.sampler_seq is not None, "checked when it was accepted"
-            target = f"{model.model_id}/{work.kind if work.kind == 'inflight' else f'snapshot/{work.sampler_seq}'}"
+            snapshot = f"{model.model_id}/snapshot/{work.sampler_seq}"
+            target = _following(model.model_id) if work.kind == "inflight" else snapshot
             if self.state.sessions[model.session_id].ended_s is not None:
                 return model.refusal
             sampler = self.state.create_sampler(model.session_id, work.sampler_seq, target)
@@ -223,7 +224,8 @@ class TinkerServer:
         self._shelf[target] = weights
         self._shelf.move_to_end(target)
         self.state.turns.renew(target)
-        in_use = self.state.turns.wanted | {BASE}
+        following = {_following(model_id) for model_id, model in self.state.models.items() if not model.ended}
+        in_use = self.state.turns.wanted | following | {BASE}
         for name in [each for each in self._shelf if each not in in_use][:-SNAPSHOTS]:
             del self._shelf[name]
 
@@ -263,6 +265,11 @@ class TinkerServer:
             await asyncio.to_thread(self.catalog.expire)
             self.wake()
             await asyncio.sleep(LOOK_S)
+
+
+def _following(model_id: str) -> str:
+    """Returns the name of the weights of samplers that follow a model."""
+    return f"{model_id}/inflight"
 
 
 async def _within(event: asyncio.Event, seconds: float) -> None:

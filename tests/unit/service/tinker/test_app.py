@@ -133,6 +133,27 @@ class TestTheClient:
                 expected = UnigramTrainer(theta[number]).logprobs()[[2, 3]]
                 np.testing.assert_allclose(future.result(DEADLINE_S)[1:], expected, rtol=1e-6)
 
+    def test_samplers_in_flight_follow_the_model_and_old_snapshots_are_let_go(
+        self, served: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("service.tinker.serving.SNAPSHOTS", 1)
+        prompt = types.ModelInput.from_ints([1, 2, 3])
+        with client_of(served) as client:
+            model = model_of(client)
+            following = model.save_weights_and_get_sampling_client(kind="inflight")
+            snapshots = []
+            for _ in range(3):
+                model.forward_backward([datum([5, 5])], "cross_entropy")
+                model.optim_step(ADAM).result(DEADLINE_S)
+                newest = model.save_weights_and_get_sampling_client(kind="inflight")
+                snapshots.append(model.save_weights_and_get_sampling_client())
+                expected = served.trainer.logprobs()[[2, 3]]
+                for sampler in (following, newest, snapshots[-1]):
+                    found = sampler.compute_logprobs(prompt).result(DEADLINE_S)
+                    np.testing.assert_allclose(found[1:], expected, rtol=1e-6)
+            with pytest.raises(tinker.BadRequestError, match="no longer in memory"):
+                snapshots[0].compute_logprobs(prompt).result(DEADLINE_S)
+
     def test_a_custom_loss_is_the_built_in_one(self, served: Served) -> None:
         def cross_entropy(data: Any, logprobs: Any) -> Any:
             return -sum(each.sum() for each in logprobs), {"own": 1.0}
