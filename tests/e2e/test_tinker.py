@@ -73,7 +73,7 @@ def test_a_client_trains_samples_saves_and_resumes(client: tinker.ServiceClient,
     prompt = model.get_tokenizer().encode("Sort: 361695\n")
 
     # What the sampler says of its tokens is what the trainer says of them.
-    sampler = model.save_weights_and_get_sampling_client()
+    sampler = model.save_weights_and_get_sampling_client().result(LIMIT_S)
     params = types.SamplingParams(max_tokens=8, seed=1)
     answers = sampler.sample(types.ModelInput.from_ints(prompt), 8, params).result(LIMIT_S).sequences
     data = [datum_of(prompt, answer, 1.0 if n % 2 else -1.0) for n, answer in enumerate(answers)]
@@ -111,7 +111,8 @@ def test_a_client_trains_samples_saves_and_resumes(client: tinker.ServiceClient,
 
     # Named weights of now, the old snapshot and the base answer side by side, each by its own weights.
     path = model.save_weights_for_sampler("now").result(LIMIT_S).path
-    fresh, base = client.create_sampling_client(model_path=path), client.create_sampling_client(base_model=MODEL)
+    fresh = client.create_sampling_client(model_path=path).result(LIMIT_S)
+    base = client.create_sampling_client(base_model=MODEL).result(LIMIT_S)
     sequence = types.ModelInput.from_ints([*prompt, *answers[0].tokens])
     now, then, start = (each.compute_logprobs(sequence) for each in (fresh, sampler, base))
     np.testing.assert_allclose(then.result(LIMIT_S)[-length:], answers[0].logprobs, atol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -56,7 +57,7 @@ class TinkerRoutes:
 
     def add(self, app: FastAPI) -> None:
         """Adds them to an app."""
-        for path, route in {
+        posts: dict[str, Callable[..., Awaitable[Response]]] = {
             "client/config": self.client_config,
             "client/dynamic_config": self.dynamic_config,
             "create_session": self.create_session,
@@ -74,7 +75,8 @@ class TinkerRoutes:
             "asample": self.sample,
             "retrieve_future": self.retrieve,
             "retrieve_futures": self.retrieve_many,
-        }.items():
+        }
+        for path, route in posts.items():
             app.post(f"{PREFIX}/{path}")(route)
         app.post(PREFIX + "/sessions/{session_id}/finish")(self.finish)
         app.get(PREFIX + "/healthz")(self.health)

@@ -173,11 +173,11 @@ class UnigramSampler:
         logprobs = [None, *(float(table[token]) for token in prompt.to_ints()[1:])] if include else None
         row = [(int(token), float(table[token])) for token in best]
         likeliest = [None, *([row] * (prompt.length - 1))] if topk else None
-        return SampleResponse(sequences, logprobs, likeliest)  # type: ignore[arg-type]
+        return SampleResponse(sequences, logprobs, likeliest)
 
     @staticmethod
     def _sequence(table: npt.NDArray[np.float64], params: SamplingParams, seed: int) -> SampledSequence:
-        drawn = np.random.default_rng(seed).choice(VOCABULARY, size=params.max_tokens, p=np.exp(table))
+        drawn = np.random.default_rng(seed).choice(VOCABULARY, size=params.max_tokens or MAX_LEN, p=np.exp(table))
         ends = [place for place, token in enumerate(drawn) if token in (END, *params.stop_token_ids)]
         tokens = drawn[: ends[0] + 1 if ends else None].astype(np.int32)
         return SampledSequence(tokens, table[tokens].astype(np.float32), "stop" if ends else "length", ())

@@ -100,7 +100,7 @@ class TestTheClient:
             model = model_of(client)
             model.forward_backward([datum([5, 5])], "cross_entropy")
             model.optim_step(ADAM).result(DEADLINE_S)
-            sampler = model.save_weights_and_get_sampling_client()
+            sampler = model.save_weights_and_get_sampling_client().result(DEADLINE_S)
             params = types.SamplingParams(max_tokens=8, seed=1, stop=[9])
             futures = [sampler.sample(types.ModelInput.from_ints([1, 2]), 3, params) for _ in range(4)]
             answers = [future.result(DEADLINE_S) for future in futures]
@@ -119,19 +119,20 @@ class TestTheClient:
         with client_of(served) as client:
             model = model_of(client)
             theta = [served.trainer.theta.copy()]
-            samplers = [client.create_sampling_client(base_model=BASE_MODEL)]
+            samplers = [client.create_sampling_client(base_model=BASE_MODEL).result(DEADLINE_S)]
             for name in ("one", "two"):
                 model.forward_backward([datum([5, 5])], "cross_entropy")
                 model.optim_step(ADAM).result(DEADLINE_S)
                 path = model.save_weights_for_sampler(name).result(DEADLINE_S).path
-                samplers.append(client.create_sampling_client(model_path=path))
+                samplers.append(client.create_sampling_client(model_path=path).result(DEADLINE_S))
                 theta.append(served.trainer.theta.copy())
             served.sampler.seconds = 0.01
             prompt = types.ModelInput.from_ints([1, 2, 3])
             asked = [(n, samplers[n].compute_logprobs(prompt)) for _ in range(4) for n in range(3)]
             for number, future in asked:
                 expected = UnigramTrainer(theta[number]).logprobs()[[2, 3]]
-                np.testing.assert_allclose(future.result(DEADLINE_S)[1:], expected, rtol=1e-6)
+                found: Any = future.result(DEADLINE_S)
+                np.testing.assert_allclose(found[1:], expected, rtol=1e-6)
 
     def test_samplers_in_flight_follow_the_model_and_old_snapshots_are_let_go(
         self, served: Served, monkeypatch: pytest.MonkeyPatch
@@ -140,13 +141,13 @@ class TestTheClient:
         prompt = types.ModelInput.from_ints([1, 2, 3])
         with client_of(served) as client:
             model = model_of(client)
-            following = model.save_weights_and_get_sampling_client(kind="inflight")
+            following = model.save_weights_and_get_sampling_client(kind="inflight").result(DEADLINE_S)
             snapshots = []
             for _ in range(3):
                 model.forward_backward([datum([5, 5])], "cross_entropy")
                 model.optim_step(ADAM).result(DEADLINE_S)
-                newest = model.save_weights_and_get_sampling_client(kind="inflight")
-                snapshots.append(model.save_weights_and_get_sampling_client())
+                newest = model.save_weights_and_get_sampling_client(kind="inflight").result(DEADLINE_S)
+                snapshots.append(model.save_weights_and_get_sampling_client().result(DEADLINE_S))
                 expected = served.trainer.logprobs()[[2, 3]]
                 for sampler in (following, newest, snapshots[-1]):
                     found = sampler.compute_logprobs(prompt).result(DEADLINE_S)
@@ -212,7 +213,7 @@ class TestTheClient:
             state = model.save_state("s", ttl_seconds=3600).result(DEADLINE_S).path
             weights = model.save_weights_for_sampler("w").result(DEADLINE_S).path
             rest = client.create_rest_client()
-            run = rest.get_training_run_by_tinker_path(state).result(DEADLINE_S)
+            run: Any = rest.get_training_run_by_tinker_path(state).result(DEADLINE_S)
             assert (run.base_model, run.user_metadata) == (BASE_MODEL, {"renderer_name": "qwen3"})
             assert run.last_sampler_checkpoint.tinker_path == weights
             listed = rest.list_checkpoints(run.training_run_id).result(DEADLINE_S).checkpoints

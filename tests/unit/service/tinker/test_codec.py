@@ -36,7 +36,7 @@ def datums(draw: st.DrawFn) -> types.Datum:
     tokens = draw(st.lists(TOKENS, min_size=1, max_size=8))
     cut = draw(st.integers(0, len(tokens)))
     chunks: list[Any] = [types.EncodedTextChunk(tokens=part) for part in (tokens[:cut], tokens[cut:]) if part]
-    columns = {
+    columns: dict[str, Any] = {
         "target_tokens": np.array(draw(st.lists(TOKENS, min_size=len(tokens), max_size=len(tokens))), np.int64),
         "logprobs": np.array(draw(st.lists(FLOATS, min_size=len(tokens), max_size=len(tokens))), np.float32),
         "advantages": np.array(draw(st.lists(FLOATS, min_size=len(tokens), max_size=len(tokens))), np.float32),
@@ -125,7 +125,9 @@ def test_the_likeliest_tokens_of_a_prompt_keep_their_places() -> None:
     read = deserialize_sample_response(encode_sample(SampleResponse([], [None, -1.0, -0.25], likeliest), topk=2))
     table: Any = read.topk_prompt_logprobs_np
     np.testing.assert_array_equal(table.token_ids, [[0, 0], [7, 3], [4, 0]])
-    np.testing.assert_array_equal(table.logprobs, np.float32([[-99999] * 2, [-0.5, -1.0], [-0.25, -99999]]))
+    np.testing.assert_array_equal(
+        table.logprobs, np.array([[-99999, -99999], [-0.5, -1.0], [-0.25, -99999]], np.float32)
+    )
 
 
 def test_our_schema_is_a_part_of_the_clients() -> None:
