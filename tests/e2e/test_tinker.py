@@ -85,11 +85,12 @@ def test_a_client_trains_samples_saves_and_resumes(client: tinker.ServiceClient,
     length = len(answers[0].tokens)
     np.testing.assert_allclose(whole[-length:], answers[0].logprobs, atol=1e-4)
 
-    # Two parts are one batch: the norm of the gradient is the same.
+    # Two parts are one batch, whatever is only computed in between: the norm of the gradient is the same.
     norms = []
     for parts in ([data], [data[:3], data[3:]]):
         for part in parts:
             model.forward_backward(part, "importance_sampling").result(LIMIT_S)
+            model.forward(data, "importance_sampling").result(LIMIT_S)
         norms.append(model.optim_step(types.AdamParams(learning_rate=0.0)).result(LIMIT_S).metrics["grad_norm"])
     assert norms[0] > 0
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
@@ -118,6 +119,34 @@ def test_a_client_trains_samples_saves_and_resumes(client: tinker.ServiceClient,
     np.testing.assert_allclose(then.result(LIMIT_S)[-length:], answers[0].logprobs, atol=1e-4)
     np.testing.assert_allclose(start.result(LIMIT_S)[-length:], answers[0].logprobs, atol=1e-4)
     np.testing.assert_allclose(now.result(LIMIT_S)[1:], expected[1][1][: sequence.length - 1], atol=1e-4)
+
+
+def test_a_new_model_has_neither_gradients_nor_moments_of_another(client: tinker.ServiceClient) -> None:
+    """A state has the base's weights and moments that are not 0. One update from it, without the optimiser's state, is
+    what one update of a new model is; with that state it is another."""
+    tokens = list(range(5, 15))
+    target: Any = {"target_tokens": types.TensorData(data=tokens[1:], dtype="int64")}
+    data = [types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=target)]
+    other: Any = {"target_tokens": types.TensorData(data=tokens[:-1], dtype="int64")}
+    moving = [types.Datum(model_input=types.ModelInput.from_ints(tokens[1:]), loss_fn_inputs=other)]
+
+    def updated(model: Any) -> np.ndarray:
+        model.forward_backward(data, "cross_entropy").result(LIMIT_S)
+        model.optim_step(ADAM).result(LIMIT_S)
+        found = logprobs_of(model.forward(data, "cross_entropy").result(LIMIT_S))
+        model.forward_backward(moving, "cross_entropy").result(LIMIT_S)  # the next model is not to have this gradient
+        return found
+
+    model = client.create_lora_training_client(base_model=MODEL, rank=8).result(LIMIT_S)
+    model.forward_backward(moving, "cross_entropy").result(LIMIT_S)
+    model.optim_step(types.AdamParams(learning_rate=0.0)).result(LIMIT_S)
+    state = model.save_state("moments").result(LIMIT_S).path
+    model.forward_backward(moving, "cross_entropy").result(LIMIT_S)
+    new = updated(client.create_lora_training_client(base_model=MODEL, rank=8).result(LIMIT_S))
+    without = updated(client.create_training_client_from_state(state).result(LIMIT_S))
+    within = updated(client.create_training_client_from_state_with_optimizer(state).result(LIMIT_S))
+    np.testing.assert_allclose(without, new, atol=1e-6)
+    assert not np.allclose(within, new, atol=1e-4)
 
 
 def test_a_client_learns(client: tinker.ServiceClient) -> None:
