@@ -281,9 +281,7 @@ class Shard:
 
     def reset_optimizer(self) -> None:
         """Sets AdamW's moments and its count of steps to 0, as at the start."""
-        self._checkpointer.keep()
-        for state in self._optimizer.state.values():
-            torch._foreach_zero_(list(state.values()))
+        self._checkpointer.reset_moments()
 
     @cached_property
     def layout(self) -> Layout:
@@ -335,17 +333,9 @@ class Shard:
         self._checkpointer.load(path)
         self.drop_gradients()
         self._published = PublishedVersions(self._config.max_steps_off_policy, identities)
-        wanted = bool(self._sums_whole)
-        self._sharding.whole = wanted and self._sharding.memory.whole
+        said = self._sharding.keep_whole(bool(self._sums_whole))
         self._sums_whole.fill_(self._sharding.whole)
-        if wanted == self._sharding.whole or self._mesh.size == 1:
-            return ""
-        forbidden = self._config.trainer.reshard_after_forward is True
-        why = "trainer.reshard_after_forward forbids" if forbidden else "there is too little memory for"
-        return (
-            f"the run has kept the whole model over each batch, which {why} now: gradients are added in another order, "
-            "which changes their last bits"
-        )
+        return said
 
     def save_weights(
         self, path: Path, entries: Sequence[TensorEntry], buckets: Sequence[npt.NDArray[np.uint8]]

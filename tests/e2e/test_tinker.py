@@ -95,7 +95,7 @@ def test_a_client_trains_samples_saves_and_resumes(client: tinker.ServiceClient,
     assert norms[0] > 0
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
-    # A state that is resumed computes what the model computed, and goes on as it did.
+    # A state that is resumed computes what the model computed, and learns as it did.
     model.forward_backward(data, "ppo").result(LIMIT_S)
     model.optim_step(ADAM).result(LIMIT_S)
     state = model.save_state("first").result(LIMIT_S).path

@@ -1,4 +1,4 @@
-"""What clients have saved, on disk: training runs, their states and their weights, found by `tinker://` paths.
+"""The things that clients have saved, on disk: training runs, their states and weights, found by `tinker://` paths.
 
     tinker://<model>/weights/<name>            <root>/<model>/weights/<name>/           all that training needs
     tinker://<model>/sampler_weights/<name>    <root>/<model>/sampler_weights/<name>/   a model in Hugging Face layout

@@ -22,14 +22,14 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Result:
+class Success:
     """The outcome of a request that succeeded."""
 
     payload: bytes | dict[str, object]
     """Bytes in protobuf, or an object of JSON."""
 
 
-Outcome = Result | Failure
+Outcome = Success | Failure
 
 
 @dataclass(eq=False)

@@ -17,9 +17,9 @@ from typing import Any
 from service.front import ServedModels
 from service.tinker.catalog import Catalog
 from service.tinker.codec import encode_sample
-from service.tinker.promises import ClientModel, Failure, Promise, Result, UserError
+from service.tinker.promises import ClientModel, Failure, Promise, Success, UserError
 from service.tinker.state import ProtocolState
-from service.tinker.turns import Load, Start
+from service.tinker.turns import LoadWeights, StartSample
 from service.tinker.verbs import SamplerVerbs
 from service.tinker.work import Creation, Done, Saving, TrainingWorker, Work
 from trireme.core.datum import ModelInput
@@ -155,7 +155,7 @@ class TinkerServer:
                 "or serve the saved directory with `uv run inference`"
             )
 
-    async def outcome(self, promise: Promise) -> Result | Failure | None:
+    async def outcome(self, promise: Promise) -> Success | Failure | None:
         """Returns the outcome of a promise, or None if there is none after HOLD_S."""
         if promise.outcome is None and not promise.forgotten:
             event = self._outcomes.setdefault(promise.request_id, asyncio.Event())
@@ -200,11 +200,11 @@ class TinkerServer:
             if self._worker.failure:
                 raise self._worker.failure
 
-    def _with_weights(self, model: ClientModel, work: Saving, done: Done) -> Result | Failure:
+    def _with_weights(self, model: ClientModel, work: Saving, done: Done) -> Success | Failure:
         """Puts new weights, if there are any, where samplers find them, and makes the sampler that is to have them."""
         if done.published is None:
             return done.outcome
-        assert isinstance(done.outcome, Result)
+        assert isinstance(done.outcome, Success)
         assert isinstance(done.outcome.payload, dict)
         payload = dict(done.outcome.payload)
         if work.name is not None:
@@ -218,7 +218,7 @@ class TinkerServer:
             sampler = self.state.create_sampler(model.session_id, work.sampler_seq, target)
             payload["sampling_session_id"] = sampler.sampler_id
         self._shelve(target, done.published)
-        return Result(payload)
+        return Success(payload)
 
     def _shelve(self, target: str, weights: PublishedWeights) -> None:
         self._shelf[target] = weights
@@ -233,9 +233,9 @@ class TinkerServer:
         while True:
             self._to_sample.clear()
             match self.state.turns.next():
-                case Load(name):
+                case LoadWeights(name):
                     await asyncio.to_thread(self._sampler.update_weights, self._shelf[name])
-                case Start(item=promise):
+                case StartSample(item=promise):
                     self._spawn(self._answer(promise))
                 case None:
                     await self._to_sample.wait()
@@ -246,7 +246,7 @@ class TinkerServer:
         try:
             asked = (work.prompt, work.num_samples, work.params, work.prompt_logprobs, work.topk)
             response = await asyncio.wrap_future(self._sampler.sample(*asked))
-            outcome: Result | Failure = Result(encode_sample(response, work.topk))
+            outcome: Success | Failure = Success(encode_sample(response, work.topk))
         except RoomFailed as error:
             outcome = Failure(str(error), "server")
         except (TriremeError, ValueError) as error:

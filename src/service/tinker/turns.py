@@ -15,14 +15,14 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadWeights:
     """The replicas are to take these weights now."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Start(Generic[Item]):
+class StartSample(Generic[Item]):
     """A sample is to begin now."""
 
     item: Item
@@ -57,20 +57,20 @@ class WeightTurns(Generic[Item]):
         names = {name for name, _ in (*self._going, *self._waiting)}
         return names | ({self.current} if self.current is not None else set())
 
-    def next(self) -> Load | Start[Item] | None:
+    def next(self) -> LoadWeights | StartSample[Item] | None:
         """Returns what is to be done now, as if it were done; None: nothing before something else ends or comes."""
         if self._stale:
             self._stale = False
             assert self.current is not None, "only held weights are stale"
-            return Load(self.current)
+            return LoadWeights(self.current)
         if not self._going:
             if (name := self._turn()) is None:
                 return None
             if name != self.current:
                 self.current = name
-                return Load(name)
+                return LoadWeights(name)
         self._running += 1
-        return Start(self._going.popleft()[1])
+        return StartSample(self._going.popleft()[1])
 
     def _turn(self) -> str | None:
         """Lets those go who may; returns the name of their weights, None if none may."""

@@ -20,7 +20,7 @@ from trireme.core.types import (
 from trireme.core.weights import PublishedWeights, UpdateReport
 
 
-class PendingFiles(Protocol):
+class FilesToCome(Protocol):
     """Files that are being written."""
 
     def wait(self, timeout_s: float) -> list[FileRecord]:
@@ -44,9 +44,9 @@ class TrainerVerbs(Protocol):
 
     def publish_weights(self, version: int) -> PublishedWeights: ...
 
-    def save_weights(self, path: Path, published: PublishedWeights) -> PendingFiles: ...
+    def save_weights(self, path: Path, published: PublishedWeights) -> FilesToCome: ...
 
-    def save_state(self, path: Path) -> PendingFiles: ...
+    def save_state(self, path: Path) -> FilesToCome: ...
 
     def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> str: ...
 

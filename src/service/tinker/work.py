@@ -1,4 +1,4 @@
-"""What the trainer does for clients, one request after the other, by its verbs."""
+"""The trainer does for clients, one request after the other, what they ask for: by its verbs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from service.tinker.catalog import Catalog
 from service.tinker.codec import ForwardBackwardCall, encode_output
-from service.tinker.promises import Failure, Outcome, Result, UserError
+from service.tinker.promises import Failure, Outcome, Success, UserError
 from service.tinker.verbs import TrainerVerbs
 from trireme.core.datum import Datum
 from trireme.core.errors import RoomFailed, StorageFailed, TriremeError
@@ -71,7 +71,7 @@ Work = Creation | Loading | ForwardBackwardCall | Update | Saving
 
 @dataclass(frozen=True)
 class Done:
-    """What the trainer did."""
+    """The result of a request to the trainer."""
 
     outcome: Outcome
     published: PublishedWeights | None = None
@@ -120,9 +120,9 @@ class TrainingWorker:
                 return self._create(model_id, work)
             case Loading():
                 self._load(work.path, work.with_optimizer)
-                return Done(Result({"path": work.path, "model_id": model_id, "type": "load_weights"}))
+                return Done(Success({"path": work.path, "model_id": model_id, "type": "load_weights"}))
             case ForwardBackwardCall():
-                return Done(Result(encode_output(self._pass(work))))
+                return Done(Success(encode_output(self._pass(work))))
             case Update():
                 return self._update(work)
             case Saving(kind="state"):
@@ -144,7 +144,7 @@ class TrainingWorker:
             created |= {"path": work.path, "type": "load_weights"}
         self._passes, self._failed = 0, None
         self._catalog.begin(model_id, work.user_metadata)
-        return Done(Result(created))
+        return Done(Success(created))
 
     def _load(self, path: str, with_optimizer: bool) -> None:
         directory, saved = self._catalog.find(path, "weights")
@@ -177,7 +177,7 @@ class TrainingWorker:
             )
         if not passes:
             raise UserError("optim_step without a gradient; expected a forward_backward before it")
-        return Done(Result({"metrics": dict(self._trainer.optim_step(work.adam).metrics)}))
+        return Done(Success({"metrics": dict(self._trainer.optim_step(work.adam).metrics)}))
 
     def _save_state(self, model_id: str, work: Saving) -> Done:
         if work.name is None:
@@ -185,17 +185,17 @@ class TrainingWorker:
         staging = self._catalog.staging(model_id, "weights", work.name, work.overwrite)
         files = self._trainer.save_state(staging).wait(self._save_s)
         saved = self._catalog.keep(staging, files, work.ttl_s, work.user_metadata)
-        return Done(Result({"path": saved.path, "type": "save_weights"}))
+        return Done(Success({"path": saved.path, "type": "save_weights"}))
 
     def _save_for_sampler(self, model_id: str, work: Saving) -> Done:
         """Makes the weights available to samplers, and writes those that have a name."""
         if work.name is None:
-            return Done(Result({"type": "save_weights_for_sampler"}), self._publish())
+            return Done(Success({"type": "save_weights_for_sampler"}), self._publish())
         staging = self._catalog.staging(model_id, "sampler_weights", work.name, work.overwrite)
         published = self._publish()
         files = self._trainer.save_weights(staging, published).wait(self._save_s)
         saved = self._catalog.keep(staging, files, work.ttl_s, work.user_metadata)
-        return Done(Result({"path": saved.path, "type": "save_weights_for_sampler"}), published)
+        return Done(Success({"path": saved.path, "type": "save_weights_for_sampler"}), published)
 
     def _publish(self) -> PublishedWeights:
         published = self._trainer.publish_weights(self._version)

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.tinker.promises import Failure, Promise, Result, UserError
+from service.tinker.promises import Failure, Promise, Success, UserError
 from service.tinker.state import CLONE, KEPT_S, SESSION_S, GoneError, ProtocolState, UnknownId
-from service.tinker.turns import Load, Start
+from service.tinker.turns import LoadWeights, StartSample
 
-DONE = Result({})
+DONE = Success({})
 
 
 def new_state(*sessions: str) -> ProtocolState:
@@ -192,9 +192,9 @@ def test_cursors_tell_each_completion_of_a_clone(data: st.DataObject) -> None:
     numbers = [clone * CLONE + n for clone in range(2) for n in range(3)]
     for seq in data.draw(st.permutations(numbers)):
         assert state.sample(sampler, seq, None) is state.sample(sampler, seq, None)
-    assert state.turns.next() == Load("base")
+    assert state.turns.next() == LoadWeights("base")
     running: list[Promise] = []
-    while isinstance(step := state.turns.next(), Start):
+    while isinstance(step := state.turns.next(), StartSample):
         running.append(step.item)
     assert len(running) == len(numbers)
     cursors, told = [0, 0], (list[str](), list[str]())

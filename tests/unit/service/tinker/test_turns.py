@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.tinker.turns import Load, Start, WeightTurns
+from service.tinker.turns import LoadWeights, StartSample, WeightTurns
 
 Sample = tuple[str, int]
 ACTIONS = st.lists(st.tuples(st.sampled_from(["add", "end", "renew", "step"]), st.sampled_from("abc")), max_size=60)
@@ -25,12 +25,12 @@ class Replicas:
     def step(self) -> bool:
         """Does one thing; returns False if there is nothing to do."""
         match self.turns.next():
-            case Load(name):
+            case LoadWeights(name):
                 assert not self.running or name in self.renewed, "others' samples ran under these weights"
                 self.held = name
                 self.loads.append(name)
                 self.renewed.discard(name)
-            case Start(item):
+            case StartSample(item):
                 assert item[0] == self.held
                 self.running.append(item)
                 self.ran.append(item)
