@@ -134,7 +134,7 @@ def make_app(front: Front, door: SessionDoor, keys: ServiceKeys, limits: Limits)
     Service(front, metrics, SessionRoutes(door, front.tokenizer)).routes(app)
 
     async def refused(request: Request, error: Exception) -> Response:
-        return error_reply(request.url.path, _as_refused(error))
+        return error_reply(request.url.path, as_refused(error))
 
     for kind in (RequestRefused, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, refused)
@@ -142,7 +142,8 @@ def make_app(front: Front, door: SessionDoor, keys: ServiceKeys, limits: Limits)
     return app
 
 
-def _as_refused(error: Exception) -> RequestRefused:
+def as_refused(error: Exception) -> RequestRefused:
+    """Returns the answer to an error of any kind."""
     if isinstance(error, RequestRefused):
         return error
     if isinstance(error, RequestValidationError):
@@ -166,4 +167,4 @@ async def _to_the_end(texts: AsyncIterator[str], path: str) -> AsyncIterator[str
     except Exception as error:
         if not isinstance(error, RequestRefused):
             log.exception("a stream failed")
-        yield stream_error(path, _as_refused(error))
+        yield stream_error(path, as_refused(error))

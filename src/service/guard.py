@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,7 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.asked import RequestRefused
 from service.errors import error_reply
 from service.keys import ServiceKey, ServiceKeys
-from service.metrics import ServiceMetrics
 from service.routes import Caller, caller_of, in_session, name_of
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
@@ -67,10 +67,16 @@ class Rates:
         self._left[name] = left - 1, now
 
 
+class RequestCounter(Protocol):
+    """Counts requests (`service.metrics`)."""
+
+    def request(self, route: str, status: int, seconds: float) -> None: ...
+
+
 class RequestGuard:
     """Middleware (ASGI) in front of the app."""
 
-    def __init__(self, app: ASGIApp, keys: ServiceKeys, limits: Limits, metrics: ServiceMetrics) -> None:
+    def __init__(self, app: ASGIApp, keys: ServiceKeys, limits: Limits, metrics: RequestCounter | None) -> None:
         self._app, self._keys, self._limits, self._metrics = app, keys, limits, metrics
         self._rates = Rates(limits.per_minute)
 
@@ -93,7 +99,8 @@ class RequestGuard:
         else:
             await self._app(scope, _replayed(body, receive), noted)
         finally:
-            self._metrics.request(name_of(path), status, time.monotonic() - started)
+            if self._metrics:
+                self._metrics.request(name_of(path), status, time.monotonic() - started)
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes:
         """Returns the body of a request that is admitted. Raises RequestRefused."""

@@ -84,10 +84,10 @@ def _digest(value: str) -> bytes:
     return hashlib.sha256(value.encode(errors="surrogateescape")).digest()
 
 
-def generate(file: Path) -> list[ServiceKey]:
-    """Makes a key of each role, and writes them to `file`, which only its owner can read. Raises BadInput if it is
-    there already."""
-    keys = [ServiceKey(role, f"tr-{role}-{secrets.token_urlsafe(32)}") for role in ROLES]
+def generate(file: Path, prefix: str = "tr") -> list[ServiceKey]:
+    """Makes a key of each role, which begins with `prefix`, and writes them to `file`, which only its owner can read.
+    Raises BadInput if it is there already."""
+    keys = [ServiceKey(role, f"{prefix}-{role}-{secrets.token_urlsafe(32)}") for role in ROLES]
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

@@ -220,6 +220,15 @@ class TrainerHandle:
         except NonFiniteGradient as error:
             raise NonFiniteGradient(f"{error} {self.blame(suspects)}") from None
 
+    def drop_gradients(self) -> None:
+        """Forgets the gradients that were added since the last update."""
+        self._suspects = []
+        self._call("drop_gradients")
+
+    def reset_optimizer(self) -> None:
+        """Sets AdamW's moments and its count of steps to 0, as at the start; the weights stay."""
+        self._call("reset_optimizer")
+
     @staticmethod
     def blame(suspects: Sequence[Sequence[int]]) -> str:
         """Names the datums whose losses were not finite: `suspects` of each forward_backward since the last update.
@@ -274,8 +283,9 @@ class TrainerHandle:
 
     def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> str:
         """Loads what any number of shards saved at `path` (`save_state`). `identities` are those of the versions that
-        were published then and may still be trained on. Returns what is to be said of it ("" if nothing). Raises
-        CheckpointInvalid."""
+        were published then and may still be trained on. Gradients are dropped. Returns what is to be said of it ("" if
+        nothing). Raises CheckpointInvalid."""
+        self._suspects = []
         said_R = self._call("load_state", path, tuple(identities), timeout_s=self._timeouts.checkpoint_s)
         return str(said_R[0])
 

@@ -54,6 +54,7 @@ class Sharding:
         self.dtype = DTYPES[("bfloat16" if on_gpus else "float32") if dtype == "auto" else dtype]
         self._head_dtype = DTYPES.get(config.model.head_dtype, self.dtype)  # "model" is none of them
         self._mesh, self._master, self._compiled = mesh, DTYPES[options.master_dtype], options.compile
+        self._gives_up_layers = options.reshard_after_forward is True
         auto = options.packing == "auto" and attention == "auto" and has_kernel(mesh.device, self.dtype)
         self.packed = auto or options.packing == "packed"
         self.kernel = ""  # of packed attention, where there is one
@@ -63,6 +64,18 @@ class Sharding:
         self.memory = shard_memory(config, facts, on_gpus=on_gpus, room=mesh.smallest_room(config, replica_share))
         self.whole = self.memory.whole  # layers stay gathered between micro-batches (`accumulating`)
         self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()
+
+    def keep_whole(self, wanted: bool) -> str:
+        """Keeps the whole model over each batch, as a run that is resumed did if that is `wanted`. Returns what is to be
+        said where that cannot be ("" otherwise)."""
+        self.whole = wanted and self.memory.whole
+        if wanted == self.whole or self._mesh.size == 1:
+            return ""
+        why = "trainer.reshard_after_forward forbids" if self._gives_up_layers else "there is too little memory for"
+        return (
+            f"the run has kept the whole model over each batch, which {why} now: gradients are added in another order, "
+            "which changes their last bits"
+        )
 
     def shard_model(self, name: str, weights: str, lora: LoraConfig | None = None, seed: int = 0) -> PreTrainedModel:
         """Returns the model `name` with the values of `weights` (a directory or a name on the hub), sharded over all

@@ -275,6 +275,14 @@ class Shard:
         self._optimizer.zero_grad()
         return OptimStepResponse({"lr": adam.learning_rate, "grad_norm": grad_norm})
 
+    def drop_gradients(self) -> None:
+        """Forgets the gradients that were added since the last update."""
+        self._optimizer.zero_grad()
+
+    def reset_optimizer(self) -> None:
+        """Sets AdamW's moments and its count of steps to 0, as at the start."""
+        self._checkpointer.reset_moments()
+
     @cached_property
     def layout(self) -> Layout:
         """The places of all that is published, the same on all ranks."""
@@ -317,24 +325,17 @@ class Shard:
 
     def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> str:
         """Loads the state saved in `path` by any number of shards, and the identities of the versions published until
-        then. Raises CheckpointInvalid.
+        then, and drops gradients. Raises CheckpointInvalid.
 
         Gradients are added in the order in which the saved run added them, if the memory allows it. Returns what is to
         be said if it does not ("" otherwise): the last bits may differ."""
         fault_point("trainer.load")
         self._checkpointer.load(path)
+        self.drop_gradients()
         self._published = PublishedVersions(self._config.max_steps_off_policy, identities)
-        wanted = bool(self._sums_whole)
-        self._sharding.whole = wanted and self._sharding.memory.whole
+        said = self._sharding.keep_whole(bool(self._sums_whole))
         self._sums_whole.fill_(self._sharding.whole)
-        if wanted == self._sharding.whole or self._mesh.size == 1:
-            return ""
-        forbidden = self._config.trainer.reshard_after_forward is True
-        why = "trainer.reshard_after_forward forbids" if forbidden else "there is too little memory for"
-        return (
-            f"the run has kept the whole model over each batch, which {why} now: gradients are added in another order, "
-            "which changes their last bits"
-        )
+        return said
 
     def save_weights(
         self, path: Path, entries: Sequence[TensorEntry], buckets: Sequence[npt.NDArray[np.uint8]]

@@ -180,6 +180,12 @@ class Checkpointer:
             self._snapshot.keep()
             self._snapshot = None
 
+    def reset_moments(self) -> None:
+        """Sets AdamW's moments and its count of steps to 0; a running save still gets what they were."""
+        self.keep()
+        for state in self._optimizer.state.values():
+            torch._foreach_zero_(list(state.values()))
+
     def load(self, path: Path) -> None:
         """Loads the state that any number of ranks saved in `path`. Random generators of ranks that did not exist then,
         and a reference that was not saved, stay as they are. Raises CheckpointInvalid for the state of another model,

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from trireme.cli import distill, doctor, eval, inference, launch, rl, trireme
+from trireme.cli import distill, doctor, eval, inference, launch, rl, serve, trireme
 from trireme.config import Config
 from trireme.config.load import load, load_as
 from trireme.config.sft import SftConfig
@@ -167,6 +167,8 @@ def try_tool(tool: str, *arguments: str) -> None:
         given, keys = eval._parser().parse_known_args(arguments)
         assert Path(given.checkpoint).is_dir() or given.checkpoint.startswith("outputs/")
         load([*REQUIRED, *keys], {})
+    elif tool == "serve":
+        assert load(["@", str(serve.UNREAD), *arguments], {})
     elif tool == "doctor":
         _, keys = doctor._parser().parse_known_args(arguments)
         assert not doctor._config("rl", keys) or Path(keys[1]).exists()

@@ -41,7 +41,7 @@ PIPE_WIDTH = 200
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command (of `sys.argv` when none is given) and returns its exit code (`trireme.core.errors`)."""
     given = sys.argv[1:] if argv is None else list(argv)
-    if given[:1] == ["eval"]:  # the only command here that starts rooms
+    if given[:1] == ["eval"]:
         from trireme.cli.eval import evaluate
 
         return run_command(evaluate, given[1:])
@@ -49,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from trireme.cli.doctor import examine_nodes  # imports plans, which other commands do not need
 
         return run_command(examine_nodes, given[1:])
+    if given[:1] == ["serve"]:
+        from trireme.cli.serve import serve  # imports the trainer's side
+
+        return run_command(serve, given[1:])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if given[:1] == ["sweep"]:
@@ -103,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="what is wrong with the nodes of a cluster, before a run", add_help=False)
     commands.add_parser("distill", help="answers under a long prompt, as data for sft without it", add_help=False)
     commands.add_parser("launch", help="the file that starts a run on a cluster", add_help=False)
+    commands.add_parser("serve", help="a server that Tinker's clients train against", add_help=False)
     commands.add_parser("sweep", help="a run for each point of a grid; table and plot of a metric", add_help=False)
 
     for command in (looking, taking, reporting, watching, scaling):

@@ -1,0 +1,285 @@
+"""The HTTP face of the Tinker server: its routes, and how outcomes and refusals are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from service.app import as_refused
+from service.asked import RequestRefused
+from service.errors import JsonReply, error_reply
+from service.guard import Limits, RequestGuard
+from service.keys import ServiceKeys
+from service.tinker.bodies import (
+    BeatBody,
+    ClientBody,
+    CreateModelBody,
+    LoadWeightsBody,
+    ModelBody,
+    OptimStepBody,
+    RetrieveBody,
+    RetrieveManyBody,
+    SampleBody,
+    SamplerBody,
+    SamplerIdBody,
+    SaveBody,
+    SessionBody,
+)
+from service.tinker.codec import PROTOBUF, ForwardBackwardCall
+from service.tinker.lists import SavedRoutes
+from service.tinker.promises import Failure, Promise, UserError
+from service.tinker.serving import SampleWork, TinkerServer
+from service.tinker.state import GoneError, UnknownId
+from service.tinker.work import Creation, Loading, Saving, Update
+from trireme.core.datum import ModelInput
+
+PREFIX = "/api/v1"
+TESTED = ("0.38",)
+"""Versions of the client that tests drive this server with."""
+CLIENT_CONFIG = {
+    "sample_use_retrieve_futures": True,
+    "sample_join_sampling_session": True,
+    "fwdbwd_max_chunk_len": 4096,
+}
+"""One open request per sampler, not one per sample; and large parts of batches."""
+
+
+class TinkerRoutes:
+    """The routes of training and sampling."""
+
+    def __init__(self, server: TinkerServer) -> None:
+        self._server, self._state = server, server.state
+
+    def add(self, app: FastAPI) -> None:
+        """Adds them to an app."""
+        posts: dict[str, Callable[..., Awaitable[Response]]] = {
+            "client/config": self.client_config,
+            "client/dynamic_config": self.dynamic_config,
+            "create_session": self.create_session,
+            "session_heartbeat": self.beat,
+            "telemetry": self.telemetry,
+            "create_model": self.create_model,
+            "load_weights": self.load_weights,
+            "get_info": self.info,
+            "forward_backward": self.forward_backward,
+            "optim_step": self.optim_step,
+            "save_weights": self.save_weights,
+            "save_weights_for_sampler": self.save_for_sampler,
+            "create_sampling_session": self.create_sampler,
+            "join_sampling_session": self.join,
+            "asample": self.sample,
+            "retrieve_future": self.retrieve,
+            "retrieve_futures": self.retrieve_many,
+        }
+        for path, route in posts.items():
+            app.post(f"{PREFIX}/{path}")(route)
+        app.post(PREFIX + "/sessions/{session_id}/finish")(self.finish)
+        app.get(PREFIX + "/healthz")(self.health)
+        app.get(PREFIX + "/get_server_capabilities")(self.capabilities)
+        app.get(PREFIX + "/samplers/{sampler_id}")(self.sampler)
+
+    # ---- the client
+
+    async def health(self) -> JsonReply:
+        """Tells that the server answers."""
+        return JsonReply({"status": "ok"})
+
+    async def client_config(self, body: ClientBody) -> JsonReply:
+        """Tells the client how to behave."""
+        return JsonReply(CLIENT_CONFIG)
+
+    async def dynamic_config(self, body: ClientBody) -> JsonReply:
+        """Tells it what may change; nothing does."""
+        return JsonReply({})
+
+    async def telemetry(self) -> JsonReply:
+        """Accepts what the client tells of itself, and keeps none of it."""
+        return JsonReply({"status": "accepted"})
+
+    async def capabilities(self) -> JsonReply:
+        """Tells which model is here."""
+        size = self._server.served.max_len
+        model = {
+            "model_name": self._server.base_model,
+            "max_context_length": size,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return JsonReply({"supported_models": [model]})
+
+    async def create_session(self, body: SessionBody) -> JsonReply:
+        """Begins a session."""
+        session_id = self._server.begin_session(
+            {"user_metadata": body.user_metadata, "display_name": body.display_name}
+        )
+        told = {"info_message": "this server trains whole models: lora_config has no effect"}
+        if not body.sdk_version.startswith(TESTED):
+            told["warning_message"] = f"this server was tested with tinker {', '.join(TESTED)}, not {body.sdk_version}"
+        return JsonReply({"session_id": session_id, **told})
+
+    async def beat(self, body: BeatBody) -> JsonReply:
+        """Notes that a client is there. One of before a restart is told that its session is over."""
+        try:
+            self._state.beat(body.session_id, self._server.now())
+        except UnknownId as error:
+            raise GoneError(str(error)) from None
+        return JsonReply({})
+
+    async def finish(self, session_id: str) -> Response:
+        """Ends a session."""
+        self._server.finish(session_id)
+        return Response(status_code=204)
+
+    # ---- training
+
+    async def create_model(self, body: CreateModelBody) -> JsonReply:
+        """Accepts a new model."""
+        work = Creation(body.base_model, body.user_metadata, body.optimizer_config.type)
+        return _promised(self._server.create(body.session_id, body.model_seq_id, work))
+
+    async def load_weights(self, body: LoadWeightsBody) -> JsonReply:
+        """Accepts a model that begins with a state, or has a model take one."""
+        if body.session_id is not None and body.model_seq_id is not None:
+            optimizer = body.optimizer_config.type if body.optimizer_config else "adamw"
+            work = Creation(body.base_model, body.user_metadata, optimizer, body.path, body.optimizer)
+            return _promised(self._server.create(body.session_id, body.model_seq_id, work))
+        if body.model_id is None or body.seq_id is None:
+            raise RequestRefused("load_weights without a model; expected session_id and model_seq_id, or model_id")
+        return _promised(self._server.train(body.model_id, body.seq_id, Loading(body.path, body.optimizer)))
+
+    async def info(self, body: ModelBody) -> JsonReply:
+        """Describes a model."""
+        model, name = self._state.model(body.model_id), self._server.base_model
+        data = {"model_name": name, "tokenizer_id": self._server.tokenizer_id}
+        return JsonReply({"model_id": model.model_id, "model_name": name, "is_lora": False, "model_data": data})
+
+    async def forward_backward(self, request: Request) -> JsonReply:
+        """Accepts a part of a batch, in protobuf."""
+        if encoding := request.headers.get("content-encoding"):
+            raise RequestRefused(f"a body in the encoding {encoding}; expected none, as client/config says")
+        call = ForwardBackwardCall.of(await request.body())
+        return _promised(self._server.train(call.model_id, call.seq_id, call))
+
+    async def optim_step(self, body: OptimStepBody) -> JsonReply:
+        """Accepts an update."""
+        if body.adam_params is None:
+            kind = body.optimizer_params.type if body.optimizer_params else "none"
+            raise RequestRefused(f"optim_step with parameters of {kind}; expected AdamParams, the only optimiser here")
+        return _promised(self._server.train(body.model_id, body.seq_id, Update(body.adam_params.params())))
+
+    async def save_weights(self, body: SaveBody) -> JsonReply:
+        """Accepts that the state of a model is saved."""
+        work = Saving("state", body.path, body.ttl_seconds, body.overwrite, body.user_metadata)
+        return _promised(self._server.train(body.model_id, body.seq_id, work))
+
+    async def save_for_sampler(self, body: SaveBody) -> JsonReply:
+        """Accepts that samplers may have the weights of a model."""
+        number = body.sampling_session_seq_id
+        if (body.path is None) == (number is None):
+            raise RequestRefused("save_weights_for_sampler; expected a path, or else a sampling_session_seq_id")
+        work = Saving(body.kind, body.path, body.ttl_seconds, body.overwrite, body.user_metadata, number)
+        return _promised(self._server.train(body.model_id, body.seq_id, work))
+
+    # ---- sampling
+
+    async def create_sampler(self, body: SamplerBody) -> JsonReply:
+        """Begins a sampling session."""
+        if body.model_path is None and not self._server.serves(body.base_model):
+            raise RequestRefused(
+                f"base_model = {body.base_model!r}; expected {self._server.base_model}", param="base_model"
+            )
+        number = body.sampling_session_seq_id
+        return JsonReply({"sampling_session_id": self._server.create_sampler(body.session_id, number, body.model_path)})
+
+    async def sampler(self, sampler_id: str) -> JsonReply:
+        """Describes a sampling session."""
+        sampler = self._state.sampler(sampler_id)
+        path = {"model_path": sampler.target} if sampler.target.startswith("tinker://") else {}
+        return JsonReply({"sampler_id": sampler_id, "base_model": self._server.base_model, **path})
+
+    async def join(self, body: SamplerIdBody) -> JsonReply:
+        """Gives a clone of a sampler a number of its own."""
+        return JsonReply({"client_counter": self._state.join(body.sampling_session_id)})
+
+    async def sample(self, body: SampleBody) -> JsonReply:
+        """Accepts a request for samples."""
+        prompt = ModelInput(body.tokens())
+        params = body.params(self._server.room(prompt))
+        work = SampleWork(prompt, body.num_samples, params, bool(body.prompt_logprobs), body.topk_prompt_logprobs)
+        promise = self._server.sample(body.sampling_session_id, body.seq_id, work)
+        names = [f"{promise.request_id}/{number}" for number in range(body.num_samples)]
+        return _promised(promise, sample_sequence_ids=names)
+
+    # ---- outcomes
+
+    async def retrieve(self, body: RetrieveBody) -> Response:
+        """Answers with the outcome of a request, after a while with 408: not yet."""
+        promise = self._state.promise(body.request_id)
+        outcome = await self._server.outcome(promise)
+        if outcome is None:
+            position = self._state.position(promise)
+            told = {"queue_state": position.queue_state, "queue_state_reason": position.reason}
+            return JsonReply({"request_id": body.request_id, **told}, status_code=408)
+        if isinstance(outcome, Failure):
+            return JsonReply({"error": outcome.error, "category": outcome.category})
+        if isinstance(outcome.payload, bytes):
+            if body.allow_metadata_only:
+                return JsonReply({"status": "complete_metadata", "response_payload_size": len(outcome.payload)})
+            return Response(outcome.payload, media_type=PROTOBUF)
+        return JsonReply(outcome.payload)
+
+    async def retrieve_many(self, body: RetrieveManyBody) -> JsonReply:
+        """Tells which samples of a clone are done since the last question."""
+        target, retrieved = body.target, body.retrieved_request_ids
+        asked = (target.sampling_session_id, target.cloned_sampler_id, body.prev_cursor, retrieved, body.timeout)
+        done, cursor = await self._server.completions(*asked)
+        return JsonReply({"completions": [_completion(promise) for promise in done], "cursor": cursor})
+
+
+def _promised(promise: Promise, **more: object) -> JsonReply:
+    return JsonReply({"request_id": promise.request_id, **more})
+
+
+def _completion(promise: Promise) -> dict[str, Any]:
+    if isinstance(promise.outcome, Failure):
+        return {"state": "failed", "request_id": promise.request_id}
+    payload = promise.outcome.payload if promise.outcome else b""
+    return {"state": "finished", "request_id": promise.request_id, "response_payload_uncompressed_size": len(payload)}
+
+
+def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> FastAPI:
+    """Makes the app."""
+    app = FastAPI(title="Trireme", docs_url=None, redoc_url=None, openapi_url=None)
+    TinkerRoutes(server).add(app)
+    SavedRoutes(server).add(app)
+
+    async def refused(request: Request, error: Exception) -> Response:
+        return error_reply(request.url.path, _as_refused(error))
+
+    kinds = (
+        RequestRefused,
+        RequestValidationError,
+        HTTPException,
+        UnknownId,
+        GoneError,
+        UserError,
+        Exception,
+    )
+    for kind in kinds:
+        app.add_exception_handler(kind, refused)
+    app.add_middleware(RequestGuard, keys=keys, limits=limits, metrics=None)
+    return app
+
+
+def _as_refused(error: Exception) -> RequestRefused:
+    """Returns the answer to an error. It is never 409, which the client takes for one that passes by itself."""
+    statuses: dict[type[Exception], int] = {UnknownId: 404, GoneError: 410, UserError: 400}
+    for kind, status in statuses.items():
+        if isinstance(error, kind):
+            return RequestRefused(str(error), status=status)
+    return as_refused(error)

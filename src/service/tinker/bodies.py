@@ -1,0 +1,250 @@
+"""The JSON bodies of the protocol's requests. Unknown fields of samples and updates are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from service.asked import RequestRefused
+from trireme.core.types import AdamParams, SamplingParams
+
+Seq = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Told(BaseModel):
+    """A body of which only these fields matter."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class Strict(BaseModel):
+    """A body all of whose fields matter."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class ClientBody(Told):
+    """Asks how the client shall behave."""
+
+    sdk_version: str = ""
+
+
+class SessionBody(Told):
+    """Begins a session."""
+
+    sdk_version: str = ""
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+
+
+class BeatBody(Told):
+    """Says that the client of a session is there."""
+
+    session_id: str
+
+
+class OptimizerBody(Told):
+    """Names an optimiser."""
+
+    type: str = "adamw"
+
+
+class CreateModelBody(Told):
+    """Asks for a new model."""
+
+    session_id: str
+    model_seq_id: Seq
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerBody = OptimizerBody()
+
+
+class LoadWeightsBody(Told):
+    """Asks for a new model that begins with a saved state, or has a model take one."""
+
+    session_id: str | None = None
+    model_seq_id: Seq | None = None
+    model_id: str | None = None
+    seq_id: Seq | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    path: str
+    optimizer: bool
+    optimizer_config: OptimizerBody | None = None
+    weights_access_token: str | None = None
+
+
+class ModelBody(Told):
+    """Asks about a model."""
+
+    model_id: str
+
+
+class AdamBody(Strict):
+    """The parameters of an update."""
+
+    learning_rate: NonNegative = 1e-4
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: NonNegative = 1e-12
+    weight_decay: NonNegative = 0.0
+    grad_clip_norm: Finite = 0.0
+
+    def params(self) -> AdamParams:
+        """Returns them as the trainer has them; a norm of 0 or less does not clip."""
+        given = self.model_dump(exclude={"grad_clip_norm"})
+        return AdamParams(**given, max_grad_norm=self.grad_clip_norm if self.grad_clip_norm > 0 else float("inf"))
+
+
+class OptimStepBody(Told):
+    """Asks for an update."""
+
+    model_id: str
+    seq_id: Seq
+    adam_params: AdamBody | None = None
+    optimizer_params: OptimizerBody | None = None
+
+
+class SaveBody(Told):
+    """Asks for a state or for weights to be saved."""
+
+    model_id: str
+    seq_id: Seq
+    path: str | None = None
+    ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    sampling_session_seq_id: Seq | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+
+
+class SamplerBody(Told):
+    """Begins a sampling session."""
+
+    session_id: str
+    sampling_session_seq_id: Seq
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SamplerIdBody(Told):
+    """Names a sampling session."""
+
+    sampling_session_id: str
+
+
+class ChunkBody(Told):
+    """A part of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] = []
+
+
+class PromptBody(Told):
+    """A prompt."""
+
+    chunks: list[ChunkBody]
+
+
+class SamplingBody(Strict):
+    """How to sample."""
+
+    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: NonNegative = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class SampleBody(Strict):
+    """Asks for samples, and for log-probabilities of their prompt."""
+
+    num_samples: Annotated[int, Field(gt=0, le=1024)] = 1
+    prompt: PromptBody
+    sampling_params: SamplingBody
+    sampling_session_id: str
+    seq_id: Seq
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    type: str = "sample"
+
+    def tokens(self) -> list[int]:
+        """Returns the tokens of the prompt. Raises RequestRefused for a part that is no text."""
+        if other := {chunk.type for chunk in self.prompt.chunks} - {"encoded_text"}:
+            raise RequestRefused(
+                f"a prompt with {', '.join(sorted(other))}; expected encoded_text alone", param="prompt"
+            )
+        return [token for chunk in self.prompt.chunks for token in chunk.tokens]
+
+    def params(self, room: int) -> SamplingParams:
+        """Returns how to sample at most `room` tokens. Raises RequestRefused for what is not supported."""
+        unsupported: Mapping[str, tuple[object, str]] = {
+            "topk_sample_logprobs": (
+                self.topk_sample_logprobs,
+                "sample, then ask for topk_prompt_logprobs of the whole",
+            ),
+            "target_prompt_logprobs": (self.target_prompt_logprobs, "ask for prompt_logprobs of each whole sequence"),
+            "prompt_alt_tokens_k": (self.prompt_alt_tokens_k, "ask for topk_prompt_logprobs"),
+            "prompt_logprobs_last_n": (self.prompt_logprobs_last_n, "ask for prompt_logprobs, and take the last ones"),
+            "record_stability_info": (self.record_stability_info, "train with importance_sampling or ppo"),
+        }
+        for name, (value, instead) in unsupported.items():
+            if value:
+                raise RequestRefused(f"{name} = {value}, which is not supported; {instead}", param=name)
+        options = self.sampling_params
+        if options.stop == []:
+            raise RequestRefused(
+                "stop = [], a sample that nothing ends, which is not supported; leave stop out, and the model's "
+                "end-of-sequence token ends it",
+                param="stop",
+            )
+        given = options.model_dump(exclude={"max_tokens"})
+        return SamplingParams(**given, max_tokens=min(options.max_tokens or room, room))
+
+
+class RetrieveBody(Told):
+    """Asks for the outcome of a request."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class TargetBody(Told):
+    """Names a clone of a sampler."""
+
+    sampling_session_id: str
+    cloned_sampler_id: int = 0
+
+
+class RetrieveManyBody(Told):
+    """Asks which samples are done."""
+
+    target: TargetBody
+    prev_cursor: int = 0
+    timeout: float | None = None
+    retrieved_request_ids: list[str] = []
+
+
+class PathBody(Told):
+    """Names what was saved."""
+
+    tinker_path: str
+
+
+class TtlBody(Told):
+    """Says how long something shall be kept."""
+
+    ttl_seconds: Annotated[int, Field(gt=0)] | None = None

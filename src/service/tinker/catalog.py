@@ -1,0 +1,188 @@
+"""The things that clients have saved, on disk: training runs, their states and weights, found by `tinker://` paths.
+
+    tinker://<model>/weights/<name>            <root>/<model>/weights/<name>/           all that training needs
+    tinker://<model>/sampler_weights/<name>    <root>/<model>/sampler_weights/<name>/   a model in Hugging Face layout
+
+A directory counts once `checkpoint.json` is in it, which is written last. Times are seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from service.tinker.promises import UserError
+from trireme.checkpoint.files import FileRecord, make_directory, replace_file, storage_errors
+from trireme.core.finite_json import to_json
+
+SavedKind = Literal["weights", "sampler_weights"]
+KINDS: tuple[SavedKind, ...] = ("weights", "sampler_weights")
+SCHEME = "tinker://"
+NAME = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]{1,255}")
+MARK, RUN = "checkpoint.json", "run.json"
+STAGING = ".new"
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A model that a client has trained."""
+
+    model_id: str
+    base_model: str
+    user_metadata: Mapping[str, Any]
+    began_s: float
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """One directory that counts."""
+
+    model_id: str
+    kind: SavedKind
+    name: str
+    saved_s: float
+    expires_s: float | None
+    user_metadata: Mapping[str, str]
+    files: Mapping[str, int]
+    """The size of each file in it, in bytes."""
+
+    @property
+    def path(self) -> str:
+        """The name by which clients know it."""
+        return path_of(self.model_id, self.kind, self.name)
+
+
+def path_of(model_id: str, kind: SavedKind, name: str) -> str:
+    """Returns the `tinker://` path of what a model saved."""
+    return f"{SCHEME}{model_id}/{kind}/{name}"
+
+
+class Catalog:
+    """All that is saved below `root`."""
+
+    def __init__(self, root: Path, base_model: str, now: Callable[[], float]) -> None:
+        self._root, self._base_model, self._now = root, base_model, now
+
+    # ---- writing
+
+    def begin(self, model_id: str, user_metadata: Mapping[str, Any] | None) -> None:
+        """Notes that a model is trained. Raises StorageFailed."""
+        directory = self._directory(model_id)
+        run = SavedRun(model_id, self._base_model, user_metadata or {}, self._now())
+        with storage_errors(directory):
+            make_directory(directory)
+            replace_file(directory / RUN, to_json(asdict(run)).encode())
+
+    def staging(self, model_id: str, kind: SavedKind, name: str, overwrite: bool) -> Path:
+        """Returns a directory that is not there yet, to be written and then given to `keep`. Raises UserError for a
+        name that cannot be used."""
+        if not NAME.fullmatch(name):
+            raise UserError(f"the name {name!r}; expected up to 255 letters, digits, `_`, `-` and `.`")
+        directory = self._directory(model_id) / kind / name
+        if directory.exists() and not overwrite:
+            raise UserError(f"{path_of(model_id, kind, name)} is there already; give another name, or overwrite = True")
+        staging = directory.with_name(name + STAGING)
+        with storage_errors(staging):
+            shutil.rmtree(staging, ignore_errors=True)
+            make_directory(staging.parent)
+        return staging
+
+    def keep(
+        self, staging: Path, files: Sequence[FileRecord], ttl_s: int | None, user_metadata: Mapping[str, str] | None
+    ) -> SavedWeights:
+        """Makes a directory count, in place of one of its name. Raises StorageFailed."""
+        directory, now = staging.with_name(staging.name.removesuffix(STAGING)), self._now()
+        sizes = {file.path.partition("/")[2]: file.size for file in files}  # it stands below its directory's name
+        run = self._run_in(directory.parent.parent)
+        kind: SavedKind = "weights" if directory.parent.name == "weights" else "sampler_weights"
+        expires_s = None if ttl_s is None else now + ttl_s
+        saved = SavedWeights(run.model_id, kind, directory.name, now, expires_s, user_metadata or {}, sizes)
+        with storage_errors(directory):
+            replace_file(staging / MARK, to_json(asdict(saved)).encode())
+            shutil.rmtree(directory, ignore_errors=True)
+            staging.rename(directory)
+        return saved
+
+    def set_ttl(self, path: str, ttl_s: int | None) -> None:
+        """Sets how long something is kept from now on; None: for ever. Raises UserError."""
+        directory, saved = self.find(path)
+        changed = asdict(saved) | {"expires_s": None if ttl_s is None else self._now() + ttl_s}
+        with storage_errors(directory):
+            replace_file(directory / MARK, to_json(changed).encode())
+
+    def delete(self, path: str) -> None:
+        """Deletes something. Raises UserError."""
+        directory, _ = self.find(path)
+        (directory / MARK).unlink()  # from now on it does not count
+        shutil.rmtree(directory)
+
+    def expire(self) -> None:
+        """Deletes all whose time is over."""
+        for run in self.runs():
+            for saved in self.saved(run.model_id):
+                if saved.expires_s is not None and saved.expires_s <= self._now():
+                    self.delete(saved.path)
+
+    # ---- reading
+
+    def find(self, path: str, kind: SavedKind | None = None) -> tuple[Path, SavedWeights]:
+        """Returns the directory of a path, and what is known of it. Raises UserError for a path that names nothing, or
+        something of another kind, and for a directory that has lost a file."""
+        model_id, its_kind, name = _parts(path)
+        if kind and its_kind != kind:
+            raise UserError(f"the path {path}; expected {SCHEME}<model>/{kind}/<name>")
+        directory = self._directory(model_id) / its_kind / name
+        if not (directory / MARK).exists():
+            raise UserError(f"the path {path}, at which nothing is saved here; the list of checkpoints tells what is")
+        saved = SavedWeights(**json.loads((directory / MARK).read_bytes()))
+        for file, size in saved.files.items():
+            found = (directory / file).stat().st_size if (directory / file).exists() else None
+            if found != size:
+                raise UserError(f"{path} is damaged: its file {file} had {size} bytes and has {found}; use another one")
+        return directory, saved
+
+    def run(self, model_id: str) -> SavedRun:
+        """Returns what is known of a model. Raises UserError."""
+        if not (self._directory(model_id) / RUN).exists():
+            raise UserError(
+                f"the training run {model_id!r}, which is not here; the list of training runs tells what is"
+            )
+        return self._run_in(self._directory(model_id))
+
+    def runs(self) -> list[SavedRun]:
+        """Returns all models, the newest first."""
+        found = [self._run_in(file.parent) for file in self._root.glob(f"*/{RUN}")]
+        return sorted(found, key=lambda run: run.began_s, reverse=True)
+
+    def saved(self, model_id: str) -> list[SavedWeights]:
+        """Returns all that a model saved, the oldest first."""
+        return sorted(self._saved(model_id), key=lambda each: each.saved_s)
+
+    def _saved(self, model_id: str) -> Iterator[SavedWeights]:
+        for kind in KINDS:
+            for mark in (self._directory(model_id) / kind).glob(f"*/{MARK}"):
+                if not mark.parent.name.endswith(STAGING):
+                    yield SavedWeights(**json.loads(mark.read_bytes()))
+
+    @staticmethod
+    def _run_in(directory: Path) -> SavedRun:
+        return SavedRun(**json.loads((directory / RUN).read_bytes()))
+
+    def _directory(self, model_id: str) -> Path:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+:train:\d+", model_id):
+            raise UserError(f"the model {model_id!r}; expected <session>:train:<number>")
+        return self._root / model_id.replace(":", "-")
+
+
+def _parts(path: str) -> tuple[str, SavedKind, str]:
+    model_id, _, rest = path.removeprefix(SCHEME).partition("/")
+    kind, _, name = rest.partition("/")
+    for each in KINDS:
+        if path.startswith(SCHEME) and kind == each and NAME.fullmatch(name):
+            return model_id, each, name
+    raise UserError(f"the path {path!r}; expected {SCHEME}<model>/<{' or '.join(KINDS)}>/<name>")

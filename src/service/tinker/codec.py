@@ -1,0 +1,182 @@
+"""Turns the protocol's messages of training and sampling into the project's types, and these back.
+
+Numbers travel as bytes, little endian. What this server does not do is refused by name (`UserError`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from service.asked import RequestRefused
+from service.tinker.messages import message_class
+from service.tinker.promises import UserError
+from trireme.config.losses import LOSSES, find_loss, loss_refusals
+from trireme.core.datum import LOSS_FN_INPUT_DTYPES, Datum, ModelInput
+from trireme.core.types import ForwardBackwardOutput, PromptLogprobs, SampleResponse, TopkPromptLogprobs
+
+PROTOBUF = "application/x-protobuf"
+FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
+DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
+STOP_REASONS = {"stop": 0, "length": 1}
+NO_TOKEN, NO_LOGPROB = 0, -99999.0
+"""What stands in an empty cell of the likeliest tokens."""
+THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
+SEQUENCE_MASK = "sequence_ratio_mask"
+RECORDED = "stable_reinforce"
+
+_Request = message_class("ForwardBackwardRequest")
+_Output = message_class("ForwardBackwardOutput")
+_Response = message_class("SampleResponse")
+
+
+@dataclass(frozen=True)
+class ForwardBackwardCall:
+    """A request to train, or only to compute log-probabilities. Its data is decoded when its turn has come."""
+
+    model_id: str
+    seq_id: int
+    forward_only: bool
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str]
+    encoded: Any
+    """The message."""
+
+    @classmethod
+    def of(cls, body: bytes) -> ForwardBackwardCall:
+        """Reads a body. Raises RequestRefused for one that is no such message."""
+        message = _Request()
+        try:
+            message.ParseFromString(body)
+        except DecodeError:
+            raise RequestRefused(
+                f"a body of {len(body):,} bytes that is no ForwardBackwardRequest in protobuf; expected one, without "
+                "a content encoding, as the client sends it since 0.25"
+            ) from None
+        config: dict[str, float | str] = dict(message.loss_fn_config)
+        for name, value in message.loss_fn_config_v2.items():  # the first map repeats its numbers
+            config[name] = value.text if value.HasField("text") else value.number
+        return cls(message.model_id, message.seq_id, message.forward_only, message.loss_fn, config, message)
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """The parameters of the loss. Raises UserError."""
+        if self.loss_fn == RECORDED:
+            raise UserError(
+                f"the loss {RECORDED} needs what only its inventor's server records; set loss_fn to one of "
+                f"{', '.join(LOSSES)} (importance_sampling where data is on-policy, else ppo)"
+            )
+        if self.loss_fn not in LOSSES:
+            raise UserError(
+                f"the loss {self.loss_fn!r}; expected one of {', '.join(LOSSES)}, or forward_backward_custom, which "
+                "computes any loss in the client"
+            )
+        if words := {name: value for name, value in self.loss_fn_config.items() if isinstance(value, str)}:
+            raise UserError(f"loss_fn_config {words}; expected numbers: no loss here has a parameter that is a text")
+        given = {name: float(value) for name, value in self.loss_fn_config.items()}
+        if refusals := list(loss_refusals(self.loss_fn, given)):
+            raise UserError(" ".join(f"{each.given}; expected {each.expected}." for each in refusals))
+        return given
+
+    def data(self) -> list[Datum]:
+        """Returns the datums with the columns that the loss reads. Raises UserError, which names the datum."""
+        return [self._datum(number, each) for number, each in enumerate(self.encoded.data)]
+
+    def _datum(self, number: int, encoded: Any) -> Datum:
+        try:
+            tokens = np.concatenate([np.empty(0, "<i4"), *map(_tokens, encoded.model_input)])
+            given = {name: _array(name, tensor) for name, tensor in encoded.loss_fn_inputs.items()}
+            return Datum(ModelInput(tokens), columns_of(self.loss_fn, given))
+        except ValueError as error:
+            raise UserError(f"datum {number}: {error}") from None
+
+
+def columns_of(loss_fn: str, given: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """Returns the columns that the loss reads. Others are left out, as custom losses send their own with `forward`.
+
+    No mask travels: tokens count where the advantage is not 0, which gives the same gradient, or where gspo's
+    `sequence_ratio_mask` says so. Cross-entropy without weights weighs each token alike. Raises ValueError.
+    """
+    read = find_loss(loss_fn).columns
+    columns = {name: values for name, values in given.items() if name in read}
+    if "target_tokens" not in columns:
+        raise ValueError(f"no target_tokens; given are {', '.join(sorted(given)) or 'no columns'}")
+    if "weights" in read:
+        columns.setdefault("weights", np.ones(len(columns["target_tokens"]), np.float32))
+        return columns
+    if missing := sorted({"logprobs", "advantages"} - set(columns)):
+        raise ValueError(f"no {' and no '.join(missing)}, which the loss {loss_fn} reads; given are {sorted(given)}")
+    columns["mask"] = given[SEQUENCE_MASK] if SEQUENCE_MASK in given else columns["advantages"] != 0
+    columns["mask"] = columns["mask"].astype(np.float32)
+    thresholds = {name: given[name] for name in THRESHOLDS if name in given}
+    return {**columns, **(thresholds if THRESHOLDS[0] in LOSSES[loss_fn].parameters else {})}
+
+
+def _tokens(chunk: Any) -> npt.NDArray[np.int32]:
+    if not chunk.HasField("encoded_text"):
+        raise ValueError("a chunk of model_input that is no encoded_text; images and sound are not supported")
+    return np.frombuffer(chunk.encoded_text.tokens, "<i4")
+
+
+def _array(name: str, tensor: Any) -> npt.NDArray[Any]:
+    if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
+        raise ValueError(
+            f"{name} of shape {list(tensor.shape)}; expected one number for each token: several targets at a place "
+            "(top-k distillation) are not supported"
+        )
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{name} of the unknown type {tensor.dtype}; expected one of {', '.join(map(str, DTYPES))}")
+    values: npt.NDArray[Any] = np.frombuffer(tensor.dense, DTYPES[tensor.dtype])
+    if tensor.dtype == BFLOAT16:  # the upper half of a float32
+        values = (values.astype("<u4") << 16).view("<f4")
+    if tensor.shape and list(tensor.shape) != [len(values)]:
+        raise ValueError(f"{name} says that it has shape {list(tensor.shape)}, and has {len(values)} numbers")
+    return values.astype(LOSS_FN_INPUT_DTYPES[name]) if name in LOSS_FN_INPUT_DTYPES else values
+
+
+def encode_output(output: ForwardBackwardOutput) -> bytes:
+    """Writes the log-probabilities of a pass, and its metrics, which are named `name:reduction`."""
+    message = _Output(loss_fn_output_type="ArrayRecord", metrics=output.metrics)
+    record = message.loss_fn_outputs.add(num_datums=len(output.offsets) - 1)
+    logprobs = np.ascontiguousarray(output.logprobs, "<f4")
+    field = record.fields["logprobs"]
+    field.data, field.dtype = logprobs.tobytes(), FLOAT32
+    field.offsets = (output.offsets * logprobs.itemsize).astype("<i8").tobytes()  # in bytes, one more than datums
+    return bytes(message.SerializeToString())
+
+
+def encode_sample(response: SampleResponse, topk: int = 0) -> bytes:
+    """Writes sampled sequences. `topk`: how many of the likeliest tokens at each place of the prompt were asked for."""
+    message = _Response()
+    for sequence in response.sequences:
+        encoded = message.sequences.add(stop_reason=STOP_REASONS[sequence.stop_reason])
+        encoded.tokens = np.ascontiguousarray(sequence.tokens, "<i4").tobytes()
+        encoded.logprobs = np.ascontiguousarray(sequence.logprobs, "<f4").tobytes()
+    if response.prompt_logprobs is not None:
+        message.prompt_logprobs = _floats(response.prompt_logprobs).tobytes()
+    if response.topk_prompt_logprobs is not None and topk:
+        tokens, logprobs = _table(response.topk_prompt_logprobs, topk)
+        likeliest = message.topk_prompt_logprobs
+        likeliest.token_ids, likeliest.logprobs = tokens.tobytes(), logprobs.tobytes()
+        likeliest.k, likeliest.length = topk, len(tokens)
+    return bytes(message.SerializeToString())
+
+
+def _floats(logprobs: PromptLogprobs) -> npt.NDArray[np.float32]:
+    return np.array([np.nan if each is None else each for each in logprobs], "<f4")
+
+
+def _table(likeliest: TopkPromptLogprobs, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Returns tokens and log-probabilities [T, k], likeliest first, in rows that may have empty cells."""
+    tokens = np.full((len(likeliest), k), NO_TOKEN, "<i4")
+    logprobs = np.full((len(likeliest), k), NO_LOGPROB, "<f4")
+    for place, row in enumerate(likeliest):
+        best: Sequence[tuple[int, float]] = (row or [])[:k]
+        for column, (token, logprob) in enumerate(best):
+            tokens[place, column], logprobs[place, column] = token, logprob
+    return tokens, logprobs

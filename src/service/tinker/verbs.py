@@ -1,0 +1,66 @@
+"""The rooms as this server sees them: their verbs. `trireme.launch` hands it the trainer and the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+from trireme.checkpoint.files import FileRecord
+from trireme.core.datum import Datum, ModelInput
+from trireme.core.types import (
+    AdamParams,
+    ForwardBackwardOutput,
+    OptimStepResponse,
+    SampleResponse,
+    SamplingParams,
+    WeightIdentity,
+)
+from trireme.core.weights import PublishedWeights, UpdateReport
+
+
+class FilesToCome(Protocol):
+    """Files that are being written."""
+
+    def wait(self, timeout_s: float) -> list[FileRecord]:
+        """Returns their records. Raises StorageFailed."""
+
+
+class TrainerVerbs(Protocol):
+    """The trainer (`trainer.handle.TrainerHandle`). Every verb waits, and raises TriremeError."""
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+    ) -> ForwardBackwardOutput: ...
+
+    def forward(self, data: Sequence[Datum]) -> ForwardBackwardOutput: ...
+
+    def optim_step(self, adam_params: AdamParams) -> OptimStepResponse: ...
+
+    def drop_gradients(self) -> None: ...
+
+    def reset_optimizer(self) -> None: ...
+
+    def publish_weights(self, version: int) -> PublishedWeights: ...
+
+    def save_weights(self, path: Path, published: PublishedWeights) -> FilesToCome: ...
+
+    def save_state(self, path: Path) -> FilesToCome: ...
+
+    def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> str: ...
+
+
+class SamplerVerbs(Protocol):
+    """The sampler in front of all replicas (`inference.client.SamplingClient`)."""
+
+    def sample(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+    ) -> Future[SampleResponse]: ...
+
+    def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]: ...

@@ -1,0 +1,67 @@
+"""The command `trireme serve`: a server for Tinker's clients, which train and sample on this machine or cluster.
+
+    trireme serve @ examples/sort.toml
+    trireme serve --model.name Qwen/Qwen3-0.6B --trainer.shards 2 --inference.replicas 2
+
+The options are those of `rl`: the model, shards, replicas, deadlines, and `service.*`. What clients save is in the run
+directory, where the next server of the same name finds it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from trireme.api import open_rooms
+from trireme.cli.common import show
+from trireme.config import Config
+from trireme.config.checks import check
+from trireme.config.load import load
+from trireme.config.model_facts import ModelFacts
+from trireme.core.refusals import Refusal
+from trireme.launch.common import prepare_cluster
+from trireme.plan.base import Plan
+from trireme.plan.rl import LOOP_ROOMS
+from trireme.process.environ import Resources
+
+UNREAD = Path(__file__).with_name("serve.toml")
+
+
+def serve(argv: list[str], console: Console) -> None:
+    """Serves until a signal comes. Raises Stopped, TriremeError."""
+    loaded = load(["@", str(UNREAD), *argv])
+    config = loaded.config
+    facts = ModelFacts.of(config, required=True)
+    assert facts is not None, "required"
+    plan = Plan(
+        config, facts, Resources.of_this_machine(), LOOP_ROOMS, notes=[*check(config, facts), *_checked(config)]
+    )
+    if loaded.dry_run:
+        show(plan, config, console)
+        return
+    for warning in plan.notes:
+        console.print(f"warning: {warning}", style="yellow")
+    name, absolute = config.model.name, config.with_absolute_paths()
+    directory = Path(config.run.output_dir).expanduser().absolute() / (config.run.name or "tinker")
+    directory.mkdir(parents=True, exist_ok=True)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False)
+
+    prepare_cluster(absolute, plan)
+    from trireme.launch import service, tinker  # imports Ray, for which the environment is prepared first
+
+    service.check_port(config)
+    keys = service.keys_of(config, directory, say, prefix="tml")
+    with open_rooms(absolute, directory / "logs") as (trainer, sampler):
+        tinker.serve_clients(absolute, (name, absolute.model.name), facts, trainer, sampler, keys, directory, say)
+
+
+def _checked(config: Config) -> list[str]:
+    """Refuses what this server does not do. Raises BadInput."""
+    if config.trainer.lora.on:
+        raise Refusal(
+            "trainer.lora with `trireme serve`", "the whole model, which this server trains", "leave --trainer.lora out"
+        ).error()
+    return []

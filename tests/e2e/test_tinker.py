@@ -1,0 +1,168 @@
+"""The command `trireme serve` with the real client, on a real trainer and a real replica."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from run_support import Running, wait_until_gone
+from tinker import types
+from transformers import AutoTokenizer
+
+from trireme.core.errors import EXIT_INTERRUPTED
+
+MODEL = "./assets/sort-base"
+LIMIT_S = 120.0
+ADAM = types.AdamParams(learning_rate=2e-4, beta2=0.99)
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The address of the server and a client's key."""
+    place = ("--run.output-dir", str(tmp_path_factory.mktemp("served")))
+    flags = ("serve", "@", "examples/sort.toml", "--service.port", "0", "--trainer.shards", "1", *place)
+    running = Running.start(*flags, module="trireme.cli.trireme")
+    said = ""
+    assert running.process.stdout is not None
+    for line in running.process.stdout:
+        said += line
+        if "TINKER_BASE_URL" in line:
+            break
+    url, key = re.search(r"TINKER_BASE_URL=(http\S+)", said), re.search(r"client key .*: (tml-client-\S+)", said)
+    assert url, said
+    assert key, said
+    yield url[1], key[1]
+    running.process.send_signal(signal.SIGINT)
+    rest = running.process.stdout.read()
+    assert running.process.wait(60) == EXIT_INTERRUPTED, rest
+    assert wait_until_gone(running.mark, 20.0) == []
+    assert running.files_left() == set()
+    assert running.shm_left() == set()
+
+
+@pytest.fixture(scope="module")
+def client(command: tuple[str, str]) -> Iterator[tinker.ServiceClient]:
+    url, key = command
+    with pytest.MonkeyPatch.context() as environ, tinker.ServiceClient(base_url=url, api_key=key) as client:
+        environ.setenv("TINKER_TELEMETRY", "0")
+        yield client
+
+
+def datum_of(prompt: list[int], sequence: Any, advantage: float) -> types.Datum:
+    tokens = [*prompt, *sequence.tokens]
+    before, sampled = [0.0] * (len(prompt) - 1), len(sequence.tokens)
+    columns = {"logprobs": [*before, *sequence.logprobs], "advantages": [*before, *[advantage] * sampled]}
+    inputs: Any = {name: types.TensorData(data=values, dtype="float32") for name, values in columns.items()}
+    inputs["target_tokens"] = types.TensorData(data=tokens[1:], dtype="int64")
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def logprobs_of(output: Any) -> np.ndarray:
+    return np.concatenate([each["logprobs"].data for each in output.loss_fn_outputs])
+
+
+def test_a_client_trains_samples_saves_and_resumes(client: tinker.ServiceClient, tmp_path: Path) -> None:
+    model = client.create_lora_training_client(base_model=MODEL, rank=8).result(LIMIT_S)
+    assert model.get_tokenizer().encode("Sort: 31\n") == AutoTokenizer.from_pretrained(MODEL).encode("Sort: 31\n")
+    prompt = model.get_tokenizer().encode("Sort: 361695\n")
+
+    # What the sampler says of its tokens is what the trainer says of them.
+    sampler = model.save_weights_and_get_sampling_client().result(LIMIT_S)
+    params = types.SamplingParams(max_tokens=8, seed=1)
+    answers = sampler.sample(types.ModelInput.from_ints(prompt), 8, params).result(LIMIT_S).sequences
+    data = [datum_of(prompt, answer, 1.0 if n % 2 else -1.0) for n, answer in enumerate(answers)]
+    before = model.forward(data, "importance_sampling").result(LIMIT_S)
+    sampled = np.concatenate([each.loss_fn_inputs["logprobs"].data for each in data])
+    counted = sampled != 0
+    np.testing.assert_allclose(logprobs_of(before)[counted], sampled[counted], atol=1e-4)
+    whole = sampler.compute_logprobs(types.ModelInput.from_ints([*prompt, *answers[0].tokens])).result(LIMIT_S)
+    length = len(answers[0].tokens)
+    np.testing.assert_allclose(whole[-length:], answers[0].logprobs, atol=1e-4)
+
+    # Two parts are one batch, whatever is only computed in between: the norm of the gradient is the same.
+    norms = []
+    for parts in ([data], [data[:3], data[3:]]):
+        for part in parts:
+            model.forward_backward(part, "importance_sampling").result(LIMIT_S)
+            model.forward(data, "importance_sampling").result(LIMIT_S)
+        norms.append(model.optim_step(types.AdamParams(learning_rate=0.0)).result(LIMIT_S).metrics["grad_norm"])
+    assert norms[0] > 0
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+    # A state that is resumed computes what the model computed, and learns as it did.
+    model.forward_backward(data, "ppo").result(LIMIT_S)
+    model.optim_step(ADAM).result(LIMIT_S)
+    state = model.save_state("first").result(LIMIT_S).path
+    expected = []
+    for again in (model, None):
+        model = again or client.create_training_client_from_state_with_optimizer(state).result(LIMIT_S)
+        passes = [logprobs_of(model.forward(data, "ppo").result(LIMIT_S))]
+        model.forward_backward(data, "ppo").result(LIMIT_S)
+        model.optim_step(ADAM).result(LIMIT_S)
+        expected.append([*passes, logprobs_of(model.forward(data, "ppo").result(LIMIT_S))])
+    for first, second in zip(*expected, strict=True):
+        np.testing.assert_allclose(second, first, atol=1e-6)
+    assert not np.allclose(expected[0][0], expected[0][1], atol=1e-5), "the update changed something"
+
+    # Named weights of now, the old snapshot and the base answer side by side, each by its own weights.
+    path = model.save_weights_for_sampler("now").result(LIMIT_S).path
+    fresh = client.create_sampling_client(model_path=path).result(LIMIT_S)
+    base = client.create_sampling_client(base_model=MODEL).result(LIMIT_S)
+    sequence = types.ModelInput.from_ints([*prompt, *answers[0].tokens])
+    now, then, start = (each.compute_logprobs(sequence) for each in (fresh, sampler, base))
+    np.testing.assert_allclose(then.result(LIMIT_S)[-length:], answers[0].logprobs, atol=1e-4)
+    np.testing.assert_allclose(start.result(LIMIT_S)[-length:], answers[0].logprobs, atol=1e-4)
+    np.testing.assert_allclose(now.result(LIMIT_S)[1:], expected[1][1][: sequence.length - 1], atol=1e-4)
+
+
+def test_a_new_model_has_neither_gradients_nor_moments_of_another(client: tinker.ServiceClient) -> None:
+    """A state has the base's weights and moments that are not 0. One update from it, without the optimiser's state, is
+    what one update of a new model is; with that state it is another."""
+    tokens = list(range(5, 15))
+    target: Any = {"target_tokens": types.TensorData(data=tokens[1:], dtype="int64")}
+    data = [types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=target)]
+    other: Any = {"target_tokens": types.TensorData(data=tokens[:-1], dtype="int64")}
+    moving = [types.Datum(model_input=types.ModelInput.from_ints(tokens[1:]), loss_fn_inputs=other)]
+
+    def updated(model: Any) -> np.ndarray:
+        model.forward_backward(data, "cross_entropy").result(LIMIT_S)
+        model.optim_step(ADAM).result(LIMIT_S)
+        found = logprobs_of(model.forward(data, "cross_entropy").result(LIMIT_S))
+        model.forward_backward(moving, "cross_entropy").result(LIMIT_S)  # the next model is not to have this gradient
+        return found
+
+    model = client.create_lora_training_client(base_model=MODEL, rank=8).result(LIMIT_S)
+    model.forward_backward(moving, "cross_entropy").result(LIMIT_S)
+    model.optim_step(types.AdamParams(learning_rate=0.0)).result(LIMIT_S)
+    state = model.save_state("moments").result(LIMIT_S).path
+    model.forward_backward(moving, "cross_entropy").result(LIMIT_S)
+    new = updated(client.create_lora_training_client(base_model=MODEL, rank=8).result(LIMIT_S))
+    without = updated(client.create_training_client_from_state(state).result(LIMIT_S))
+    within = updated(client.create_training_client_from_state_with_optimizer(state).result(LIMIT_S))
+    np.testing.assert_allclose(without, new, atol=1e-6)
+    assert not np.allclose(within, new, atol=1e-4)
+
+
+def test_a_client_learns(client: tinker.ServiceClient) -> None:
+    """Ten updates towards one answer, with the loss of supervised training and with one of the client's own."""
+    model = client.create_lora_training_client(base_model=MODEL, rank=8).result(LIMIT_S)
+    tokens = model.get_tokenizer().encode("Sort: 213\n321")
+    target: Any = {"target_tokens": types.TensorData(data=tokens[1:], dtype="int64")}
+    data = [types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=target)] * 4
+
+    def own(data: Any, logprobs: Any) -> Any:
+        return -sum(each.sum() for each in logprobs), {}
+
+    losses = []
+    for step in range(10):
+        passed = model.forward_backward_custom(data, own) if step % 2 else model.forward_backward(data, "cross_entropy")
+        updated = model.optim_step(types.AdamParams(learning_rate=1e-3))
+        losses.append(passed.result(LIMIT_S).metrics["loss:sum"])
+        assert updated.result(LIMIT_S).metrics["grad_norm"] > 0
+    assert losses[-1] < losses[0] / 2, losses

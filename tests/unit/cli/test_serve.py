@@ -1,0 +1,28 @@
+"""The command `trireme serve`, up to where it would start something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trireme.cli import trireme
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+
+MODEL = str(Path(__file__).parents[3] / "assets" / "sort-base")
+FLAGS = ("serve", "--model.name", MODEL, "--model.max-seq-len", "32", "--cluster.device", "cpu")
+
+
+def test_a_dry_run_shows_trainer_and_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trireme.main([*FLAGS, "--inference.replicas", "2", "--dry-run"]) == EXIT_OK
+    plan, _, config = capsys.readouterr().out.partition("{")
+    assert "trainer" in plan
+    assert "2 vLLM replicas" in plan
+    service = json.loads("{" + config)["service"]
+    assert (service["port"], service["max_body_mb"]) == (8000, 64.0), "the client sends parts of 5 MB and more"
+
+
+def test_adapters_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trireme.main([*FLAGS, "--trainer.lora.rank", "8", "--dry-run"]) == EXIT_BAD_INPUT
+    assert "the whole model" in capsys.readouterr().err

@@ -1,0 +1,333 @@
+"""The server against the real client, on a port of this machine: the rooms are small, all else is what runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.types.forward_backward_input import ForwardBackwardInput
+from tinker.types.forward_backward_request import ForwardBackwardRequest
+from tinker_support import BASE_MODEL, DEADLINE_S, KEY, MAX_LEN, VOCABULARY, Served, UnigramTrainer, tinker_server
+
+TARGETS = [2, 3, 4]
+ADAM = types.AdamParams(learning_rate=0.05, beta1=0.5)
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    with tinker_server(tmp_path) as served:
+        yield served
+
+
+@contextmanager
+def client_of(served: Served) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=served.url, api_key=KEY) as client:
+        yield client
+
+
+def model_of(client: tinker.ServiceClient) -> Any:
+    return client.create_lora_training_client(base_model=BASE_MODEL, rank=8).result(DEADLINE_S)
+
+
+def datum(targets: list[int], **columns: list[float]) -> types.Datum:
+    inputs: Any = {name: types.TensorData(data=values, dtype="float32") for name, values in columns.items()}
+    inputs["target_tokens"] = types.TensorData(data=targets, dtype="int64")
+    return types.Datum(model_input=types.ModelInput.from_ints([1] * len(targets)), loss_fn_inputs=inputs)
+
+
+def encoded(model_id: str, seq_id: int, targets: list[int]) -> bytes:
+    asked = ForwardBackwardInput(data=[datum(targets)], loss_fn="cross_entropy")
+    request = ForwardBackwardRequest(forward_backward_input=asked, model_id=model_id, seq_id=seq_id)
+    return forward_backward_request_to_proto(request).SerializeToString()
+
+
+def post(served: Served, path: str, body: Any, key: str = KEY) -> httpx.Response:
+    content = {"content": body} if isinstance(body, bytes) else {"json": body}
+    return httpx.post(f"{served.url}/api/v1/{path}", headers={"x-api-key": key}, timeout=DEADLINE_S, **content)
+
+
+def begun(served: Served, number: int = 0) -> tuple[str, str]:
+    """Begins a session with a model, without a client; returns their ids."""
+    session = post(served, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
+    asked = {"session_id": session, "model_seq_id": number, "base_model": BASE_MODEL}
+    request = post(served, "create_model", asked).json()["request_id"]
+    assert result(served, request)["model_id"] == f"{session}:train:{number}"
+    return session, f"{session}:train:{number}"
+
+
+def result(served: Served, request_id: str) -> Any:
+    answer = post(served, "retrieve_future", {"request_id": request_id})
+    assert answer.status_code == 200
+    return answer.json()
+
+
+class TestTheClient:
+    def test_it_trains_samples_saves_and_resumes(self, served: Served) -> None:
+        with client_of(served) as client:
+            model = model_of(client)
+            assert model.get_info().model_data.model_name == BASE_MODEL
+            before = served.trainer.theta.copy()
+            passed = model.forward_backward([datum(TARGETS)] * 3, "cross_entropy")
+            updated = model.optim_step(ADAM)
+            assert passed.result(DEADLINE_S).metrics["loss:sum"] > 0
+            assert updated.result(DEADLINE_S).metrics["grad_norm"] > 0
+            assert not np.array_equal(before, served.trainer.theta)
+
+            state = model.save_state("first").result(DEADLINE_S).path
+            expected = model.forward([datum(TARGETS)], "cross_entropy").result(DEADLINE_S)
+            model.forward_backward([datum([7, 8])], "cross_entropy")
+            model.optim_step(ADAM).result(DEADLINE_S)
+            again = client.create_training_client_from_state_with_optimizer(state).result(DEADLINE_S)
+            resumed = again.forward([datum(TARGETS)], "cross_entropy").result(DEADLINE_S)
+            assert resumed.metrics == expected.metrics
+            assert resumed.loss_fn_outputs[0]["logprobs"].data == expected.loss_fn_outputs[0]["logprobs"].data
+            assert np.any(served.trainer.momentum)
+            client.create_training_client_from_state(state).result(DEADLINE_S)
+            assert not np.any(served.trainer.momentum), "without the optimiser's state"
+
+    def test_samples_say_the_trainers_logprobs_and_end_where_they_are_told(self, served: Served) -> None:
+        with client_of(served) as client:
+            model = model_of(client)
+            model.forward_backward([datum([5, 5])], "cross_entropy")
+            model.optim_step(ADAM).result(DEADLINE_S)
+            sampler = model.save_weights_and_get_sampling_client().result(DEADLINE_S)
+            params = types.SamplingParams(max_tokens=8, seed=1, stop=[9])
+            futures = [sampler.sample(types.ModelInput.from_ints([1, 2]), 3, params) for _ in range(4)]
+            answers = [future.result(DEADLINE_S) for future in futures]
+            for sequence in (each for answer in answers for each in answer.sequences):
+                trained = model.forward([datum(list(sequence.tokens))], "cross_entropy").result(DEADLINE_S)
+                np.testing.assert_array_equal(trained.loss_fn_outputs[0]["logprobs"].data, sequence.logprobs)
+                assert (sequence.stop_reason == "stop") == (sequence.tokens[-1] in (0, 9))
+                assert len(sequence.tokens) <= 8
+            logprobs = sampler.compute_logprobs(types.ModelInput.from_ints([1, 2, 3])).result(DEADLINE_S)
+            table = served.trainer.logprobs()
+            assert logprobs[0] is None
+            np.testing.assert_allclose(logprobs[1:], table[[2, 3]], rtol=1e-6)
+
+    def test_two_samplers_take_turns_and_a_snapshot_stays_as_it_was(self, served: Served) -> None:
+        """The sampler of the base, an old snapshot and a new one, all asked at once."""
+        with client_of(served) as client:
+            model = model_of(client)
+            theta = [served.trainer.theta.copy()]
+            samplers = [client.create_sampling_client(base_model=BASE_MODEL).result(DEADLINE_S)]
+            for name in ("one", "two"):
+                model.forward_backward([datum([5, 5])], "cross_entropy")
+                model.optim_step(ADAM).result(DEADLINE_S)
+                path = model.save_weights_for_sampler(name).result(DEADLINE_S).path
+                samplers.append(client.create_sampling_client(model_path=path).result(DEADLINE_S))
+                theta.append(served.trainer.theta.copy())
+            served.sampler.seconds = 0.01
+            prompt = types.ModelInput.from_ints([1, 2, 3])
+            asked = [(n, samplers[n].compute_logprobs(prompt)) for _ in range(4) for n in range(3)]
+            for number, future in asked:
+                expected = UnigramTrainer(theta[number]).logprobs()[[2, 3]]
+                found: Any = future.result(DEADLINE_S)
+                np.testing.assert_allclose(found[1:], expected, rtol=1e-6)
+
+    def test_samplers_in_flight_follow_the_model_and_old_snapshots_are_let_go(
+        self, served: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("service.tinker.serving.SNAPSHOTS", 1)
+        prompt = types.ModelInput.from_ints([1, 2, 3])
+        with client_of(served) as client:
+            model = model_of(client)
+            following = model.save_weights_and_get_sampling_client(kind="inflight").result(DEADLINE_S)
+            snapshots = []
+            for _ in range(3):
+                model.forward_backward([datum([5, 5])], "cross_entropy")
+                model.optim_step(ADAM).result(DEADLINE_S)
+                newest = model.save_weights_and_get_sampling_client(kind="inflight").result(DEADLINE_S)
+                snapshots.append(model.save_weights_and_get_sampling_client().result(DEADLINE_S))
+                expected = served.trainer.logprobs()[[2, 3]]
+                for sampler in (following, newest, snapshots[-1]):
+                    found = sampler.compute_logprobs(prompt).result(DEADLINE_S)
+                    np.testing.assert_allclose(found[1:], expected, rtol=1e-6)
+            with pytest.raises(tinker.BadRequestError, match="no longer in memory"):
+                snapshots[0].compute_logprobs(prompt).result(DEADLINE_S)
+
+    def test_a_custom_loss_is_the_built_in_one(self, served: Served) -> None:
+        def cross_entropy(data: Any, logprobs: Any) -> Any:
+            return -sum(each.sum() for each in logprobs), {"own": 1.0}
+
+        gradients = []
+        with client_of(served) as client:
+            model = model_of(client)
+            for custom in (True, False):
+                if custom:
+                    output = model.forward_backward_custom([datum(TARGETS), datum([7])], cross_entropy)
+                else:
+                    output = model.forward_backward([datum(TARGETS), datum([7])], "cross_entropy")
+                assert output.result(DEADLINE_S).metrics["loss:sum"] > 0
+                gradients.append(served.trainer.gradient.copy())
+                served.trainer.drop_gradients()
+        np.testing.assert_allclose(gradients[0], gradients[1], rtol=1e-6)
+
+    def test_parts_of_a_batch_in_any_order_are_one_batch(self, served: Served) -> None:
+        """The client sends the first of its parts last."""
+        data = [datum([1 + number % 9]) for number in range(9000)]
+        with client_of(served) as client:
+            model = model_of(client)
+            output = model.forward_backward(data, "cross_entropy").result(DEADLINE_S)
+            assert served.trainer.calls.count("cross_entropy") == 3
+            expected = served.trainer.logprobs()[[1 + number % 9 for number in range(9000)]]
+            found = [float(each["logprobs"].data[0]) for each in output.loss_fn_outputs]
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+            np.testing.assert_allclose(output.metrics["loss:sum"], -expected.sum(), rtol=1e-6)
+
+    def test_failures_are_told_and_leave_the_server_usable(self, served: Served) -> None:
+        with client_of(served) as client:
+            model = model_of(client)
+            for loss, named in (("stable_reinforce", "importance_sampling"), ("ppo", "no advantages")):
+                with pytest.raises(tinker.RequestFailedError, match=named):
+                    model.forward_backward([datum(TARGETS)], loss).result(DEADLINE_S)
+            with pytest.raises(tinker.RequestFailedError, match="a part of them is missing"):
+                model.optim_step(ADAM).result(DEADLINE_S)
+            with pytest.raises(tinker.RequestFailedError, match="without a gradient"):
+                model.optim_step(ADAM).result(DEADLINE_S)
+            infinite = datum([1], advantages=[1.0], logprobs=[float("-inf")])
+            model.forward_backward([infinite], "importance_sampling").result(DEADLINE_S)
+            with pytest.raises(tinker.RequestFailedError, match="not finite"):
+                model.optim_step(ADAM).result(DEADLINE_S)
+            model.save_state("name").result(DEADLINE_S)
+            with pytest.raises(tinker.RequestFailedError, match="is there already"):
+                model.save_state("name").result(DEADLINE_S)
+            with pytest.raises(tinker.RequestFailedError, match="nothing is saved"):
+                client.create_training_client_from_state("tinker://abc:train:0/weights/none").result(DEADLINE_S)
+        with client_of(served) as client, pytest.raises(tinker.RequestFailedError, match="expected tests/unigram"):
+            client.create_lora_training_client(base_model="other/model", rank=8).result(DEADLINE_S)
+
+    def test_what_is_saved_is_listed_deleted_and_survives_the_server(self, served: Served, tmp_path: Path) -> None:
+        with client_of(served) as client:
+            made = client.create_lora_training_client(BASE_MODEL, rank=8, user_metadata={"renderer_name": "qwen3"})
+            model = made.result(DEADLINE_S)
+            state = model.save_state("s", ttl_seconds=3600).result(DEADLINE_S).path
+            weights = model.save_weights_for_sampler("w").result(DEADLINE_S).path
+            rest = client.create_rest_client()
+            run: Any = rest.get_training_run_by_tinker_path(state).result(DEADLINE_S)
+            assert (run.base_model, run.user_metadata) == (BASE_MODEL, {"renderer_name": "qwen3"})
+            assert run.last_sampler_checkpoint.tinker_path == weights
+            listed = rest.list_checkpoints(run.training_run_id).result(DEADLINE_S).checkpoints
+            assert [(each.checkpoint_id, each.checkpoint_type) for each in listed] == [
+                ("weights/s", "training"),
+                ("sampler_weights/w", "sampler"),
+            ]
+            assert listed[0].expires_at
+            assert listed[0].size_bytes == 2 * VOCABULARY * 8
+            assert rest.get_weights_info_by_tinker_path(state).result(DEADLINE_S).base_model == BASE_MODEL
+            rest.delete_checkpoint_from_tinker_path(weights).result(DEADLINE_S)
+            left = rest.list_user_checkpoints().result(DEADLINE_S).checkpoints
+            assert [each.tinker_path for each in left] == [state]
+        expected = served.trainer.theta.copy()
+        with tinker_server(tmp_path, UnigramTrainer(np.zeros(VOCABULARY))) as later, client_of(later) as client:
+            client.create_training_client_from_state_with_optimizer(state).result(DEADLINE_S)
+            np.testing.assert_array_equal(later.trainer.theta, expected)
+
+
+class TestTheProtocol:
+    def test_a_repeated_post_changes_nothing(self, served: Served) -> None:
+        _, model = begun(served)
+        body = {"model_id": model, "seq_id": 1, "path": "s"}
+        ids = {post(served, "save_weights", body).json()["request_id"] for _ in range(3)}
+        assert len(ids) == 1
+        saved = result(served, ids.pop())
+        assert saved["path"] == f"tinker://{model}/weights/s", "the second would have failed"
+
+    def test_a_second_client_waits_and_is_told_so(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("service.tinker.serving.HOLD_S", 0.1)
+        session, model = begun(served)
+        second = post(served, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
+        asked = {"session_id": second, "model_seq_id": 0, "base_model": BASE_MODEL}
+        request = post(served, "create_model", asked).json()["request_id"]
+        answer = post(served, "retrieve_future", {"request_id": request})
+        assert answer.status_code == 408
+        assert answer.json()["queue_state"] == "paused_capacity"
+        assert model in answer.json()["queue_state_reason"]
+        assert post(served, f"sessions/{session}/finish", {"reason": {"type": "success"}}).status_code == 204
+        assert result(served, request)["model_id"] == f"{second}:train:0"
+        late = post(served, "save_weights", {"model_id": model, "seq_id": 1, "path": "s"}).json()["request_id"]
+        assert "its session has ended" in result(served, late)["error"]
+        assert post(served, "session_heartbeat", {"session_id": session}).status_code == 410
+
+    def test_a_question_is_held_until_the_answer_is_there(self, served: Served) -> None:
+        _, model = begun(served)
+        served.trainer.hold = threading.Event()
+        datum_free = {"model_id": model, "seq_id": 1, "adam_params": {}}
+        request = post(served, "optim_step", datum_free).json()["request_id"]
+        assert "without a gradient" in result(served, request)["error"], "nothing is held that fails"
+        passed = post(served, "forward_backward", encoded(model, 2, TARGETS)).json()["request_id"]
+        step = post(served, "optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}}).json()["request_id"]
+        threading.Timer(0.2, served.trainer.hold.set).start()
+        assert result(served, step)["metrics"]["grad_norm"] > 0
+        size = post(served, "retrieve_future", {"request_id": passed, "allow_metadata_only": True}).json()
+        whole = post(served, "retrieve_future", {"request_id": passed})
+        assert whole.headers["content-type"] == "application/x-protobuf"
+        assert size == {"status": "complete_metadata", "response_payload_size": len(whole.content)}
+
+    @pytest.mark.parametrize(
+        ("path", "body", "status"),
+        [
+            ("retrieve_future", {"request_id": "x"}, 404),
+            ("session_heartbeat", {"session_id": "x"}, 410),
+            ("create_model", {"session_id": "x", "model_seq_id": 0, "base_model": BASE_MODEL}, 404),
+            ("optim_step", {"model_id": "x", "seq_id": 1, "optimizer_params": {"type": "dimuon"}}, 400),
+            ("forward_backward", b'{"model_id": "x"}', 400),
+            ("asample", {"prompt": {}}, 400),
+            ("create_custom_loss", {}, 404),
+            ("sessions/search", {}, 405),
+        ],
+    )
+    def test_refusals_are_never_such_that_the_client_tries_for_ever(
+        self, served: Served, path: str, body: Any, status: int
+    ) -> None:
+        answer = post(served, path, body)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+
+    def test_it_is_closed_without_a_key(self, served: Served) -> None:
+        assert post(served, "create_session", {"sdk_version": "0.38.0"}, key="tml-wrong-0123456789").status_code == 401
+
+    def test_an_untested_client_is_warned(self, served: Served) -> None:
+        told = post(served, "create_session", {"sdk_version": "0.99.0"}).json()
+        assert "0.38" in told["warning_message"]
+        assert "warning_message" not in post(served, "create_session", {"sdk_version": "0.38.0"}).json()
+
+    @pytest.mark.parametrize(
+        ("changed", "named"),
+        [
+            ({"sampling_params": {"stop": []}}, "end-of-sequence"),
+            ({"record_stability_info": True}, "record_stability_info"),
+            ({"topk_sample_logprobs": 2}, "topk_sample_logprobs"),
+            ({"prompt": {"chunks": [{"type": "image"}]}}, "image"),
+            ({"prompt": {"chunks": [{"tokens": [VOCABULARY]}]}}, "all below"),
+            ({"prompt": {"chunks": [{"tokens": [1] * MAX_LEN}]}}, "the context of the model"),
+            ({"unheard_of": 1}, "unheard_of"),
+        ],
+    )
+    def test_samples_that_cannot_be_made_are_refused(self, served: Served, changed: Any, named: str) -> None:
+        session = post(served, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
+        made = post(
+            served,
+            "create_sampling_session",
+            {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE_MODEL},
+        )
+        body = {
+            "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
+            "sampling_params": {"max_tokens": 2},
+            "sampling_session_id": made.json()["sampling_session_id"],
+            "seq_id": 0,
+        }
+        refused = post(served, "asample", body | changed)
+        assert refused.status_code == 400
+        assert named in refused.text
+        accepted = post(served, "asample", body)
+        assert accepted.json()["sample_sequence_ids"] == [f"{body['sampling_session_id']}/0/0"]

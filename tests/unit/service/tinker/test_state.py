@@ -1,0 +1,211 @@
+"""The protocol's state in virtual time: posts in any order and repeated, several clients, sessions that end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.tinker.promises import Failure, Promise, Success, UserError
+from service.tinker.state import CLONE, KEPT_S, SESSION_S, GoneError, ProtocolState, UnknownId
+from service.tinker.turns import LoadWeights, StartSample
+
+DONE = Success({})
+
+
+def new_state(*sessions: str) -> ProtocolState:
+    state = ProtocolState()
+    for session in sessions:
+        state.begin_session(session, 0.0)
+    return state
+
+
+def run_all(state: ProtocolState) -> list[str]:
+    """Lets the trainer do all that can be done; returns the ids of the requests in that order."""
+    ran = []
+    while found := state.next_training():
+        assert state.next_training() is None, "one thing at a time"
+        ran.append(found[1].request_id)
+        state.trained(DONE)
+    return ran
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_model_is_trained_in_the_order_of_its_numbers_and_once(data: st.DataObject) -> None:
+    """Two clients post all their requests in any order, some of them twice, while the trainer works."""
+    state, count = new_state("s", "t"), data.draw(st.integers(1, 6))
+    posts = [(session, seq) for session in "st" for seq in range(1, count + 1)]
+    posts = data.draw(st.permutations(posts + data.draw(st.lists(st.sampled_from(posts), max_size=4))))
+    for session in "st":
+        state.create_model(session, 0, None)
+    promises: dict[tuple[str, int], Promise] = {}
+    ran: list[str] = []
+    for session, seq in posts:
+        promise = state.train(f"{session}:train:0", seq, None)
+        assert promises.setdefault((session, seq), promise) is promise, "a repeated post gets the same promise"
+        if data.draw(st.booleans()) and state.next_training():
+            assert state.running
+            ran.append(state.running.request_id)
+            state.trained(DONE)
+    ran += run_all(state)
+    assert ran == [f"s:train:0/{seq}" for seq in range(count + 1)], "the second waits for the end of the first"
+    state.finish("s", 1.0)
+    assert run_all(state) == [f"t:train:0/{seq}" for seq in range(count + 1)]
+    assert all(promise.outcome == DONE for promise in promises.values())
+    assert {p.request_id for p in state.take_settled()} == {f"{s}:train:0/{n}" for s in "st" for n in range(count + 1)}
+
+
+def test_a_request_waits_for_its_predecessor() -> None:
+    """The client sends the first part of a batch last, on purpose."""
+    state = new_state("s")
+    state.create_model("s", 0, None)
+    state.train("s:train:0", 3, None)
+    state.train("s:train:0", 2, None)
+    assert run_all(state) == ["s:train:0/0"]
+    state.train("s:train:0", 1, None)
+    assert run_all(state) == [f"s:train:0/{seq}" for seq in (1, 2, 3)]
+
+
+def test_who_waits_for_the_trainer_is_told_so() -> None:
+    state = new_state("s", "t", "u")
+    first, second, third = (state.create_model(name, 0, None) for name in "stu")
+    run_all(state)
+    assert state.position(first).queue_state == "active"
+    assert state.position(second).queue_state == "paused_capacity"
+    assert "s:train:0 has the trainer" in state.position(third).reason
+    assert "1 more are before" in state.position(third).reason
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_the_end_of_a_session_gives_the_trainer_to_the_next(silent: bool) -> None:
+    state = new_state("s", "t")
+    state.create_model("s", 0, None)
+    state.create_model("t", 0, None)
+    run_all(state)
+    orphan = state.train("s:train:0", 2, None)
+    state.beat("t", SESSION_S)
+    state.expire(SESSION_S)
+    assert state.holder
+    assert state.holder.session_id == "s"
+    if silent:
+        state.expire(SESSION_S + 1)
+    else:
+        state.finish("s", SESSION_S + 1)
+    assert isinstance(orphan.outcome, Failure)
+    assert "its session has ended" in orphan.outcome.error
+    assert run_all(state) == ["t:train:0/0"]
+    with pytest.raises(GoneError, match="has ended"):
+        state.beat("s", SESSION_S + 2)
+    assert isinstance(state.train("s:train:0", 1, None).outcome, Failure)
+
+
+def test_what_the_trainer_works_on_is_finished_though_its_session_ends() -> None:
+    state = new_state("s", "t")
+    state.create_model("s", 0, None)
+    state.create_model("t", 0, None)
+    found = state.next_training()
+    assert found
+    state.finish("s", 0.0)
+    assert state.next_training() is None
+    state.trained(DONE)
+    assert found[1].outcome == DONE
+    assert run_all(state) == ["t:train:0/0"]
+
+
+def test_a_client_never_waits_for_itself() -> None:
+    """A second model of a session takes the trainer over once the first has nothing to do."""
+    state = new_state("s", "t")
+    for session, number in (("s", 0), ("t", 0), ("s", 1)):
+        state.create_model(session, number, None)
+    state.train("s:train:0", 1, None)
+    assert run_all(state) == ["s:train:0/0", "s:train:0/1", "s:train:1/0"]
+    refused = state.train("s:train:0", 2, None).outcome
+    assert isinstance(refused, Failure)
+    assert "s:train:1 of the same session" in refused.error
+
+
+def test_a_model_that_could_not_be_created_gives_the_trainer_back() -> None:
+    state = new_state("s", "t")
+    state.create_model("s", 0, None)
+    state.create_model("t", 0, None)
+    assert state.next_training()
+    state.trained(Failure("no such base", "user"))
+    assert run_all(state) == ["t:train:0/0"]
+    refused = state.train("s:train:0", 1, None).outcome
+    assert isinstance(refused, Failure)
+    assert "no such base" in refused.error
+
+
+def test_outcomes_are_forgotten_after_they_were_given() -> None:
+    state = new_state("s")
+    promise = state.create_model("s", 0, None)
+    assert state.give(promise, 5.0) is None
+    run_all(state)
+    for now in (10.0, 10.0 + KEPT_S):  # asked again, as the first answer was lost
+        state.beat("s", now)
+        state.expire(now)
+        assert state.give(state.promise(promise.request_id), now) == DONE
+    state.beat("s", 11.0 + KEPT_S)
+    state.expire(11.0 + KEPT_S)
+    with pytest.raises(GoneError, match="forgotten"):
+        state.promise(promise.request_id)
+    assert state.create_model("s", 0, None) is promise, "a repeated post does not do it again"
+
+
+def test_outcomes_that_were_never_fetched_are_forgotten_after_the_session() -> None:
+    state = new_state("s")
+    promise = state.create_model("s", 0, None)
+    run_all(state)
+    state.finish("s", 20.0)
+    state.expire(20.0 + KEPT_S)
+    assert state.promise(promise.request_id).outcome == DONE
+    state.expire(21.0 + KEPT_S)
+    assert promise.forgotten
+
+
+def test_unknown_ids_are_refused() -> None:
+    state = new_state("s")
+    state.create_model("s", 0, None)
+    for asked in (
+        lambda: state.session("x"),
+        lambda: state.finish("x", 0.0),
+        lambda: state.model("x"),
+        lambda: state.sampler("x"),
+        lambda: state.promise("x"),
+        lambda: state.completions("x", 0, 0, []),
+    ):
+        with pytest.raises(UnknownId, match="'x'"):
+            asked()
+    with pytest.raises(UserError, match="seq_id = 0"):
+        state.train("s:train:0", 0, None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_cursors_tell_each_completion_of_a_clone(data: st.DataObject) -> None:
+    """Whatever the clients have fetched in between: a payload is told until it is said to be retrieved."""
+    state = new_state("s")
+    sampler = state.create_sampler("s", 0, "base").sampler_id
+    assert state.create_sampler("s", 0, "other").target == "base", "a repeated post changes nothing"
+    assert [state.join(sampler), state.join(sampler)] == [1, 2]
+    numbers = [clone * CLONE + n for clone in range(2) for n in range(3)]
+    for seq in data.draw(st.permutations(numbers)):
+        assert state.sample(sampler, seq, None) is state.sample(sampler, seq, None)
+    assert state.turns.next() == LoadWeights("base")
+    running: list[Promise] = []
+    while isinstance(step := state.turns.next(), StartSample):
+        running.append(step.item)
+    assert len(running) == len(numbers)
+    cursors, told = [0, 0], (list[str](), list[str]())
+    for promise in data.draw(st.permutations(running)):
+        state.sampled(promise, DONE)
+        clone = data.draw(st.integers(0, 1))
+        new, cursors[clone] = state.completions(sampler, clone, cursors[clone], told[clone])
+        told[clone].extend(each.request_id for each in new)
+    for clone in range(2):
+        new, _ = state.completions(sampler, clone, cursors[clone], [])
+        told[clone].extend(each.request_id for each in new)
+        assert sorted(told[clone]) == [f"{sampler}/{clone * CLONE + n}" for n in range(3)]
+        again, _ = state.completions(sampler, clone, 0, told[clone])
+        assert again == [], "what was retrieved is dropped"
