@@ -17,8 +17,8 @@ def test_an_agent_is_trained(tmp_path: Path) -> None:
     assert len(ended.rows) == 2
     assert_bound_and_conservation(ended, bound=1)
     for row in ended.rows:
-        assert row["grad_norm"] > 0
-        assert row["kl_sample_train_v2"] < 1e-2, "the tokens and their log-probabilities are those of the policy"
+        assert row["optim/grad_norm"] > 0
+        assert row["optim/kl_sample_train_v2"] < 1e-2, "the tokens and their log-probabilities are those of the policy"
         turns, roots = row["env/all/session/turns"], row["env/all/session/roots"]
         assert (turns, roots, row["env/all/session/forks"]) == (3, 1, 1)
         assert row["env/all/session/undelivered"] == row["env/all/session/retries"] == 0

@@ -87,11 +87,12 @@ def start_service(
     return ServiceHandle.start(config, factory, models, keys, adopt, sessions, log_dir, say)
 
 
-def sessions_factory(config: Config, facts: ModelFacts) -> Callable[[], AgentSessions] | None:
+def sessions_factory(config: Config, facts: ModelFacts | None) -> Callable[[], AgentSessions] | None:
     """Returns a function that makes the sessions of a run's agents, and can be pickled; None where no environment is an
     agent. Raises BadInput if no limit of the model's sequences is known."""
     if not any(env.id.startswith(AGENT) for env in (*config.env, *config.eval_envs)):
         return None
+    assert facts is not None, "what starts actors has read the model's config.json"
     from service.agents import LoopbackSessions  # brings FastAPI, which other runs need not import
 
     return partial(LoopbackSessions, config, served_models(config, facts, (POLICY,)))
