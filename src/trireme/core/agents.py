@@ -57,7 +57,7 @@ class AgentTurn(Protocol):
 
     @property
     def reward(self) -> float:
-        """What the agent itself gave for it."""
+        """The sum of the rewards that the agent itself gave for it."""
 
     @property
     def delivered(self) -> bool:
